@@ -1,0 +1,1 @@
+"""rollmesh: asynchronous reinforcement-learning post-training of language models, as a mesh of services."""

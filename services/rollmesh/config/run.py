@@ -1,0 +1,112 @@
+"""The whole run file and the combinations that cannot work."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from rollmesh.config.base import Section
+from rollmesh.config.data import DataConfig, RewardConfig, RolloutConfig
+from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.config.services import (
+    CheckpointConfig,
+    EvalConfig,
+    GeneratorConfig,
+    LauncherConfig,
+    ModelConfig,
+    StoreConfig,
+    TelemetryConfig,
+)
+from rollmesh.config.trainer import TrainerConfig
+
+
+class RunConfig(Section):
+    """One run."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
+    """Name of the run: prefix of its Redis keys, label of its metrics."""
+    folder: str
+    """Run folder: config, logs, metrics, plots, report, embedded Redis, checkpoints."""
+    seed: int = 0
+    """Seed of prompts, shuffling and sampling noise."""
+    model: ModelConfig
+    """The policy before training."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """Prompts."""
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    """What a rollout is."""
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    """Scoring."""
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    """Admission and cut."""
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    """Generation."""
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    """Optimisation."""
+    checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Policies and trainer state."""
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    """The trajectory queue."""
+    evaluation: EvalConfig = Field(default_factory=EvalConfig)
+    """Evaluation."""
+    launcher: LauncherConfig = Field(default_factory=LauncherConfig)
+    """Local processes."""
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
+    """Logs and trackers."""
+
+    @model_validator(mode="after")
+    def _training_samples_the_full_vocabulary(self) -> Self:
+        if self.rollout.top_p != 1.0 or self.rollout.top_k != 0:
+            raise ValueError(
+                f"rollout.top_p={self.rollout.top_p}, rollout.top_k={self.rollout.top_k}: training needs top_p=1 and "
+                "top_k=0, because behavior_logprobs are over the full vocabulary (use evaluation.top_p instead)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _group_size_fits_the_advantage(self) -> Self:
+        if self.schedule.group_size < 2:
+            raise ValueError(
+                f"schedule.group_size={self.schedule.group_size}: {self.trainer.algorithm.advantage} compares the "
+                "members of a group, so it needs at least 2"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _stage_end_needs_a_barrier(self) -> Self:
+        if self.trainer.algorithm.old_logprobs == "stage_end" and self.schedule.preset != "copris_paper":
+            raise ValueError(
+                "trainer.algorithm.old_logprobs=stage_end needs the barrier of schedule.preset=copris_paper, "
+                f"not {self.schedule.preset}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _recompute_refuses_mixed_caches(self) -> Self:
+        recomputed = self.trainer.algorithm.old_logprobs in ("stage_end", "recompute", "snapshot")
+        if recomputed and self.generator.on_new_version == "keep_kv":
+            raise ValueError(
+                f"trainer.algorithm.old_logprobs={self.trainer.algorithm.old_logprobs} cannot reproduce tokens that "
+                "attended to another version's cache: use generator.on_new_version=interrupt or old_logprobs=sampler"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _context_holds_prompt_and_response(self) -> Self:
+        need = self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        if need > self.generator.max_context_tokens:
+            raise ValueError(
+                f"generator.max_context_tokens={self.generator.max_context_tokens} is less than data.max_prompt_tokens"
+                f" + rollout.max_new_tokens = {need}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _minibatches_split_the_batch(self) -> Self:
+        if self.schedule.groups_per_batch % self.trainer.minibatches:
+            raise ValueError(
+                f"trainer.minibatches={self.trainer.minibatches} does not divide "
+                f"schedule.groups_per_batch={self.schedule.groups_per_batch}"
+            )
+        return self

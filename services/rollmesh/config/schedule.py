@@ -1,0 +1,33 @@
+"""The schedule: admission, cut, and what a new policy version does to work in flight."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollmesh.config.base import Section
+
+
+class ScheduleConfig(Section):
+    """A preset plus overrides; ``scheduling/presets.py`` resolves the nulls."""
+
+    preset: Literal["sync", "one_step_off", "copris", "copris_paper", "areal"] = "copris"
+    """Named schedule of the literature."""
+    groups_per_batch: int = Field(default=16, ge=1)
+    """B: groups that one train step consumes."""
+    group_size: int = Field(default=8, ge=1)
+    """n: trajectories per group."""
+    pool_size: int | None = Field(default=None, ge=1)
+    """N': trajectories leased at once over the whole mesh; null takes the preset's."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Largest staleness of a trained trajectory, in train steps; null takes the preset's."""
+    on_stale: Literal["pace", "mask_old_segments", "evict"] = "pace"
+    """pace: a group that the next step would push over the bound blocks the cut until it finishes;
+    mask_old_segments: its old tokens leave the loss; evict: it is dropped (length bias; opt-in)."""
+    straggler_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long ``pace`` waits for a straggler before it is evicted and counted."""
+    filter_zero_variance: bool = False
+    """Drop groups whose rewards are all equal; refunds their capacity."""
+    max_filtered_in_a_row: int | None = Field(default=None, ge=1)
+    """Filtered groups in a row that end the run with an error; null is 10 * groups_per_batch."""

@@ -1,0 +1,62 @@
+"""Every error that rollmesh raises on purpose.
+
+    RollmeshError
+    ├── ConfigError            a value in the run file, the environment or --set is wrong        (ValueError)
+    ├── DataError              a prompt, a dataset row or a token id is wrong                    (ValueError)
+    ├── StoreError             the trajectory queue cannot do what was asked                     (RuntimeError)
+    │   ├── StoreUnavailable   Redis is down, loading, out of memory or refuses the password
+    │   ├── SessionLost        the worker session, trainer session or leadership has expired
+    │   └── Conflict           the state in Redis is not the one the caller assumed
+    ├── CheckpointError        a checkpoint is torn, truncated, tampered with or foreign          (RuntimeError)
+    ├── EngineError            the generation engine cannot serve a request                      (RuntimeError)
+    ├── GenerationRefused      a generator refused a call before sampling a token                (RuntimeError)
+    └── VerifierError          a verifier failed or returned something that is not a number      (RuntimeError)
+
+Messages name the field or the key, the value seen, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class RollmeshError(Exception):
+    """Root of the tree; catching it means: this is not a bug in rollmesh."""
+
+
+class ConfigError(RollmeshError, ValueError):
+    """A value in the run file, the environment or ``--set`` is wrong."""
+
+
+class DataError(RollmeshError, ValueError):
+    """A prompt, a dataset row or a token id is wrong."""
+
+
+class StoreError(RollmeshError, RuntimeError):
+    """The trajectory queue cannot do what was asked."""
+
+
+class StoreUnavailable(StoreError):
+    """Redis is down, loading, out of memory or refuses the credentials; retrying later may help."""
+
+
+class SessionLost(StoreError):
+    """The caller's session, trainer session or leadership has expired; nothing was changed."""
+
+
+class Conflict(StoreError):
+    """The state in Redis is not the one the caller assumed; nothing was changed."""
+
+
+class CheckpointError(RollmeshError, RuntimeError):
+    """A checkpoint is torn, truncated, tampered with, missing or of another architecture."""
+
+
+class EngineError(RollmeshError, RuntimeError):
+    """The generation engine cannot serve a request."""
+
+
+class GenerationRefused(RollmeshError, RuntimeError):
+    """A generator refused a call before it sampled a token; another one may take it."""
+
+
+class VerifierError(RollmeshError, RuntimeError):
+    """A verifier failed or returned something that is not a finite number."""

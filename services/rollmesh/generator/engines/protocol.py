@@ -1,0 +1,110 @@
+"""What a generation engine is: the seam between the generator service and torch, SGLang or a test double."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol
+
+from rollmesh.types import FinishReason, Float32Array, Int32Array, SamplingParams
+
+
+class OnNewVersion(StrEnum):
+    """What a new policy version does to running calls."""
+
+    INTERRUPT = "interrupt"
+    """Running calls end as ``interrupted`` with the tokens they have; their KV is dropped."""
+    KEEP_KV = "keep_kv"
+    """Weights swap under running calls; chunks split at the swap and carry the older kv_min_version."""
+    DRAIN = "drain"
+    """New calls wait; weights swap once the running ones have finished."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCall:
+    """One request to continue a context."""
+
+    trajectory_id: str
+    context_ids: Int32Array  # [context_tokens], prompt plus tokens kept so far
+    prompt_token_count: int
+    """Length of the prompt inside ``context_ids``; the position of a token is counted from its end."""
+    max_new_token_count: int
+    sampling: SamplingParams
+    chunk_token_count: int
+    """A chunk is emitted at least every so many tokens."""
+    group_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Contiguous tokens of one policy version; the last chunk of a call carries the finish reason."""
+
+    token_ids: Int32Array  # [tokens]; may be empty on the last chunk
+    behavior_logprobs: Float32Array  # [tokens], log_softmax(z/T) over the full vocabulary (raw log_softmax at T=0)
+    policy_version: int
+    kv_min_version: int
+    finish_reason: FinishReason | None = None
+    cached_token_count: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """Load and lifetime counters of an engine; all counters only grow."""
+
+    policy_version: int
+    running_count: int
+    waiting_count: int
+    slot_count: int
+    kv_tokens_used: int
+    kv_token_capacity: int
+    generated_token_total: int
+    prefill_token_total: int
+    reprefill_token_total: int
+    """Prefilled tokens that this or another generator had already sampled (resumed contexts)."""
+    cached_token_total: int
+    decode_step_total: int
+    busy_seconds_total: float
+    """Seconds spent in prefill and decode."""
+    running_slot_seconds_total: float
+    """Integral of running calls over time: numerator of the bubble ratio."""
+    paused: bool
+
+
+class Engine(Protocol):
+    """A generation engine; every method is safe to call from one asyncio loop.
+
+    A new trajectory never sees KV of another policy version. Errors are EngineError (the engine is broken),
+    GenerationRefused (this call cannot be served here) or DataError (the call is wrong and names the field).
+    """
+
+    async def start(self, folder: Path, policy_version: int) -> None:
+        """Load the first policy from a verified Hugging Face folder and begin to serve."""
+
+    def generate(self, call: GenerationCall) -> AsyncIterator[Chunk]:
+        """Stream the chunks of one call; closing the iterator early frees the slot."""
+
+    async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
+        """End these calls (None: all) as ``interrupted``; returns how many."""
+
+    async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
+        """Swap to the policy in ``folder``; returns the seconds during which decoding stood still.
+
+        Raises EngineError when the weights do not fit the running architecture; the old ones keep serving.
+        """
+
+    async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+        """Log-probabilities (T=1) of each token given its predecessors, [tokens - 1] per sequence (canary, audit)."""
+
+    async def pause(self) -> None:
+        """Stop decoding; running calls are held, ``status`` stays answerable."""
+
+    async def resume(self) -> None:
+        """Continue decoding."""
+
+    def status(self) -> EngineStatus:
+        """Load and counters, without waiting for a decode step."""
+
+    async def aclose(self) -> None:
+        """End running calls as ``interrupted`` and stop."""

@@ -1,0 +1,215 @@
+"""The words of the system as frozen dataclasses (design: one word per thing).
+
+These are the in-process carriers; protobuf is what travels (``wire/``) and pydantic is what people write
+(``config/``). Arrays are numpy, one-dimensional and never mutated after construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+
+class FinishReason(StrEnum):
+    """Why a generation call or a trajectory ended."""
+
+    STOP = "stop"
+    """A stop token was sampled (it is the last token)."""
+    LENGTH = "length"
+    """The token budget or the context length was used up."""
+    INTERRUPTED = "interrupted"
+    """The generator stopped early; the tokens so far are valid and the trajectory can be resumed."""
+    SEGMENT_LIMIT = "segment_limit"
+    """The budget of this call was used up; the caller continues with another call."""
+    ENVIRONMENT = "environment"
+    """The environment ended the episode."""
+
+
+class SegmentSource(StrEnum):
+    """Who wrote the tokens of a segment."""
+
+    POLICY = "policy"
+    ENVIRONMENT = "environment"
+
+
+class TrajectoryState(StrEnum):
+    """Lifecycle of a trajectory in the queue."""
+
+    PENDING = "pending"
+    LEASED = "leased"
+    PARTIAL = "partial"
+    FINISHED = "finished"
+    SCORED = "scored"
+    UNSCORABLE = "unscorable"
+    EVICTED = "evicted"
+    DEAD = "dead"
+
+
+class GroupState(StrEnum):
+    """Lifecycle of a group in the queue."""
+
+    OPEN = "open"
+    READY = "ready"
+    FILTERED = "filtered"
+    CUT = "cut"
+    CONSUMED = "consumed"
+    EVICTED = "evicted"
+    DEAD = "dead"
+
+
+class OutcomeKind(StrEnum):
+    """What happened when an answer was scored; only ``SCORED`` carries a value."""
+
+    SCORED = "scored"
+    TIMED_OUT = "timed_out"
+    VERIFIER_ERROR = "verifier_error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are drawn."""
+
+    temperature: float = 1.0
+    """Softmax temperature; 0 is greedy, for evaluation only."""
+    top_p: float = 1.0
+    """Nucleus mass; 1 keeps the full vocabulary (training requires 1)."""
+    top_k: int = 0
+    """Number of most likely tokens kept; 0 keeps all (training requires 0)."""
+    seed: int = 0
+    """Seed of the sampling noise; the noise of a token depends on (seed, trajectory_id, position) alone."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the generation; the stop token itself is part of the output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Contiguous tokens written under one policy version, or by the environment."""
+
+    token_ids: Int32Array  # [tokens]
+    behavior_logprobs: Float32Array | None  # [tokens]; log_softmax(z/T) of the sampled token; None for environment
+    policy_version: int
+    kv_min_version: int
+    """Oldest policy version whose KV cache was attended to; equals ``policy_version`` in a pure segment."""
+    source: SegmentSource = SegmentSource.POLICY
+    temperature: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def pure(self) -> bool:
+        """Whether the tokens were sampled from exactly one policy version."""
+        return self.source is SegmentSource.POLICY and self.kv_min_version == self.policy_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The prompt of a group and what its verifier needs."""
+
+    prompt_id: str
+    token_ids: Int32Array  # [prompt_tokens]
+    verifier: str
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Input of the verifier: the reference answer, the tests, the puzzle (JSON values only)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOutcome:
+    """Typed result of scoring one trajectory; a time-out is never a silent 0."""
+
+    kind: OutcomeKind
+    value: float = 0.0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """Prompt, segments, finish reason and reward of one rollout."""
+
+    trajectory_id: str
+    group_id: str
+    member_index: int
+    prompt: Prompt
+    segments: tuple[Segment, ...] = ()
+    finish_reason: FinishReason | None = None
+    outcome: RewardOutcome | None = None
+    shaped_reward: float = 0.0
+    """Reward after shaping (overlong penalty and the like): what advantages are computed from."""
+    birth_version: int = 0
+    """Newest policy version when the trajectory was first leased."""
+    traceparent: str = ""
+
+    @property
+    def response_token_count(self) -> int:
+        """Number of tokens after the prompt, environment tokens included."""
+        return sum(len(s) for s in self.segments)
+
+    @property
+    def response_ids(self) -> Int32Array:
+        """All tokens after the prompt, int32 [response_tokens]."""
+        if not self.segments:
+            return np.empty(0, np.int32)
+        return np.concatenate([s.token_ids for s in self.segments]).astype(np.int32, copy=False)
+
+    @property
+    def policy_versions(self) -> tuple[int, ...]:
+        """Distinct policy versions that wrote tokens, ascending."""
+        return tuple(sorted({s.policy_version for s in self.segments if s.source is SegmentSource.POLICY}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The scored trajectories of one prompt, as the trainer sees them."""
+
+    group_id: str
+    admission_index: int
+    trajectories: tuple[Trajectory, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The ordered groups of one train step: batch s turns train_step s-1 into s."""
+
+    train_step: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRecord:
+    """One published policy as the registry in Redis announces it; the manifest at ``path`` says the rest."""
+
+    policy_version: int
+    """Name of the weights; never reused; 0 is the initial policy."""
+    train_step: int
+    """Number of batches the weights were trained on."""
+    path: str
+    """Checkpoint folder, relative to the checkpoint store's root."""
+    manifest_digest: str
+    """sha256 (hex) of the manifest file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorRecord:
+    """One generator as it registers itself in Redis, renewed with every heartbeat."""
+
+    instance_id: str
+    """Random identity, new at every start: addresses are reused, instances are not."""
+    address: str
+    policy_version: int
+    running_count: int
+    waiting_count: int
+    slot_count: int
+    kv_token_capacity: int
+    serving: bool
+    """False while it loads for the first time, drains, or is out of rotation."""
+    reason: str = ""
+    """Why it does not serve."""

@@ -1,0 +1,239 @@
+"""Dataclasses to protobuf and back; arrays travel as little-endian bytes with a dtype tag.
+
+Packed protobuf lists cost about a hundred times more than ``np.frombuffer`` on raw bytes, so no list of tokens
+ever exists on this path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf import json_format, struct_pb2
+
+from rollmesh.errors import DataError
+from rollmesh.types import (
+    Batch,
+    FinishReason,
+    Float32Array,
+    Group,
+    Int32Array,
+    OutcomeKind,
+    Prompt,
+    RewardOutcome,
+    SamplingParams,
+    Segment,
+    SegmentSource,
+    Trajectory,
+)
+from rollmesh.v1 import trajectory_pb2 as pb
+
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
+_DTYPES: dict[int, np.dtype[Any]] = {pb.DTYPE_INT32: _INT32, pb.DTYPE_FLOAT32: _FLOAT32}
+
+_FINISH: dict[FinishReason, Any] = {r: pb.FinishReason.Value(f"FINISH_REASON_{r.name}") for r in FinishReason}
+_FINISH_BACK: dict[Any, FinishReason] = {v: k for k, v in _FINISH.items()}
+_OUTCOME: dict[OutcomeKind, Any] = {k: pb.OutcomeKind.Value(f"OUTCOME_KIND_{k.name}") for k in OutcomeKind}
+_OUTCOME_BACK: dict[Any, OutcomeKind] = {v: k for k, v in _OUTCOME.items()}
+_SOURCE: dict[SegmentSource, Any] = {s: pb.SegmentSource.Value(f"SEGMENT_SOURCE_{s.name}") for s in SegmentSource}
+_SOURCE_BACK: dict[Any, SegmentSource] = {v: k for k, v in _SOURCE.items()}
+
+
+def tensor_to_pb(array: npt.NDArray[Any]) -> pb.Tensor:
+    """Encode a one-dimensional int32 or float32 array."""
+    if array.ndim != 1:
+        raise DataError(f"tensor: expected one dimension, got shape {array.shape}")
+    if array.dtype.kind == "i":
+        return pb.Tensor(dtype=pb.DTYPE_INT32, data=np.ascontiguousarray(array, _INT32).tobytes())
+    if array.dtype.kind == "f":
+        return pb.Tensor(dtype=pb.DTYPE_FLOAT32, data=np.ascontiguousarray(array, _FLOAT32).tobytes())
+    raise DataError(f"tensor: dtype {array.dtype} is neither int32 nor float32")
+
+
+def _array(message: pb.Tensor, expected: int, field: str) -> npt.NDArray[Any]:
+    if message.dtype != expected:
+        raise DataError(f"{field}: dtype tag {message.dtype}, expected {pb.Dtype.Name(expected)}")
+    dtype = _DTYPES[expected]
+    if len(message.data) % dtype.itemsize:
+        raise DataError(f"{field}: {len(message.data)} bytes is no multiple of {dtype.itemsize}")
+    return np.frombuffer(message.data, dtype)
+
+
+def ids_from_pb(message: pb.Tensor, field: str = "token_ids") -> Int32Array:
+    """Decode int32 token ids; read-only view on the message's bytes, [tokens]."""
+    return _array(message, pb.DTYPE_INT32, field)
+
+
+def floats_from_pb(message: pb.Tensor, field: str = "behavior_logprobs") -> Float32Array:
+    """Decode float32 values; read-only view on the message's bytes, [tokens]."""
+    return _array(message, pb.DTYPE_FLOAT32, field)
+
+
+def finish_to_pb(reason: FinishReason | None) -> Any:
+    """Encode a finish reason; None is UNSPECIFIED (not finished)."""
+    return pb.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
+
+
+def finish_from_pb(value: Any) -> FinishReason | None:
+    """Decode a finish reason."""
+    return _FINISH_BACK.get(value)
+
+
+def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
+    """Encode sampling parameters."""
+    return pb.SamplingParams(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        stop_token_ids=params.stop_token_ids,
+    )
+
+
+def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
+    """Decode sampling parameters."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        seed=message.seed,
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def segment_to_pb(segment: Segment) -> pb.Segment:
+    """Encode a segment."""
+    message = pb.Segment(
+        token_ids=tensor_to_pb(segment.token_ids),
+        policy_version=segment.policy_version,
+        kv_min_version=segment.kv_min_version,
+        source=_SOURCE[segment.source],
+        temperature=segment.temperature,
+    )
+    if segment.behavior_logprobs is not None:
+        message.behavior_logprobs.CopyFrom(tensor_to_pb(segment.behavior_logprobs))
+    return message
+
+
+def segment_from_pb(message: pb.Segment) -> Segment:
+    """Decode a segment; policy segments must carry one logprob per token."""
+    source = _SOURCE_BACK.get(message.source)
+    if source is None:
+        raise DataError("segment.source: not set")
+    ids = ids_from_pb(message.token_ids, "segment.token_ids")
+    logprobs: Float32Array | None = None
+    if source is SegmentSource.POLICY:
+        logprobs = floats_from_pb(message.behavior_logprobs, "segment.behavior_logprobs")
+        if len(logprobs) != len(ids):
+            raise DataError(f"segment: {len(ids)} token_ids but {len(logprobs)} behavior_logprobs")
+    return Segment(
+        token_ids=ids,
+        behavior_logprobs=logprobs,
+        policy_version=message.policy_version,
+        kv_min_version=message.kv_min_version,
+        source=source,
+        temperature=message.temperature,
+    )
+
+
+def prompt_to_pb(prompt: Prompt) -> pb.Prompt:
+    """Encode a prompt; metadata must consist of JSON values."""
+    metadata = struct_pb2.Struct()
+    json_format.ParseDict(dict(prompt.metadata), metadata)
+    return pb.Prompt(
+        token_ids=tensor_to_pb(prompt.token_ids),
+        verifier=prompt.verifier,
+        metadata=metadata,
+        prompt_id=prompt.prompt_id,
+    )
+
+
+def prompt_from_pb(message: pb.Prompt) -> Prompt:
+    """Decode a prompt; numbers in the metadata come back as floats (protobuf Struct)."""
+    return Prompt(
+        prompt_id=message.prompt_id,
+        token_ids=ids_from_pb(message.token_ids, "prompt.token_ids"),
+        verifier=message.verifier,
+        metadata=json_format.MessageToDict(message.metadata),
+    )
+
+
+def outcome_to_pb(outcome: RewardOutcome) -> pb.RewardOutcome:
+    """Encode an outcome."""
+    return pb.RewardOutcome(
+        kind=_OUTCOME[outcome.kind], value=outcome.value, parts=dict(outcome.parts), message=outcome.message
+    )
+
+
+def outcome_from_pb(message: pb.RewardOutcome) -> RewardOutcome:
+    """Decode an outcome."""
+    kind = _OUTCOME_BACK.get(message.kind)
+    if kind is None:
+        raise DataError("outcome.kind: not set")
+    return RewardOutcome(kind=kind, value=message.value, parts=dict(message.parts), message=message.message)
+
+
+def trajectory_to_pb(trajectory: Trajectory) -> pb.Trajectory:
+    """Encode a trajectory."""
+    message = pb.Trajectory(
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        member_index=trajectory.member_index,
+        prompt=prompt_to_pb(trajectory.prompt),
+        segments=[segment_to_pb(s) for s in trajectory.segments],
+        finish_reason=finish_to_pb(trajectory.finish_reason),
+        shaped_reward=trajectory.shaped_reward,
+        birth_version=trajectory.birth_version,
+        traceparent=trajectory.traceparent,
+    )
+    if trajectory.outcome is not None:
+        message.outcome.CopyFrom(outcome_to_pb(trajectory.outcome))
+    return message
+
+
+def trajectory_from_pb(message: pb.Trajectory) -> Trajectory:
+    """Decode a trajectory."""
+    return Trajectory(
+        trajectory_id=message.trajectory_id,
+        group_id=message.group_id,
+        member_index=message.member_index,
+        prompt=prompt_from_pb(message.prompt),
+        segments=tuple(segment_from_pb(s) for s in message.segments),
+        finish_reason=finish_from_pb(message.finish_reason),
+        outcome=outcome_from_pb(message.outcome) if message.HasField("outcome") else None,
+        shaped_reward=message.shaped_reward,
+        birth_version=message.birth_version,
+        traceparent=message.traceparent,
+    )
+
+
+def batch_to_pb(batch: Batch) -> pb.Batch:
+    """Encode a batch."""
+    return pb.Batch(
+        train_step=batch.train_step,
+        groups=[
+            pb.Group(
+                group_id=g.group_id,
+                admission_index=g.admission_index,
+                trajectories=[trajectory_to_pb(t) for t in g.trajectories],
+            )
+            for g in batch.groups
+        ],
+    )
+
+
+def batch_from_pb(message: pb.Batch) -> Batch:
+    """Decode a batch."""
+    return Batch(
+        train_step=message.train_step,
+        groups=tuple(
+            Group(
+                group_id=g.group_id,
+                admission_index=g.admission_index,
+                trajectories=tuple(trajectory_from_pb(t) for t in g.trajectories),
+            )
+            for g in message.groups
+        ),
+    )
