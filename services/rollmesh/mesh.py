@@ -1,0 +1,126 @@
+"""The mesh seen from above: what the scheduler reads (``MeshView``) and what everyone reconciles to (``Desired``).
+
+Decisions are level-triggered: they depend on one consistent view, not on a history of events, so a new leader needs
+no replay and a crash at any moment costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """State that workers and generators reconcile to; written by the leader only."""
+
+    pool_size: int
+    """Trajectories leased at once over the whole mesh."""
+    paused: bool = False
+    """No new leases, and running rollouts are parked as partial trajectories."""
+    interrupt_below_version: int = 0
+    """Calls on generators older than this policy version are interrupted and continued elsewhere."""
+    reason: str = ""
+    """Why the mesh is paused, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """One admitted, unclaimed group."""
+
+    group_id: str
+    admission_index: int
+    min_train_step: int | None
+    """Smallest train_step among the policy versions whose tokens would be in the loss; None without tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshView:
+    """Counts and the few groups that matter for the next decision; one atomic read."""
+
+    now: float
+    """Redis time, seconds."""
+    trained_step: int
+    """Newest train step whose batch has been trained on."""
+    cut_step: int
+    """Newest train step whose batch has been cut; trained_step or trained_step + 1."""
+    policy_version: int
+    """Newest announced policy version; -1 before the first."""
+    policy_train_step: int
+    """Its train step."""
+    admitted_unconsumed: int
+    """Groups admitted and neither consumed, filtered, evicted nor dead (open, ready or cut)."""
+    open_groups: int
+    ready_groups: int
+    ready: tuple[GroupView, ...]
+    """Ready groups in admission order, a bounded prefix (at least 2B), plus those with the smallest min_train_step."""
+    stalest_open: tuple[GroupView, ...]
+    """Open groups with the smallest min_train_step, a bounded prefix."""
+    pending: int
+    """Trajectories never leased, or back at their first token."""
+    partial: int
+    """Unfinished trajectories at rest."""
+    leased: int
+    """Trajectories held by worker sessions and not finished."""
+    finished: int
+    """Trajectories that wait for their reward."""
+    memory_ratio: float
+    """Redis used_memory / maxmemory; 0 without a limit."""
+    filtered_in_a_row: int
+    """Zero-variance groups since the last ready one."""
+    blocked_since: float | None
+    """Redis time since when a stale open group has blocked the cut; None when nothing blocks."""
+    recovering: bool
+    """Redis came back as an earlier state and is being re-registered: no admission, no cut, no reaping."""
+    user_paused: bool
+    """A person paused the run."""
+    trained_enough: bool
+    """The last train step of the run has been trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """One group to drop, with the reason for the ledger."""
+
+    group_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """What the leader applies after one look at the mesh."""
+
+    desired: Desired
+    admit_groups: int = 0
+    """Groups to open now."""
+    cut: tuple[str, ...] | None = None
+    """Ordered group ids of batch cut_step + 1; None while it cannot be cut."""
+    evict: tuple[Eviction, ...] = ()
+    blocked: bool = False
+    """Whether a stale open group blocks the cut (the store keeps since when)."""
+    waiting_for: str = ""
+    """What the next cut waits for, in words."""
+    fail: str = ""
+    """Non-empty ends the run with this error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """Next prompt to admit: durable, advanced by the admit script only."""
+
+    epoch: int = 0
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLimits:
+    """Fixed limits of a run that Redis scripts enforce; a second start must bring the same ones."""
+
+    group_size: int
+    groups_per_batch: int
+    max_staleness: int
+    max_attempts: int
+    session_ttl_seconds: float
+    filter_zero_variance: bool
+    mask_old_segments: bool
+    """Stale tokens leave the loss instead of counting towards staleness."""
+    train_steps: int
