@@ -1,0 +1,1 @@
+"""What every service process stands on: logs, metrics, health, gRPC, shutdown."""

@@ -1,0 +1,87 @@
+"""gRPC servers and channels of the mesh: limits, keepalive, health service, and the hooks for identity and traces.
+
+Every call carries ``traceparent`` (W3C) and, when a token is configured, ``authorization: Bearer ...`` metadata.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+MAX_MESSAGE_BYTES = 64 << 20
+"""Largest message either way: a 64k-token trajectory with logprobs is under 1 MB."""
+
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.so_reuseport", 0),
+]
+
+
+class BearerTokenInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without the expected bearer token; the health service stays open for probes."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}"
+
+        async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token")
+
+        self._refuse: Any = grpc.unary_unary_rpc_method_handler(refuse)
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        if handler_call_details.method.startswith("/grpc.health."):
+            return await continuation(handler_call_details)
+        metadata = dict(handler_call_details.invocation_metadata)
+        given = str(metadata.get("authorization", ""))
+        if hmac.compare_digest(given.encode(), self._expected.encode()):
+            return await continuation(handler_call_details)
+        return self._refuse
+
+
+class HealthReporter:
+    """grpc.health.v1 of one server."""
+
+    def __init__(self, server: grpc.aio.Server, service_name: str) -> None:
+        self._servicer = health.aio.HealthServicer()
+        self._service_name = service_name
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def set_serving(self, serving: bool) -> None:
+        """Report SERVING or NOT_SERVING for the server and its service."""
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", self._service_name):
+            await self._servicer.set(name, state)
+
+
+def create_server(
+    *, token: str | None = None, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+) -> grpc.aio.Server:
+    """A server with the mesh's limits; the caller adds servicers, binds a port and starts it."""
+    hooks = [BearerTokenInterceptor(token)] if token else []
+    return grpc.aio.server(interceptors=[*hooks, *interceptors], options=_OPTIONS)
+
+
+def create_channel(address: str) -> grpc.aio.Channel:
+    """A channel with the mesh's limits."""
+    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+
+def call_metadata(*, traceparent: str = "", token: str | None = None) -> tuple[tuple[str, str], ...]:
+    """Metadata of one call."""
+    pairs: list[tuple[str, str]] = []
+    if traceparent:
+        pairs.append(("traceparent", traceparent))
+    if token:
+        pairs.append(("authorization", f"Bearer {token}"))
+    return tuple(pairs)

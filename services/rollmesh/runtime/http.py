@@ -1,0 +1,59 @@
+"""The admin port of a service: ``/metrics``, ``/healthz``, ``/readyz``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.metrics import Metrics
+
+
+def admin_app(metrics: Metrics, health: Health) -> FastAPI:
+    """The FastAPI application of the admin port."""
+    app = FastAPI(title=f"rollmesh {metrics.component}", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.get("/metrics")
+    async def exposition() -> Response:
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/healthz")
+    async def liveness() -> JSONResponse:
+        stalled = health.stalled()
+        return JSONResponse({"live": not stalled, "stalled": stalled}, status_code=503 if stalled else 200)
+
+    @app.get("/readyz")
+    async def readiness() -> JSONResponse:
+        ready, reason = health.ready()
+        return JSONResponse({"ready": ready, "reason": reason}, status_code=200 if ready else 503)
+
+    return app
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that leaves signals to ``run_service``."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+@contextlib.asynccontextmanager
+async def admin_server(metrics: Metrics, health: Health, host: str, port: int = 0) -> AsyncIterator[int]:
+    """Serve the admin port inside the running loop; yields the bound port."""
+    with contextlib.closing(socket.create_server((host, port))) as listener:
+        config = uvicorn.Config(admin_app(metrics, health), log_level="warning", access_log=False, lifespan="off")
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="admin-http")
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await task

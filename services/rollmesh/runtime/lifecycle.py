@@ -1,0 +1,81 @@
+"""One process, one main coroutine, one way to stop: SIGTERM or SIGINT set the shutdown event."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from rollmesh.errors import RollmeshError
+from rollmesh.runtime.logging import get_logger
+
+Shutdown = asyncio.Event
+"""Set once the process should drain and return."""
+
+
+def run_service(main: Callable[[Shutdown], Awaitable[None]], *, grace_seconds: float = 30.0) -> int:
+    """Run ``main(shutdown)`` to its end and return the exit status.
+
+    The first signal sets ``shutdown``; ``main`` then has ``grace_seconds`` to drain before it is cancelled; a second
+    signal cancels at once. A RollmeshError is logged as one line and gives status 1; any other error keeps its trace.
+    """
+    return _runner(_supervised(main, grace_seconds))
+
+
+def _runner(coroutine: Coroutine[Any, Any, int]) -> int:
+    if sys.platform == "win32":
+        return asyncio.run(coroutine)
+    import uvloop
+
+    return uvloop.run(coroutine)
+
+
+async def _supervised(main: Callable[[Shutdown], Awaitable[None]], grace_seconds: float) -> int:
+    log = get_logger("lifecycle")
+    shutdown = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(main(shutdown))
+
+    def on_signal(name: str) -> None:
+        if shutdown.is_set():
+            log.warning("second_signal_cancels", signal=name)
+            task.cancel()
+            return
+        log.info("shutdown_requested", signal=name, grace_seconds=grace_seconds)
+        shutdown.set()
+        loop.call_later(grace_seconds, task.cancel)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        await task
+    except asyncio.CancelledError:
+        log.warning("cancelled_after_grace", grace_seconds=grace_seconds)
+        return 1
+    except RollmeshError as error:
+        log.error("service_failed", error=type(error).__name__, message=str(error))
+        return 1
+    return 0
+
+
+async def wait_or_shutdown(shutdown: Shutdown, seconds: float) -> bool:
+    """Sleep up to ``seconds``; returns True at once when shutdown is requested."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(shutdown.wait(), seconds)
+    return shutdown.is_set()
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its parent dies (Linux), so a killed launcher leaves no orphan."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    if os.getppid() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)

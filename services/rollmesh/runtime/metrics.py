@@ -1,0 +1,62 @@
+"""Prometheus metrics of one process, in a registry of their own.
+
+Names are ``rollmesh_<component>_<thing>_<unit>``; counters end in ``_total``; a policy version is a value, never a
+label. Label sets are created at once (``labels`` with values) so that a counter exists at 0 before its first event.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.process_collector import ProcessCollector
+
+import rollmesh
+
+_NAME = re.compile(r"^rollmesh_[a-z][a-z0-9]*(_[a-z0-9]+)+$")
+
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Seconds, from a Redis script to a weight load."""
+
+STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
+"""Train steps."""
+
+LENGTH_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+"""Tokens."""
+
+
+class Metrics:
+    """Registry of one service process; creating a metric twice is an error, as in prometheus_client."""
+
+    def __init__(self, component: str) -> None:
+        self.component = component
+        self.registry = CollectorRegistry(auto_describe=True)
+        ProcessCollector(registry=self.registry)
+        build = self.gauge(f"rollmesh_{component}_build_info", "Version of rollmesh; always 1.", ("version",))
+        build.labels(version=rollmesh.__version__).set(1)
+
+    def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+        """A counter; the name ends in ``_total``."""
+        if not name.endswith("_total"):
+            raise ValueError(f"counter {name}: the name must end in _total")
+        return Counter(self._checked(name), documentation, labels, registry=self.registry)
+
+    def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        """A gauge."""
+        return Gauge(self._checked(name), documentation, labels, registry=self.registry)
+
+    def histogram(
+        self, name: str, documentation: str, buckets: Sequence[float] = LATENCY_BUCKETS, labels: Sequence[str] = ()
+    ) -> Histogram:
+        """A histogram."""
+        return Histogram(self._checked(name), documentation, labels, registry=self.registry, buckets=buckets)
+
+    def exposition(self) -> bytes:
+        """The text that ``/metrics`` answers."""
+        return generate_latest(self.registry)
+
+    def _checked(self, name: str) -> str:
+        if not _NAME.match(name):
+            raise ValueError(f"metric {name}: expected rollmesh_<component>_<thing>_<unit> in lower case")
+        return name

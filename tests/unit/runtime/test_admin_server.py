@@ -1,0 +1,26 @@
+import httpx
+
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.metrics import Metrics
+
+
+async def test_admin_port_serves_metrics_and_turns_unready_and_dead_into_503() -> None:
+    now = [0.0]
+    health = Health(clock=lambda: now[0])
+    metrics = Metrics("demo")
+    metrics.counter("rollmesh_demo_things_total", "Things.").inc(3)
+    async with admin_server(metrics, health, "127.0.0.1") as port, httpx.AsyncClient() as client:
+        base = f"http://127.0.0.1:{port}"
+        assert "rollmesh_demo_things_total 3.0" in (await client.get(f"{base}/metrics")).text
+        assert (await client.get(f"{base}/readyz")).status_code == 503
+        health.set_ready(True)
+        assert (await client.get(f"{base}/readyz")).status_code == 200
+        health.watch("loop", 5.0)
+        assert (await client.get(f"{base}/healthz")).status_code == 200
+        now[0] = 6.0
+        answer = await client.get(f"{base}/healthz")
+        assert answer.status_code == 503
+        assert answer.json()["stalled"] == {"loop": 6.0}
+        health.beat("loop")
+        assert (await client.get(f"{base}/healthz")).status_code == 200

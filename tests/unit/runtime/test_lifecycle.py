@@ -1,0 +1,55 @@
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+SERVICE = """
+import asyncio, sys
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.lifecycle import run_service
+
+async def main(shutdown):
+    if sys.argv[1] == "fail":
+        raise ConfigError("schedule.pool_size=0: must be at least 1")
+    print("up", flush=True)
+    await shutdown.wait()
+    print("drained", flush=True)
+    if sys.argv[1] == "stuck":
+        await asyncio.Event().wait()
+
+sys.exit(run_service(main, grace_seconds=float(sys.argv[2])))
+"""
+
+
+def start(mode: str, grace: float) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SERVICE, mode, str(grace)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_service_drain_and_exit_zero(number: signal.Signals) -> None:
+    with start("well", 10.0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        os.kill(process.pid, number)
+        assert "drained" in process.communicate(timeout=20)[0]
+        assert process.returncode == 0
+
+
+def test_a_service_that_does_not_drain_is_cancelled_after_its_grace() -> None:
+    with start("stuck", 0.2) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGTERM)
+        assert "cancelled_after_grace" in process.communicate(timeout=20)[0]
+        assert process.returncode == 1
+
+
+def test_a_known_error_ends_the_service_with_one_clear_line() -> None:
+    with start("fail", 1.0) as process:
+        output = process.communicate(timeout=20)[0]
+        assert "schedule.pool_size=0: must be at least 1" in output
+        assert "Traceback" not in output
+        assert process.returncode == 1
