@@ -19,6 +19,9 @@ class Desired:
     """No new leases, and running rollouts are parked as partial trajectories."""
     interrupt_below_version: int = 0
     """Calls on generators older than this policy version are interrupted and continued elsewhere."""
+    start_at_version: int = 0
+    """A trajectory without tokens starts on a generator at this policy version or a newer one, read after its lease:
+    however far a generator lags, what it writes can still be trained within the staleness bound."""
     reason: str = ""
     """Why the mesh is paused, for people."""
 
@@ -54,7 +57,9 @@ class MeshView:
     ready: tuple[GroupView, ...]
     """Ready groups in admission order, a bounded prefix (at least 2B), plus those with the smallest min_train_step."""
     stalest_open: tuple[GroupView, ...]
-    """Open groups with the smallest min_train_step, a bounded prefix."""
+    """Open groups with the smallest min_train_step, a bounded prefix; those without tokens come last."""
+    unclaimed_by_step: tuple[tuple[int, int], ...] = ()
+    """(min_train_step, groups) over all open and ready groups that have tokens, ascending: counts, never a prefix."""
     pending: int
     """Trajectories never leased, or back at their first token."""
     partial: int
