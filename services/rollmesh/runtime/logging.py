@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
@@ -13,10 +13,10 @@ from rollmesh.config.services import TelemetryConfig
 Logger = structlog.stdlib.BoundLogger
 
 
-def configure_logging(config: TelemetryConfig, *, service: str, run: str) -> None:
+def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream: TextIO | None = None) -> None:
     """Set up structlog for this process; call once, first thing in a service's ``main``.
 
-    Lines go to standard error, where the launcher (or Kubernetes) picks them up.
+    Lines go to standard error (or ``stream``), where the launcher (or Kubernetes) picks them up.
     """
     level = logging.getLevelNamesMapping()[config.log_level.upper()]
     json = config.log_format == "json"
@@ -31,7 +31,7 @@ def configure_logging(config: TelemetryConfig, *, service: str, run: str) -> Non
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(file=stream or sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, run=run)

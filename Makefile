@@ -1,0 +1,67 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+# PyTorch: the CPU build is installed by default; for a GPU set your own index and TORCH first, for example
+#   PIP_INDEX_URL=... make demo TORCH="torch>=2.11"
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+CONSTRAINTS := deploy/constraints.txt
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo demo-seeds test lint unit integration e2e chaos bench clean
+
+help: ## What can be made
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(VENV)/.python: $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed; set PYTHON=/path/to/python3"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11; set PYTHON="; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq python3-venv; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) "$(TORCH)"
+	@touch $@
+
+$(VENV)/.local: $(VENV)/.python pyproject.toml $(wildcard proto/rollmesh/v1/*.proto) proto/hatch_build.py
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[local]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.local
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[local,dev]"
+	@touch $@
+
+setup: $(VENV)/.dev ## Install everything for development
+
+demo: $(VENV)/.local ## Set up what is needed and run the main job: train a small model through the real mesh
+	$(BIN)/rollmesh demo
+
+demo-seeds: $(VENV)/.local ## The demo over three seeds, copris beside sync at equal updates
+	$(BIN)/rollmesh demo-seeds
+
+test: lint unit integration e2e ## Set up what is needed and run all checks and tests
+
+lint: $(VENV)/.dev ## ruff, mypy strict, import-linter, buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+
+unit: $(VENV)/.dev ## Unit tests
+	$(BIN)/pytest tests/unit
+
+integration: $(VENV)/.dev ## Tests against real Redis, gRPC and processes
+	$(BIN)/pytest tests/integration
+
+e2e: $(VENV)/.dev ## The whole mesh
+	$(BIN)/pytest tests/e2e
+
+chaos: $(VENV)/.local ## 20 rounds of kill -9 and stalls against a training mesh
+	$(BIN)/rollmesh bench chaos --rounds 20
+
+clean: ## Remove the environment and all caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,55 @@
+"""``rollmesh bench NAME``: measured ratios against named baselines, in one run."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rollmesh.cli.common import JsonOption, clear_errors
+
+
+class Bench(StrEnum):
+    """Available benches; each is ``rollmesh.bench.<name>``."""
+
+    ENGINE = "engine"
+    TRAIN = "train"
+    QUEUE = "queue"
+    RELOAD = "reload"
+    CHAOS = "chaos"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the bench command."""
+    app.command("bench", rich_help_panel="Inspection")(bench)
+
+
+def bench(
+    name: Annotated[Bench, typer.Argument(help="What to measure.")],
+    as_json: JsonOption = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: a check that it runs.")] = False,
+    rounds: Annotated[int, typer.Option(help="Rounds of the chaos bench.", min=1)] = 20,
+) -> None:
+    """Measure one part of the mesh beside a named baseline in the same run; --json prints one object per measure."""
+    module = importlib.import_module(f"rollmesh.bench.{name.value}")
+    options: dict[str, object] = {"quick": quick}
+    if name is Bench.CHAOS:
+        options["rounds"] = rounds
+    with clear_errors():
+        measures = module.run(**options)
+    if as_json:
+        for measure in measures:
+            typer.echo(json.dumps(asdict(measure)))
+        return
+    table = Table("measure", "value", "unit", "baseline", "baseline value", "ratio", title=f"bench {name.value}")
+    for m in measures:
+        ratio = "" if m.ratio is None else f"{m.ratio:.2f}"
+        base = "" if m.baseline_value is None else f"{m.baseline_value:,.3f}"
+        table.add_row(m.name, f"{m.value:,.3f}", m.unit, m.baseline or "", base, ratio)
+    Console().print(table)

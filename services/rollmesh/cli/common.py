@@ -1,0 +1,68 @@
+"""Arguments, error output and store access that the commands share."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.launcher.redis import running_store
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.store import TrajectoryStore
+
+T = TypeVar("T")
+
+RunFileArgument = Annotated[Path, typer.Argument(help="Run file (YAML).", metavar="RUN.yaml")]
+RunFolderArgument = Annotated[
+    Path, typer.Argument(help="Run folder (or a run file, whose folder is taken).", metavar="RUN_FOLDER")
+]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a field: --set trainer.train_steps=10")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+@contextmanager
+def clear_errors() -> Iterator[None]:
+    """Turn errors that rollmesh raises on purpose into one clear message and exit status 2."""
+    try:
+        yield
+    except RollmeshError as error:
+        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False, markup=True)
+        raise typer.Exit(2) from error
+
+
+def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:
+    """The resolved config and the folder of an existing run."""
+    path = folder_or_file
+    if path.is_file():
+        path = Path(load_run_config(path).folder)
+    folder = RunFolder(path.resolve())
+    if not folder.config_file.exists():
+        raise ConfigError(f"{folder.path}: no config.yaml there; is this a run folder?")
+    return load_run_config(folder.config_file), folder
+
+
+@asynccontextmanager
+async def store_of(folder_or_file: Path) -> AsyncIterator[tuple[RunConfig, RunFolder, TrajectoryStore]]:
+    """Config, folder and store of an existing run; an embedded server that is down is started for the while."""
+    config, folder = run_of(folder_or_file)
+    async with running_store(config, folder) as store:
+        yield config, folder, store
+
+
+def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run one coroutine of a command, with clear errors."""
+    with clear_errors():
+        return asyncio.run(main())
+
+
+def progress_console(json: bool) -> Console:
+    """Console for progress: standard error when standard output carries JSON."""
+    return Console(file=sys.stderr) if json else Console()

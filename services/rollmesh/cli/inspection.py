@@ -1,0 +1,147 @@
+"""Commands that look at a run: status, eval, explain, audit, report, pin."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rollmesh.cli.common import (
+    JsonOption,
+    RunFolderArgument,
+    clear_errors,
+    progress_console,
+    run_async,
+    run_of,
+    store_of,
+)
+
+VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the inspection commands."""
+    for command in (status, eval_, explain, audit, report, pin):
+        app.command(command.__name__.rstrip("_"), rich_help_panel="Inspection")(command)
+
+
+def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
+    """Show versions, queue, generators and drops of a run."""
+
+    async def main() -> None:
+        async with store_of(run) as (config, _, store):
+            view, counts = await store.view(), await store.counts()
+            generators = await store.generators()
+        if as_json:
+            data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
+            typer.echo(json.dumps(data, default=str))
+            return
+        console = Console()
+        table = Table("what", "value", title=f"run {config.name}")
+        table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
+        table.add_row("policy version", f"{view.policy_version}")
+        table.add_row("trajectories", f"{view.leased} leased, {view.partial} partial, {view.pending} pending")
+        table.add_row("groups", f"{view.open_groups} open, {view.ready_groups} ready")
+        table.add_row("queue memory", f"{view.memory_ratio:.1%} of maxmemory")
+        for reason, number in sorted(counts.dropped.items()):
+            table.add_row(f"dropped: {reason}", str(number))
+        console.print(table)
+        serving = Table("generator", "version", "running", "waiting", "slots", "state")
+        for g in generators:
+            state = "serving" if g.serving else g.reason
+            row = (g.address, g.policy_version, g.running_count, g.waiting_count, g.slot_count, state)
+            serving.add_row(*map(str, row))
+        console.print(serving)
+
+    run_async(main)
+
+
+def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
+    """Evaluate one policy version on the fixed evaluation prompts (starts the services if none run)."""
+    from rollmesh.launcher.evaluations import evaluate_run
+
+    config, folder = run_of(run)
+
+    async def main() -> None:
+        result = await evaluate_run(config, folder, version, progress_console(as_json))
+        if as_json:
+            typer.echo(json.dumps(asdict(result)))
+        else:
+            typer.echo(
+                f"policy version {result.policy_version}: {result.mean:.4f} ± {result.standard_error:.4f} "
+                f"(n={result.n}, mean length {result.mean_length:.0f})"
+            )
+
+    run_async(main)
+
+
+def explain(
+    run: RunFolderArgument,
+    train_step: Annotated[int, typer.Argument(help="Train step whose batch is explained.", min=1)],
+    trajectory: Annotated[str | None, typer.Option(help="Only this trajectory.")] = None,
+    limit: Annotated[int, typer.Option(help="Most trajectories shown.", min=1)] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Explain a batch token by token: version, ratio, weight, and why a token was clipped or masked."""
+    from rollmesh.report.explain import explain_batch
+
+    with clear_errors():
+        _, folder = run_of(run)
+        explain_batch(
+            folder.path, train_step, trajectory_id=trajectory, limit=limit, as_json=as_json, console=Console()
+        )
+
+
+def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
+    """Check a run: nothing lost, nothing trained twice, no staleness violation, every logprob reproducible.
+
+    Every pure segment is scored again with the checkpoint it names. Exit status 1 when something does not hold.
+    """
+    from rollmesh.launcher.closing import queue_account
+    from rollmesh.report.audit import audit_run, print_audit
+
+    async def main() -> bool:
+        console = progress_console(as_json)
+        async with store_of(run) as (_, folder, store):
+            account = await queue_account(store)
+        result = audit_run(folder.path, account, console)
+        if as_json:
+            typer.echo(json.dumps(asdict(result)))
+        else:
+            print_audit(result, console)
+        return result.green
+
+    if not run_async(main):
+        raise typer.Exit(1)
+
+
+def report(run: RunFolderArgument) -> None:
+    """Write plots and the HTML report of a run folder again."""
+    from rollmesh.report.html import write_report
+
+    with clear_errors():
+        _, folder = run_of(run)
+        typer.echo(write_report(folder.path))
+
+
+def pin(
+    run: RunFolderArgument,
+    version: VersionOption = None,
+    release: Annotated[
+        bool, typer.Option("--release", help="Release the pin: serve the newest version again.")
+    ] = False,
+) -> None:
+    """Pin generators to one policy version, or release the pin."""
+
+    async def main() -> None:
+        if release == (version is not None):
+            raise typer.BadParameter("give either --version N or --release")
+        async with store_of(run) as (_, _, store):
+            await store.pin_policy(version)
+        typer.echo("released" if release else f"pinned to policy version {version}")
+
+    run_async(main)

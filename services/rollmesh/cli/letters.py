@@ -1,0 +1,60 @@
+"""``rollmesh dead-letters``: trajectories that could not be finished, and why."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rollmesh.cli.common import JsonOption, RunFolderArgument, run_async, store_of
+
+app = typer.Typer(help="List, inspect and replay dead letters.", no_args_is_help=True)
+
+IdArgument = Annotated[str, typer.Argument(help="Trajectory id, as listed.", metavar="TRAJECTORY_ID")]
+
+
+@app.command("list")
+def list_letters(run: RunFolderArgument, as_json: JsonOption = False) -> None:
+    """List dead letters with their reasons."""
+
+    async def main() -> None:
+        async with store_of(run) as (_, _, store):
+            letters = await store.dead_letters()
+        if as_json:
+            typer.echo(json.dumps([asdict(letter) for letter in letters]))
+            return
+        table = Table("trajectory", "group", "reason", "attempts", "tokens", title=f"{len(letters)} dead letters")
+        for letter in letters:
+            row = (letter.trajectory_id, letter.group_id, letter.reason, letter.attempts, letter.token_count)
+            table.add_row(*map(str, row))
+        Console().print(table)
+
+    run_async(main)
+
+
+@app.command()
+def inspect(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
+    """Show everything that is known of one dead letter, as JSON."""
+
+    async def main() -> None:
+        async with store_of(run) as (_, _, store):
+            letter = await store.dead_letter(trajectory_id)
+        typer.echo(json.dumps(asdict(letter), indent=2, default=str))
+
+    run_async(main)
+
+
+@app.command()
+def replay(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
+    """Put the prompt of a dead letter back into the run, as a new group that remembers its origin."""
+
+    async def main() -> None:
+        async with store_of(run) as (_, _, store):
+            group_id = await store.replay_dead_letter(trajectory_id)
+        typer.echo(f"{trajectory_id} replayed as group {group_id}")
+
+    run_async(main)

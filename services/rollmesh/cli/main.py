@@ -1,0 +1,31 @@
+"""Entry point: one file per family of commands."""
+
+from __future__ import annotations
+
+import typer
+
+from rollmesh.cli import benches, configuration, inspection, letters, runs, serving
+
+app = typer.Typer(
+    name="rollmesh",
+    help="Asynchronous RL post-training of language models, as a mesh of services.\n\n"
+    "Start with `rollmesh demo`, or write a run file and `rollmesh up RUN.yaml`.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+runs.register(app)
+serving.register(app)
+inspection.register(app)
+app.add_typer(letters.app, name="dead-letters")
+app.add_typer(configuration.app, name="config")
+benches.register(app)
+
+
+def main() -> None:
+    """Console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""``rollmesh up``, ``demo``, ``demo-seeds``: a whole run on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.launcher.up import RunResult, run_up
+from rollmesh.runtime.logging import configure_logging
+
+FolderOption = Annotated[Path | None, typer.Option("--folder", help="Run folder (default: the run file's).")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the run commands."""
+    app.command("up", rich_help_panel="Runs")(up)
+    app.command("demo", rich_help_panel="Runs")(demo)
+    app.command("demo-seeds", rich_help_panel="Runs")(demo_seeds)
+
+
+def up(run: RunFileArgument, set_: SetOption = None, folder: FolderOption = None) -> None:
+    """Start every service of a run on this machine, train, evaluate before and after, audit, report.
+
+    Ctrl-C drains and keeps everything; the same command continues the run.
+    """
+    with clear_errors():
+        config = load_run_config(run, _overrides(set_, folder))
+        raise typer.Exit(run_to_report(config, Console()))
+
+
+def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
+    """Train a small model on a real task through the whole mesh, on two CPU cores, in minutes.
+
+    The task is countdown search: the model tries pairs of numbers until their sum or difference is the target.
+    """
+    from rollmesh.recipes import recipe_file
+
+    with clear_errors():
+        config = load_run_config(recipe_file("countdown", "demo.yaml"), _overrides(set_, folder))
+        raise typer.Exit(run_to_report(config, Console()))
+
+
+def demo_seeds(
+    seeds: Annotated[list[int] | None, typer.Option("--seed", help="Seeds to run; three by default.")] = None,
+    folder: FolderOption = None,
+    set_: SetOption = None,
+) -> None:
+    """Run the demo over several seeds, ``copris`` beside ``sync`` at equal updates, and compare."""
+    from rollmesh.recipes import recipe_file
+    from rollmesh.report.compare import compare, print_comparison
+
+    root = folder or Path("runs/demo-seeds")
+    console = Console()
+    folders: dict[str, list[Path]] = {"copris": [], "sync": []}
+    with clear_errors():
+        for seed in seeds or (0, 1, 2):
+            for preset in folders:
+                path = root / f"{preset}-{seed}"
+                overrides = [*(set_ or ()), f"seed={seed}", f"schedule.preset={preset}", f"folder={path}"]
+                overrides += [f"name=demo-{preset.replace('_', '-')}-{seed}"]
+                if preset != "copris":
+                    overrides += ["schedule.pool_size=null", "schedule.max_staleness=null"]
+                config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
+                console.rule(f"{preset}, seed {seed}")
+                status = run_to_report(config, console)
+                if status:
+                    raise typer.Exit(status)
+                folders[preset].append(path)
+        print_comparison(compare(folders), console)
+
+
+def run_to_report(config: RunConfig, console: Console) -> int:
+    """Run, audit and report; returns the exit status: 0 done and green, 1 not, 130 stopped by a person."""
+    from rollmesh.report.summary import print_summary, summarise
+
+    folder = Path(config.folder)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    with (folder / "logs" / "launcher-0.log").open("a", encoding="utf-8") as log:
+        configure_logging(config.telemetry, service="launcher", run=config.name, stream=log)
+        result, green = asyncio.run(_run(config, console))
+    if not result.finished:
+        return 130
+    print_summary(summarise(folder), console)
+    console.print(f"report: {folder / 'report.html'}", highlight=False)
+    return 0 if green else 1
+
+
+async def _run(config: RunConfig, console: Console) -> tuple[RunResult, bool]:
+    from rollmesh.launcher.closing import close_run
+
+    shutdown = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, shutdown.set)
+    result = await run_up(config, shutdown, console)
+    green = await close_run(config, result, console)
+    return result, green
+
+
+def _overrides(set_: Sequence[str] | None, folder: Path | None) -> list[str]:
+    return [*(set_ or ()), *([f"folder={folder}"] if folder else [])]

@@ -1,0 +1,57 @@
+"""One command per service: what a container runs, and what the launcher starts."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.runtime.lifecycle import Shutdown, die_with_parent, run_service
+from rollmesh.runtime.logging import configure_logging
+
+IndexOption = Annotated[int, typer.Option(help="Index of this replica; names its log and its endpoint file.", min=0)]
+SuperviseOption = Annotated[bool, typer.Option("--supervised", hidden=True, help="End with the parent process.")]
+
+Serve = Callable[[RunConfig, int, Shutdown], Awaitable[None]]
+
+_DRAIN_MARGIN_SECONDS = 5.0
+_SERVICES = {
+    "rollout": "Run a rollout worker; any one of them also leads the mesh.",
+    "generator": "Run a generator; it finds the newest policy by itself and may join or leave at any time.",
+    "reward": "Run a reward service: verifiers in a killing process pool.",
+    "trainer": "Run the trainer (one process, or a rank under torchrun); a newer trainer fences an older one.",
+}
+
+
+def register(app: typer.Typer) -> None:
+    """Add one command per service."""
+    for service, text in _SERVICES.items():
+        app.command(service, help=text, rich_help_panel="Services")(_command(service))
+
+
+def _command(service: str) -> Callable[..., None]:
+    def command(
+        run: RunFileArgument, index: IndexOption = 0, set_: SetOption = None, supervised: SuperviseOption = False
+    ) -> None:
+        if supervised:
+            die_with_parent()
+        raise typer.Exit(_serve(service, run, index, set_))
+
+    return command
+
+
+def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> int:
+    with clear_errors():
+        config = load_run_config(run, overrides or ())
+        configure_logging(config.telemetry, service=f"{service}-{index}", run=config.name)
+        serve: Serve = importlib.import_module(f"rollmesh.{service}.main").serve
+
+    async def main(shutdown: Shutdown) -> None:
+        await serve(config, index, shutdown)
+
+    return run_service(main, grace_seconds=config.generator.drain_timeout_seconds + _DRAIN_MARGIN_SECONDS)

@@ -1,0 +1,63 @@
+"""What a run file asks for, before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from rollmesh.config import RunConfig
+from rollmesh.scheduling import expected_staleness, resolve_schedule
+
+_BYTES_PER_TOKEN = 8
+"""int32 id and float32 logprob."""
+_BYTES_PER_TRAJECTORY = 1500
+"""Keys, hashes and list overhead in Redis, measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Numbers that follow from a run file."""
+
+    pool_size: int
+    max_staleness: int
+    trajectories_per_batch: int
+    expected_staleness: float
+    """About pool_size / (B n), in train steps."""
+    capacity_groups: int
+    """Groups admitted and not consumed, at most."""
+    queue_bytes: int
+    """Redis memory at full capacity with answers of full length."""
+    slot_count: int
+    """Calls that all generators decode at once."""
+
+    def table(self) -> Table:
+        """For people."""
+        table = Table("quantity", "value", "meaning")
+        table.add_row("pool_size", f"{self.pool_size}", "trajectories in flight over the whole mesh")
+        table.add_row("generator slots", f"{self.slot_count}", "calls decoded at once; below pool_size calls wait")
+        table.add_row("max_staleness", f"{self.max_staleness}", "train steps, enforced")
+        table.add_row("expected staleness", f"{self.expected_staleness:.2f}", "train steps, about pool_size / (B n)")
+        table.add_row("batch", f"{self.trajectories_per_batch}", "trajectories per train step")
+        table.add_row("capacity", f"{self.capacity_groups}", "groups admitted and not yet trained, at most")
+        table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", "Redis, at capacity and full length")
+        return table
+
+
+def estimate(config: RunConfig) -> Estimate:
+    """Compute the estimate; raises ConfigError for a schedule that cannot work."""
+    schedule = resolve_schedule(config.schedule)
+    group_size = config.schedule.group_size
+    batch = config.schedule.groups_per_batch * group_size
+    capacity = (schedule.max_staleness + 1) * config.schedule.groups_per_batch
+    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens * group_size
+    per_group = tokens * _BYTES_PER_TOKEN + group_size * _BYTES_PER_TRAJECTORY
+    return Estimate(
+        pool_size=schedule.pool_size,
+        max_staleness=schedule.max_staleness,
+        trajectories_per_batch=batch,
+        expected_staleness=expected_staleness(schedule),
+        capacity_groups=capacity,
+        queue_bytes=capacity * per_group,
+        slot_count=config.generator.replicas * config.generator.slots,
+    )

@@ -1,0 +1,135 @@
+"""What a person sees while a run goes on: a live panel on a terminal, one line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollmesh.launcher.sampler import MeshSample
+
+_LINE_SECONDS = 5.0
+_RATE_WINDOW_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class JsonLinesTail:
+    """Follows a growing JSON-lines file; ``read`` returns the objects that are new."""
+
+    file: Path
+    _offset: int = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Complete new lines; a file that shrank (a restart truncated it) is read again from its start."""
+        if not self.file.exists():
+            return []
+        if self.file.stat().st_size < self._offset:
+            self._offset = 0
+        with self.file.open("rb") as handle:
+            handle.seek(self._offset)
+            data = handle.read()
+        complete, _, _ = data.rpartition(b"\n")
+        if not complete:
+            return []
+        self._offset += len(complete) + 1
+        return [json.loads(line) for line in complete.splitlines() if line.strip()]
+
+
+@dataclass(slots=True)
+class _Rates:
+    """Tokens per second over a sliding window."""
+
+    points: list[tuple[float, float]] = field(default_factory=list)
+
+    def update(self, t: float, total: float) -> float:
+        self.points.append((t, total))
+        while len(self.points) > 2 and t - self.points[0][0] > _RATE_WINDOW_SECONDS:
+            self.points.pop(0)
+        (t0, first), (t1, last) = self.points[0], self.points[-1]
+        return (last - first) / (t1 - t0) if t1 > t0 else 0.0
+
+
+class RunProgress:
+    """Console progress of one run; use as a context manager."""
+
+    def __init__(self, console: Console, *, train_steps: int, metrics: Path, samples: Path) -> None:
+        self._console = console
+        self._steps = train_steps
+        self._metrics = JsonLinesTail(metrics)
+        self._samples = JsonLinesTail(samples)
+        self._rates = _Rates()
+        self._report: Mapping[str, Any] = {}
+        self._completion = ""
+        self._last_line = 0.0
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> RunProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Print a lasting line."""
+        self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", highlight=False)
+
+    def update(self, sample: MeshSample, waiting_for: str = "") -> None:
+        """Show the newest look at the mesh and the newest step report."""
+        for report in self._metrics.read():
+            self._report = report
+        for record in self._samples.read():
+            self._completion = str(record.get("completion", ""))
+        rate = self._rates.update(sample.t, sample.generated_token_total)
+        facts = _facts(sample, self._report, rate, self._steps)
+        if self._live is not None:
+            self._live.update(self._panel(sample, facts, waiting_for))
+        elif time.monotonic() - self._last_line >= _LINE_SECONDS:
+            self._last_line = time.monotonic()
+            self.note("  ".join(f"{name} {value}" for name, value in facts.items() if value))
+
+    def _panel(self, sample: MeshSample, facts: Mapping[str, str], waiting_for: str) -> Panel:
+        table = Table.grid(padding=(0, 2))
+        for name, value in facts.items():
+            table.add_row(Text(name, style="dim"), Text(value))
+        bar = ProgressBar(total=self._steps, completed=max(sample.view.trained_step, 0), width=60)
+        parts: list[Any] = [bar, table]
+        if waiting_for:
+            parts.append(Text(f"waiting for {waiting_for}", style="dim italic"))
+        if self._completion:
+            parts.append(Text(f"sample  {self._completion[:200]}", style="dim"))
+        return Panel(Group(*parts), title="rollmesh", title_align="left")
+
+
+def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: int) -> dict[str, str]:
+    view = sample.view
+    served = sorted({g.policy_version for g in sample.generators if g.serving})
+    return {
+        "step": f"{view.trained_step}/{steps}",
+        "reward": _number(report, "reward_mean", ".3f"),
+        "length": _number(report, "response_length_mean", ".0f"),
+        "tokens/s": f"{rate:,.0f}",
+        "versions": f"{','.join(map(str, served)) or '-'} of {view.policy_version}",
+        "in flight": f"{view.leased}",
+        "ready groups": f"{view.ready_groups}",
+        "staleness": _number(report, "staleness_mean", ".2f"),
+        "off-policy": _number(report, "off_policy_token_share", ".0%"),
+        "dropped": ", ".join(f"{reason} {count}" for reason, count in sorted(sample.dropped.items()) if count),
+    }
+
+
+def _number(report: Mapping[str, Any], key: str, spec: str) -> str:
+    value = report.get(key)
+    return format(value, spec) if isinstance(value, int | float) else ""

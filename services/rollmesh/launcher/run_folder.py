@@ -1,0 +1,135 @@
+"""The run folder: what a run leaves on disk, and the lock that keeps a second launcher out.
+
+config.yaml         the resolved run file (no secrets)
+secret              key of the manifests' HMAC, mode 0600
+logs/               one file per service process
+services/           where the processes listen
+redis/              data of the embedded server
+checkpoints/        policies, batch files, trainer states
+metrics.jsonl       one line per train step
+samples.jsonl       sample completions
+timeline.jsonl      the mesh, about once a second
+evaluations.jsonl   evaluations by policy version
+plots/ report.html audit.json
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmesh.config import RunConfig, load_run_config, write_run_config
+from rollmesh.errors import ConfigError
+
+_MAY_CHANGE = frozenset({"folder", "launcher", "telemetry", "evaluation", "store"})
+_MAY_CHANGE_FIELDS = frozenset({"trainer.train_steps", "generator.replicas", "generator.slots", "generator.pace"})
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside a run folder."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved run file."""
+        return self.path / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        """One log file per service process."""
+        return self.path / "logs"
+
+    @property
+    def redis(self) -> Path:
+        """Data of the embedded server."""
+        return self.path / "redis"
+
+    @property
+    def timeline(self) -> Path:
+        """Samples of the mesh, JSON lines."""
+        return self.path / "timeline.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """Step reports, JSON lines."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Sample completions, JSON lines."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """Evaluations, JSON lines."""
+        return self.path / "evaluations.jsonl"
+
+    def log_file(self, service: str, index: int) -> Path:
+        """Log of one service process; restarts append."""
+        return self.logs / f"{service}-{index}.log"
+
+    def secret(self) -> str:
+        """The run's HMAC key (hex), made on first use and readable by its owner only."""
+        file = self.path / "secret"
+        try:
+            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return file.read_text(encoding="ascii").strip()
+        with os.fdopen(descriptor, "w") as handle:
+            handle.write(secrets.token_hex(32))
+        return file.read_text(encoding="ascii").strip()
+
+
+@contextmanager
+def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
+    """Create or continue the run folder of ``config`` and hold its lock.
+
+    Raises ConfigError when another launcher holds it, or when the folder belongs to a run with other settings.
+    """
+    folder = RunFolder(Path(config.folder).resolve())
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    with (folder.path / "lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            raise ConfigError(
+                f"folder={folder.path}: another launcher (pid {lock.read().strip() or 'unknown'}) runs there; "
+                "stop it, or give this run a folder of its own"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        if folder.config_file.exists():
+            _refuse_other_settings(load_run_config(folder.config_file, environ={}), config, folder)
+        write_run_config(config, folder.config_file)
+        yield folder
+
+
+def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
+    changed = sorted(_differences(before.model_dump(mode="json"), now.model_dump(mode="json")))
+    fixed = [name for name in changed if name.split(".")[0] not in _MAY_CHANGE and name not in _MAY_CHANGE_FIELDS]
+    if fixed:
+        raise ConfigError(
+            f"folder={folder.path} holds a run with other settings ({', '.join(fixed)}): continue it with the same "
+            "run file, or choose another folder"
+        )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:
+    names: set[str] = set()
+    for key in before.keys() | now.keys():
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            names |= _differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            names.add(f"{prefix}{key}")
+    return names

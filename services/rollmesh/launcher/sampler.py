@@ -1,0 +1,119 @@
+"""About once a second, one look at the whole mesh, appended to ``timeline.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.mesh import MeshView
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.store import TrajectoryStore
+from rollmesh.types import GeneratorRecord
+
+GENERATED_TOKENS = "rollmesh_generator_generated_tokens_total"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSample:
+    """One look at the mesh."""
+
+    t: float
+    """Unix seconds."""
+    view: MeshView
+    generators: tuple[GeneratorRecord, ...]
+    generated_token_total: float
+    """Tokens sampled since the launcher came up, over all generators and their restarts."""
+    dropped: Mapping[str, int]
+    """Groups dropped so far, by reason."""
+
+    def to_json(self) -> str:
+        """One line of ``timeline.jsonl``."""
+        view = asdict(self.view)
+        for large in ("ready", "stalest_open"):
+            view.pop(large)
+        generators = [
+            {
+                "instance_id": g.instance_id,
+                "policy_version": g.policy_version,
+                "running": g.running_count,
+                "waiting": g.waiting_count,
+                "slots": g.slot_count,
+                "serving": g.serving,
+            }
+            for g in self.generators
+        ]
+        record: dict[str, Any] = {
+            "t": self.t,
+            "view": view,
+            "generators": generators,
+            "generated_token_total": self.generated_token_total,
+            "dropped": dict(self.dropped),
+        }
+        return json.dumps(record, separators=(",", ":"))
+
+
+@dataclass(slots=True)
+class _CounterSum:
+    """Sum of a counter over processes that come, go and start again at zero."""
+
+    seen: dict[str, float] = field(default_factory=dict)
+    total: float = 0.0
+
+    def update(self, process: str, value: float) -> None:
+        before = self.seen.get(process, 0.0)
+        self.total += value - before if value >= before else value
+        self.seen[process] = value
+
+
+class MeshSampler:
+    """Reads the store and the generators' ``/metrics``; appends to the timeline."""
+
+    def __init__(self, store: TrajectoryStore, folder: RunFolder, client: httpx.AsyncClient) -> None:
+        self._store = store
+        self._folder = folder
+        self._client = client
+        self._generated = _CounterSum()
+
+    async def sample(self) -> MeshSample:
+        """Look once and append the line."""
+        await self._scrape_generators()
+        counts = await self._store.counts()
+        sample = MeshSample(
+            t=time.time(),
+            view=await self._store.view(),
+            generators=tuple(await self._store.generators()),
+            generated_token_total=self._generated.total,
+            dropped=dict(counts.dropped),
+        )
+        append_line(self._folder.timeline, sample.to_json())
+        return sample
+
+    async def _scrape_generators(self) -> None:
+        for endpoint in read_endpoints(self._folder.path, "generator"):
+            try:
+                answer = await self._client.get(f"http://{endpoint.admin}/metrics", timeout=2.0)
+            except httpx.HTTPError:
+                continue  # a generator that is restarting: its counter is read again on the next look
+            value = _counter_value(answer.text, GENERATED_TOKENS)
+            self._generated.update(f"{endpoint.index}:{endpoint.pid}", value)
+
+
+def _counter_value(exposition: str, name: str) -> float:
+    total = 0.0
+    for family in text_string_to_metric_families(exposition):
+        total += sum(sample.value for sample in family.samples if sample.name == name)
+    return total
+
+
+def append_line(file: Path, line: str) -> None:
+    """Append one line to a JSON-lines file."""
+    with file.open("a", encoding="utf-8") as handle:
+        handle.write(line + "\n")

@@ -1,0 +1,79 @@
+"""Which processes a local run consists of."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from rollmesh.config import RunConfig
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.launcher.supervisor import ServiceSpec
+
+STOP_ORDER = ("rollout", "generator", "reward", "trainer")
+"""Work stops at its source first, so that everything behind it can drain."""
+
+
+def child_environment(config: RunConfig, folder: RunFolder, redis_url: str) -> dict[str, str]:
+    """Variables of every service process: secrets travel here, never in files or arguments."""
+    threads = str(config.launcher.torch_threads)
+    environment = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "ROLLMESH_STORE__URL": redis_url,
+        "ROLLMESH_CHECKPOINTS__SECRET": manifest_secret(config, folder),
+    }
+    if config.store.password is not None:
+        environment["ROLLMESH_STORE__PASSWORD"] = config.store.password.get_secret_value()
+    return environment
+
+
+def manifest_secret(config: RunConfig, folder: RunFolder) -> str:
+    """HMAC key of the run's manifests."""
+    secret = config.checkpoints.secret
+    return secret.get_secret_value() if secret is not None else folder.secret()
+
+
+def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ServiceSpec]:
+    """Every service process of the run, in start order."""
+    counts = {
+        "trainer": 1,
+        "generator": config.generator.replicas,
+        "reward": config.launcher.reward_replicas,
+        "rollout": config.launcher.rollout_replicas,
+    }
+    return [
+        service_spec(config, folder, environment, service, index)
+        for service, count in counts.items()
+        for index in range(count)
+    ]
+
+
+def service_spec(
+    config: RunConfig, folder: RunFolder, environment: Mapping[str, str], service: str, index: int
+) -> ServiceSpec:
+    """One service process."""
+    interpreter = [sys.executable]
+    if service == "trainer" and config.launcher.trainer_processes > 1:
+        ranks = str(config.launcher.trainer_processes)
+        interpreter += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    command = [
+        *interpreter,
+        "-m",
+        "rollmesh.cli.main",
+        service,
+        str(folder.config_file),
+        "--index",
+        str(index),
+        "--supervised",
+    ]
+    return ServiceSpec(
+        service=service,
+        index=index,
+        command=command,
+        environment=environment,
+        log_file=folder.log_file(service, index),
+        grace_seconds=config.generator.drain_timeout_seconds + 10.0,
+        one_shot=service == "trainer",
+    )

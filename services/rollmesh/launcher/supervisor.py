@@ -1,0 +1,160 @@
+"""Child processes that stay up: restart with back-off, one log file each, an orderly stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollmesh.errors import RollmeshError
+from rollmesh.runtime.logging import get_logger
+
+_FIRST_BACKOFF_SECONDS = 0.5
+_LAST_BACKOFF_SECONDS = 30.0
+_LIMIT_WINDOW_SECONDS = 600.0
+_LOG_TAIL_LINES = 15
+
+
+class ServiceFailed(RollmeshError, RuntimeError):
+    """A service ended more often than the restart limit allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSpec:
+    """How one service process is started and stopped."""
+
+    service: str
+    index: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log_file: Path
+    grace_seconds: float = 30.0
+    """Time between SIGTERM and SIGKILL."""
+    one_shot: bool = False
+    """Exit status 0 means finished, not crashed."""
+
+    @property
+    def name(self) -> str:
+        """``service-index``."""
+        return f"{self.service}-{self.index}"
+
+
+@dataclass(slots=True)
+class _Child:
+    spec: ServiceSpec
+    process: asyncio.subprocess.Process | None = None
+    task: asyncio.Task[None] | None = None
+    stopping: bool = False
+    restarts: list[float] = field(default_factory=list)
+
+
+class Supervisor:
+    """Keeps a set of child processes running; ``failed`` resolves to the reason when one cannot be kept up."""
+
+    def __init__(self, restart_limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit = restart_limit
+        self._clock = clock
+        self._children: dict[str, _Child] = {}
+        self._log = get_logger("supervisor")
+        self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def start(self, spec: ServiceSpec) -> None:
+        """Start a child and keep it running until ``stop``."""
+        child = _Child(spec)
+        self._children[spec.name] = child
+        child.task = asyncio.create_task(self._keep_up(child), name=f"supervise-{spec.name}")
+
+    def restart_counts(self) -> dict[str, int]:
+        """Restarts so far by child name."""
+        return {name: len(child.restarts) for name, child in self._children.items()}
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a running child."""
+        process = self._children[name].process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def stop(self, services: Sequence[str]) -> None:
+        """SIGTERM the children of these services, in the given order of services; SIGKILL after their grace."""
+        for service in services:
+            children = [c for c in self._children.values() if c.spec.service == service and not c.stopping]
+            await asyncio.gather(*(self._stop(child) for child in children))
+
+    async def kill_all(self) -> None:
+        """SIGKILL whatever still runs."""
+        for child in self._children.values():
+            child.stopping = True
+            if child.task is not None:
+                child.task.cancel()
+            if child.process is not None and child.process.returncode is None:
+                _signal_group(child.process.pid, signal.SIGKILL)
+                await child.process.wait()
+
+    async def _keep_up(self, child: _Child) -> None:
+        while not child.stopping:
+            started = self._clock()
+            code = await self._run_once(child)
+            if child.stopping or (child.spec.one_shot and code == 0):
+                return
+            now = self._clock()
+            child.restarts = [t for t in child.restarts if now - t < _LIMIT_WINDOW_SECONDS] + [now]
+            if len(child.restarts) > self._limit:
+                self._fail(child, code)
+                return
+            recent = len(child.restarts) if now - started < _LAST_BACKOFF_SECONDS else 1
+            delay = min(_LAST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (recent - 1))
+            self._log.warning("service_restarts", name=child.spec.name, exit_status=code, delay_seconds=delay)
+            await asyncio.sleep(delay)
+
+    async def _run_once(self, child: _Child) -> int:
+        spec = child.spec
+        spec.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log_file.open("ab") as log:
+            child.process = await asyncio.create_subprocess_exec(
+                *spec.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **spec.environment},
+                start_new_session=True,
+            )
+        return await child.process.wait()
+
+    async def _stop(self, child: _Child) -> None:
+        child.stopping = True
+        process = child.process
+        if process is None or process.returncode is not None:
+            if child.task is not None:
+                child.task.cancel()
+            return
+        _signal_group(process.pid, signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), child.spec.grace_seconds)
+        except TimeoutError:
+            self._log.warning("service_killed_after_grace", name=child.spec.name, grace=child.spec.grace_seconds)
+            _signal_group(process.pid, signal.SIGKILL)
+            await process.wait()
+
+    def _fail(self, child: _Child, code: int) -> None:
+        if not self.failed.done():
+            self.failed.set_result(
+                f"{child.spec.name} ended with status {code}, {len(child.restarts)} times within ten minutes; "
+                f"the end of {child.spec.log_file}:\n{_tail(child.spec.log_file)}"
+            )
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def _tail(file: Path) -> str:
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return f"({error})"
+    return "\n".join(f"  {line}" for line in lines[-_LOG_TAIL_LINES:])

@@ -1,0 +1,8 @@
+"""What every test shares: seeded, machine-independent property tests."""
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "rollmesh", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("rollmesh")

@@ -1,0 +1,73 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollmesh.config import load_run_config, write_run_config
+from rollmesh.errors import ConfigError
+
+MINIMAL = {"name": "trial", "folder": "runs/trial", "model": {"path": "models/tiny"}}
+
+
+@pytest.fixture
+def run_file(tmp_path: Path):
+    def write(**sections: object) -> Path:
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump({**MINIMAL, **sections}))
+        return file
+
+    return write
+
+
+def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None:
+    file = run_file(trainer={"train_steps": 1, "learning_rate": 1e-3})
+    environ = {"ROLLMESH_TRAINER__TRAIN_STEPS": "2", "ROLLMESH_TRAINER__LEARNING_RATE": "2e-3"}
+    config = load_run_config(file, ["trainer.train_steps=3"], environ)
+    assert config.trainer.train_steps == 3
+    assert config.trainer.learning_rate == 2e-3
+
+
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        ({"shedule": {}}, ["shedule", "Extra inputs"]),
+        ({"trainer": {"train_steps": "many"}}, ["trainer.train_steps", "'many'"]),
+        ({"schedule": {"group_size": 1}}, ["schedule.group_size=1", "at least 2"]),
+        ({"rollout": {"top_p": 0.9}}, ["rollout.top_p=0.9", "evaluation.top_p"]),
+        ({"rollout": {"temperature": 0}}, ["rollout.temperature", "greater than 0"]),
+        ({"trainer": {"algorithm": {"old_logprobs": "stage_end"}}}, ["stage_end", "copris_paper"]),
+        (
+            {"trainer": {"algorithm": {"old_logprobs": "recompute"}}, "generator": {"on_new_version": "keep_kv"}},
+            ["old_logprobs=recompute", "on_new_version=interrupt"],
+        ),
+        ({"generator": {"max_context_tokens": 100}}, ["generator.max_context_tokens=100", "1536"]),
+        ({"trainer": {"minibatches": 3}}, ["trainer.minibatches=3", "groups_per_batch=16"]),
+        ({"name": "Not A Name"}, ["name", "'Not A Name'"]),
+        ({"data": {"source": {"type": "csv"}}}, ["data.source", "csv"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(run_file, sections, names) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run_config(run_file(**sections), environ={})
+    for name in names:
+        assert name in str(error.value)
+
+
+def test_a_missing_file_and_broken_yaml_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_run_config(tmp_path / "absent.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("name: [")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_run_config(broken)
+
+
+def test_the_written_config_holds_no_secret_and_loads_to_the_same_run(run_file, tmp_path: Path) -> None:
+    config = load_run_config(run_file(store={"password": "hunter2"}, checkpoints={"secret": "abc"}), environ={})
+    written = tmp_path / "config.yaml"
+    write_run_config(config, written)
+    assert "hunter2" not in written.read_text()
+    again = load_run_config(
+        written, environ={"ROLLMESH_STORE__PASSWORD": "hunter2", "ROLLMESH_CHECKPOINTS__SECRET": "abc"}
+    )
+    assert again == config

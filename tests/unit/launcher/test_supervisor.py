@@ -1,0 +1,67 @@
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from rollmesh.launcher.supervisor import ServiceSpec, Supervisor
+
+
+def spec(tmp_path: Path, script: str, **options: object) -> ServiceSpec:
+    return ServiceSpec(
+        service="worker",
+        index=0,
+        command=[sys.executable, "-u", "-c", script],
+        environment={},
+        log_file=tmp_path / "worker-0.log",
+        **options,
+    )
+
+
+async def until(condition, seconds: float = 20.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_killed_child_comes_back_and_keeps_its_log(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=5)
+    supervisor.start(spec(tmp_path, "import signal; print('up'); signal.pause()"))
+    log = tmp_path / "worker-0.log"
+    await until(lambda: log.exists() and log.read_text().count("up") == 1)
+    pid = supervisor.pid("worker-0")
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: log.read_text().count("up") == 2)
+    assert supervisor.restart_counts() == {"worker-0": 1}
+    await supervisor.stop(["worker"])
+    assert supervisor.pid("worker-0") is None
+
+
+async def test_a_child_that_cannot_stay_up_fails_the_run_with_the_end_of_its_log(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=1)
+    supervisor.start(spec(tmp_path, "print('model.path: no such folder'); raise SystemExit(2)"))
+    reason = await asyncio.wait_for(supervisor.failed, 20)
+    assert "worker-0 ended with status 2" in reason
+    assert "model.path: no such folder" in reason
+    await supervisor.kill_all()
+
+
+async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=0)
+    script = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); signal.pause(); signal.pause()"
+    supervisor.start(spec(tmp_path, script, grace_seconds=0.2))
+    log = tmp_path / "worker-0.log"
+    await until(lambda: log.exists() and "up" in log.read_text())
+    await asyncio.wait_for(supervisor.stop(["worker"]), 10)
+    assert supervisor.pid("worker-0") is None
+    assert not supervisor.failed.done()
+
+
+async def test_a_one_shot_child_that_ends_well_is_not_restarted(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=0)
+    supervisor.start(spec(tmp_path, "print('done')", one_shot=True))
+    log = tmp_path / "worker-0.log"
+    await until(lambda: log.exists() and "done" in log.read_text() and supervisor.pid("worker-0") is None)
+    assert supervisor.restart_counts() == {"worker-0": 0}
+    assert not supervisor.failed.done()
