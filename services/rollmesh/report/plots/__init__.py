@@ -1,0 +1,100 @@
+"""The plots of a run; matplotlib is imported when the first one is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollmesh.report.plots import learning, mesh, style
+from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.series import evaluation_points, timeline_series, train_series
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlotSpec:
+    """One plot that this folder has the data for."""
+
+    name: str
+    caption: str
+    wide: bool
+    draw: Callable[[], Figure]
+
+
+def plot_specs(folder: RunFolder) -> tuple[PlotSpec, ...]:
+    """The plots that the folder's files allow, in reading order; nothing is drawn yet."""
+    train = train_series(folder.metrics.records)
+    timeline = timeline_series(folder.timeline.records)
+    evaluations = evaluation_points(folder.evaluations.records)
+    bound = folder.max_staleness
+    specs: list[PlotSpec] = []
+
+    def add(available: bool, name: str, caption: str, draw: Callable[[], Figure], wide: bool = False) -> None:
+        if available:
+            specs.append(PlotSpec(name=name, caption=caption, wide=wide, draw=draw))
+
+    steps, moments = len(train) > 0, len(timeline) > 1
+    add(
+        moments,
+        "in_flight",
+        "Calls that the generators run, by the policy version that writes the tokens.",
+        lambda: mesh.in_flight_plot(timeline),
+        wide=True,
+    )
+    add(
+        steps or bool(evaluations),
+        "reward",
+        "Mean reward of each trained batch, and the evaluations on their own prompts.",
+        lambda: learning.reward_plot(train, evaluations),
+    )
+    add(
+        steps,
+        "length",
+        "Tokens of the trained responses, and the share that ran out of budget.",
+        lambda: learning.length_plot(train),
+    )
+    add(
+        steps,
+        "staleness",
+        "Train steps between the oldest policy in a trajectory's loss and the trainer.",
+        lambda: mesh.staleness_plot(train, bound),
+    )
+    add(
+        steps,
+        "correction",
+        "Share of trained tokens that an older policy wrote, and what the importance weights made of it.",
+        lambda: learning.correction_plot(train),
+    )
+    add(
+        steps or moments,
+        "throughput",
+        "Tokens generated and tokens trained per second of wall time.",
+        lambda: mesh.throughput_plot(train, timeline),
+    )
+    add(
+        moments,
+        "queue",
+        "Trajectories by state, and groups that are open or ready for a batch.",
+        lambda: mesh.queue_plot(timeline),
+        wide=True,
+    )
+    return tuple(specs)
+
+
+def write_plots(run_folder: Path) -> tuple[Path, ...]:
+    """Draw every plot into ``plots/`` of the run folder, as SVG and PNG; returns the files.
+
+    Raises ConfigError when matplotlib is not installed, DataError when there is no such folder.
+    """
+    specs = plot_specs(RunFolder(run_folder))
+    folder = run_folder / "plots"
+    folder.mkdir(exist_ok=True)
+    files: list[Path] = []
+    with style.style():
+        for spec in specs:
+            files.extend(style.save(spec.draw(), folder, spec.name))
+    return tuple(files)

@@ -1,0 +1,126 @@
+"""Plots of how the mesh worked: staleness, throughput, work in flight by policy version, the queue."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollmesh.report.plots import style as s
+from rollmesh.report.series import FloatArray, TimelineSeries, TrainSeries, binned, rate, smoothed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MINUTES_AFTER_SECONDS = 180.0
+
+
+def staleness_plot(train: TrainSeries, max_staleness: int | None) -> Figure:
+    """Staleness per step beside its histogram over the run."""
+    figure = s.new_figure()
+    over_time, histogram = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.9, 1]})
+    over_time.plot(train.train_step, train.staleness_max, color=s.GREY, drawstyle="steps-mid", label="largest")
+    over_time.plot(train.train_step, train.staleness_mean, color=s.BLUE, label="mean")
+    if max_staleness is not None:
+        over_time.axhline(max_staleness, color=s.RED, linewidth=1.2, linestyle=(0, (4, 3)), label="bound")
+    over_time.set_title("Staleness")
+    s.finish(over_time, x="train step", y="train steps", zero=True, integer_x=True)
+    s.legend(over_time)
+    total = sum(train.staleness_counts.values())
+    if total:
+        values = list(train.staleness_counts)
+        histogram.bar(values, [c / total for c in train.staleness_counts.values()], width=0.72, color=s.BLUE)
+    s.finish(histogram, x="staleness, train steps", y="trajectories", integer_x=True)
+    s.percent_axis(histogram, top=None)
+    return figure
+
+
+def throughput_plot(train: TrainSeries, timeline: TimelineSeries) -> Figure:
+    """Tokens per second, generated and trained."""
+    figure = s.new_figure()
+    (axes,) = s.panels(figure, (1,))
+    start, unit, label = _clock(timeline.time, train.time)
+    moments, generated = rate(*binned(timeline.time, timeline.generated_tokens, limit=120))
+    axes.plot((moments - start) / unit, smoothed(generated, 5), color=s.BLUE, label="generated")
+    steps, trained = rate(train.time, np.cumsum(np.nan_to_num(train.trained_tokens)))
+    axes.plot((steps - start) / unit, smoothed(trained, 5), color=s.ORANGE, label="trained")
+    axes.set_title("Throughput")
+    s.finish(axes, x=label, y="tokens per second", zero=True)
+    s.thousands(axes)
+    s.legend(axes)
+    return figure
+
+
+def in_flight_plot(timeline: TimelineSeries) -> Figure:
+    """Running calls stacked by the policy version that writes them; the ramp goes from old to new."""
+    figure = s.new_figure(width=s.WIDE, height=3.1)
+    (axes,) = s.panels(figure, (1,))
+    series = timeline.in_flight
+    start, unit, label = _clock(timeline.time)
+    time, running = binned(timeline.time, series.running)
+    _, slots = binned(timeline.time, series.slots)
+    clock = (time - start) / unit
+    base = np.zeros(len(clock))
+    for row, colour in zip(running, s.version_colours(series.versions), strict=True):
+        # Only where the version runs (and one moment around it): a long run stays a small file.
+        near = np.convolve(row > 0, np.ones(3), "same") > 0
+        axes.fill_between(clock, base, base + row, where=near, color=colour, linewidth=0, interpolate=False)
+        base = base + row
+    if len(clock):
+        axes.plot(
+            clock, slots, color=s.MUTED, linewidth=1.1, linestyle=(0, (4, 3)), label="slots of serving generators"
+        )
+    axes.set_title("Rollouts in flight by policy version")
+    s.finish(axes, x=label, y="running calls", zero=True)
+    s.legend(axes)
+    if series.versions:
+        s.version_bar(figure, axes, series.versions)
+    return figure
+
+
+def queue_plot(timeline: TimelineSeries) -> Figure:
+    """Trajectories by state, stacked, and groups that are open or ready."""
+    figure = s.new_figure(width=s.WIDE, height=3.9)
+    trajectories, groups = s.panels(figure, (1.7, 1))
+    start, unit, label = _clock(timeline.time)
+    shown = (
+        ("leased", "leased", s.BLUE),
+        ("finished", "waiting for reward", s.GREEN),
+        ("partial", "partial", s.ORANGE),
+        ("pending", "pending", s.GREY),
+    )
+    clock = _moments(timeline, start, unit)
+    base = np.zeros(len(clock))
+    for state, name, colour in shown:
+        upper = base + _shown(timeline, timeline.queue[state])
+        trajectories.fill_between(clock, base, upper, color=colour, alpha=0.85, linewidth=0, label=name)
+        base = upper
+    trajectories.set_title("Trajectory queue")
+    s.finish(trajectories, x="", y="trajectories", zero=True)
+    s.legend(trajectories)
+    groups.plot(clock, _shown(timeline, timeline.groups["open_groups"]), color=s.BLUE, linewidth=1.4, label="open")
+    groups.plot(clock, _shown(timeline, timeline.groups["ready_groups"]), color=s.PURPLE, linewidth=1.4, label="ready")
+    s.finish(groups, x=label, y="groups", zero=True)
+    s.legend(groups)
+    return figure
+
+
+def _shown(timeline: TimelineSeries, values: FloatArray) -> FloatArray:
+    return binned(timeline.time, np.nan_to_num(values))[1]
+
+
+def _moments(timeline: TimelineSeries, start: float, unit: float) -> FloatArray:
+    return np.asarray((binned(timeline.time, timeline.time)[0] - start) / unit, np.float64)
+
+
+def _clock(*times: FloatArray) -> tuple[float, float, str]:
+    """(first moment, seconds per unit, axis label) for a run of this length."""
+    known = np.concatenate([t[~np.isnan(t)] for t in times])
+    if len(known) == 0:
+        return 0.0, 1.0, "seconds"
+    start, span = float(known.min()), float(known.max() - known.min())
+    if span > 100 * MINUTES_AFTER_SECONDS:
+        return start, 3600.0, "hours since the start"
+    if span > MINUTES_AFTER_SECONDS:
+        return start, 60.0, "minutes since the start"
+    return start, 1.0, "seconds since the start"

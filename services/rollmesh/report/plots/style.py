@@ -1,0 +1,210 @@
+"""One look for every plot; matplotlib is imported by those who draw, never at start-up.
+
+No pyplot: a ``Figure`` of its own per plot needs no display, no global state and no cleaning up.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollmesh.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK = "#1d2530"
+MUTED = "#677281"
+GRID = "#e3e7ec"
+SURFACE = "#fefefe"
+BLUE = "#3470d6"
+ORANGE = "#e0792e"
+GREEN = "#2c9c74"
+PURPLE = "#8b62cf"
+RED = "#d04a54"
+GREY = "#98a2af"
+
+CSS_VARIABLES: Mapping[str, str] = {
+    INK: "var(--plot-ink)",
+    MUTED: "var(--plot-muted)",
+    GRID: "var(--plot-grid)",
+    SURFACE: "var(--surface)",
+}
+"""Colours that follow the page's light or dark scheme when a plot is part of the page."""
+
+WIDTH = 5.4
+WIDE = 9.6
+"""Widths in inches, of a plot in a column and of one over the whole page."""
+
+_RC: Any = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": GRID,
+    "axes.grid": True,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 9.0,
+    "axes.linewidth": 1.0,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlecolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 9.0,
+    "axes.titlesize": 11.0,
+    "axes.titleweight": "bold",
+    "figure.facecolor": SURFACE,
+    "axes.facecolor": "none",
+    "font.family": ["sans-serif"],
+    "font.size": 9.0,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "legend.labelcolor": INK,
+    "legend.handlelength": 1.4,
+    "legend.borderaxespad": 0.0,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+    "savefig.facecolor": SURFACE,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "rollmesh",
+    "text.color": INK,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.major.pad": 5,
+    "ytick.major.pad": 5,
+}
+
+
+def style() -> Any:
+    """Context manager in which figures are made and saved.
+
+    Raises ConfigError when matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'rollmesh[report]'") from error
+    return matplotlib.rc_context(_RC)
+
+
+def new_figure(width: float = WIDTH, height: float = 3.3) -> Figure:
+    """An empty figure, inches; call it inside ``style()``."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def panels(figure: Figure, heights: Sequence[float]) -> list[Axes]:
+    """Panels above each other that share the horizontal axis; labels on the lowest only."""
+    grid = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": list(heights)}, squeeze=False)
+    return list(grid[:, 0])
+
+
+def finish(axes: Axes, *, x: str, y: str, zero: bool = False, integer_x: bool = False) -> None:
+    """Labels with units, few ticks, and a vertical axis that begins at 0 where that is honest."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(visible=False, axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=integer_x, min_n_ticks=1))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.margins(x=0.01)
+    if zero:
+        axes.set_ylim(bottom=0)
+
+
+def legend(axes: Axes, *, columns: int = 4) -> None:
+    """A legend in one row above the panel and below its title, where it covers neither data nor words."""
+    handles, labels = axes.get_legend_handles_labels()
+    if not handles:
+        return
+    axes.legend(
+        handles, labels, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, columnspacing=1.3, borderpad=0.3
+    )
+    if title := axes.get_title(loc="left"):
+        axes.set_title(title, pad=24.0)
+
+
+def percent_axis(axes: Axes, top: float | None = 1.0) -> None:
+    """Shares as percentages on the vertical axis; ``top`` None lets the data decide."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
+    axes.set_ylim(bottom=0, top=top)
+
+
+def thousands(axes: Axes) -> None:
+    """1.5k and 2M instead of long numbers on the vertical axis."""
+    from matplotlib.ticker import FuncFormatter
+
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+
+
+def short_number(value: float) -> str:
+    """12, 1.5k, 20k, 3.2M."""
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def version_colours(versions: Sequence[int]) -> list[Any]:
+    """One colour of a ramp per policy version, old to new, RGBA."""
+    from matplotlib import colormaps
+
+    ramp = colormaps["viridis"]
+    if len(versions) < 2:
+        return [ramp(0.45)] * len(versions)
+    low, high = versions[0], versions[-1]
+    return [ramp(0.04 + 0.88 * (v - low) / (high - low)) for v in versions]
+
+
+def version_bar(figure: Figure, axes: Axes, versions: Sequence[int]) -> None:
+    """The ramp itself as a thin bar: two numbers instead of forty legend entries."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import ListedColormap, Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = versions[0], versions[-1]
+    if low == high:
+        axes.set_title(f"policy version {low}", loc="right", fontsize=8.5, color=MUTED, fontweight="normal")
+        return
+    ramp = ListedColormap(version_colours([int(v) for v in np.linspace(low, high, 48)]))
+    bar = figure.colorbar(ScalarMappable(Normalize(low, high), ramp), ax=axes, fraction=0.03, pad=0.015, aspect=28)
+    bar.outline.set_visible(False)
+    bar.locator = MaxNLocator(nbins=6, integer=True)
+    bar.update_ticks()
+    bar.set_label("policy version", color=MUTED)
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an ``<svg>`` element for a page: scheme-aware colours, ids that start with ``name``."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    for colour, variable in CSS_VARIABLES.items():
+        text = text.replace(colour, variable)
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
+    # The page sets the width; the view box keeps the proportions.
+    return re.sub(r'<svg ([^>]*?)width="[^"]*pt" height="[^"]*pt"', r"<svg \1", text, count=1)
+
+
+def save(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
+    """Write ``name.svg`` and ``name.png`` (double density) and return their paths."""
+    svg, png = folder / f"{name}.svg", folder / f"{name}.png"
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.savefig(png, format="png", dpi=200)
+    return svg, png

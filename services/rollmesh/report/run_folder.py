@@ -1,0 +1,154 @@
+"""Reading a run folder that may be partial: a run that still goes on, was killed, or never got far.
+
+config.yaml         the resolved run file
+metrics.jsonl       one object per train step
+timeline.jsonl      one object per second of the mesh
+evaluations.jsonl   one object per evaluated policy version
+samples.jsonl       completions, for people
+audit.json          the last audit
+logs/  plots/  checkpoints/
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rollmesh.config.load import load_run_config
+from rollmesh.config.run import RunConfig
+from rollmesh.errors import ConfigError, DataError
+from rollmesh.scheduling.presets import resolve_schedule
+from rollmesh.scheduling.schedule import Schedule
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonLines:
+    """Objects of one JSONL file."""
+
+    records: tuple[Record, ...]
+    skipped: int
+    """Unreadable lines; one at the end is normal after a kill."""
+    exists: bool
+
+
+def read_json_lines(file: Path) -> JsonLines:
+    """Every line that holds a JSON object; a missing file is an empty one."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return JsonLines(records=(), skipped=0, exists=False)
+    records: list[Record] = []
+    skipped = 0
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            skipped += 1
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            skipped += 1
+    return JsonLines(records=tuple(records), skipped=skipped, exists=True)
+
+
+class RunFolder:
+    """One run folder; files are read on first use and not again."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Raise DataError unless ``path`` is a folder."""
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise DataError(f"{self.path}: no such run folder")
+
+    @cached_property
+    def config_text(self) -> str | None:
+        """The resolved run file as written; None without one."""
+        try:
+            return (self.path / "config.yaml").read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+
+    @cached_property
+    def config_problem(self) -> str | None:
+        """Why there is no config; None when there is one."""
+        return self._config[1]
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The validated run file; None if it is missing or another version of rollmesh wrote it."""
+        return self._config[0]
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The preset of the run with its overrides applied; None without a config."""
+        if self.config is None:
+            return None
+        return resolve_schedule(self.config.schedule, self.config.trainer.train_steps)
+
+    @property
+    def max_staleness(self) -> int | None:
+        """The run's staleness bound, in train steps; None without a config."""
+        return None if self.schedule is None else self.schedule.max_staleness
+
+    @cached_property
+    def _config(self) -> tuple[RunConfig | None, str | None]:
+        try:
+            return load_run_config(self.path / "config.yaml", environ={}), None
+        except ConfigError as error:
+            return None, str(error)
+
+    @cached_property
+    def metrics(self) -> JsonLines:
+        """Train steps."""
+        return read_json_lines(self.path / "metrics.jsonl")
+
+    @cached_property
+    def timeline(self) -> JsonLines:
+        """The mesh, about once a second."""
+        return read_json_lines(self.path / "timeline.jsonl")
+
+    @cached_property
+    def evaluations(self) -> JsonLines:
+        """Evaluated policy versions."""
+        return read_json_lines(self.path / "evaluations.jsonl")
+
+    @cached_property
+    def samples(self) -> JsonLines:
+        """Sample completions."""
+        return read_json_lines(self.path / "samples.jsonl")
+
+    @property
+    def checkpoints(self) -> Path:
+        """Root of the run's checkpoint store."""
+        folder = self.config.checkpoints.folder if self.config is not None else None
+        return Path(folder) if folder is not None else self.path / "checkpoints"
+
+    def logs(self) -> tuple[Path, ...]:
+        """Log files, sorted by name."""
+        return tuple(sorted((self.path / "logs").glob("*.log")))
+
+    def missing(self) -> tuple[str, ...]:
+        """What a complete run would hold and this one does not, in words."""
+        absent: list[str] = []
+        if self.config_problem is not None:
+            absent.append(f"config: {self.config_problem}")
+        for name, lines in (
+            ("metrics.jsonl", self.metrics),
+            ("timeline.jsonl", self.timeline),
+            ("evaluations.jsonl", self.evaluations),
+            ("samples.jsonl", self.samples),
+        ):
+            if not lines.records:
+                absent.append(f"{name}: {'empty' if lines.exists else 'not written'}")
+            if lines.skipped:
+                absent.append(f"{name}: {lines.skipped} unreadable line(s) skipped")
+        return tuple(absent)

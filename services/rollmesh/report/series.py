@@ -1,0 +1,259 @@
+"""Columns of metrics.jsonl, timeline.jsonl and evaluations.jsonl as arrays: what plots and summaries are made of.
+
+A value that a record lacks is NaN, never 0. After a trainer crash a step is replayed and logged again: the newest
+record of a step counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollmesh.report.run_folder import Record
+
+FloatArray = npt.NDArray[np.float64]
+
+QUEUE_STATES = ("pending", "partial", "leased", "finished")
+"""Trajectory states that the timeline counts, in the order of a trajectory's life."""
+GROUP_STATES = ("open_groups", "ready_groups")
+
+
+def number(record: Record, *path: str) -> float:
+    """The number at ``path`` in nested mappings; NaN if it is absent or no finite number."""
+    value: Any = record
+    for key in path:
+        if not isinstance(value, Mapping):
+            return math.nan
+        value = value.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    return float(value) if math.isfinite(value) else math.nan
+
+
+def column(records: Iterable[Record], *path: str) -> FloatArray:
+    """``number`` of every record, float64 [records]."""
+    return np.array([number(record, *path) for record in records], np.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSeries:
+    """One entry per train step, ascending."""
+
+    train_step: FloatArray
+    policy_version: FloatArray
+    time: FloatArray  # unix seconds, when the step ended
+    reward: FloatArray  # mean raw reward
+    length_mean: FloatArray  # response tokens
+    length_p90: FloatArray
+    truncated_share: FloatArray  # 0..1
+    staleness_mean: FloatArray  # train steps, over trajectories
+    staleness_max: FloatArray
+    staleness_counts: Mapping[int, float]  # trajectories by staleness, over the run
+    trained_tokens: FloatArray
+    step_seconds: FloatArray
+    off_policy_share: FloatArray  # 0..1 of the tokens in the loss
+    effective_sample_size: FloatArray  # 0..1 of the trajectories
+    clip_fraction: FloatArray  # 0..1 of the tokens in the loss
+
+    def __len__(self) -> int:
+        return len(self.train_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSeries:
+    """Running calls of the mesh by policy version, on the timeline's clock."""
+
+    versions: tuple[int, ...]  # ascending
+    running: FloatArray  # [versions, moments]
+    slots: FloatArray  # [moments], slots of serving generators
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineSeries:
+    """One entry per observation of the launcher, ascending in time."""
+
+    time: FloatArray  # unix seconds
+    queue: Mapping[str, FloatArray]  # by trajectory state
+    groups: Mapping[str, FloatArray]  # open_groups, ready_groups
+    generated_tokens: FloatArray  # since the run began, never falling
+    in_flight: GeneratorSeries
+    dropped: Mapping[str, int]  # groups by reason, newest observation
+
+    def __len__(self) -> int:
+        return len(self.time)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationPoint:
+    """One evaluation of one policy version; lengths in tokens."""
+
+    policy_version: int
+    n: int
+    mean: float
+    standard_error: float
+    mean_length: float
+    p50: float
+    p90: float
+    p99: float
+    truncated: float
+    """Share of answers that ran out of budget, 0..1."""
+    seconds: float
+    when: str
+    """before, during or after the training."""
+
+
+def newest_per_step(records: Sequence[Record]) -> list[Record]:
+    """The newest record of every train step, ascending."""
+    by_step: dict[int, Record] = {}
+    for record in records:
+        step = number(record, "train_step")
+        if not math.isnan(step):
+            by_step[int(step)] = record
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def train_series(records: Sequence[Record]) -> TrainSeries:
+    """Columns of metrics.jsonl."""
+    rows = newest_per_step(records)
+    return TrainSeries(
+        train_step=column(rows, "train_step"),
+        policy_version=column(rows, "policy_version"),
+        time=column(rows, "time"),
+        reward=column(rows, "reward_mean"),
+        length_mean=column(rows, "length_mean"),
+        length_p90=column(rows, "length_p90"),
+        truncated_share=column(rows, "truncated_share"),
+        staleness_mean=column(rows, "staleness_mean"),
+        staleness_max=column(rows, "staleness_max"),
+        staleness_counts=_summed_counts(rows, "staleness_counts"),
+        trained_tokens=column(rows, "trained_tokens"),
+        step_seconds=column(rows, "step_seconds"),
+        off_policy_share=column(rows, "off_policy_token_share"),
+        effective_sample_size=column(rows, "effective_sample_size"),
+        clip_fraction=column(rows, "clip_fraction"),
+    )
+
+
+def timeline_series(records: Sequence[Record]) -> TimelineSeries:
+    """Columns of timeline.jsonl."""
+    rows = sorted((r for r in records if not math.isnan(number(r, "t"))), key=lambda r: number(r, "t"))
+    dropped = rows[-1].get("dropped") if rows else None
+    return TimelineSeries(
+        time=column(rows, "t"),
+        queue={state: column(rows, "view", state) for state in QUEUE_STATES},
+        groups={state: column(rows, "view", state) for state in GROUP_STATES},
+        generated_tokens=_without_resets(column(rows, "generated_token_total")),
+        in_flight=_in_flight(rows),
+        dropped={str(k): int(v) for k, v in dropped.items()} if isinstance(dropped, Mapping) else {},
+    )
+
+
+def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
+    """Lines of evaluations.jsonl in the order written; a line without version, n and mean is left out."""
+    points: list[EvaluationPoint] = []
+    for record in records:
+        version, n, mean = (number(record, key) for key in ("policy_version", "n", "mean"))
+        if math.isnan(version + n + mean):
+            continue
+        points.append(
+            EvaluationPoint(
+                policy_version=int(version),
+                n=int(n),
+                mean=mean,
+                standard_error=number(record, "standard_error"),
+                mean_length=number(record, "mean_length"),
+                p50=number(record, "p50"),
+                p90=number(record, "p90"),
+                p99=number(record, "p99"),
+                truncated=number(record, "truncated"),
+                seconds=number(record, "seconds"),
+                when=str(record.get("when", "")),
+            )
+        )
+    return tuple(points)
+
+
+def binned(time: FloatArray, values: FloatArray, limit: int = 360) -> tuple[FloatArray, FloatArray]:
+    """Means over at most ``limit`` equal spans of time; ``values`` is [moments] or [rows, moments].
+
+    Keeps a plot of a day as small as one of a minute. Empty spans are left out.
+    """
+    if len(time) <= limit:
+        return time, values
+    edges = np.linspace(time[0], time[-1], limit + 1)
+    index = np.clip(np.searchsorted(edges, time, side="right") - 1, 0, limit - 1)
+    count = np.bincount(index, minlength=limit)
+    used = count > 0
+
+    def mean(row: FloatArray) -> FloatArray:
+        total = np.bincount(index, weights=row, minlength=limit)
+        return np.asarray(total[used] / count[used], np.float64)
+
+    moments = mean(time)
+    return moments, mean(values) if values.ndim == 1 else np.stack([mean(row) for row in values])
+
+
+def smoothed(values: FloatArray, window: int) -> FloatArray:
+    """Centred moving mean over up to ``window`` neighbours, NaN left out; same length."""
+    if window <= 1 or len(values) == 0:
+        return values
+    known = ~np.isnan(values)
+    kernel = np.ones(min(window, len(values)))
+    total = np.convolve(np.where(known, values, 0.0), kernel, "same")
+    count = np.convolve(known.astype(np.float64), kernel, "same")
+    mean: FloatArray = np.divide(total, count, out=np.full(len(values), math.nan), where=count > 0)
+    return mean
+
+
+def rate(time: FloatArray, total: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """(moments, units per second) between neighbouring observations of a running total."""
+    if len(time) < 2:
+        return np.empty(0), np.empty(0)
+    seconds = np.diff(time)
+    usable = seconds > 0
+    return (time[1:])[usable], np.diff(total)[usable] / seconds[usable]
+
+
+def _without_resets(total: FloatArray) -> FloatArray:
+    """A running total made one that never falls.
+
+    A generator that restarts takes its part out of the sum; that step counts as 0, because how much the others made
+    meanwhile is unknown.
+    """
+    if len(total) == 0:
+        return total
+    newest_known = np.maximum.accumulate(np.where(np.isnan(total), 0, np.arange(len(total))))
+    filled = np.nan_to_num(total[newest_known])
+    return np.cumsum(np.maximum(np.diff(filled, prepend=0.0), 0.0))
+
+
+def _summed_counts(rows: Iterable[Record], key: str) -> dict[int, float]:
+    total: dict[int, float] = {}
+    for row in rows:
+        counts = row.get(key)
+        if isinstance(counts, Mapping):
+            for name, count in counts.items():
+                total[int(name)] = total.get(int(name), 0.0) + float(count)
+    return dict(sorted(total.items()))
+
+
+def _in_flight(rows: Sequence[Record]) -> GeneratorSeries:
+    running: list[dict[int, float]] = []
+    slots = np.zeros(len(rows))
+    for moment, row in enumerate(rows):
+        by_version: dict[int, float] = {}
+        for generator in row.get("generators") or ():
+            version, count = number(generator, "policy_version"), number(generator, "running")
+            if not math.isnan(version + count):
+                by_version[int(version)] = by_version.get(int(version), 0.0) + count
+            if generator.get("serving"):
+                slots[moment] += np.nan_to_num(number(generator, "slots"))
+        running.append(by_version)
+    versions = tuple(sorted({v for moment in running for v, count in moment.items() if count > 0}))
+    table = np.array([[moment.get(v, 0.0) for moment in running] for v in versions], np.float64)
+    return GeneratorSeries(versions=versions, running=table.reshape(len(versions), len(rows)), slots=slots)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollmesh.report.series import (
+    binned,
+    evaluation_points,
+    newest_per_step,
+    number,
+    rate,
+    smoothed,
+    timeline_series,
+    train_series,
+)
+
+
+def test_a_missing_text_or_infinite_value_is_nan_and_never_zero() -> None:
+    record = {"text": "1", "flag": True, "infinite": float("inf"), "nested": {"deep": 2}}
+    assert np.isnan([number(record, key) for key in ("text", "flag", "infinite", "absent", "nested")]).all()
+    assert number(record, "nested", "deep") == 2.0
+
+
+def test_a_replayed_step_counts_once_and_its_newest_record_wins() -> None:
+    records = [{"train_step": s, "reward_mean": r} for s, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35))]
+    assert [r["train_step"] for r in newest_per_step(records)] == [1, 2, 3]
+    assert train_series(records).reward.tolist() == [0.1, 0.25, 0.35]
+
+
+def test_staleness_counts_are_summed_over_the_run_in_order() -> None:
+    records = [
+        {"train_step": 1, "staleness_counts": {"0": 4}},
+        {"train_step": 2, "staleness_counts": {"10": 1, "2": 3, "0": 1}},
+    ]
+    assert dict(train_series(records).staleness_counts) == {0: 5.0, 2: 3.0, 10: 1.0}
+    assert list(train_series(records).staleness_counts) == [0, 2, 10]
+
+
+def test_generated_tokens_never_fall_when_a_launcher_starts_again() -> None:
+    records = [{"t": t, "generated_token_total": n} for t, n in enumerate((100, 250, 0, 40, None, 90))]
+    assert timeline_series(records).generated_tokens.tolist() == [100, 250, 250, 290, 290, 340]
+
+
+def test_in_flight_calls_are_counted_by_version_over_all_generators() -> None:
+    def generator(version: int, running: int, serving: bool = True) -> dict[str, object]:
+        return {"policy_version": version, "running": running, "slots": 8, "serving": serving}
+
+    series = timeline_series(
+        [
+            {"t": 0.0, "generators": [generator(0, 3), generator(0, 4)]},
+            {"t": 1.0, "generators": [generator(0, 2), generator(1, 5)]},
+            {"t": 2.0, "generators": [generator(2, 0), generator(1, 6, serving=False)]},
+        ]
+    ).in_flight
+    assert series.versions == (0, 1)
+    assert series.running.tolist() == [[7, 2, 0], [0, 5, 6]]
+    assert series.slots.tolist() == [16, 16, 8]
+
+
+def test_an_empty_timeline_gives_empty_series() -> None:
+    series = timeline_series([])
+    assert len(series) == 0
+    assert series.in_flight.running.shape == (0, 0)
+    assert dict(series.dropped) == {}
+
+
+def test_evaluations_without_a_mean_are_left_out() -> None:
+    points = evaluation_points([{"policy_version": 0, "n": 4, "mean": 0.5}, {"policy_version": 1, "n": 4}])
+    assert [p.policy_version for p in points] == [0]
+    assert np.isnan(points[0].standard_error)
+
+
+def test_binning_keeps_the_mean_and_leaves_short_series_alone() -> None:
+    time = np.arange(10_000, dtype=np.float64)
+    rows = np.stack([time, 2 * time])
+    short, values = binned(time, rows, limit=100)
+    assert len(short) == 100
+    assert values.shape == (2, 100)
+    assert values.mean() == pytest.approx(rows.mean())
+    assert binned(time[:50], time[:50], limit=100)[1] is not None
+    assert len(binned(time[:50], time[:50], limit=100)[0]) == 50
+
+
+def test_smoothing_ignores_gaps_and_keeps_constants() -> None:
+    values = np.array([2.0, np.nan, 2.0, 2.0])
+    assert smoothed(values, 3).tolist() == [2.0, 2.0, 2.0, 2.0]
+    assert np.isnan(smoothed(np.full(3, np.nan), 3)).all()
+
+
+def test_a_rate_is_per_second_and_skips_repeated_moments() -> None:
+    moments, per_second = rate(np.array([0.0, 2.0, 2.0, 3.0]), np.array([0.0, 10.0, 10.0, 13.0]))
+    assert moments.tolist() == [2.0, 3.0]
+    assert per_second.tolist() == [5.0, 3.0]
