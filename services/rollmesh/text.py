@@ -1,0 +1,211 @@
+"""Between text and token ids: the tokenizer and the chat template of a Hugging Face folder, without transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rollmesh.errors import DataError
+from rollmesh.types import Int32Array
+
+_SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The tokenizer of one model folder.
+
+    ``encode`` adds no special tokens unless asked, so environment text can be spliced into a response; ``decode``
+    leaves them out unless asked, so verifiers see what a reader sees.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        """Read ``tokenizer.json`` and, where present, the config files beside it.
+
+        Raises DataError when the folder has no readable fast tokenizer.
+        """
+        self._folder = Path(folder)
+        path = self._folder / "tokenizer.json"
+        try:
+            content = path.read_bytes()
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
+        except OSError as error:
+            raise DataError(
+                f"{path}: {error.strerror}; the model folder needs a fast tokenizer (tokenizer.json)"
+            ) from error
+        except Exception as error:  # the Rust side raises plain Exception for a file it cannot parse
+            raise DataError(f"{path}: not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._settings = _read_json(self._folder / "tokenizer_config.json")
+        self._model_config = _read_json(self._folder / "config.json")
+        self._special_tokens = {
+            name: text for name in _SPECIAL_TOKEN_NAMES if (text := _token_text(self._settings.get(name))) is not None
+        }
+        known = self._tokenizer.get_vocab(with_added_tokens=True)
+        self._token_count = max(known.values(), default=-1) + 1
+        self._vocab_size = int(_text_config(self._model_config).get("vocab_size") or self._token_count)
+        self._eos_token_ids = self._find_eos_token_ids()
+        self._chat_template = _read_chat_template(self._folder, self._settings)
+        self._digest = hashlib.sha256(content).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the model: ids are valid in [0, vocab_size).
+
+        The embedding of ``config.json`` counts where there is one: models pad it, and a padding id can be sampled.
+        """
+        return self._vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a turn, ascending: those of generation_config.json (else config.json) and the tokenizer's."""
+        return self._eos_token_ids
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of tokenizer.json."""
+        return self._digest
+
+    @property
+    def chat_template_digest(self) -> str:
+        """sha256 (hex) of the chat template; empty without one."""
+        return hashlib.sha256(self._chat_template.encode()).hexdigest() if self._chat_template else ""
+
+    def encode(self, text: str, *, special_tokens: bool = False) -> Int32Array:
+        """Encode text to int32 [tokens].
+
+        ``special_tokens`` adds what the tokenizer puts around a sequence (for example a begin token): for the start
+        of a context, never for its middle. Raises DataError for an id that the model has no embedding for.
+        """
+        ids = np.array(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
+        self._check_range(ids)
+        return ids
+
+    def decode(self, ids: npt.ArrayLike, *, special_tokens: bool = False) -> str:
+        """Decode token ids [tokens] to text; ids in the padding of the vocabulary decode to nothing.
+
+        Raises DataError for an id outside [0, vocab_size).
+        """
+        array = np.asarray(ids, np.int64)
+        self._check_range(array)
+        return str(self._tokenizer.decode(array.tolist(), skip_special_tokens=not special_tokens))
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> Int32Array:
+        """Render chat messages ({role, content} mappings) with the model's template to int32 [tokens].
+
+        Raises DataError when the model has no template or the template refuses the messages.
+        """
+        if not self._chat_template:
+            raise DataError(
+                f"{self._folder}: the tokenizer has no chat template; set chat: false and write plain prompts"
+            )
+        try:
+            template = _template_environment().from_string(self._chat_template)
+            text = template.render(
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise DataError(f"{self._folder}: the chat template refuses the messages: {error}") from error
+        return self.encode(text)
+
+    def _find_eos_token_ids(self) -> tuple[int, ...]:
+        generation = _read_json(self._folder / "generation_config.json")
+        found = generation.get("eos_token_id", _text_config(self._model_config).get("eos_token_id"))
+        ids = {int(i) for i in (found if isinstance(found, list) else [found]) if i is not None}
+        if (text := self._special_tokens.get("eos_token")) is not None:
+            own = self._tokenizer.token_to_id(text)
+            ids |= {own} if own is not None else set()
+        return tuple(sorted(ids))
+
+    def _check_range(self, ids: npt.NDArray[Any]) -> None:
+        wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        if len(wrong):
+            at = int(wrong[0])
+            limits = f"[0, {self._vocab_size})"
+            raise DataError(f"token_ids[{at}]: id {int(ids[at])} is outside the vocabulary {limits} of {self._folder}")
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}``: marks assistant text for training masks; here it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (an instance attribute to mypy, a class attribute to jinja)
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _template_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _now
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    # Templates print tool schemas for a model, not for a page: jinja's own filter would escape HTML.
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    return next(_templates(settings.get("chat_template")), "")
+
+
+def _templates(value: Any) -> Iterator[str]:
+    """The template, or the one called ``default`` of a named list."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        yield from (t["template"] for t in value if isinstance(t, dict) and t.get("name") == "default")

@@ -1,0 +1,193 @@
+"""Text to token ids and back, eos ids, chat templates, and what bad folders say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from rollmesh.errors import DataError
+from rollmesh.text import Tokenizer
+
+WORDS = ["<pad>", "<unk>", "<s>", "<end>", "hello", "world", "12", "user", "assistant", ":", "{", "}", '"k"']
+TEMPLATE = """{%- for message in messages %}
+    {%- if message.role == 'tool' %}{{ raise_exception('no tools here') }}{%- endif %}
+{{ message.role }} : {{ message.content | trim }} {{ eos_token }}
+    {%- if loop.last %}{% break %}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+assistant :
+{%- endif %}"""
+
+
+def make_folder(
+    folder: Path, *, settings: dict[str, Any] | None = None, generation: Any = None, config: Any = None
+) -> Path:
+    """A model folder with a word-level tokenizer that opens a sequence with ``<s>``."""
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    made.add_special_tokens(["<pad>", "<unk>", "<s>", "<end>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    for name, value in (
+        ("tokenizer_config.json", settings),
+        ("generation_config.json", generation),
+        ("config.json", config),
+    ):
+        if value is not None:
+            (folder / name).write_text(json.dumps(value))
+    return folder
+
+
+def test_text_survives_encode_and_decode(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path))
+    ids = tokenizer.encode("hello world 12")
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [4, 5, 6]
+    assert tokenizer.decode(ids) == "hello world 12"
+
+
+def test_special_tokens_are_added_and_shown_only_when_asked(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path))
+    assert tokenizer.encode("hello", special_tokens=True).tolist() == [2, 4]
+    ids = np.array([2, 4, 3], np.int32)
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(ids, special_tokens=True) == "<s> hello <end>"
+
+
+def test_empty_text_and_empty_ids_are_empty(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path))
+    assert tokenizer.encode("").shape == (0,)
+    assert tokenizer.decode(np.empty(0, np.int32)) == ""
+
+
+@pytest.mark.parametrize("bad", [-1, 32, 2**31 - 1])
+def test_an_id_outside_the_vocabulary_is_refused_by_position(tmp_path: Path, bad: int) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path, config={"vocab_size": 32}))
+    with pytest.raises(DataError, match=rf"token_ids\[1\]: id {bad} is outside the vocabulary \[0, 32\)"):
+        tokenizer.decode([4, bad])
+
+
+def test_an_id_in_the_padding_of_the_embedding_decodes_to_nothing(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path, config={"vocab_size": 32}))
+    assert tokenizer.vocab_size == 32
+    assert tokenizer.decode([4, 31]) == "hello"
+
+
+def test_a_token_that_the_model_does_not_embed_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path, config={"vocab_size": 6}))
+    with pytest.raises(DataError, match="id 6 is outside"):
+        tokenizer.encode("hello 12")
+
+
+def test_the_vocabulary_is_the_tokenizers_without_a_model_config(tmp_path: Path) -> None:
+    assert Tokenizer(make_folder(tmp_path)).vocab_size == len(WORDS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "generation", "config", "expected"),
+    [
+        (None, None, None, ()),
+        ({"eos_token": "<end>"}, None, None, (3,)),
+        ({"eos_token": {"content": "<end>"}}, None, None, (3,)),
+        (None, {"eos_token_id": [9, 3]}, {"eos_token_id": 5}, (3, 9)),
+        (None, {"eos_token_id": 0}, None, (0,)),
+        (None, {"temperature": 1.0}, {"eos_token_id": 5}, (5,)),
+        ({"eos_token": "<end>"}, {"eos_token_id": 9}, None, (3, 9)),
+        (None, None, {"text_config": {"eos_token_id": 7, "vocab_size": 20}}, (7,)),
+    ],
+)
+def test_eos_ids_come_from_generation_config_then_config_and_the_tokenizer(
+    tmp_path: Path, settings: Any, generation: Any, config: Any, expected: tuple[int, ...]
+) -> None:
+    folder = make_folder(tmp_path, settings=settings, generation=generation, config=config)
+    assert Tokenizer(folder).eos_token_ids == expected
+
+
+def test_digests_follow_the_files(tmp_path: Path) -> None:
+    one = Tokenizer(make_folder(tmp_path / "one", settings={"chat_template": TEMPLATE}))
+    other = Tokenizer(make_folder(tmp_path / "other"))
+    content = (tmp_path / "one" / "tokenizer.json").read_bytes()
+    assert one.digest == other.digest == hashlib.sha256(content).hexdigest()
+    assert one.chat_template_digest == hashlib.sha256(TEMPLATE.encode()).hexdigest()
+    assert other.chat_template_digest == ""
+
+
+MESSAGES = [{"role": "user", "content": " hello "}, {"role": "assistant", "content": "world"}]
+
+
+def test_a_chat_is_rendered_as_transformers_renders_it(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {
+        "eos_token": "<end>",
+        "chat_template": TEMPLATE,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    folder = make_folder(tmp_path, settings=settings)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    for prompt in (True, False):
+        expected = reference.apply_chat_template(MESSAGES, add_generation_prompt=prompt, return_dict=False)
+        assert Tokenizer(folder).render_chat(MESSAGES, add_generation_prompt=prompt).tolist() == expected
+
+
+def test_a_template_file_wins_over_the_settings(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, settings={"chat_template": TEMPLATE})
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert Tokenizer(folder).render_chat([{"role": "user", "content": "hello"}]).tolist() == [4]
+
+
+def test_the_default_of_named_templates_is_taken(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "12"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    folder = make_folder(tmp_path, settings={"chat_template": named})
+    assert Tokenizer(folder).render_chat([{"role": "user", "content": "hello"}]).tolist() == [4]
+
+
+def test_generation_tags_and_json_render_their_content(tmp_path: Path) -> None:
+    template = "{% generation %}{{ messages[0].content }}{% endgeneration %} {{ {'a<b': 'ü'} | tojson }}"
+    folder = make_folder(tmp_path, settings={"chat_template": template})
+    ids = Tokenizer(folder).render_chat([{"role": "user", "content": "hello"}])
+    assert ids.tolist() == Tokenizer(folder).encode('hello {"a<b": "ü"}').tolist()
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "expected"),
+    [
+        (TEMPLATE, {"role": "tool", "content": "x"}, "no tools here"),
+        ("{{ messages[0].content.__class__.__mro__ }}", {"role": "user", "content": "x"}, "unsafe"),
+        ("{% if %}", {"role": "user", "content": "x"}, "refuses the messages"),
+    ],
+)
+def test_a_template_that_refuses_or_reaches_out_is_a_data_error(
+    tmp_path: Path, template: str, message: dict[str, str], expected: str
+) -> None:
+    folder = make_folder(tmp_path, settings={"chat_template": template})
+    with pytest.raises(DataError, match=expected):
+        Tokenizer(folder).render_chat([message])
+
+
+def test_a_chat_without_a_template_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no chat template; set chat: false"):
+        Tokenizer(make_folder(tmp_path)).render_chat(MESSAGES)
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"tokenizer\.json: No such file"):
+        Tokenizer(tmp_path)
+
+
+def test_a_torn_tokenizer_or_config_is_refused_by_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer\.json: not a tokenizer"):
+        Tokenizer(tmp_path)
+    make_folder(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(DataError, match=r"config\.json: not valid JSON"):
+        Tokenizer(tmp_path)
