@@ -1,0 +1,73 @@
+"""How many groups to open now, and on which weights new trajectories may start."""
+
+from __future__ import annotations
+
+from rollmesh.mesh import MeshView
+from rollmesh.scheduling.schedule import AdmissionRule, Schedule
+
+
+def capacity(schedule: Schedule, view: MeshView) -> int:
+    """Groups that the staleness bound still admits; negative when over it.
+
+    (max_staleness + 1) * B - admitted_unconsumed, less one batch for every trained step whose policy is not announced
+    yet: what is admitted now would start on the older weights. With consumed = trained_step * B this is AReaL's
+    (eta + v + 1) * B - (accepted + running) at the announced version v.
+    """
+    unannounced = max(0, view.trained_step - view.policy_train_step)
+    return schedule.capacity_groups - view.admitted_unconsumed - unannounced * schedule.groups_per_batch
+
+
+def still_needed(schedule: Schedule, view: MeshView) -> int:
+    """Groups that the remaining train steps can use, plus what keeps a pool larger than a batch full at the end."""
+    remaining = (schedule.train_steps - view.trained_step) * schedule.groups_per_batch - view.admitted_unconsumed
+    if schedule.admission is AdmissionRule.POOL:
+        remaining += max(0, schedule.pool_groups - schedule.groups_per_batch)
+    return remaining
+
+
+def room(schedule: Schedule, view: MeshView) -> int:
+    """Groups that the schedule's own rule leaves room for.
+
+    The pool's backlog is counted in unfinished trajectories, so that groups down to their last straggler do not hide
+    an empty pool: ceil(N'/n) + B groups' worth at most.
+    """
+    match schedule.admission:
+        case AdmissionRule.BATCH:
+            return schedule.groups_per_batch - view.open_groups - view.ready_groups
+        case AdmissionRule.CONCURRENCY:
+            return schedule.pool_groups - view.open_groups
+        case AdmissionRule.POOL:
+            unfinished = view.pending + view.partial + view.leased
+            return schedule.pool_groups + schedule.groups_per_batch - -(-unfinished // schedule.group_size)
+
+
+def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
+    """Groups to open now, and why there are none."""
+    if view.policy_version < 0:
+        return 0, "the first policy"
+    if view.memory_ratio >= schedule.memory_limit_ratio:
+        return 0, f"memory of the store: {view.memory_ratio:.0%} of maxmemory is used"
+    limits = (
+        (capacity(schedule, view), "staleness capacity"),
+        (still_needed(schedule, view), "nothing: the remaining steps have their groups"),
+        (room(schedule, view), "room in the pool"),
+    )
+    count, reason = min(limits)
+    return (count, "") if count > 0 else (0, reason)
+
+
+def start_at_version(schedule: Schedule, view: MeshView, admitted: int) -> int:
+    """Oldest policy version on which a trajectory without tokens may start, once ``admitted`` more groups are open.
+
+    Let c be the cut step and T the open and ready groups. In the worst case all T hold tokens of train step u and
+    leave B at a time, the last in the batch c + ceil(T/B), when the trainer is at c + ceil(T/B) - 1. They stay
+    within the bound iff u >= c + ceil(T/B) - 1 - max_staleness. A cut lowers T by B and raises c by one, so the floor
+    holds until more groups are admitted, and those read the new one.
+    """
+    if view.policy_version < 0:
+        return 0
+    unclaimed = view.open_groups + view.ready_groups + admitted
+    batches = -(-unclaimed // schedule.groups_per_batch)
+    oldest_step = view.cut_step + batches - 1 - schedule.max_staleness
+    steps_back = min(max(0, view.policy_train_step - oldest_step), view.policy_version)
+    return view.policy_version - steps_back

@@ -1,0 +1,91 @@
+"""Which groups make the next batch, and what keeps it from being cut.
+
+Every group with tokens has a last batch that may train it: with its oldest token of train step m, batch
+m + max_staleness + 1. Cutting within the bound is therefore earliest-deadline-first scheduling at B groups a batch.
+A cut is safe iff for every k >= 0 it leaves at most k*B groups behind whose last batch is among the next k after this
+one. k = 0 is the familiar pace rule (a group whose last batch is this one must be in it); k > 0 keeps many stragglers
+from falling due at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollmesh.mesh import Eviction, GroupView, MeshView
+from rollmesh.scheduling.schedule import OnStale, Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutPlan:
+    """The next batch, or what it waits for."""
+
+    group_ids: tuple[str, ...] | None = None
+    waiting_for: str = ""
+    blocking: tuple[GroupView, ...] = ()
+    """Open groups that must be in the next batch: they block a cut that has enough ready groups without them."""
+
+
+def stale_groups(schedule: Schedule, view: MeshView) -> tuple[Eviction, ...]:
+    """Open and ready groups that no batch can train any more: already over the bound at the next cut.
+
+    Under ``pace`` there are none, unless someone lowered the bound or rolled the trainer forward.
+    """
+    if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS:
+        return ()
+    known = {g.group_id: g for g in (*view.ready, *view.stalest_open)}
+    return tuple(Eviction(group_id=g.group_id, reason="stale") for g in known.values() if _over(schedule, view, g))
+
+
+def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
+    """Batch cut_step + 1: groups due soonest first, then admission order."""
+    batch = schedule.groups_per_batch
+    if view.cut_step != view.trained_step:
+        return CutPlan(waiting_for=f"the trainer: step {view.cut_step} is cut and not trained yet")
+    ready = {g.group_id: g for g in view.ready if not _over(schedule, view, g)}
+    in_order = sorted(ready.values(), key=lambda g: g.admission_index)
+    if len(in_order) < batch:
+        return CutPlan(waiting_for=f"{batch - len(in_order)} more ready groups of {batch}")
+    by_deadline = sorted(
+        (g for g in in_order if g.min_train_step is not None), key=lambda g: (g.min_train_step, g.admission_index)
+    )
+    chosen: list[GroupView] = []
+    for newest_step, needed in _quotas(schedule, view):
+        due = [g for g in by_deadline if g.min_train_step is not None and g.min_train_step <= newest_step]
+        chosen = due[: max(len(chosen), min(needed, batch))]
+        missing = needed - len(chosen)
+        if missing > 0 and schedule.on_stale is OnStale.PACE:
+            blocking = tuple(
+                g for g in view.stalest_open if g.min_train_step is not None and g.min_train_step <= newest_step
+            )[:missing]
+            return CutPlan(
+                blocking=blocking,
+                waiting_for=f"{missing} unfinished group(s) with tokens of train step {newest_step} or older, which "
+                "later steps could no longer train",
+            )
+    urgent = {g.group_id for g in chosen}
+    rest = [g for g in in_order if g.group_id not in urgent]
+    return CutPlan(group_ids=tuple(g.group_id for g in (chosen + rest)[:batch]))
+
+
+def _quotas(schedule: Schedule, view: MeshView) -> Iterator[tuple[int, int]]:
+    """(train step, least number of groups with tokens that old in the next batch), oldest first.
+
+    The last batch of the run has no quotas: what it leaves behind is not trained anyway.
+    """
+    if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS or view.cut_step + 1 >= schedule.train_steps:
+        return
+    batch = schedule.groups_per_batch
+    oldest = view.cut_step - schedule.max_staleness
+    for later in range(schedule.max_staleness + 1):
+        newest_step = oldest + later
+        due = sum(count for step, count in view.unclaimed_by_step if oldest <= step <= newest_step)
+        needed = min(due - later * batch, batch)
+        if needed > 0:
+            yield newest_step, needed
+
+
+def _over(schedule: Schedule, view: MeshView, group: GroupView) -> bool:
+    if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS or group.min_train_step is None:
+        return False
+    return view.cut_step - group.min_train_step > schedule.max_staleness

@@ -1,0 +1,85 @@
+"""One look at the mesh, one set of decisions.
+
+Level-triggered: ``decide`` remembers nothing, so the leader may change at any moment, decisions may be applied twice,
+late or not at all, and the next look still leads to the same end.
+"""
+
+from __future__ import annotations
+
+from rollmesh.mesh import Decisions, Desired, Eviction, MeshView
+from rollmesh.scheduling.admission import groups_to_admit, start_at_version
+from rollmesh.scheduling.cutting import CutPlan, plan_cut, stale_groups
+from rollmesh.scheduling.schedule import Schedule
+
+
+def decide(schedule: Schedule, view: MeshView) -> Decisions:
+    """What to admit, cut, evict and desire, given one consistent view.
+
+    The caller stores ``desired`` before it admits: new groups must never be leased under an older version floor.
+    """
+    if view.trained_enough or view.cut_step >= schedule.train_steps:
+        return _wind_down(schedule, view)
+    if view.filtered_in_a_row >= schedule.max_filtered_in_a_row:
+        fail = (
+            f"{view.filtered_in_a_row} groups in a row had equal rewards for all their answers "
+            f"(schedule.max_filtered_in_a_row={schedule.max_filtered_in_a_row}): the task is far too easy or far too "
+            "hard for this policy, or the verifier does not tell answers apart"
+        )
+        return Decisions(desired=_desired(schedule, view, 0, "the run has failed"), fail=fail)
+    if view.recovering:
+        return Decisions(desired=_desired(schedule, view, 0), waiting_for="workers to register again with the store")
+    if view.user_paused:
+        return Decisions(desired=_desired(schedule, view, 0, "paused by a person"), waiting_for="a person to resume")
+    if schedule.barrier and view.cut_step > view.policy_train_step >= 0:
+        reason = _barrier(view.cut_step)
+        return Decisions(desired=_desired(schedule, view, 0, reason), waiting_for=reason)
+    plan = plan_cut(schedule, view)
+    if schedule.barrier and plan.group_ids is not None:
+        return Decisions(desired=_desired(schedule, view, 0, _barrier(view.cut_step + 1)), cut=plan.group_ids)
+    evicted = stale_groups(schedule, view) + _stragglers(schedule, view, plan)
+    admitted, not_admitted = groups_to_admit(schedule, view)
+    return Decisions(
+        desired=_desired(schedule, view, admitted),
+        admit_groups=admitted,
+        cut=plan.group_ids,
+        evict=evicted,
+        blocked=bool(plan.blocking),
+        waiting_for=_waiting(plan, view, not_admitted),
+    )
+
+
+def _desired(schedule: Schedule, view: MeshView, admitted: int, paused: str = "") -> Desired:
+    return Desired(
+        pool_size=schedule.pool_size,
+        paused=bool(paused),
+        reason=paused,
+        interrupt_below_version=max(0, view.policy_version) if schedule.barrier else 0,
+        start_at_version=start_at_version(schedule, view, admitted),
+    )
+
+
+def _barrier(train_step: int) -> str:
+    return f"barrier: waiting for the policy of train step {train_step}"
+
+
+def _stragglers(schedule: Schedule, view: MeshView, plan: CutPlan) -> tuple[Eviction, ...]:
+    if view.blocked_since is None or view.now - view.blocked_since < schedule.straggler_timeout_seconds:
+        return ()
+    return tuple(Eviction(group_id=g.group_id, reason="straggler_timeout") for g in plan.blocking)
+
+
+def _wind_down(schedule: Schedule, view: MeshView) -> Decisions:
+    """Every group ends somewhere: what the last batch of the run left over is evicted and counted."""
+    leftover = {g.group_id for g in (*view.ready, *view.stalest_open)}
+    return Decisions(
+        desired=_desired(schedule, view, 0, f"the batch of train step {schedule.train_steps} was the last one"),
+        evict=tuple(Eviction(group_id=group_id, reason="run_complete") for group_id in sorted(leftover)),
+        waiting_for="" if view.trained_enough else f"the trainer: step {view.cut_step} is cut and not trained yet",
+    )
+
+
+def _waiting(plan: CutPlan, view: MeshView, not_admitted: str) -> str:
+    nothing_runs = view.pending + view.partial + view.leased + view.finished == 0
+    if plan.group_ids is None and nothing_runs and not_admitted:
+        return f"{plan.waiting_for}; admission waits for {not_admitted}"
+    return plan.waiting_for

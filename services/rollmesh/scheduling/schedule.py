@@ -1,0 +1,62 @@
+"""The resolved schedule: every number and rule that ``decide`` needs, with nothing left to guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class AdmissionRule(StrEnum):
+    """How many groups may be open, within the staleness capacity."""
+
+    BATCH = "batch"
+    """One batch of groups at a time: the next B open once the last B are cut (and, at staleness 0, trained)."""
+    POOL = "pool"
+    """As many as keep the pool full, plus one batch of backlog (CoPRIS)."""
+    CONCURRENCY = "concurrency"
+    """At most pool_size / group_size open groups, no backlog (AReaL)."""
+
+
+class OnStale(StrEnum):
+    """What happens to a group that the next train step would push over the staleness bound."""
+
+    PACE = "pace"
+    """It blocks the cut until it finishes, or is evicted after the straggler time-out."""
+    MASK_OLD_SEGMENTS = "mask_old_segments"
+    """Its old tokens leave the loss; nothing blocks and nothing is dropped."""
+    EVICT = "evict"
+    """It is dropped once it is over the bound: length bias, opt-in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """One preset with its overrides applied; B = groups_per_batch, n = group_size, N' = pool_size."""
+
+    preset: str
+    admission: AdmissionRule
+    groups_per_batch: int
+    group_size: int
+    pool_size: int
+    """Trajectories leased at once over the whole mesh."""
+    max_staleness: int
+    """Train steps between the oldest token in the loss and the trainer, at the optimizer step."""
+    barrier: bool
+    """Generation stands still from a cut until the policy trained on it is announced."""
+    on_stale: OnStale
+    straggler_timeout_seconds: float
+    max_filtered_in_a_row: int
+    """Zero-variance groups in a row that end the run."""
+    train_steps: int
+    """Batches of the whole run."""
+    memory_limit_ratio: float = 0.8
+    """Admission stops above this share of Redis's maxmemory."""
+
+    @property
+    def pool_groups(self) -> int:
+        """Groups that fill the pool, rounded up."""
+        return -(-self.pool_size // self.group_size)
+
+    @property
+    def capacity_groups(self) -> int:
+        """Most groups admitted and not yet trained on: (max_staleness + 1) * B."""
+        return (self.max_staleness + 1) * self.groups_per_batch

@@ -1,0 +1,147 @@
+import pytest
+
+from rollmesh.mesh import Eviction
+from rollmesh.scheduling import decide
+
+from .views import group, schedule, view
+
+
+def at_step(step, **values):
+    return view(trained_step=step, cut_step=step, policy_version=step, policy_train_step=step, **values)
+
+
+def test_pace_waits_for_an_open_group_that_the_step_after_could_not_train():
+    ready = [group(5, 3), group(6, 3)]
+    waits = decide(schedule(max_staleness=2), at_step(3, ready=ready, opened=[group(1, 1)]))
+    assert waits.cut is None
+    assert waits.blocked
+    assert "train step 1 or older" in waits.waiting_for
+    goes = decide(schedule(max_staleness=2), at_step(3, ready=ready, opened=[group(1, 2)]))
+    assert goes.cut == ("e0-5", "e0-6")
+    assert not goes.blocked
+
+
+def test_pace_waits_before_more_stragglers_fall_due_at_once_than_a_batch_can_hold():
+    """B = 1, staleness 2: groups 0 and 1 both have tokens of step 0, so one of them must leave in batch 2."""
+    one = schedule("areal", groups_per_batch=1, group_size=2, max_staleness=2, pool_size=6)
+    stragglers = [group(0, 0), group(1, 0)]
+    blocked = decide(one, at_step(1, ready=[group(3, 1)], opened=stragglers))
+    assert blocked.cut is None
+    assert blocked.blocked
+    freed = decide(one, at_step(1, ready=[group(3, 1), group(1, 0)], opened=stragglers[:1]))
+    assert freed.cut == ("e0-1",)
+
+
+def test_ready_groups_that_fall_due_leave_first_and_the_others_in_admission_order():
+    ready = [group(1, 3), group(2, 3), group(7, 1)]
+    assert decide(schedule(max_staleness=2), at_step(3, ready=ready)).cut == ("e0-7", "e0-1")
+    assert decide(schedule(max_staleness=4), at_step(3, ready=ready)).cut == ("e0-1", "e0-2")
+
+
+def test_only_the_blocking_stragglers_are_evicted_and_only_after_the_timeout():
+    limited = schedule(max_staleness=2, straggler_timeout_seconds=60)
+    groups = {"ready": [group(5, 3), group(6, 3)], "opened": [group(1, 1), group(2, 2), group(3, None)]}
+    assert decide(limited, at_step(3, **groups, blocked_since=1000.0 - 59)).evict == ()
+    late = decide(limited, at_step(3, **groups, blocked_since=1000.0 - 60))
+    assert late.evict == (Eviction(group_id="e0-1", reason="straggler_timeout"),)
+    assert late.cut is None
+    assert decide(limited, at_step(3, ready=groups["ready"], opened=groups["opened"][1:])).cut == ("e0-5", "e0-6")
+
+
+@pytest.mark.parametrize("on_stale", ["pace", "evict"])
+def test_groups_over_the_bound_are_evicted_as_stale_and_never_cut(on_stale):
+    seen = at_step(3, ready=[group(0, 0), group(5, 3), group(6, 3)], opened=[group(1, 0), group(2, 1)])
+    decisions = decide(schedule("areal", max_staleness=2, on_stale=on_stale), seen)
+    assert decisions.evict == (Eviction(group_id="e0-0", reason="stale"), Eviction(group_id="e0-1", reason="stale"))
+    assert decisions.cut in (None, ("e0-5", "e0-6"))
+
+
+def test_evict_does_not_wait_for_stragglers():
+    seen = at_step(3, ready=[group(5, 3), group(6, 3)], opened=[group(1, 1)])
+    decisions = decide(schedule(max_staleness=2, on_stale="evict"), seen)
+    assert decisions.cut == ("e0-5", "e0-6")
+    assert not decisions.blocked
+    assert not decisions.evict
+
+
+def test_masking_trains_old_groups_in_admission_order():
+    seen = at_step(9, ready=[group(0, 0), group(5, 9), group(6, 1)], opened=[group(1, 0)])
+    decisions = decide(schedule(max_staleness=2, on_stale="mask_old_segments"), seen)
+    assert decisions.cut == ("e0-0", "e0-5")
+    assert not decisions.evict
+
+
+def test_the_last_batch_of_the_run_waits_for_no_straggler():
+    seen = at_step(3, ready=[group(5, 3), group(6, 3)], opened=[group(1, 1)])
+    assert decide(schedule(max_staleness=2, train_steps=5), seen).blocked
+    assert decide(schedule(max_staleness=2, train_steps=4), seen).cut == ("e0-5", "e0-6")
+
+
+def test_what_the_last_batch_leaves_over_ends_as_run_complete():
+    seen = view(trained_step=3, cut_step=4, ready=[group(5)], opened=[group(6), group(7, None)], in_training=2)
+    decisions = decide(schedule(train_steps=4), seen)
+    assert {e.group_id for e in decisions.evict} == {"e0-5", "e0-6", "e0-7"}
+    assert {e.reason for e in decisions.evict} == {"run_complete"}
+    assert decisions.desired.paused
+    assert decisions.admit_groups == 0
+
+
+def test_no_more_groups_open_than_the_remaining_steps_need_and_the_pool_holds():
+    assert decide(schedule("sync", train_steps=1), view(in_training=0)).admit_groups == 2
+    near_end = {"trained_step": 8, "cut_step": 8, "policy_version": 8, "policy_train_step": 8}
+    seen = view(**near_end, opened=[group(0, 8), group(1, 8)], unfinished=2)
+    assert decide(schedule("copris", train_steps=9), seen).admit_groups == 1
+    assert decide(schedule("copris", train_steps=12), seen).admit_groups == 4
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ({"memory_ratio": 0.8}, "memory of the store: 80% of maxmemory is used"),
+        ({"policy_version": -1, "policy_train_step": -1}, "the first policy"),
+        ({"user_paused": True}, "a person to resume"),
+        ({"recovering": True}, "workers to register again"),
+    ],
+)
+def test_admission_stops_and_says_why(state, reason):
+    decisions = decide(schedule(), view(**state))
+    assert decisions.admit_groups == 0
+    assert reason in decisions.waiting_for
+
+
+def test_a_paused_or_recovering_mesh_cuts_nothing():
+    ready = [group(0), group(1)]
+    assert decide(schedule(), view(ready=ready)).cut is not None
+    paused = decide(schedule(), view(ready=ready, user_paused=True))
+    assert paused.cut is None
+    assert paused.desired.paused
+    recovering = decide(schedule(), view(ready=ready, recovering=True))
+    assert recovering.cut is None
+    assert not recovering.desired.paused
+
+
+def test_a_row_of_equal_rewards_ends_the_run_with_the_reason():
+    assert not decide(schedule(max_filtered_in_a_row=5), view(filtered_in_a_row=4)).fail
+    failed = decide(schedule(max_filtered_in_a_row=5), view(filtered_in_a_row=5))
+    assert "5 groups in a row had equal rewards" in failed.fail
+    assert failed.admit_groups == 0
+
+
+@pytest.mark.parametrize(
+    ("opened", "policy", "floor"),
+    [
+        (0, 7, 3),  # 1 group admitted by the pool: 7 + 1 - 1 - 4
+        (4, 7, 5),  # 4 open and 1 admitted leave in 3 batches: 7 + 3 - 1 - 4
+        (9, 7, 7),  # all of the capacity: only the newest will do
+    ],
+)
+def test_new_trajectories_start_on_weights_that_even_the_last_batch_can_still_train(opened, policy, floor):
+    seen = at_step(policy, opened=[group(i, policy) for i in range(opened)], unfinished=8)
+    decisions = decide(schedule("copris", max_staleness=4), seen)
+    assert decisions.admit_groups == 1
+    assert decisions.desired.start_at_version == floor
+
+
+def test_the_version_floor_counts_back_from_the_newest_version_not_from_the_train_step():
+    seen = view(trained_step=5, cut_step=5, policy_version=9, policy_train_step=5)
+    assert decide(schedule("sync"), seen).desired.start_at_version == 9

@@ -1,0 +1,53 @@
+"""Mesh views by hand: name what matters, the rest is an idle mesh at policy 0."""
+
+from __future__ import annotations
+
+from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.mesh import GroupView, MeshView
+from rollmesh.scheduling import Schedule, resolve_schedule
+
+
+def schedule(preset: str = "copris", train_steps: int = 100, **overrides: object) -> Schedule:
+    config = ScheduleConfig.model_validate({"preset": preset, "groups_per_batch": 2, "group_size": 2, **overrides})
+    return resolve_schedule(config, train_steps)
+
+
+def group(index: int, min_train_step: int | None = 0) -> GroupView:
+    return GroupView(group_id=f"e0-{index}", admission_index=index, min_train_step=min_train_step)
+
+
+def view(
+    *,
+    ready: list[GroupView] | None = None,
+    opened: list[GroupView] | None = None,
+    in_training: int = 0,
+    unfinished: int | None = None,
+    **overrides: object,
+) -> MeshView:
+    """``in_training`` groups are cut and not trained; ``unfinished`` defaults to every member of the open groups."""
+    ready, opened = ready or [], opened or []
+    steps = sorted(g.min_train_step for g in (*ready, *opened) if g.min_train_step is not None)
+    values = {
+        "now": 1000.0,
+        "trained_step": 0,
+        "cut_step": 0,
+        "policy_version": 0,
+        "policy_train_step": 0,
+        "admitted_unconsumed": len(ready) + len(opened) + in_training,
+        "open_groups": len(opened),
+        "ready_groups": len(ready),
+        "ready": tuple(ready),
+        "stalest_open": tuple(sorted(opened, key=lambda g: (g.min_train_step is None, g.min_train_step or 0))),
+        "unclaimed_by_step": tuple((step, steps.count(step)) for step in dict.fromkeys(steps)),
+        "pending": 0,
+        "partial": 0,
+        "leased": 2 * len(opened) if unfinished is None else unfinished,
+        "finished": 0,
+        "memory_ratio": 0.0,
+        "filtered_in_a_row": 0,
+        "blocked_since": None,
+        "recovering": False,
+        "user_paused": False,
+        "trained_enough": False,
+    }
+    return MeshView(**{**values, **overrides})  # type: ignore[arg-type]
