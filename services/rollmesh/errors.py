@@ -47,7 +47,14 @@ class Conflict(StoreError):
 
 
 class CheckpointError(RollmeshError, RuntimeError):
-    """A checkpoint is torn, truncated, tampered with, missing or of another architecture."""
+    """A checkpoint is torn, truncated, tampered with, missing or of another architecture.
+
+    ``reason`` is one of ``checkpoints.reasons.Reason``: short and bounded, fit for a metric label.
+    """
+
+    def __init__(self, message: str, *, reason: str = "invalid") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class EngineError(RollmeshError, RuntimeError):

@@ -1,0 +1,224 @@
+"""Batch files: what one train step was trained on, complete before the step begins and kept as the ledger.
+
+    RMBATCH1 | frame ... | footer JSON | HMAC of the footer | footer length | RMBATCHE
+
+A frame is a length and one protobuf ``Batch`` with a single group, so that no message nears protobuf's 2 GB. The
+footer, which comes last, holds the ids, the prompt cursor, and the length and digest of the frames: a torn file has
+no valid footer. A file appears under its name only when complete (a replace here, one put in an object store).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import secrets
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import BinaryIO
+
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_folder
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.sealing import canonical, seal, sealed
+from rollmesh.errors import CheckpointError, DataError
+from rollmesh.mesh import Cursor
+from rollmesh.types import Batch, Group
+from rollmesh.v1 import trajectory_pb2 as pb
+from rollmesh.wire.codec import batch_from_pb, batch_to_pb
+
+FOLDER = "batches"
+
+_HEAD = b"RMBATCH1"
+_TAIL = b"RMBATCHE"
+_TAG_BYTES = 64
+_END_BYTES = _TAG_BYTES + 4 + len(_TAIL)
+_FRAME = struct.Struct("<Q")
+_LENGTH = struct.Struct("<I")
+_NAME = re.compile(r"^(\d{8,})\.pb$")
+
+
+class BatchFooter(BaseModel):
+    """What the ledger needs to know about a batch file without reading its trajectories."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    train_step: int = Field(ge=1)
+    group_ids: list[str]
+    """In training order."""
+    trajectory_count: int = Field(ge=0)
+    cursor_epoch: int = Field(ge=0)
+    cursor_index: int = Field(ge=0)
+    payload_bytes: int = Field(ge=0)
+    payload_sha256: str
+    """The batch's digest: equal batches have equal digests, whenever and by whomever they were written."""
+    create_time: datetime
+
+    @property
+    def cursor(self) -> Cursor:
+        """Prompt cursor when the batch was written: a disaster copy."""
+        return Cursor(epoch=self.cursor_epoch, index=self.cursor_index)
+
+
+def batch_path(root: Path, train_step: int) -> Path:
+    """File of one train step."""
+    return root / FOLDER / f"{train_step:08d}.pb"
+
+
+def write_batch(root: Path, secret: bytes, batch: Batch, cursor: Cursor) -> str:
+    """Write and flush the file of ``batch.train_step``; returns its digest.
+
+    Writing the same batch again changes nothing. A complete file with other groups is never replaced: it is what
+    the step was, or will be, trained on, and the caller is a trainer that has been superseded.
+    """
+    path = batch_path(root, batch.train_step)
+    if path.exists() and (footer := _sound_footer(path, secret)) is not None:
+        if footer.group_ids != [g.group_id for g in batch.groups]:
+            raise CheckpointError(
+                f"{path}: train step {batch.train_step} already has a batch of other groups", reason=Reason.MISMATCH
+            )
+        return footer.payload_sha256
+    make_folder(path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as file:
+            digest = _write(file, secret, batch, cursor)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        failure = disk_full_error(path.parent, f"batch file {path.name}", error) if full_disk(error) else None
+        temporary.unlink(missing_ok=True)
+        if failure is not None:
+            raise failure from error
+        raise
+    return digest
+
+
+def read_footer(root: Path, secret: bytes, train_step: int) -> BatchFooter:
+    """Ids and digest of one batch file; raises CheckpointError when it is missing, torn or tampered with."""
+    path = batch_path(root, train_step)
+    with _opened(path) as file:
+        return _read_footer(file, path, secret, train_step)
+
+
+def read_batch(root: Path, secret: bytes, train_step: int) -> Batch:
+    """Read and verify one batch file; raises CheckpointError with the reason."""
+    path = batch_path(root, train_step)
+    with _opened(path) as file:
+        footer = _read_footer(file, path, secret, train_step)
+        file.seek(len(_HEAD))
+        payload = file.read(footer.payload_bytes)
+    if hashlib.sha256(payload).hexdigest() != footer.payload_sha256:
+        raise CheckpointError(f"{path}: the trajectories do not fit the digest", reason=Reason.TAMPERED)
+    groups = tuple(_groups(payload, path))
+    if [g.group_id for g in groups] != footer.group_ids:
+        raise CheckpointError(f"{path}: the groups are not the ones that the footer names", reason=Reason.TAMPERED)
+    return Batch(train_step=train_step, groups=groups)
+
+
+def batch_steps(root: Path) -> list[int]:
+    """Train steps that have a batch file, ascending; whether it is sound shows when it is read."""
+    folder = root / FOLDER
+    names = os.listdir(folder) if folder.exists() else []
+    return sorted(int(match[1]) for name in names if (match := _NAME.match(name)))
+
+
+def remove_unfinished(root: Path) -> int:
+    """Delete what writers that died have left; a superseded writer that still lives fails at its replace."""
+    leftovers = list((root / FOLDER).glob(".*.pb.*"))
+    for path in leftovers:
+        path.unlink(missing_ok=True)
+    return len(leftovers)
+
+
+def _write(file: BinaryIO, secret: bytes, batch: Batch, cursor: Cursor) -> str:
+    digest = hashlib.sha256()
+    size = 0
+    file.write(_HEAD)
+    for group in batch.groups:
+        message = batch_to_pb(Batch(train_step=batch.train_step, groups=(group,)))
+        # Deterministic: map fields would otherwise give equal batches different digests.
+        data = message.SerializeToString(deterministic=True)
+        for part in (_FRAME.pack(len(data)), data):
+            file.write(part)
+            digest.update(part)
+            size += len(part)
+    footer = BatchFooter(
+        train_step=batch.train_step,
+        group_ids=[g.group_id for g in batch.groups],
+        trajectory_count=sum(len(g.trajectories) for g in batch.groups),
+        payload_bytes=size,
+        payload_sha256=digest.hexdigest(),
+        create_time=datetime.now(UTC),
+        **{f"cursor_{k}": v for k, v in asdict(cursor).items()},
+    )
+    text = canonical(footer.model_dump(mode="json"))
+    file.write(text + seal(secret, text).encode() + _LENGTH.pack(len(text)) + _TAIL)
+    return footer.payload_sha256
+
+
+def _sound_footer(path: Path, secret: bytes) -> BatchFooter | None:
+    """The footer of a file whose content also fits its digest, else None."""
+    train_step = int(path.stem)
+    try:
+        read_batch(path.parent.parent, secret, train_step)
+        return read_footer(path.parent.parent, secret, train_step)
+    except CheckpointError:
+        return None
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing", reason=Reason.MISSING) from error
+
+
+def _read_footer(file: BinaryIO, path: Path, secret: bytes, train_step: int) -> BatchFooter:
+    size = file.seek(0, io.SEEK_END)
+    torn = CheckpointError(f"{path}: torn: {size} bytes without a complete footer", reason=Reason.TORN)
+    if size < len(_HEAD) + _END_BYTES:
+        raise torn
+    file.seek(size - _END_BYTES)
+    end = file.read(_END_BYTES)
+    (length,) = _LENGTH.unpack(end[_TAG_BYTES : _TAG_BYTES + 4])
+    if end[-len(_TAIL) :] != _TAIL or len(_HEAD) + length + _END_BYTES > size:
+        raise torn
+    file.seek(size - _END_BYTES - length)
+    text = file.read(length)
+    if not sealed(secret, text, end[:_TAG_BYTES].decode("latin-1")):
+        raise CheckpointError(f"{path}: the footer's HMAC does not fit this run's secret", reason=Reason.TAMPERED)
+    try:
+        footer = BatchFooter.model_validate_json(text)
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: the footer is malformed: {error}") from error
+    file.seek(0)
+    if file.read(len(_HEAD)) != _HEAD:
+        raise CheckpointError(f"{path}: not a batch file", reason=Reason.TAMPERED)
+    if footer.train_step != train_step:
+        raise CheckpointError(f"{path}: holds train step {footer.train_step}", reason=Reason.MISMATCH)
+    if len(_HEAD) + footer.payload_bytes + length + _END_BYTES != size:
+        raise CheckpointError(f"{path}: {size} bytes do not fit the footer", reason=Reason.TRUNCATED)
+    return footer
+
+
+def _groups(payload: bytes, path: Path) -> Iterator[Group]:
+    view = memoryview(payload)
+    position = 0
+    while position < len(view):
+        try:
+            (length,) = _FRAME.unpack_from(view, position)
+            position += _FRAME.size
+            message = pb.Batch.FromString(bytes(view[position : position + length]))
+            position += length
+            yield from batch_from_pb(message).groups
+        except (struct.error, DecodeError, DataError) as error:
+            raise CheckpointError(f"{path}: malformed group at byte {position}: {error}") from error

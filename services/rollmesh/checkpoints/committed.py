@@ -1,0 +1,149 @@
+"""Committed trainer states as the file system shows them: found and checked without torch.
+
+A state folder ``states/<step>-<session>/`` holds one safetensors file per rank, one ``rank-<r>.json`` with its
+digest, and, last, ``COMMITTED``: a folder without it never counts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from rollmesh.checkpoints.durable import check_file, confined, regular_files, remove_tree, write_new_file
+from rollmesh.checkpoints.manifest import ManifestFile
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.sealing import canonical, seal, sealed
+from rollmesh.errors import CheckpointError
+
+FOLDER = "states"
+COMMITTED_FILE = "COMMITTED"
+
+_NAME = re.compile(r"^\d{8,}-[0-9A-Za-z]{1,64}$")
+
+
+class StateRecord(BaseModel):
+    """Content of ``COMMITTED``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal[1] = 1
+    train_step: int = Field(ge=0)
+    """Batches trained so far: everything up to here is consumed."""
+    rollback_count: int = Field(ge=0)
+    """Deliberate rollbacks so far; a state after a rollback outranks every state before it."""
+    session: str
+    world_size: int = Field(ge=1)
+    files: list[ManifestFile]
+    extra: dict[str, JsonValue]
+    """What is not a tensor: counters, the cursor copy, random states."""
+    create_time: datetime
+    hmac: str = ""
+
+    def signed_bytes(self) -> bytes:
+        """What the HMAC covers."""
+        return canonical(self.model_dump(mode="json", exclude={"hmac"}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedState:
+    """A trainer state that may be loaded."""
+
+    folder: Path
+    record: StateRecord
+
+    @property
+    def train_step(self) -> int:
+        """Batches trained so far."""
+        return self.record.train_step
+
+
+def commit(folder: Path, secret: bytes, record: StateRecord) -> None:
+    """Write ``COMMITTED``; every other file of the folder must have been flushed before."""
+    sealed_record = record.model_copy(update={"hmac": seal(secret, record.signed_bytes())})
+    write_new_file(folder / COMMITTED_FILE, canonical(sealed_record.model_dump(mode="json")))
+
+
+def new_record(
+    *, train_step: int, rollback_count: int, session: str, files: list[list[ManifestFile]], extra: Mapping[str, Any]
+) -> StateRecord:
+    """The record of a state whose rank r wrote ``files[r]``."""
+    return StateRecord(
+        train_step=train_step,
+        rollback_count=rollback_count,
+        session=session,
+        world_size=len(files),
+        files=[file for rank in files for file in rank],
+        extra=dict(extra),
+        create_time=datetime.now(UTC),
+    )
+
+
+def committed_states(root: Path, secret: bytes) -> list[CommittedState]:
+    """States whose COMMITTED is sound and whose files have the promised sizes, newest first."""
+    found: list[CommittedState] = []
+    for folder in _folders(root):
+        try:
+            record = _read_record(folder, secret)
+            for file in record.files:
+                size = confined(folder, file.path).lstat().st_size
+                if size != file.size_bytes:
+                    raise CheckpointError(f"{folder / file.path}: {size} bytes", reason=Reason.TRUNCATED)
+        except (CheckpointError, OSError):
+            continue
+        found.append(CommittedState(folder=folder, record=record))
+    return sorted(found, key=lambda s: (s.record.rollback_count, s.record.train_step), reverse=True)
+
+
+def verify_files(state: CommittedState, *, part: int = 0, parts: int = 1) -> None:
+    """Compare digests; rank ``part`` of ``parts`` takes its share. Raises CheckpointError with the reason."""
+    listed = {file.path for file in state.record.files}
+    strangers = [name for name in regular_files(state.folder) if name.endswith(".safetensors") and name not in listed]
+    if strangers:
+        raise CheckpointError(
+            f"{state.folder}: files that COMMITTED does not list: {strangers}", reason=Reason.TAMPERED
+        )
+    for file in state.record.files[part::parts]:
+        check_file(confined(state.folder, file.path), size=file.size_bytes, sha256=file.sha256)
+
+
+def prune_states(root: Path, secret: bytes, *, keep_last: int, session: str) -> list[Path]:
+    """Delete all but the ``keep_last`` newest committed states and what other sessions left uncommitted."""
+    states = committed_states(root, secret)
+    kept = {s.folder for s in states[:keep_last]}
+    newest = states[0].train_step if states else -1
+    removed: list[Path] = []
+    for folder in _folders(root):
+        step, _, owner = folder.name.partition("-")
+        unfinished = not (folder / COMMITTED_FILE).exists()
+        if folder not in kept and int(step) <= newest and not (unfinished and owner == session):
+            remove_tree(folder, first=[COMMITTED_FILE])
+            removed.append(folder)
+    return removed
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    parent = root / FOLDER
+    if parent.exists():
+        for name in sorted(os.listdir(parent)):
+            if _NAME.match(name) and (parent / name).is_dir() and not (parent / name).is_symlink():
+                yield parent / name
+
+
+def _read_record(folder: Path, secret: bytes) -> StateRecord:
+    path = folder / COMMITTED_FILE
+    try:
+        record = StateRecord.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing", reason=Reason.TORN) from error
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: not complete", reason=Reason.TORN) from error
+    if not sealed(secret, record.signed_bytes(), record.hmac):
+        raise CheckpointError(f"{path}: the HMAC does not fit this run's secret", reason=Reason.TAMPERED)
+    return record

@@ -1,0 +1,140 @@
+"""What a Hugging Face folder contains, read without torch or transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rollmesh.checkpoints.manifest import Architecture
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.sealing import canonical
+from rollmesh.errors import CheckpointError
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+)
+_MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderDescription:
+    """Facts about a Hugging Face folder that its manifest repeats."""
+
+    architecture: Architecture
+    dtype: str
+    parameter_count: int
+    tokenizer_sha256: str
+    chat_template_sha256: str
+
+
+def describe_folder(folder: Path) -> FolderDescription:
+    """Read config.json, the safetensors headers and the tokenizer files of ``folder``.
+
+    Raises CheckpointError naming the file that is missing or malformed.
+    """
+    dtype, parameter_count = _weights(folder)
+    template = _chat_template(folder)
+    return FolderDescription(
+        architecture=architecture_of(_json(folder / "config.json"), str(folder)),
+        dtype=dtype,
+        parameter_count=parameter_count,
+        tokenizer_sha256=_tokenizer_digest(folder),
+        chat_template_sha256=hashlib.sha256(template.encode()).hexdigest(),
+    )
+
+
+def architecture_of(config: Mapping[str, Any], origin: str) -> Architecture:
+    """Summarise a model config; raises CheckpointError naming the field that is absent."""
+    try:
+        heads = int(config["num_attention_heads"])
+        return Architecture(
+            model_type=str(config["model_type"]),
+            vocab_size=int(config["vocab_size"]),
+            hidden_size=int(config["hidden_size"]),
+            layer_count=int(config["num_hidden_layers"]),
+            head_count=heads,
+            kv_head_count=int(config.get("num_key_value_heads") or heads),
+            intermediate_size=int(config.get("intermediate_size") or 0),
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"{origin}: config.json has no field {error.args[0]!r}") from error
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{origin}: config.json: {error}") from error
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: missing", reason=Reason.MISSING) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return data
+
+
+def _weights(folder: Path) -> tuple[str, int]:
+    """Most common dtype by elements, and the number of elements, over all safetensors headers."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder}: no safetensors file", reason=Reason.MISSING)
+    elements: Counter[str] = Counter()
+    for file in files:
+        for name, tensor in _safetensors_header(file).items():
+            if name != "__metadata__":
+                elements[tensor["dtype"]] += prod(tensor["shape"])
+    if not elements.total():
+        raise CheckpointError(f"{folder}: the safetensors files hold no weights")
+    return elements.most_common(1)[0][0], elements.total()
+
+
+def _safetensors_header(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _MAX_HEADER_BYTES + 1
+        header = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+    try:
+        data = json.loads(header)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not a safetensors file", reason=Reason.TRUNCATED) from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: not a safetensors file")
+    return data
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    """Digest over names and contents; the chat template is digested on its own."""
+    digest = hashlib.sha256()
+    for name in _TOKENIZER_FILES:
+        path = folder / name
+        if path.is_file():
+            digest.update(f"{name}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+    config = folder / "tokenizer_config.json"
+    if config.is_file():
+        data = {k: v for k, v in _json(config).items() if k != "chat_template"}
+        digest.update(b"tokenizer_config.json\0" + canonical(data))
+    return digest.hexdigest()
+
+
+def _chat_template(folder: Path) -> str:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    config = folder / "tokenizer_config.json"
+    template = _json(config).get("chat_template") if config.is_file() else None
+    return template if isinstance(template, str) else json.dumps(template, sort_keys=True) if template else ""

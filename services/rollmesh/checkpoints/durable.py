@@ -1,0 +1,140 @@
+"""Files that survive a power cut: written, flushed to the device, and their folder entries too."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_ERROR_TEXT = re.compile(r"(?:os error|code:) ?(\d+)")
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file that someone else wrote to the device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the entries of a folder to the device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file and every folder below ``folder``, and the entry of ``folder`` itself."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync_file(Path(parent, name))
+        sync_folder(Path(parent))
+    sync_folder(folder.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and its parents; every new entry is flushed."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    for folder in reversed(missing):
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def write_new_file(path: Path, data: bytes) -> None:
+    """Create a file that must not exist yet, flushed together with its folder entry."""
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
+
+
+def regular_files(folder: Path) -> list[str]:
+    """Relative POSIX paths of all files below ``folder``, sorted; symbolic links and devices are refused."""
+    found: list[str] = []
+    for parent, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(parent, name)
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                raise CheckpointError(f"{path}: neither a file nor a folder", reason=Reason.PATH_ESCAPE)
+        found += [Path(parent, name).relative_to(folder).as_posix() for name in names]
+    return sorted(found)
+
+
+def confined(root: Path, relative: str) -> Path:
+    """``root / relative`` after proving that it stays below ``root`` and crosses no symbolic link.
+
+    Raises CheckpointError (path_escape) for absolute paths, ``..``, empty parts, backslashes and NUL.
+    """
+    pure = PurePosixPath(relative)
+    plain = relative not in ("", ".") and "\\" not in relative and "\0" not in relative
+    if not plain or pure.is_absolute() or ".." in pure.parts or pure.as_posix() != relative:
+        raise CheckpointError(f"{relative!r}: not a plain path inside the store", reason=Reason.PATH_ESCAPE)
+    path = root
+    for part in pure.parts:
+        path = path / part
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: symbolic links are not followed", reason=Reason.PATH_ESCAPE)
+    return path
+
+
+def sha256_of(path: Path) -> str:
+    """sha256 (hex) of a file, streamed."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_file(path: Path, *, size: int, sha256: str) -> None:
+    """Compare a file with its promised size and digest; raises CheckpointError with the reason."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise CheckpointError(f"{path}: missing", reason=Reason.MISSING) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: not a regular file", reason=Reason.PATH_ESCAPE)
+    if found.st_size != size:
+        raise CheckpointError(f"{path}: {found.st_size} bytes, expected {size}", reason=Reason.TRUNCATED)
+    if (digest := sha256_of(path)) != sha256:
+        raise CheckpointError(f"{path}: sha256 {digest}, expected {sha256}", reason=Reason.TAMPERED)
+
+
+def remove_tree(folder: Path, *, first: Iterable[str] = ()) -> None:
+    """Delete a folder; ``first`` names the files that make it valid, so a half-deleted folder is never valid."""
+    for name in first:
+        (folder / name).unlink(missing_ok=True)
+    if folder.exists():
+        sync_folder(folder)
+        shutil.rmtree(folder)
+
+
+def full_disk(error: BaseException) -> bool:
+    """Whether an error means that the device has no room left, however the library words it."""
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    # safetensors reports the operating system's error as text only.
+    number = _ERROR_TEXT.search(str(error))
+    return number is not None and int(number[1]) in _FULL
+
+
+def disk_full_error(folder: Path, what: str, error: BaseException) -> CheckpointError:
+    """The message for people: what could not be written, where, and how many bytes are free."""
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    return CheckpointError(
+        f"{folder}: disk full while writing {what}, {free} bytes free ({error})", reason=Reason.DISK_FULL
+    )

@@ -1,0 +1,44 @@
+"""The ledger: which groups were trained at which step, from batch files and committed states alone, never Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.checkpoints.batches import read_footer
+from rollmesh.checkpoints.committed import committed_states
+from rollmesh.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What was trained, with everything that contradicts "each group once"."""
+
+    committed_step: int
+    """Train step of the newest committed state; -1 without one."""
+    groups: Mapping[int, tuple[str, ...]]
+    """Group ids in training order, by train step, up to the committed one."""
+    damaged: Mapping[int, str]
+    """Train steps whose batch file is missing or refused, with the reason."""
+    trained_twice: Mapping[str, tuple[int, ...]]
+    """Groups that more than one train step consumed."""
+
+
+def read_ledger(root: Path, secret: bytes) -> Ledger:
+    """Read the footers of all batch files up to the newest committed state."""
+    states = committed_states(root, secret)
+    last = states[0].train_step if states else -1
+    groups: dict[int, tuple[str, ...]] = {}
+    damaged: dict[int, str] = {}
+    steps: dict[str, list[int]] = {}
+    for step in range(1, last + 1):
+        try:
+            groups[step] = tuple(read_footer(root, secret, step).group_ids)
+        except CheckpointError as error:
+            damaged[step] = str(error)
+            continue
+        for group_id in groups[step]:
+            steps.setdefault(group_id, []).append(step)
+    twice = {group_id: tuple(s) for group_id, s in steps.items() if len(s) > 1}
+    return Ledger(committed_step=last, groups=groups, damaged=damaged, trained_twice=twice)

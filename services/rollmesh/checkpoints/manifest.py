@@ -1,0 +1,155 @@
+"""The manifest of a published policy: what the folder must contain, who wrote it, and how its weights behave.
+
+It is written last, so a folder without a complete manifest is not a policy. The registry in Redis holds the
+manifest's digest; the manifest holds the digest of every file; the HMAC ties both to the run's secret.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.sealing import canonical, seal, sealed
+from rollmesh.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+MAX_MANIFEST_BYTES = 16 << 20
+
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ManifestFile(_Closed):
+    """One file of the folder."""
+
+    path: str
+    """Relative POSIX path."""
+    size_bytes: int = Field(ge=0)
+    """Length."""
+    sha256: Digest
+    """Digest of the content."""
+
+
+class Architecture(_Closed):
+    """What must agree before weights are swapped into a running engine."""
+
+    model_type: str
+    """Hugging Face model type, for example ``qwen2``."""
+    vocab_size: int = Field(ge=1)
+    """Rows of the embedding."""
+    hidden_size: int = Field(ge=1)
+    """Width."""
+    layer_count: int = Field(ge=1)
+    """Transformer blocks."""
+    head_count: int = Field(ge=1)
+    """Query heads."""
+    kv_head_count: int = Field(ge=1)
+    """Key-value heads."""
+    intermediate_size: int = Field(ge=0)
+    """Width of the MLP; 0 when the config names none."""
+    tied_embeddings: bool
+    """Whether the output layer shares the embedding."""
+
+
+class CanarySequence(_Closed):
+    """A fixed sequence with the trainer's own log-probabilities: what a reader's engine must reproduce."""
+
+    token_ids: list[int] = Field(min_length=2)
+    """Tokens, int32."""
+    logprobs: list[float]
+    """log_softmax at T=1 of tokens 1.. given their predecessors, [tokens - 1]."""
+
+    @model_validator(mode="after")
+    def _one_logprob_per_predicted_token(self) -> Self:
+        if len(self.logprobs) != len(self.token_ids) - 1:
+            raise ValueError(f"{len(self.token_ids)} token_ids need {len(self.token_ids) - 1} logprobs")
+        return self
+
+
+class Manifest(_Closed):
+    """Everything a reader needs to trust a policy folder."""
+
+    format: Literal[1] = 1
+    """Layout of this file."""
+    policy_version: int = Field(ge=0)
+    """Name of the weights; never reused."""
+    train_step: int = Field(ge=0)
+    """Number of batches the weights were trained on."""
+    parent: int | None
+    """Policy version the weights were trained from; null for the initial policy."""
+    kind: Literal["full"] = "full"
+    """Full weights (adapters and deltas are reserved)."""
+    session: str
+    """Trainer session that wrote the folder."""
+    files: list[ManifestFile] = Field(min_length=1)
+    """Every file of the folder but the manifest."""
+    architecture: Architecture
+    """Summary of config.json."""
+    dtype: str
+    """Dtype of most weights, as safetensors names it, for example ``F32``."""
+    parameter_count: int = Field(ge=1)
+    """Stored elements."""
+    tokenizer_sha256: Digest
+    """Digest over the tokenizer's files."""
+    chat_template_sha256: Digest
+    """Digest of the chat template; that of nothing when there is none."""
+    canary: list[CanarySequence]
+    """Fixed sequences with the trainer's log-probabilities."""
+    create_time: datetime
+    """When the manifest was written, UTC."""
+    hmac: str = ""
+    """HMAC-SHA256 (hex) of the canonical JSON of all other fields, keyed with the run's secret."""
+
+    def signed(self, secret: bytes) -> Manifest:
+        """A copy with the HMAC filled in."""
+        return self.model_copy(update={"hmac": seal(secret, self._signed_bytes())})
+
+    def check_signature(self, secret: bytes) -> None:
+        """Raise CheckpointError (tampered) unless the HMAC fits."""
+        if not sealed(secret, self._signed_bytes(), self.hmac):
+            raise CheckpointError(
+                f"policy_version {self.policy_version}: the manifest's HMAC does not fit this run's secret",
+                reason=Reason.TAMPERED,
+            )
+
+    def check_compatible(self, other: Manifest) -> None:
+        """Raise CheckpointError unless ``other`` has the same architecture, tokenizer and chat template."""
+        if self.architecture != other.architecture:
+            mine, theirs = self.architecture.model_dump(), other.architecture.model_dump()
+            gaps = [f"{k}={theirs[k]!r}, expected {v!r}" for k, v in mine.items() if theirs[k] != v]
+            raise CheckpointError(
+                f"policy_version {other.policy_version}: another architecture ({'; '.join(gaps)})",
+                reason=Reason.FOREIGN_ARCHITECTURE,
+            )
+        for field in ("tokenizer_sha256", "chat_template_sha256"):
+            if getattr(self, field) != getattr(other, field):
+                raise CheckpointError(
+                    f"policy_version {other.policy_version}: {field} is {getattr(other, field)}, "
+                    f"expected {getattr(self, field)}",
+                    reason=Reason.FOREIGN_TOKENIZER,
+                )
+
+    def to_bytes(self) -> bytes:
+        """The file's content."""
+        return canonical(self.model_dump(mode="json"))
+
+    def _signed_bytes(self) -> bytes:
+        return canonical(self.model_dump(mode="json", exclude={"hmac"}))
+
+
+def parse_manifest(data: bytes, origin: str) -> Manifest:
+    """Read a manifest; raises CheckpointError (torn) when it is incomplete or not a manifest."""
+    try:
+        return Manifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"]) or "(whole file)"
+        raise CheckpointError(
+            f"{origin}: not a complete manifest: {where}: {first['msg']}", reason=Reason.TORN
+        ) from error

@@ -1,0 +1,245 @@
+"""Published policies: folders with unique names whose manifest is written last, so nothing is ever renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rollmesh.checkpoints.describe import describe_folder
+from rollmesh.checkpoints.durable import (
+    check_file,
+    confined,
+    disk_full_error,
+    full_disk,
+    make_folder,
+    regular_files,
+    remove_tree,
+    sha256_of,
+    sync_tree,
+    write_new_file,
+)
+from rollmesh.checkpoints.manifest import (
+    MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
+    CanarySequence,
+    Manifest,
+    ManifestFile,
+    parse_manifest,
+)
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
+from rollmesh.types import PolicyRecord
+
+FOLDER = "policies"
+ANNOUNCED_FILE = "ANNOUNCED"
+"""Empty marker that the registry accepted this folder; a hint for recovery, never a condition for readers."""
+
+_NAME = re.compile(r"^(\d{8,})-([0-9A-Za-z]{1,64})$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifiedPolicy:
+    """A policy folder whose every byte was compared with its manifest."""
+
+    folder: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyDraft:
+    """Identity of the policy that is about to be published."""
+
+    session: str
+    """Trainer session, letters and digits."""
+    policy_version: int
+    train_step: int
+    parent: int | None
+
+
+def folder_name(train_step: int, session: str) -> str:
+    """``<step>-<session>``; raises CheckpointError for a session that does not fit a file name."""
+    name = f"{train_step:08d}-{session}"
+    if not _NAME.match(name):
+        raise CheckpointError(f"trainer session {session!r}: expected 1 to 64 letters and digits")
+    return name
+
+
+def publish(
+    root: Path,
+    secret: bytes,
+    draft: PolicyDraft,
+    write: Callable[[Path], None],
+    canary: Sequence[CanarySequence],
+) -> PolicyRecord:
+    """Write a policy folder and its manifest; the record is what the registry announces.
+
+    ``write`` fills the empty folder with a Hugging Face model and its tokenizer. A failure removes the folder
+    again; a full disk becomes a CheckpointError (disk_full) that names the folder and the free bytes.
+    """
+    path = f"{FOLDER}/{folder_name(draft.train_step, draft.session)}"
+    folder = root / path
+    if (folder / MANIFEST_FILE).exists():
+        raise CheckpointError(f"{folder}: this session has published train step {draft.train_step} already")
+    try:
+        remove_tree(folder)
+        make_folder(folder)
+        write(folder)
+        manifest = _manifest(folder, draft, canary).signed(secret)
+        sync_tree(folder)
+        data = manifest.to_bytes()
+        write_new_file(folder / MANIFEST_FILE, data)
+    except BaseException as error:
+        failure = disk_full_error(folder, "a policy", error) if full_disk(error) else None
+        remove_tree(folder, first=[MANIFEST_FILE])
+        if failure is not None:
+            raise failure from error
+        raise
+    return PolicyRecord(
+        policy_version=draft.policy_version,
+        train_step=draft.train_step,
+        path=path,
+        manifest_digest=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def verify(root: Path, secret: bytes, record: PolicyRecord) -> VerifiedPolicy:
+    """Compare a published folder with its record, byte for byte.
+
+    Raises CheckpointError whose ``reason`` says what is wrong; nothing in the folder has been loaded by then.
+    """
+    folder = confined(root, record.path)
+    data = _read_manifest(folder)
+    if hashlib.sha256(data).hexdigest() != record.manifest_digest:
+        # An incomplete file is a torn write, a complete one with another digest was replaced.
+        parse_manifest(data, str(folder / MANIFEST_FILE))
+        raise CheckpointError(
+            f"{folder}: the manifest is not the one that was announced as policy_version {record.policy_version}",
+            reason=Reason.TAMPERED,
+        )
+    manifest = parse_manifest(data, str(folder / MANIFEST_FILE))
+    manifest.check_signature(secret)
+    if (manifest.policy_version, manifest.train_step) != (record.policy_version, record.train_step):
+        raise CheckpointError(
+            f"{folder}: holds policy_version {manifest.policy_version} of train step {manifest.train_step}, announced "
+            f"as policy_version {record.policy_version} of train step {record.train_step}",
+            reason=Reason.MISMATCH,
+        )
+    for file in manifest.files:
+        check_file(confined(folder, file.path), size=file.size_bytes, sha256=file.sha256)
+    listed = {MANIFEST_FILE, ANNOUNCED_FILE, *(f.path for f in manifest.files)}
+    if strangers := [name for name in regular_files(folder) if name not in listed]:
+        raise CheckpointError(f"{folder}: files that the manifest does not list: {strangers}", reason=Reason.TAMPERED)
+    return VerifiedPolicy(folder=folder, manifest=manifest)
+
+
+def mark_announced(root: Path, record: PolicyRecord) -> None:
+    """Note on disk that the registry accepted the record; idempotent."""
+    marker = confined(root, record.path) / ANNOUNCED_FILE
+    if not marker.exists():
+        write_new_file(marker, b"")
+
+
+def complete_records(root: Path, secret: bytes) -> list[PolicyRecord]:
+    """Records of all complete folders, one per policy_version, ascending: for a trainer that recovers a registry.
+
+    Of two folders that claim one version, the announced one counts, then the newer one. Folders without a valid
+    manifest were never policies and are passed over.
+    """
+    best: dict[int, tuple[bool, datetime, PolicyRecord]] = {}
+    for folder in _folders(root):
+        try:
+            data = _read_manifest(folder)
+            manifest = parse_manifest(data, str(folder))
+            manifest.check_signature(secret)
+        except CheckpointError:
+            continue
+        record = PolicyRecord(
+            policy_version=manifest.policy_version,
+            train_step=manifest.train_step,
+            path=f"{FOLDER}/{folder.name}",
+            manifest_digest=hashlib.sha256(data).hexdigest(),
+        )
+        entry = ((folder / ANNOUNCED_FILE).exists(), manifest.create_time, record)
+        known = best.get(manifest.policy_version)
+        if known is None or entry[:2] > known[:2]:
+            best[manifest.policy_version] = entry
+    return [best[version][2] for version in sorted(best)]
+
+
+def prune(
+    root: Path, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
+) -> list[str]:
+    """Delete announced folders but the ``keep_last`` newest and ``keep_versions``, and the leftovers of dead sessions.
+
+    ``records`` is the whole registry; ``keep_versions`` are the pinned ones and those that readers serve or load.
+    A folder that no record names is deleted only when another session wrote it for a train step that is published
+    by now: it can never be announced. Returns the deleted paths.
+    """
+    if keep_last < 1:
+        raise CheckpointError(f"keep_last={keep_last}: expected at least 1")
+    newest = sorted(records, key=lambda r: r.policy_version)[-keep_last:]
+    kept = {r.path for r in (*newest, *(r for r in records if r.policy_version in keep_versions))}
+    announced = {r.path for r in records}
+    published_step = max((r.train_step for r in records), default=-1)
+    removed: list[str] = []
+    for folder in _folders(root):
+        path = f"{FOLDER}/{folder.name}"
+        step, _, owner = folder.name.partition("-")
+        orphan = path not in announced and owner != session and int(step) <= published_step
+        if path not in kept and (path in announced or orphan):
+            remove_tree(folder, first=[MANIFEST_FILE])
+            removed.append(path)
+    return removed
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    parent = root / FOLDER
+    if parent.exists():
+        for name in sorted(os.listdir(parent)):
+            folder = parent / name
+            if _NAME.match(name) and folder.is_dir() and not folder.is_symlink():
+                yield folder
+
+
+def _read_manifest(folder: Path) -> bytes:
+    path = folder / MANIFEST_FILE
+    if path.is_symlink():
+        raise CheckpointError(f"{path}: symbolic links are not followed", reason=Reason.PATH_ESCAPE)
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1)
+    except FileNotFoundError as error:
+        reason = Reason.TORN if folder.is_dir() else Reason.MISSING
+        raise CheckpointError(f"{path}: missing", reason=reason) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CheckpointError(f"{path}: more than {MAX_MANIFEST_BYTES} bytes", reason=Reason.TAMPERED)
+    return data
+
+
+def _manifest(folder: Path, draft: PolicyDraft, canary: Sequence[CanarySequence]) -> Manifest:
+    described = describe_folder(folder)
+    files = [
+        ManifestFile(path=name, size_bytes=(folder / name).stat().st_size, sha256=sha256_of(folder / name))
+        for name in regular_files(folder)
+    ]
+    return Manifest(
+        policy_version=draft.policy_version,
+        train_step=draft.train_step,
+        parent=draft.parent,
+        session=draft.session,
+        files=files,
+        architecture=described.architecture,
+        dtype=described.dtype,
+        parameter_count=described.parameter_count,
+        tokenizer_sha256=described.tokenizer_sha256,
+        chat_template_sha256=described.chat_template_sha256,
+        canary=list(canary),
+        create_time=datetime.now(UTC),
+    )

@@ -1,0 +1,125 @@
+"""Trainer state in safetensors, through torch.distributed.checkpoint: every rank writes its shards.
+
+No pickle is written or read: the safetensors storage keeps its sharding in the file headers, and what is not a
+tensor travels as JSON in ``COMMITTED``. A state saved by N ranks can be loaded by M.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from rollmesh.checkpoints import committed
+from rollmesh.checkpoints.committed import CommittedState
+from rollmesh.checkpoints.durable import (
+    disk_full_error,
+    full_disk,
+    make_folder,
+    remove_tree,
+    sha256_of,
+    sync_file,
+    sync_folder,
+    write_new_file,
+)
+from rollmesh.checkpoints.manifest import ManifestFile
+from rollmesh.checkpoints.policies import folder_name
+
+_RANK_FILES = TypeAdapter(list[ManifestFile])
+
+
+def save_state(
+    root: Path,
+    secret: bytes,
+    *,
+    session: str,
+    train_step: int,
+    rollback_count: int,
+    tensors: Mapping[str, torch.Tensor],
+    extra: Mapping[str, Any],
+) -> CommittedState:
+    """Save and commit a trainer state; every rank of the process group calls this with its shards.
+
+    ``tensors`` may hold DTensors. ``extra`` (JSON values) is rank 0's. Raises CheckpointError (disk_full) naming
+    the folder and the free bytes; the folder is gone then, and the call may be repeated on one process.
+    """
+    rank, world = _rank_and_world()
+    folder = root / committed.FOLDER / folder_name(train_step, session)
+    try:
+        if rank == 0:
+            remove_tree(folder, first=[committed.COMMITTED_FILE])
+            make_folder(folder)
+        _barrier()
+        with _single_process_is_fine():
+            writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+            dcp_save(dict(tensors), storage_writer=writer, no_dist=world == 1)
+        _write_rank_file(folder, rank)
+        _barrier()
+        if rank == 0:
+            files = [_RANK_FILES.validate_json(_rank_file(folder, r).read_bytes()) for r in range(world)]
+            record = committed.new_record(
+                train_step=train_step, rollback_count=rollback_count, session=session, files=files, extra=extra
+            )
+            committed.commit(folder, secret, record)
+        _barrier()
+    except Exception as error:
+        if not full_disk(error):
+            raise
+        failure = disk_full_error(folder, "a trainer state", error)
+        remove_tree(folder, first=[committed.COMMITTED_FILE])
+        raise failure from error
+    return next(s for s in committed.committed_states(root, secret) if s.folder == folder)
+
+
+def load_state(state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Fill ``tensors`` in place from a committed state, resharding if need be; returns ``extra``.
+
+    Every rank calls this. Digests are verified first: raises CheckpointError with the reason.
+    """
+    rank, world = _rank_and_world()
+    committed.verify_files(state, part=rank, parts=world)
+    _barrier()
+    with _single_process_is_fine():
+        dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(state.folder)), no_dist=world == 1)
+    return dict(state.record.extra)
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _barrier() -> None:
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+
+
+def _rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
+def _write_rank_file(folder: Path, rank: int) -> None:
+    """Flush what this rank wrote and leave its sizes and digests for rank 0."""
+    mine = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+    for path in mine:
+        sync_file(path)
+    sync_folder(folder)
+    files = [ManifestFile(path=p.name, size_bytes=p.stat().st_size, sha256=sha256_of(p)) for p in mine]
+    write_new_file(_rank_file(folder, rank), _RANK_FILES.dump_json(files))
+
+
+@contextmanager
+def _single_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -1,0 +1,112 @@
+"""Small but real Hugging Face folders and batches for the checkpoint tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.mesh import Cursor
+from rollmesh.types import (
+    Batch,
+    FinishReason,
+    Group,
+    OutcomeKind,
+    PolicyRecord,
+    Prompt,
+    RewardOutcome,
+    Segment,
+    Trajectory,
+)
+
+SECRET = b"a secret of at least thirty-two b"
+CANARY = [CanarySequence(token_ids=[1, 2, 3], logprobs=[-0.5, -1.25])] * 8
+
+
+def write_model(
+    seed: int = 0, hidden: int = 8, vocabulary: str = "a b c", template: str = ""
+) -> Callable[[Path], None]:
+    """A callable that fills a folder with a tiny Qwen2-shaped checkpoint."""
+
+    def write(folder: Path) -> None:
+        config = {
+            "model_type": "qwen2",
+            "vocab_size": 16,
+            "hidden_size": hidden,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "intermediate_size": 16,
+            "tie_word_embeddings": True,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        weights = np.random.default_rng(seed).standard_normal((16, hidden)).astype(np.float32)
+        save_file({"model.embed_tokens.weight": weights}, folder / "model.safetensors")
+        (folder / "tokenizer.json").write_text(json.dumps({"vocabulary": vocabulary.split()}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "c", "chat_template": template}))
+
+    return write
+
+
+def publish(
+    store: CheckpointStore,
+    version: int,
+    session: str = "abc",
+    step: int | None = None,
+    write: Callable[[Path], None] | None = None,
+) -> PolicyRecord:
+    """Publish a tiny policy."""
+    return store.publish(
+        session=session,
+        policy_version=version,
+        train_step=version if step is None else step,
+        parent=version - 1 if version else None,
+        write=write or write_model(version),
+        canary=CANARY,
+    )
+
+
+def make_batch(step: int, group_ids: list[str] | None = None, seed: int = 0) -> Batch:
+    """A batch with two groups of two mixed-version trajectories."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for index, group_id in enumerate(group_ids or [f"e0-{2 * step}", f"e0-{2 * step + 1}"]):
+        prompt = Prompt(
+            prompt_id=group_id,
+            token_ids=rng.integers(0, 16, 3).astype(np.int32),
+            verifier="exact",
+            metadata={"answer": "42"},
+        )
+        members = tuple(_trajectory(group_id, m, prompt, rng) for m in range(2))
+        groups.append(Group(group_id=group_id, admission_index=2 * step + index, trajectories=members))
+    return Batch(train_step=step, groups=tuple(groups))
+
+
+CURSOR = Cursor(epoch=1, index=7)
+
+
+def _trajectory(group_id: str, member: int, prompt: Prompt, rng: np.random.Generator) -> Trajectory:
+    segments = tuple(
+        Segment(
+            token_ids=rng.integers(0, 16, 4).astype(np.int32),
+            behavior_logprobs=-rng.random(4).astype(np.float32),
+            policy_version=version,
+            kv_min_version=version,
+        )
+        for version in (0, 1)
+    )
+    return Trajectory(
+        trajectory_id=f"{group_id}.{member}",
+        group_id=group_id,
+        member_index=member,
+        prompt=prompt,
+        segments=segments,
+        finish_reason=FinishReason.STOP,
+        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=float(member), parts={"a": 1.0, "b": 2.0, "c": 3.0}),
+        shaped_reward=float(member),
+    )

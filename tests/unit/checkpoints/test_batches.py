@@ -1,0 +1,116 @@
+"""Batch files and the ledger."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmesh.checkpoints.batches import batch_path
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.errors import CheckpointError
+from rollmesh.types import Batch
+
+from .checkpoint_samples import CURSOR, SECRET, make_batch
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path, SECRET)
+
+
+def same(left: Batch, right: Batch) -> bool:
+    if left.train_step != right.train_step or len(left.groups) != len(right.groups):
+        return False
+    for a, b in zip(left.groups, right.groups, strict=True):
+        if (a.group_id, a.admission_index) != (b.group_id, b.admission_index):
+            return False
+        for t, u in zip(a.trajectories, b.trajectories, strict=True):
+            if (t.trajectory_id, t.outcome, t.policy_versions) != (u.trajectory_id, u.outcome, u.policy_versions):
+                return False
+            if not np.array_equal(t.response_ids, u.response_ids):
+                return False
+            for s, v in zip(t.segments, u.segments, strict=True):
+                if not np.array_equal(s.behavior_logprobs, v.behavior_logprobs):
+                    return False
+    return True
+
+
+def test_a_batch_comes_back_as_it_was(store: CheckpointStore) -> None:
+    batch = make_batch(1)
+    digest = store.write_batch(batch, CURSOR)
+    footer = store.batch_footer(1)
+    assert same(store.read_batch(1), batch)
+    assert footer.group_ids == ["e0-2", "e0-3"]
+    assert (footer.cursor, footer.payload_sha256, footer.trajectory_count) == (CURSOR, digest, 4)
+    assert store.batch_steps() == [1]
+
+
+def test_writing_the_same_batch_again_changes_nothing(store: CheckpointStore) -> None:
+    digest = store.write_batch(make_batch(1), CURSOR)
+    before = batch_path(store.root, 1).read_bytes()
+    assert store.write_batch(make_batch(1), CURSOR) == digest
+    assert batch_path(store.root, 1).read_bytes() == before
+
+
+def test_equal_batches_have_equal_digests_in_any_run_folder(store: CheckpointStore, tmp_path: Path) -> None:
+    other = CheckpointStore(tmp_path / "other", b"x" * 32)
+    assert store.write_batch(make_batch(1), CURSOR) == other.write_batch(make_batch(1), CURSOR)
+    assert store.write_batch(make_batch(2), CURSOR) != other.write_batch(make_batch(2, seed=1), CURSOR)
+
+
+def test_a_complete_batch_is_never_replaced_by_other_groups(store: CheckpointStore) -> None:
+    store.write_batch(make_batch(1), CURSOR)
+    with pytest.raises(CheckpointError) as caught:
+        store.write_batch(make_batch(1, ["e0-7"]), CURSOR)
+    assert caught.value.reason == Reason.MISMATCH
+    assert same(store.read_batch(1), make_batch(1))
+
+
+def test_a_batch_file_cut_anywhere_is_refused_and_can_be_written_again(store: CheckpointStore) -> None:
+    digest = store.write_batch(make_batch(1), CURSOR)
+    path = batch_path(store.root, 1)
+    whole = path.read_bytes()
+    for length in {*range(0, len(whole), 7), *range(len(whole) - 90, len(whole))}:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError) as caught:
+            store.read_batch(1)
+        assert caught.value.reason == Reason.TORN, length
+    assert store.write_batch(make_batch(1), CURSOR) == digest
+    assert same(store.read_batch(1), make_batch(1))
+
+
+def test_a_flipped_bit_of_a_batch_file_is_refused(store: CheckpointStore) -> None:
+    store.write_batch(make_batch(1), CURSOR)
+    path = batch_path(store.root, 1)
+    whole = path.read_bytes()
+    for position in {*range(0, len(whole), 7), *range(20), *range(len(whole) - 90, len(whole))}:
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ (1 << position % 8)]) + whole[position + 1 :])
+        with pytest.raises(CheckpointError):
+            store.read_batch(1)
+
+
+def test_a_batch_file_of_another_step_or_another_run_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
+    store.write_batch(make_batch(1), CURSOR)
+    batch_path(store.root, 1).rename(batch_path(store.root, 2))
+    with pytest.raises(CheckpointError) as caught:
+        store.read_batch(2)
+    assert caught.value.reason == Reason.MISMATCH
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointStore(store.root, b"another secret").read_batch(2)
+    assert caught.value.reason == Reason.TAMPERED
+    with pytest.raises(CheckpointError) as caught:
+        store.read_batch(1)
+    assert caught.value.reason == Reason.MISSING
+
+
+def test_leftovers_of_killed_writers_are_no_batches_and_are_removed(store: CheckpointStore) -> None:
+    store.write_batch(make_batch(1), CURSOR)
+    leftover = batch_path(store.root, 2).with_name(".00000002.pb.0123456789abcdef")
+    leftover.write_bytes(b"RMBATCH1")
+    assert store.batch_steps() == [1]
+    assert store.remove_unfinished_batches() == 1
+    assert not leftover.exists()
+    assert store.batch_steps() == [1]

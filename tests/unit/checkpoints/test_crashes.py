@@ -1,0 +1,85 @@
+"""Writers that die or run out of space, as real processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.errors import CheckpointError
+
+from .checkpoint_samples import SECRET, publish, write_model
+
+_WRITER = [sys.executable, str(Path(__file__).with_name("writer_process.py"))]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kill_9_while_publishing_leaves_only_whole_policies_and_whole_batches(tmp_path: Path, seed: int) -> None:
+    folder = tmp_path / "policies" / f"{seed + 1:08d}-w"
+    started = [folder, folder / "model-1.safetensors", folder / "model-3.safetensors", folder / "manifest.json"][seed]
+    with subprocess.Popen([*_WRITER, str(tmp_path)]) as process:
+        deadline = time.monotonic() + 60
+        while not started.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+        process.kill()
+    store = CheckpointStore(tmp_path, SECRET)
+    for record in store.complete_policies():
+        store.open(record)
+    assert len(store.complete_policies()) >= seed + 1
+    for step in store.batch_steps():
+        store.read_batch(step)
+    assert len(store.batch_steps()) >= seed + 1
+
+
+def test_a_file_size_limit_is_a_full_disk_and_leaves_no_partial_folder(tmp_path: Path) -> None:
+    done = subprocess.run([*_WRITER, str(tmp_path), "100000"], check=True, capture_output=True, text=True)
+    policy, batch = done.stdout.splitlines()
+    assert policy.startswith(f"{Reason.DISK_FULL}|")
+    assert "00000000-abc" in policy
+    assert "bytes free" in policy
+    assert batch.startswith(f"{Reason.DISK_FULL}|")
+    assert "00000001.pb" in batch
+    assert list((tmp_path / "policies").iterdir()) == []
+    assert list((tmp_path / "batches").iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", str(mount).encode(), b"tmpfs", 0, b"size=2m") != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {os.strerror(ctypes.get_errno())}")
+    yield mount
+    subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+def test_a_full_device_refuses_and_the_same_publication_succeeds_once_there_is_room(small_disk: Path) -> None:
+    store = CheckpointStore(small_disk, SECRET)
+    kept = publish(store, 0)
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * 1_500_000)
+
+    def write(folder: Path) -> None:
+        write_model()(folder)
+        save_file({"layer": np.zeros(250_000, np.float32)}, folder / "model-1.safetensors")
+
+    with pytest.raises(CheckpointError) as caught:
+        publish(store, 1, write=write)
+    assert caught.value.reason == Reason.DISK_FULL
+    assert [p.name for p in (small_disk / "policies").iterdir()] == ["00000000-abc"]
+    store.open(kept)
+    filler.unlink()
+    store.open(publish(store, 1, write=write))

@@ -1,0 +1,34 @@
+"""The run's secret."""
+
+from __future__ import annotations
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rollmesh.checkpoints.sealing import SECRET_FILE, run_secret, seal, sealed
+from rollmesh.errors import CheckpointError
+
+
+def test_all_services_of_a_run_find_the_same_secret_whoever_comes_first(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(lambda _: run_secret(tmp_path), range(32)))
+    assert len(found) == 1
+    assert [p.name for p in tmp_path.iterdir()] == [SECRET_FILE]
+    assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
+
+
+def test_a_short_secret_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / SECRET_FILE).write_text("short")
+    with pytest.raises(CheckpointError, match="at least 32"):
+        run_secret(tmp_path)
+
+
+def test_a_seal_fits_its_secret_and_its_data_only() -> None:
+    tag = seal(b"k", b"data")
+    assert sealed(b"k", b"data", tag)
+    assert not sealed(b"K", b"data", tag)
+    assert not sealed(b"k", b"date", tag)
+    assert not sealed(b"k", b"data", "\xff" + tag[1:])

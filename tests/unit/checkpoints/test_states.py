@@ -1,0 +1,136 @@
+"""Trainer state: valid only when committed; and the ledger that it decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.errors import CheckpointError
+
+from .checkpoint_samples import CURSOR, SECRET, make_batch
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path, SECRET)
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model.weight": torch.randn(4, 3, generator=generator),
+        "optimizer.weight.exp_avg": torch.randn(4, 3, generator=generator, dtype=torch.float64),
+        "optimizer.weight.step": torch.tensor(float(seed)),
+        "random.cpu": torch.arange(16, dtype=torch.uint8) + seed,
+        "model.head": torch.randn(5, generator=generator).bfloat16(),
+    }
+
+
+def save(store: CheckpointStore, step: int, session: str = "abc", rollbacks: int = 0) -> CommittedState:
+    return store.save_state(
+        session=session, train_step=step, rollback_count=rollbacks, tensors=tensors(step), extra={"lr_step": step}
+    )
+
+
+def test_a_committed_state_fills_tensors_in_place(store: CheckpointStore) -> None:
+    save(store, 3)
+    state = store.latest_committed()
+    assert state is not None
+    assert state.train_step == 3
+    empty = {name: torch.zeros_like(t) for name, t in tensors(3).items()}
+    assert store.load_state(state, empty) == {"lr_step": 3}
+    for name, expected in tensors(3).items():
+        assert torch.equal(empty[name], expected), name
+
+
+def test_no_pickle_is_written(store: CheckpointStore) -> None:
+    state = save(store, 1)
+    assert {p.suffix for p in state.folder.iterdir()} == {".safetensors", ".json", ""}
+    assert {p.name for p in state.folder.iterdir() if p.suffix == ""} == {COMMITTED_FILE}
+
+
+def test_a_state_without_a_complete_commit_does_not_count(store: CheckpointStore) -> None:
+    save(store, 1)
+    newest = save(store, 2)
+    marker = newest.folder / COMMITTED_FILE
+    whole = marker.read_bytes()
+    for length in range(0, len(whole), 11):
+        marker.write_bytes(whole[:length])
+        latest = store.latest_committed()
+        assert latest is not None
+        assert latest.train_step == 1
+    marker.unlink()
+    assert [s.train_step for s in store.committed_states()] == [1]
+
+
+def test_a_truncated_shard_falls_back_and_a_flipped_one_is_refused(store: CheckpointStore) -> None:
+    save(store, 1)
+    newest = save(store, 2)
+    (shard,) = newest.folder.glob("*.safetensors")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(CheckpointError) as caught:
+        store.load_state(newest, {n: torch.zeros_like(t) for n, t in tensors(2).items()})
+    assert caught.value.reason == Reason.TAMPERED
+    shard.write_bytes(whole[:-1])
+    assert [s.train_step for s in store.committed_states()] == [1]
+
+
+def test_a_planted_shard_is_refused(store: CheckpointStore) -> None:
+    state = save(store, 1)
+    (shard,) = state.folder.glob("*.safetensors")
+    (state.folder / "shard-00002-model-00001-of-00001.safetensors").write_bytes(shard.read_bytes())
+    with pytest.raises(CheckpointError, match="does not list"):
+        store.load_state(state, {n: torch.zeros_like(t) for n, t in tensors(1).items()})
+
+
+def test_a_state_of_another_run_does_not_count(store: CheckpointStore) -> None:
+    save(CheckpointStore(store.root, b"another secret"), 1)
+    assert store.latest_committed() is None
+
+
+def test_a_state_after_a_rollback_outranks_those_before(store: CheckpointStore) -> None:
+    save(store, 5, session="aaa")
+    save(store, 5, session="bbb", rollbacks=1)
+    save(store, 6, session="ccc")
+    assert [(s.train_step, s.record.rollback_count) for s in store.committed_states()] == [(5, 1), (6, 0), (5, 0)]
+
+
+def test_pruning_keeps_the_newest_committed_and_what_is_being_written(store: CheckpointStore) -> None:
+    for step in range(1, 5):
+        save(store, step)
+    torn = save(store, 2, session="dead")
+    (torn.folder / COMMITTED_FILE).unlink()
+    writing = save(store, 4, session="mine")
+    (writing.folder / COMMITTED_FILE).unlink()
+    store.prune_states(keep_last=2, session="mine")
+    assert sorted(p.name for p in (store.root / "states").iterdir()) == [
+        "00000003-abc",
+        "00000004-abc",
+        "00000004-mine",
+    ]
+
+
+def test_the_ledger_counts_batches_up_to_the_committed_step(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        store.write_batch(make_batch(step), CURSOR)
+    assert store.trained_groups() == {}
+    save(store, 2)
+    assert store.trained_groups() == {1: ["e0-2", "e0-3"], 2: ["e0-4", "e0-5"]}
+    assert store.ledger().committed_step == 2
+    assert store.ledger().trained_twice == {}
+
+
+def test_the_ledger_names_missing_batches_and_groups_trained_twice(store: CheckpointStore) -> None:
+    store.write_batch(make_batch(1), CURSOR)
+    store.write_batch(make_batch(2, ["e0-2", "e0-9"]), CURSOR)
+    save(store, 3)
+    ledger = store.ledger()
+    assert ledger.trained_twice == {"e0-2": (1, 2)}
+    assert list(ledger.damaged) == [3]
+    assert "missing" in ledger.damaged[3]

@@ -1,0 +1,53 @@
+"""Run as a script by the crash tests: a writer that can be killed, or that has little room."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_model
+from safetensors.numpy import save_file
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.errors import CheckpointError
+
+
+def write_large(folder: Path) -> None:
+    """A checkpoint of 16 MB in five files."""
+    write_model()(folder)
+    for index in range(4):
+        weights = np.full(1 << 20, index, np.float32)
+        save_file({f"layer{index}": weights}, folder / f"model-{index}.safetensors")
+
+
+def publish_forever(store: CheckpointStore) -> None:
+    """Publish a policy and write a batch, again and again."""
+    for version in range(1_000_000):
+        store.mark_announced(publish(store, version, session="w", write=write_large))
+        store.write_batch(make_batch(version + 1), CURSOR)
+
+
+def write_with_little_room(store: CheckpointStore, limit_bytes: int) -> None:
+    """Print the reason and the message of each refused write, when no file may exceed ``limit_bytes``."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    actions: list[Callable[[], object]] = [
+        lambda: publish(store, 0, write=write_large),
+        lambda: store.write_batch(make_batch(1, [f"e0-{i}" for i in range(2000)]), CURSOR),
+    ]
+    for action in actions:
+        try:
+            action()
+            print("no error")
+        except CheckpointError as error:
+            print(f"{error.reason}|{error}")
+
+
+if __name__ == "__main__":
+    opened = CheckpointStore(Path(sys.argv[1]), SECRET)
+    if len(sys.argv) > 2:
+        write_with_little_room(opened, int(sys.argv[2]))
+    else:
+        publish_forever(opened)
