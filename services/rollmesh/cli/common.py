@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -46,7 +47,7 @@ def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:
     folder = RunFolder(path.resolve())
     if not folder.config_file.exists():
         raise ConfigError(f"{folder.path}: no config.yaml there; is this a run folder?")
-    return load_run_config(folder.config_file), folder
+    return load_run_config(folder.config_file, [f"folder={folder.path}"]), folder
 
 
 @asynccontextmanager
@@ -61,6 +62,15 @@ def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run one coroutine of a command, with clear errors."""
     with clear_errors():
         return asyncio.run(main())
+
+
+def shutdown_event() -> asyncio.Event:
+    """An event that Ctrl-C and SIGTERM set; call inside the running loop."""
+    shutdown = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, shutdown.set)
+    return shutdown
 
 
 def progress_console(json: bool) -> Console:

@@ -17,6 +17,7 @@ from rollmesh.cli.common import (
     progress_console,
     run_async,
     run_of,
+    shutdown_event,
     store_of,
 )
 
@@ -47,7 +48,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         table.add_row("trajectories", f"{view.leased} leased, {view.partial} partial, {view.pending} pending")
         table.add_row("groups", f"{view.open_groups} open, {view.ready_groups} ready")
         table.add_row("queue memory", f"{view.memory_ratio:.1%} of maxmemory")
-        for reason, number in sorted(counts.dropped.items()):
+        for reason, number in sorted(counts.drops.items()):
             table.add_row(f"dropped: {reason}", str(number))
         console.print(table)
         serving = Table("generator", "version", "running", "waiting", "slots", "state")
@@ -61,19 +62,19 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
 
 def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
-    """Evaluate one policy version on the fixed evaluation prompts (starts the services if none run)."""
-    from rollmesh.launcher.evaluations import evaluate_run
+    """Evaluate one policy version of a run at rest on the fixed evaluation prompts."""
+    from rollmesh.launcher.evaluate import evaluate_run
 
     config, folder = run_of(run)
 
     async def main() -> None:
-        result = await evaluate_run(config, folder, version, progress_console(as_json))
+        result = await evaluate_run(config, folder, version, shutdown_event(), progress_console(as_json))
         if as_json:
             typer.echo(json.dumps(asdict(result)))
         else:
             typer.echo(
                 f"policy version {result.policy_version}: {result.mean:.4f} ± {result.standard_error:.4f} "
-                f"(n={result.n}, mean length {result.mean_length:.0f})"
+                f"(n={result.n})"
             )
 
     run_async(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
+from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, shutdown_event
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.launcher.up import RunResult, run_up
 from rollmesh.runtime.logging import configure_logging
@@ -96,11 +95,7 @@ def run_to_report(config: RunConfig, console: Console) -> int:
 async def _run(config: RunConfig, console: Console) -> tuple[RunResult, bool]:
     from rollmesh.launcher.closing import close_run
 
-    shutdown = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, shutdown.set)
-    result = await run_up(config, shutdown, console)
+    result = await run_up(config, shutdown_event(), console)
     green = await close_run(config, result, console)
     return result, green
 

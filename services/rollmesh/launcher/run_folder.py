@@ -110,7 +110,7 @@ def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
         lock.flush()
         if folder.config_file.exists():
             _refuse_other_settings(load_run_config(folder.config_file, environ={}), config, folder)
-        write_run_config(config, folder.config_file)
+        write_run_config(config.model_copy(update={"folder": str(folder.path)}), folder.config_file)
         yield folder
 
 

@@ -91,7 +91,7 @@ class MeshSampler:
             view=await self._store.view(),
             generators=tuple(await self._store.generators()),
             generated_token_total=self._generated.total,
-            dropped=dict(counts.dropped),
+            dropped=dict(counts.drops),
         )
         append_line(self._folder.timeline, sample.to_json())
         return sample

@@ -1,0 +1,43 @@
+"""``rollmesh eval``: one policy version on the fixed prompts, with or without a run going on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rich.console import Console
+
+from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
+from rollmesh.launcher.evaluations import Evaluation, evaluate_version
+from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
+from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
+
+_WITHOUT_TRAINER = ("generator", "reward", "rollout")
+
+
+async def evaluate_run(
+    config: RunConfig, folder: RunFolder, policy_version: int | None, shutdown: asyncio.Event, console: Console
+) -> Evaluation:
+    """Evaluate ``policy_version`` (None: the newest) of a run at rest: its services are started for the while.
+
+    Raises ConfigError while a launcher holds the folder (``evaluation.every_versions`` evaluates during a run), or
+    when the version was never published or is pruned.
+    """
+    with locked_run_folder(config):
+        async with local_mesh(config, folder, shutdown, console) as mesh:
+            version = await _published(mesh, policy_version)
+            await mesh.store.set_user_paused(True)
+            async with mesh.services(_WITHOUT_TRAINER):
+                await mesh.until_serving()
+                return await evaluate_version(mesh, version)
+
+
+async def _published(mesh: LocalMesh, policy_version: int | None) -> int:
+    versions = [policy.policy_version for policy in await mesh.store.policies()]
+    if not versions:
+        raise ConfigError(f"{mesh.folder.path}: the run has published no policy yet")
+    if policy_version is None:
+        return max(versions)
+    if policy_version not in versions:
+        raise ConfigError(f"--version {policy_version}: published versions are {min(versions)} to {max(versions)}")
+    return policy_version

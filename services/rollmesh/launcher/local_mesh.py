@@ -1,0 +1,126 @@
+"""The processes of a run on this machine, and waiting for them with progress, deadlines and a way to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import httpx
+from rich.console import Console
+
+from rollmesh.config import RunConfig
+from rollmesh.errors import RollmeshError
+from rollmesh.launcher.progress import RunProgress
+from rollmesh.launcher.redis import running_store
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.launcher.sampler import MeshSampler
+from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
+from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
+from rollmesh.store import TrajectoryStore
+
+_SAMPLE_SECONDS = 1.0
+START_DEADLINE_SECONDS = 300.0
+
+
+class Interrupted(RollmeshError):
+    """Ctrl-C or SIGTERM ended the run early; a second start continues it."""
+
+
+class LocalMesh:
+    """A store that runs, service processes that are kept up, and a view of both."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        store: TrajectoryStore,
+        shutdown: asyncio.Event,
+        progress: RunProgress,
+        sampler: MeshSampler,
+    ) -> None:
+        self.config = config
+        self.folder = folder
+        self.store = store
+        self.progress = progress
+        self.supervisor = Supervisor(config.launcher.restart_limit)
+        self._shutdown = shutdown
+        self._sampler = sampler
+
+    @contextlib.asynccontextmanager
+    async def services(self, names: Sequence[str] = STOP_ORDER) -> AsyncIterator[None]:
+        """Run these services; they are stopped in order at the end, whatever ended it."""
+        environment = child_environment(self.config, self.folder, self.store.url)
+        for spec in service_specs(self.config, self.folder, environment):
+            if spec.service in names:
+                self.supervisor.start(spec)
+        self.progress.note(f"services started, logs in {self.folder.logs}")
+        try:
+            yield
+        finally:
+            self.progress.note("draining services")
+            try:
+                await self.supervisor.stop(STOP_ORDER)
+            finally:
+                await self.supervisor.kill_all()
+
+    async def until(
+        self, done: Callable[[], Awaitable[bool]], waiting_for: str, deadline_seconds: float | None = None
+    ) -> None:
+        """Show progress until ``done``.
+
+        Raises Interrupted on shutdown, ServiceFailed when a service or the run has failed or the deadline is over.
+        """
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        while not await done():
+            if self.supervisor.failed.done():
+                raise ServiceFailed(self.supervisor.failed.result())
+            if deadline_seconds is not None and loop.time() - start > deadline_seconds:
+                raise ServiceFailed(f"waited {deadline_seconds:.0f} s for {waiting_for}; see {self.folder.logs}")
+            if self._shutdown.is_set():
+                raise Interrupted(f"stopped while waiting for {waiting_for}")
+            failure = await self.store.failure()
+            if failure:
+                raise ServiceFailed(failure)
+            self.progress.update(await self._sampler.sample(), waiting_for)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._shutdown.wait(), _SAMPLE_SECONDS)
+
+    async def until_serving(self) -> None:
+        """Wait for the initial policy and a generator that serves it."""
+        await self.until(self._policy_announced, "the trainer to publish the initial policy", START_DEADLINE_SECONDS)
+        await self.until(self._generator_serves, "a generator that serves", START_DEADLINE_SECONDS)
+
+    async def until_idle(self) -> None:
+        """Pause the run and wait until no rollout is in flight."""
+        await self.store.set_user_paused(True)
+        await self.until(self._idle, "rollouts in flight to come to rest")
+
+    async def latest_version(self) -> int:
+        """Newest announced policy version; -1 before the first."""
+        policy = await self.store.latest_policy()
+        return -1 if policy is None else policy.policy_version
+
+    async def _policy_announced(self) -> bool:
+        return await self.latest_version() >= 0
+
+    async def _generator_serves(self) -> bool:
+        return any(g.serving for g in await self.store.generators())
+
+    async def _idle(self) -> bool:
+        view = await self.store.view()
+        return view.leased == 0
+
+
+@contextlib.asynccontextmanager
+async def local_mesh(
+    config: RunConfig, folder: RunFolder, shutdown: asyncio.Event, console: Console
+) -> AsyncIterator[LocalMesh]:
+    """The mesh of a run folder whose lock the caller holds, without its services yet."""
+    progress = RunProgress(
+        console, train_steps=config.trainer.train_steps, metrics=folder.metrics, samples=folder.samples
+    )
+    async with running_store(config, folder) as store, httpx.AsyncClient() as client:
+        with progress:
+            yield LocalMesh(config, folder, store, shutdown, progress, MeshSampler(store, folder, client))
