@@ -2,9 +2,9 @@
 
     RMBATCH1 | frame ... | footer JSON | HMAC of the footer | footer length | RMBATCHE
 
-A frame is a length and one protobuf ``Batch`` with a single group, so that no message nears protobuf's 2 GB. The
-footer, which comes last, holds the ids, the prompt cursor, and the length and digest of the frames: a torn file has
-no valid footer. A file appears under its name only when complete (a replace here, one put in an object store).
+A frame is one group (``frames``). The footer, which comes last, holds the ids, the prompt cursor, and the length and
+digest of the frames: a torn file has no valid footer. A file appears under its name only when complete (a replace
+here, one put in an object store).
 """
 
 from __future__ import annotations
@@ -15,23 +15,20 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_folder
+from rollmesh.checkpoints.frames import decode_groups, encode_groups
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
-from rollmesh.types import Batch, Group
-from rollmesh.v1 import trajectory_pb2 as pb
-from rollmesh.wire.codec import batch_from_pb, batch_to_pb
+from rollmesh.types import Batch
 
 FOLDER = "batches"
 
@@ -39,7 +36,6 @@ _HEAD = b"RMBATCH1"
 _TAIL = b"RMBATCHE"
 _TAG_BYTES = 64
 _END_BYTES = _TAG_BYTES + 4 + len(_TAIL)
-_FRAME = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 _NAME = re.compile(r"^(\d{8,})\.pb$")
 
@@ -118,7 +114,10 @@ def read_batch(root: Path, secret: bytes, train_step: int) -> Batch:
         payload = file.read(footer.payload_bytes)
     if hashlib.sha256(payload).hexdigest() != footer.payload_sha256:
         raise CheckpointError(f"{path}: the trajectories do not fit the digest", reason=Reason.TAMPERED)
-    groups = tuple(_groups(payload, path))
+    try:
+        groups = tuple(decode_groups(payload))
+    except DataError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     if [g.group_id for g in groups] != footer.group_ids:
         raise CheckpointError(f"{path}: the groups are not the ones that the footer names", reason=Reason.TAMPERED)
     return Batch(train_step=train_step, groups=groups)
@@ -143,14 +142,10 @@ def _write(file: BinaryIO, secret: bytes, batch: Batch, cursor: Cursor) -> str:
     digest = hashlib.sha256()
     size = 0
     file.write(_HEAD)
-    for group in batch.groups:
-        message = batch_to_pb(Batch(train_step=batch.train_step, groups=(group,)))
-        # Deterministic: map fields would otherwise give equal batches different digests.
-        data = message.SerializeToString(deterministic=True)
-        for part in (_FRAME.pack(len(data)), data):
-            file.write(part)
-            digest.update(part)
-            size += len(part)
+    for part in encode_groups(batch):
+        file.write(part)
+        digest.update(part)
+        size += len(part)
     footer = BatchFooter(
         train_step=batch.train_step,
         group_ids=[g.group_id for g in batch.groups],
@@ -208,17 +203,3 @@ def _read_footer(file: BinaryIO, path: Path, secret: bytes, train_step: int) -> 
     if len(_HEAD) + footer.payload_bytes + length + _END_BYTES != size:
         raise CheckpointError(f"{path}: {size} bytes do not fit the footer", reason=Reason.TRUNCATED)
     return footer
-
-
-def _groups(payload: bytes, path: Path) -> Iterator[Group]:
-    view = memoryview(payload)
-    position = 0
-    while position < len(view):
-        try:
-            (length,) = _FRAME.unpack_from(view, position)
-            position += _FRAME.size
-            message = pb.Batch.FromString(bytes(view[position : position + length]))
-            position += length
-            yield from batch_from_pb(message).groups
-        except (struct.error, DecodeError, DataError) as error:
-            raise CheckpointError(f"{path}: malformed group at byte {position}: {error}") from error

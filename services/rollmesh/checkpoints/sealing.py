@@ -14,7 +14,7 @@ from typing import Any
 from rollmesh.checkpoints.durable import make_folder, sync_folder
 from rollmesh.errors import CheckpointError
 
-SECRET_FILE = "checkpoint.secret"
+SECRET_FILE = "secret"
 
 
 def canonical(data: Mapping[str, Any]) -> bytes:
