@@ -1,0 +1,4 @@
+"""Pure functions of reinforcement learning: advantages, losses, corrections, masks. No I/O and no service imports.
+
+Importing this package loads nothing; the submodules load torch, except ``shaping``, which rollout workers use.
+"""

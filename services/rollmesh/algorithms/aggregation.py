@@ -1,0 +1,46 @@
+"""From per-token losses to one number.
+
+An aggregation is a weight per token, computed from the ORIGINAL tokens of the whole minibatch: masking a token takes
+it out of the numerator and leaves every denominator as it was, so that it shrinks the update instead of re-weighting
+the rest. Because the weights are known before the minibatch is split, the sum over micro-batches and ranks is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from torch import Tensor
+
+from rollmesh.algorithms.segments import segment_count
+
+
+def token_mean(original_mask: Tensor, sequence_index: Tensor, sequence_count: int) -> Tensor:
+    """``1 / sum_i |o_i|`` on every original token: long answers weigh more (DAPO, arXiv 2503.14476).
+
+    ``original_mask`` bool [tokens], ``sequence_index`` int64 [tokens]; returns float64 [tokens].
+    """
+    return original_mask.double() / original_mask.sum().clamp(min=1)
+
+
+def sequence_mean_token_mean(original_mask: Tensor, sequence_index: Tensor, sequence_count: int) -> Tensor:
+    """``1 / (S |o_i|)``: every answer with at least one token weighs the same (GRPO, GSPO).
+
+    ``original_mask`` bool [tokens], ``sequence_index`` int64 [tokens]; returns float64 [tokens].
+    """
+    lengths = segment_count(sequence_index, sequence_count, original_mask)
+    sequences = (lengths > 0).sum().clamp(min=1)
+    return original_mask.double() / (lengths.clamp(min=1)[sequence_index] * sequences)
+
+
+Aggregation = Callable[[Tensor, Tensor, int], Tensor]
+"""(original_mask [tokens], sequence_index [tokens], sequence_count) -> weights [tokens]."""
+
+AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
+    {"token_mean": token_mean, "sequence_mean_token_mean": sequence_mean_token_mean}
+)
+
+
+def aggregate(token_loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+    """``sum_t weights_t * mask_t * token_loss_t``; a masked token contributes 0 even where its loss is not finite."""
+    return (token_loss.masked_fill(~mask, 0.0) * weights).sum()

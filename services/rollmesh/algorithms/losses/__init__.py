@@ -1,0 +1,1 @@
+"""Policy losses: per-token losses from log-probabilities, advantages and masks."""

@@ -1,0 +1,65 @@
+"""What every policy loss takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from torch import Tensor
+
+
+class ClipReason(IntEnum):
+    """What a loss did to the gradient of a token."""
+
+    NONE = 0
+    HIGH = 1
+    """The ratio is above the upper clip of a positive advantage (cispo: of any): no gradient (cispo: capped)."""
+    LOW = 2
+    """The ratio is below the lower clip of a negative advantage (cispo: of any): no gradient (cispo: raised)."""
+    DUAL = 3
+    """The ratio of a negative advantage is above the dual clip: no gradient."""
+    TRUNCATED = 4
+    """The importance weight was cut at its cap; the gradient stays."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInput:
+    """Packed tokens; every tensor is float [tokens] unless said otherwise."""
+
+    logprobs: Tensor
+    """Of the policy in training; the only input that carries a gradient."""
+    old_logprobs: Tensor
+    """Denominator of the ratio, from the run's old-logprob source."""
+    behavior_logprobs: Tensor
+    """Of whoever sampled the token."""
+    advantages: Tensor
+    """The trajectory's advantage at each of its tokens."""
+    mask: Tensor
+    """bool: the token is in the numerator of the loss."""
+    sequence_index: Tensor
+    """int64: which sequence the token belongs to, in [0, sequence_count)."""
+    sequence_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOptions:
+    """Numbers of the losses; each loss reads its own."""
+
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    tis_cap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """Per-token result; everything but ``loss`` is detached."""
+
+    loss: Tensor  # float [tokens], differentiable
+    ratio: Tensor  # float [tokens], the ratio that was compared with the clip bounds
+    weight: Tensor  # float [tokens], the gradient of the loss is -weight * advantage * grad logprob
+    clip: Tensor  # int8 [tokens], ClipReason
+
+
+PolicyLoss = Callable[[LossInput, LossOptions], TokenLoss]

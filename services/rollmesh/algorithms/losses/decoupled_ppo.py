@@ -1,0 +1,19 @@
+"""Decoupled PPO: the clip is centred on a proximal policy, the behavior policy is corrected by a weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollmesh.algorithms.losses.base import LossInput, LossOptions, TokenLoss
+from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+from rollmesh.algorithms.ratios import ratio
+
+
+def decoupled_ppo(data: LossInput, options: LossOptions) -> TokenLoss:
+    """``sg[pi_prox / mu] * PPO_clip(pi / pi_prox)``; pi_prox is the old-logprob source, mu the behavior policy.
+
+    Sources: batch-size invariance (arXiv 2110.00641), AReaL Eq. 5 (arXiv 2505.24298).
+    """
+    correction = ratio(data.old_logprobs, data.behavior_logprobs).detach()
+    inner = ppo_clip(data, options)
+    return replace(inner, loss=correction * inner.loss, weight=correction * inner.weight)

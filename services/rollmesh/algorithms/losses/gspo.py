@@ -1,0 +1,24 @@
+"""GSPO: one length-normalised ratio per sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollmesh.algorithms.losses.base import LossInput, LossOptions, TokenLoss
+from rollmesh.algorithms.losses.ppo_clip import clipped_surrogate
+from rollmesh.algorithms.ratios import LOG_RATIO_LIMIT
+from rollmesh.algorithms.segments import segment_count, segment_sum
+
+
+def gspo(data: LossInput, options: LossOptions) -> TokenLoss:
+    """``-min(s A, clip(s, 1 - low, 1 + high) A)`` with ``s_i = exp(mean_t (log pi - log pi_old))``.
+
+    The mean runs over the tokens of the sequence that are in the loss. In token form ``sg[s_i] pi / sg[pi]``, so that
+    the gradient is spread over the tokens by the aggregation; no dual clip. Source: GSPO (arXiv 2507.18071).
+    """
+    difference = (data.logprobs.detach() - data.old_logprobs).masked_fill(~data.mask, 0.0)
+    lengths = segment_count(data.sequence_index, data.sequence_count, data.mask).clamp(min=1)
+    mean = segment_sum(difference, data.sequence_index, data.sequence_count) / lengths
+    sequence_ratio = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()[data.sequence_index]
+    token_ratio = sequence_ratio * (data.logprobs - data.logprobs.detach()).exp()
+    return clipped_surrogate(token_ratio, data.advantages, replace(options, dual_clip=None))

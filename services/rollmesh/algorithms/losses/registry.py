@@ -1,0 +1,51 @@
+"""Losses by the name they have in the run file, with the defaults that belong to each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from rollmesh.algorithms.losses.base import LossOptions, PolicyLoss
+from rollmesh.algorithms.losses.cispo import cispo
+from rollmesh.algorithms.losses.decoupled_ppo import decoupled_ppo
+from rollmesh.algorithms.losses.gspo import gspo
+from rollmesh.algorithms.losses.ppo_clip import ppo_clip
+from rollmesh.algorithms.losses.tis import tis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossDefinition:
+    """A loss and its defaults."""
+
+    loss: PolicyLoss
+    clip_low: float
+    clip_high: float
+    aggregation: str
+
+    def options(
+        self,
+        *,
+        clip_low: float | None = None,
+        clip_high: float | None = None,
+        dual_clip: float | None = None,
+        tis_cap: float = 2.0,
+    ) -> LossOptions:
+        """Options of a run: None takes the loss's default bound; ``dual_clip`` None is off."""
+        return LossOptions(
+            clip_low=self.clip_low if clip_low is None else clip_low,
+            clip_high=self.clip_high if clip_high is None else clip_high,
+            dual_clip=dual_clip,
+            tis_cap=tis_cap,
+        )
+
+
+LOSSES: Mapping[str, LossDefinition] = MappingProxyType(
+    {
+        "ppo_clip": LossDefinition(loss=ppo_clip, clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        "decoupled_ppo": LossDefinition(loss=decoupled_ppo, clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        "tis": LossDefinition(loss=tis, clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        "gspo": LossDefinition(loss=gspo, clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean_token_mean"),
+        "cispo": LossDefinition(loss=cispo, clip_low=1.0, clip_high=4.0, aggregation="token_mean"),
+    }
+)

@@ -1,0 +1,97 @@
+"""Where the denominator of the importance ratio comes from.
+
+sampler    the concatenated behavior_logprobs of all versions that wrote the trajectory: our variant of CoPRIS, and
+           the fallback of every other source
+stage_end  the trainer's own log-probabilities, computed at the end of each stage with the weights that sampled it
+           (CoPRIS as published, arXiv 2511.05589; strategy 3 of Missing Old Logits, arXiv 2605.12070); needs a barrier
+recompute  one pass with the weights right before the train step: pi_prox of decoupled PPO (arXiv 2505.24298)
+current    the same weights for every token, mixed caches included: pseudo on-policy (POIS of UloRL, arXiv 2507.19766)
+snapshot   the stored weights of the version that sampled the token (strategy 1 of Missing Old Logits)
+
+A token that attended to another version's KV cache has no exact policy: no recomputation reproduces it, so the sources
+that claim exactness fall back to ``sampler`` for it, counted by reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+
+class Evidence(Enum):
+    """Which trainer-side log-probabilities a source is chosen from."""
+
+    NONE = "none"
+    STEP_START = "step_start"
+    """One pass with the weights before the first update of the train step."""
+    STAGE_END = "stage_end"
+    """What was recorded at the end of the stage that sampled the token."""
+    SNAPSHOT = "snapshot"
+    """Recomputed with the stored weights of the token's version."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldLogprobs:
+    """The chosen denominator."""
+
+    values: Tensor  # float [tokens]
+    from_trainer: Tensor  # bool [tokens], True where the trainer-side value was taken
+    fallbacks: Mapping[str, int]
+    """Policy tokens for which the source was impossible and ``sampler`` stepped in, by reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldLogprobSource:
+    """One source: what it needs and what makes it impossible for a token."""
+
+    name: str
+    evidence: Evidence
+    needs_pure: bool
+    """Tokens sampled on another version's cache fall back."""
+    missing_reason: str = "missing"
+    """Reason counted where the trainer-side value does not exist."""
+
+    def choose(
+        self, *, behavior: Tensor, trainer: Tensor, available: Tensor, pure: Tensor, policy: Tensor
+    ) -> OldLogprobs:
+        """Take ``trainer`` where the source can, ``behavior`` elsewhere.
+
+        All [tokens]: ``behavior`` and ``trainer`` float log-probabilities, ``available`` bool where ``trainer``
+        exists, ``pure`` bool where one version's weights and cache sampled the token, ``policy`` bool where a policy
+        wrote it (only those are counted).
+        """
+        if self.evidence is Evidence.NONE:
+            nowhere = torch.zeros_like(policy)
+            return OldLogprobs(values=behavior, from_trainer=nowhere, fallbacks={})
+        mixed = policy & ~pure if self.needs_pure else torch.zeros_like(policy)
+        missing = policy & ~available & ~mixed
+        taken = policy & available & ~mixed
+        counts = {"mixed_cache": int(mixed.sum()), self.missing_reason: int(missing.sum())}
+        return OldLogprobs(
+            values=torch.where(taken, trainer.to(behavior.dtype), behavior),
+            from_trainer=taken,
+            fallbacks={reason: count for reason, count in counts.items() if count},
+        )
+
+
+SOURCES: Mapping[str, OldLogprobSource] = MappingProxyType(
+    {
+        source.name: source
+        for source in (
+            OldLogprobSource(name="sampler", evidence=Evidence.NONE, needs_pure=False),
+            OldLogprobSource(name="current", evidence=Evidence.STEP_START, needs_pure=False),
+            OldLogprobSource(name="recompute", evidence=Evidence.STEP_START, needs_pure=True),
+            OldLogprobSource(
+                name="stage_end", evidence=Evidence.STAGE_END, needs_pure=True, missing_reason="stage_not_recorded"
+            ),
+            OldLogprobSource(
+                name="snapshot", evidence=Evidence.SNAPSHOT, needs_pure=True, missing_reason="version_not_kept"
+            ),
+        )
+    }
+)

@@ -1,0 +1,21 @@
+"""Sums and means over ragged sets: tokens of a sequence, members of a group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def segment_sum(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """Sum ``values`` [items] by ``index`` int64 [items] in [0, count); differentiable, [count]."""
+    return values.new_zeros(count).index_add(0, index, values)
+
+
+def segment_count(index: Tensor, count: int, mask: Tensor | None = None) -> Tensor:
+    """Items per segment (those with ``mask`` only), int64 [count]."""
+    return torch.bincount(index if mask is None else index[mask], minlength=count)
+
+
+def segment_mean(values: Tensor, index: Tensor, count: int) -> Tensor:
+    """Mean of ``values`` [items] by ``index``; 0 for an empty segment, [count]."""
+    return segment_sum(values, index, count) / segment_count(index, count).clamp(min=1)

@@ -1,0 +1,170 @@
+"""A batch as flat columns: one row per token, one per trajectory. Built once, before anything is split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollmesh.algorithms.advantages.registry import Advantage
+from rollmesh.errors import DataError
+from rollmesh.types import Batch, FinishReason, Float32Array, Group, Int32Array, OutcomeKind, SegmentSource, Trajectory
+
+BoolArray = npt.NDArray[np.bool_]
+Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
+
+NO_VERSION = -1
+"""Version of a token that no policy wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """Trajectories laid end to end, prompt and response; arrays of tokens have one entry per token of ``token_ids``."""
+
+    train_step: int
+    trajectory_ids: tuple[str, ...]
+    group_index: Int64Array  # [trajectories], place of the trajectory's group in the batch
+    group_count: int
+    starts: Int64Array  # [trajectories + 1], first token of each trajectory
+    prompt_lengths: Int64Array  # [trajectories]
+    rewards: Float64Array  # [trajectories], shaped
+    outcome_values: Float64Array  # [trajectories], as the verifier gave them
+    advantages: Float64Array  # [trajectories]
+    truncated: BoolArray  # [trajectories], ended by the token budget
+    token_ids: Int32Array  # [tokens]
+    sequence_index: Int64Array  # [tokens]
+    policy_mask: BoolArray  # [tokens], a policy wrote it: what the denominators count
+    loss_mask: BoolArray  # [tokens], in the numerator of the loss
+    behavior_logprobs: Float32Array  # [tokens], 0 where no policy wrote
+    versions: Int32Array  # [tokens], NO_VERSION where no policy wrote
+    staleness: Int32Array  # [tokens], train steps since the version's; 0 where no policy wrote
+    pure: BoolArray  # [tokens], one version's weights and cache sampled it
+    temperatures: Float32Array  # [tokens]
+    unscored_trajectories: int
+    """Trajectories left out because their outcome carries no reward."""
+
+    @property
+    def trajectory_count(self) -> int:
+        """Trajectories that are trained on."""
+        return len(self.trajectory_ids)
+
+    @property
+    def lengths(self) -> Int64Array:
+        """Tokens of each trajectory, prompt included, [trajectories]."""
+        return np.diff(self.starts)
+
+    @property
+    def response_lengths(self) -> Int64Array:
+        """Tokens after the prompt, [trajectories]."""
+        return self.lengths - self.prompt_lengths
+
+    def loss_staleness(self) -> Int64Array:
+        """Largest staleness among the tokens in the loss, 0 for a trajectory without any, [trajectories]."""
+        worst = np.zeros(self.trajectory_count, np.int64)
+        np.maximum.at(worst, self.sequence_index[self.loss_mask], self.staleness[self.loss_mask])
+        return worst
+
+
+def build_train_batch(
+    batch: Batch,
+    train_step_of_version: Mapping[int, int],
+    advantage: Advantage,
+    *,
+    max_token_staleness: int | None = None,
+) -> TrainBatch:
+    """Flatten a batch, compute its advantages and mark which tokens are trained on.
+
+    ``train_step_of_version`` names the train step of every policy version that wrote tokens. Advantages compare the
+    scored members of a group; unscored ones are left out. ``max_token_staleness`` masks older tokens
+    (``on_stale: mask_old_segments``). Raises DataError for an unknown version, a repeated trajectory, a segment
+    without logprobs or with T = 0, an empty prompt, and a batch with nothing to train on.
+    """
+    members = [(g, t) for g, group in enumerate(batch.groups) for t in _scored(group)]
+    total = sum(len(group.trajectories) for group in batch.groups)
+    if not members:
+        raise DataError(f"batch {batch.train_step}: none of its {total} trajectories is scored")
+    ids = tuple(t.trajectory_id for _, t in members)
+    if len(set(ids)) != len(ids):
+        raise DataError(f"batch {batch.train_step}: a trajectory occurs twice")
+    group_index = np.array([g for g, _ in members], np.int64)
+    rewards = np.array([t.shaped_reward for _, t in members], np.float64)
+    advantages = advantage(torch.from_numpy(rewards), torch.from_numpy(group_index), len(batch.groups)).numpy()
+    current = batch.train_step - 1
+    columns = [_columns(t, train_step_of_version, current) for _, t in members]
+    flat = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
+    lengths = np.array([len(c["token_ids"]) for c in columns], np.int64)
+    policy_mask = flat["versions"] != NO_VERSION
+    fresh = True if max_token_staleness is None else flat["staleness"] <= max_token_staleness
+    return TrainBatch(
+        train_step=batch.train_step,
+        trajectory_ids=ids,
+        group_index=group_index,
+        group_count=len(batch.groups),
+        starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        prompt_lengths=np.array([len(t.prompt.token_ids) for _, t in members], np.int64),
+        rewards=rewards,
+        outcome_values=np.array([t.outcome.value if t.outcome else 0.0 for _, t in members], np.float64),
+        advantages=advantages,
+        truncated=np.array([t.finish_reason is FinishReason.LENGTH for _, t in members]),
+        sequence_index=np.repeat(np.arange(len(members), dtype=np.int64), lengths),
+        policy_mask=policy_mask,
+        loss_mask=policy_mask & fresh,
+        unscored_trajectories=total - len(members),
+        **flat,
+    )
+
+
+def split_minibatches(batch: TrainBatch, count: int) -> list[Int64Array]:
+    """Trajectory indices of each minibatch: whole groups, in order, evenly; empty ones are dropped."""
+    edges = np.linspace(0, batch.group_count, count + 1).round().astype(np.int64)
+    parts = [np.flatnonzero((batch.group_index >= a) & (batch.group_index < b)) for a, b in pairwise(edges)]
+    return [part for part in parts if len(part)]
+
+
+def _scored(group: Group) -> list[Trajectory]:
+    return [t for t in group.trajectories if t.outcome is not None and t.outcome.kind is OutcomeKind.SCORED]
+
+
+def _columns(trajectory: Trajectory, train_step_of_version: Mapping[int, int], current: int) -> dict[str, Any]:
+    prompt = trajectory.prompt.token_ids
+    if len(prompt) == 0:
+        raise DataError(f"trajectory {trajectory.trajectory_id}: its prompt is empty")
+    count = len(prompt) + trajectory.response_token_count
+    token_ids = np.concatenate([prompt, trajectory.response_ids]).astype(np.int32, copy=False)
+    behavior = np.zeros(count, np.float32)
+    versions = np.full(count, NO_VERSION, np.int32)
+    staleness = np.zeros(count, np.int32)
+    pure = np.zeros(count, np.bool_)
+    temperatures = np.ones(count, np.float32)
+    start = len(prompt)
+    for segment in trajectory.segments:
+        place = slice(start, start + len(segment))
+        start += len(segment)
+        if segment.source is not SegmentSource.POLICY:
+            continue
+        where = f"trajectory {trajectory.trajectory_id}, policy_version {segment.policy_version}"
+        if segment.behavior_logprobs is None or len(segment.behavior_logprobs) != len(segment):
+            raise DataError(f"{where}: needs one behavior_logprob per token")
+        if segment.policy_version not in train_step_of_version:
+            raise DataError(f"{where}: no such policy version is known")
+        if not segment.temperature > 0:
+            raise DataError(f"{where}: temperature {segment.temperature} cannot be trained on, it must be positive")
+        behavior[place] = segment.behavior_logprobs
+        versions[place] = segment.policy_version
+        staleness[place] = current - train_step_of_version[segment.policy_version]
+        pure[place] = segment.pure
+        temperatures[place] = segment.temperature
+    return {
+        "token_ids": token_ids,
+        "behavior_logprobs": behavior,
+        "versions": versions,
+        "staleness": staleness,
+        "pure": pure,
+        "temperatures": temperatures,
+    }

@@ -1,0 +1,69 @@
+"""AdamW, the learning-rate schedule and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rollmesh.config.trainer import TrainerConfig
+
+
+def learning_rate(config: TrainerConfig, train_step: int) -> float:
+    """Learning rate of ``train_step`` (the first is 1): linear warm-up, then the schedule over what is left.
+
+    A function of the step alone, so that a restarted trainer needs no scheduler state.
+    """
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if train_step <= warmup:
+        return peak * train_step / warmup
+    progress = min(1.0, (train_step - 1 - warmup) / max(1, config.train_steps - warmup))
+    if config.lr_schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * progress))
+    if config.lr_schedule == "linear":
+        return peak * (1 - progress)
+    return peak
+
+
+def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW over all parameters; weight decay on matrices only. Its state exists from the start, so it can be loaded.
+
+    The model must be sharded already: the moments take the layout of the parameters.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, betas=config.betas)
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale the gradients to at most ``max_norm`` over all ranks; returns the norm before, which may not be finite."""
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def apply_update(optimizer: torch.optim.AdamW, rate: float, max_norm: float) -> tuple[float, bool]:
+    """Clip, step at ``rate`` and clear the gradients; returns (gradient norm, whether the weights were updated).
+
+    A gradient that is not finite updates nothing: one broken batch must not destroy the policy.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    norm = clip_gradients([p for g in optimizer.param_groups for p in g["params"]], max_norm)
+    updated = math.isfinite(norm)
+    if updated:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, updated

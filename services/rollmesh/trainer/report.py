@@ -1,0 +1,132 @@
+"""What one train step reports: numbers only, ready for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatioStats:
+    """Importance ratios of the tokens in the loss, as the loss compared them with its bounds."""
+
+    tokens: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    clipped_high: float
+    """Share of tokens whose gradient the upper bound cut."""
+    clipped_low: float
+    clipped_dual: float
+    truncated: float
+    """Share of tokens whose importance weight was cut at its cap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapStats:
+    """``|behavior_logprob - trainer logprob|`` on tokens sampled by the very weights the step began with."""
+
+    tokens: int
+    mean: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadStats:
+    """Mean, largest value and histogram of whole numbers."""
+
+    mean: float
+    max: int
+    histogram: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStats:
+    """What the batch was, before any computation."""
+
+    groups: int
+    trajectories: int
+    unscored_trajectories: int
+    original_tokens: int
+    """Tokens that a policy wrote: what the denominators count."""
+    trained_tokens: int
+    """Tokens in the numerator of the loss."""
+    masked_fraction: float
+    reward_mean: float
+    reward_std: float
+    outcome_mean: float
+    """Mean outcome value before shaping."""
+    advantage_abs_mean: float
+    all_right_groups: int
+    """Groups without reward variance whose members all have a positive outcome."""
+    all_wrong_groups: int
+    """Groups without reward variance whose members all have none."""
+    truncated_share: float
+    off_policy_token_share: float
+    """Share of trained tokens with staleness above 0."""
+    mixed_cache_token_share: float
+    version_span: SpreadStats
+    """Newest minus oldest policy version within a trajectory."""
+    token_staleness: SpreadStats
+    trajectory_staleness: SpreadStats
+    response_length_mean: float
+    response_length_deciles: tuple[float, ...]
+    """Minimum, the nine deciles, maximum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyStats:
+    """How the policy relates to whoever sampled the batch, at the moment each minibatch began."""
+
+    ratio: RatioStats
+    ratio_by_staleness: Mapping[int, RatioStats]
+    kl_behavior_k1: float
+    """KL(behavior || policy) per token, k1."""
+    kl_behavior_k3: float
+    effective_sample_size: float
+    """Of the trajectories, weighted by the product of their token ratios."""
+    effective_sample_share: float
+    entropy: float
+    """Nats per token, at the sampling temperature."""
+    logprob_gap_pure: GapStats
+    logprob_gap_mixed_cache: GapStats
+    old_logprob_fallbacks: Mapping[str, int]
+    kl_reference: float | None
+    """k3 KL to the pinned reference per token; None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One train step."""
+
+    train_step: int
+    loss: float
+    """Mean over the minibatches."""
+    learning_rate: float
+    grad_norm: float
+    """Before clipping; mean over the minibatches."""
+    updates: int
+    skipped_updates: int
+    """Updates that were not made because the gradient was not finite."""
+    microbatches: int
+    forward_tokens: int
+    """Tokens that went through the model in the gradient passes, prompts included."""
+    seconds: Mapping[str, float]
+    """Wall time by phase: evidence (old and reference logprobs), gradient, update, statistics."""
+    batch: BatchStats
+    policy: PolicyStats
+
+    def to_json(self) -> dict[str, Any]:
+        """Nested dictionary of numbers with string keys."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,291 @@
+"""``PolicyTrainer``: one policy, its optimizer, and the train step.
+
+    batch -> flat columns -> old logprobs -> per minibatch: (micro-batches: forward, loss, backward) -> update -> report
+
+Nothing in a step is random and the learning rate depends on the step alone, so weights and moments are the whole state
+and a replayed step gives the same weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.algorithms.aggregation import AGGREGATIONS
+from rollmesh.algorithms.losses.registry import LOSSES
+from rollmesh.algorithms.old_logprobs import SOURCES
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.errors import DataError
+from rollmesh.trainer.batch import TrainBatch, build_train_batch, split_minibatches
+from rollmesh.trainer.distributed import Gang, pick_device, shard, whole
+from rollmesh.trainer.evidence import EvidenceGatherer, PolicyFolder
+from rollmesh.trainer.explain import TokenExplanation, explain_tokens
+from rollmesh.trainer.model import PolicyModel, load_policy_model, write_policy_folder
+from rollmesh.trainer.optimizer import build_optimizer, learning_rate
+from rollmesh.trainer.packing import balanced_bins, pack_sequences
+from rollmesh.trainer.passes import Compute, LossRecipe, TokenColumns, judge_tokens, score_batch
+from rollmesh.trainer.report import StepReport
+from rollmesh.trainer.stage import StageRecord, current_version, response_versions
+from rollmesh.trainer.statistics import TokenResults, batch_stats, policy_stats
+from rollmesh.trainer.update import Updates, run_minibatches
+from rollmesh.types import Batch, Float32Array, Int32Array, Trajectory
+
+
+class PolicyTrainer:
+    """Trains one policy. Under torchrun every rank makes the same calls with the same arguments."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        config: TrainerConfig,
+        compute: Compute,
+        *,
+        source: Path,
+        publish_dtype: torch.dtype,
+        max_token_staleness: int | None = None,
+        policy_folder: PolicyFolder | None = None,
+    ) -> None:
+        self.train_step = 0
+        """Number of batches the policy has been trained on."""
+        self._model = model
+        self._config = config
+        self._compute = compute
+        self._source = source
+        self._publish_dtype = publish_dtype
+        self._max_token_staleness = max_token_staleness
+        shard(model, model.causal_lm, compute.gang, compute.device)
+        self._optimizer = build_optimizer(model, config)
+        self._recipe = loss_recipe(config.algorithm)
+        self._stage = StageRecord()
+        self._evidence = EvidenceGatherer(
+            model, compute, SOURCES[config.algorithm.old_logprobs], self._stage, policy_folder
+        )
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        config: TrainerConfig,
+        *,
+        dtype: str = "float32",
+        device: str | None = None,
+        gang: Gang | None = None,
+        max_token_staleness: int | None = None,
+        policy_folder: PolicyFolder | None = None,
+        compute_dtype: torch.dtype = torch.float32,
+    ) -> Self:
+        """Load a policy from a Hugging Face folder.
+
+        ``dtype`` is that of published weights; the trainer's own are ``compute_dtype`` (on CUDA the passes run in
+        bfloat16). ``device`` overrides ``config.device``. ``max_token_staleness`` masks older tokens.
+        ``policy_folder`` finds earlier versions, for the old-logprob source ``snapshot`` and the KL reference.
+        Raises CheckpointError or ConfigError.
+        """
+        gang = gang or Gang()
+        place = pick_device(device or config.device, gang.local_rank)
+        model = load_policy_model(
+            Path(folder), dtype=compute_dtype, device=place, gradient_checkpointing=config.gradient_checkpointing
+        )
+        compute = Compute(
+            device=place,
+            gang=gang,
+            token_budget=config.tokens_per_microbatch,
+            autocast=place.type == "cuda" and gang.world == 1,
+        )
+        return cls(
+            model,
+            config,
+            compute,
+            source=Path(folder),
+            publish_dtype=getattr(torch, dtype),
+            max_token_staleness=max_token_staleness,
+            policy_folder=policy_folder,
+        )
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the policy, tied ones once."""
+        return sum(p.numel() for p in self._model.parameters())
+
+    def train(self, batch: Batch, train_step_of_version: Mapping[int, int]) -> StepReport:
+        """Train on one batch and report; afterwards ``train_step == batch.train_step``.
+
+        ``train_step_of_version`` names the train step of every version that wrote tokens of the batch. Raises
+        DataError when the batch does not follow the last one or cannot be trained on; nothing was changed then.
+        """
+        if batch.train_step != self.train_step + 1:
+            raise DataError(f"batch {batch.train_step} does not follow train step {self.train_step}")
+        clock = time.perf_counter()
+        flat = self._flatten(batch, train_step_of_version)
+        minibatches = split_minibatches(flat, self._config.minibatches)
+        columns, fallbacks = self._columns(flat, train_step_of_version, one_minibatch=len(minibatches) == 1)
+        evidence_seconds = time.perf_counter() - clock
+        rate = learning_rate(self._config, batch.train_step)
+        done = run_minibatches(
+            self._model,
+            self._optimizer,
+            self._compute,
+            self._recipe,
+            flat,
+            columns,
+            minibatches,
+            rate=rate,
+            max_grad_norm=self._config.max_grad_norm,
+        )
+        clock = time.perf_counter()
+        self.train_step = batch.train_step
+        self._stage.forget(t.trajectory_id for g in batch.groups for t in g.trajectories)
+        results = self._results(flat, columns, done)
+        return StepReport(
+            train_step=batch.train_step,
+            loss=done.loss,
+            learning_rate=rate,
+            grad_norm=done.grad_norm,
+            updates=done.updates,
+            skipped_updates=done.skipped,
+            microbatches=done.microbatches,
+            forward_tokens=done.forward_tokens,
+            batch=batch_stats(flat),
+            policy=policy_stats(flat, results, current_version(train_step_of_version, flat.train_step - 1), fallbacks),
+            seconds={
+                "evidence": evidence_seconds,
+                "gradient": done.gradient_seconds,
+                "update": done.update_seconds,
+                "statistics": time.perf_counter() - clock,
+            },
+        )
+
+    @torch.no_grad()
+    def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
+        """Log-probabilities of each token given its predecessors, float32 [tokens - 1] per sequence of >= 2 tokens.
+
+        Every rank computes all of them: for canaries and audits.
+        """
+        results: list[Float32Array] = [np.empty(0, np.float32)] * len(sequences)
+        for indices in balanced_bins([len(s) for s in sequences], self._compute.token_budget):
+            micro = pack_sequences([sequences[i] for i in indices], temperature, self._compute.device)
+            with self._compute.precision():
+                values = self._model.score(micro, entropy=False)[0].float().cpu().numpy()
+            edges = np.cumsum([len(sequences[i]) - 1 for i in indices])[:-1]
+            for i, part in zip(indices, np.split(values, edges), strict=True):
+                results[i] = part
+        return results
+
+    def end_stage(self, trajectories: Sequence[Trajectory], train_step_of_version: Mapping[int, int]) -> int:
+        """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``.
+
+        Call it at the barrier, before ``train``, with every trajectory that holds tokens of the newest version and is
+        not in the batch. Returns how many were recorded.
+        """
+        fresh = [t for t in trajectories if self._stage.unrecorded(t) > 0]
+        current = current_version(train_step_of_version, self.train_step)
+        by_temperature: dict[float, list[Trajectory]] = {}
+        for trajectory in fresh:
+            by_temperature.setdefault(trajectory.segments[-1].temperature, []).append(trajectory)
+        for temperature, members in by_temperature.items():
+            ids = [np.concatenate([t.prompt.token_ids, t.response_ids]).astype(np.int32) for t in members]
+            for trajectory, values in zip(members, self.logprobs(ids, temperature), strict=True):
+                tail = values[len(trajectory.prompt.token_ids) - 1 :]
+                self._stage.append(trajectory.trajectory_id, tail, response_versions(trajectory), current)
+        return len(fresh)
+
+    def explain(self, batch: Batch, train_step_of_version: Mapping[int, int]) -> Iterator[TokenExplanation]:
+        """What the present weights would make of every response token of a batch; nothing is trained."""
+        flat = self._flatten(batch, train_step_of_version)
+        columns, _ = self._columns(flat, train_step_of_version, one_minibatch=True)
+        logprobs = score_batch(self._model, self._compute, flat, np.arange(flat.trajectory_count))
+        index, judged = judge_tokens(self._recipe, flat, columns, logprobs)
+        old = np.where(columns.own.numpy(), logprobs, columns.old_logprobs.numpy())
+        return explain_tokens(flat, logprobs, old, index, judged)
+
+    def export(self, folder: str | Path) -> None:
+        """Write the policy as a Hugging Face folder in the publishing dtype; rank 0 writes, every rank takes part."""
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self._model.causal_lm.named_parameters():
+            value = whole(parameter)
+            if self._compute.gang.leads:
+                weights[name] = value
+        if self._compute.gang.leads:
+            write_policy_folder(Path(folder), weights, self._publish_dtype, self._source)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Weights and moments by name: the live (possibly sharded) tensors, to be saved or filled in place."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._model.causal_lm.named_parameters():
+            tensors[f"model.{name}"] = parameter.detach()
+            for key, value in self._optimizer.state[parameter].items():
+                tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
+
+    def state_extra(self) -> dict[str, Any]:
+        """The rest of the state, as JSON values."""
+        return {"train_step": self.train_step}
+
+    def restore_extra(self, extra: Mapping[str, Any]) -> None:
+        """Take back ``state_extra``, after ``state_tensors`` have been filled."""
+        self.train_step = int(extra["train_step"])
+
+    def _flatten(self, batch: Batch, train_step_of_version: Mapping[int, int]) -> TrainBatch:
+        return build_train_batch(
+            batch,
+            train_step_of_version,
+            ADVANTAGES[self._config.algorithm.advantage],
+            max_token_staleness=self._max_token_staleness,
+        )
+
+    def _columns(
+        self, flat: TrainBatch, train_step_of_version: Mapping[int, int], *, one_minibatch: bool
+    ) -> tuple[TokenColumns, Mapping[str, int]]:
+        current = current_version(train_step_of_version, flat.train_step - 1)
+        denominator = self._evidence.denominator(flat, current, one_minibatch=one_minibatch)
+        algorithm = self._config.algorithm
+        reference = None
+        if algorithm.kl_coefficient > 0:
+            reference = torch.from_numpy(self._evidence.reference(flat, algorithm.kl_reference_version))
+        columns = TokenColumns(
+            old_logprobs=denominator.old.values,
+            own=torch.from_numpy(denominator.own),
+            behavior_logprobs=torch.from_numpy(flat.behavior_logprobs.astype(np.float64)),
+            advantages=torch.from_numpy(flat.advantages[flat.sequence_index]),
+            mask=torch.from_numpy(flat.loss_mask),
+            sequence_index=torch.from_numpy(flat.sequence_index),
+            reference_logprobs=reference,
+        )
+        return columns, denominator.old.fallbacks
+
+    def _results(self, flat: TrainBatch, columns: TokenColumns, done: Updates) -> TokenResults:
+        index, judged = judge_tokens(self._recipe, flat, columns, done.logprobs)
+        ratio, clip = np.ones(len(flat.token_ids)), np.zeros(len(flat.token_ids), np.int8)
+        ratio[index], clip[index] = judged.ratio.numpy(), judged.clip.numpy()
+        reference = columns.reference_logprobs
+        return TokenResults(
+            logprobs=done.logprobs,
+            entropy=done.entropy,
+            ratio=ratio,
+            clip=clip,
+            before_any_update=done.before_any_update,
+            reference_logprobs=None if reference is None else reference.numpy(),
+        )
+
+
+def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
+    """The loss of a run file, with the defaults of that loss where the file says nothing."""
+    definition = LOSSES[config.loss]
+    return LossRecipe(
+        loss=definition.loss,
+        options=definition.options(
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+            tis_cap=config.tis_cap,
+        ),
+        aggregation=AGGREGATIONS[config.aggregation or definition.aggregation],
+        kl_coefficient=config.kl_coefficient,
+    )
