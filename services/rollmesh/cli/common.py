@@ -54,8 +54,8 @@ def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:
 async def store_of(folder_or_file: Path) -> AsyncIterator[tuple[RunConfig, RunFolder, TrajectoryStore]]:
     """Config, folder and store of an existing run; an embedded server that is down is started for the while."""
     config, folder = run_of(folder_or_file)
-    async with running_store(config, folder) as store:
-        yield config, folder, store
+    async with running_store(config, folder) as running:
+        yield config, folder, running.store
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:

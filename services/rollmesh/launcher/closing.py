@@ -20,8 +20,8 @@ async def close_run(config: RunConfig, result: RunResult, console: Console) -> b
     if not result.finished:
         await asyncio.to_thread(write_report, result.folder.path)
         return True
-    async with running_store(config, result.folder) as store:
-        account = await queue_account(store)
+    async with running_store(config, result.folder) as running:
+        account = await queue_account(running.store)
     console.print("auditing: every token against the checkpoint it names", highlight=False)
     audit = await asyncio.to_thread(audit_run, result.folder.path, account, console)
     await asyncio.to_thread(write_report, result.folder.path)

@@ -12,12 +12,11 @@ from rich.console import Console
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError
 from rollmesh.launcher.progress import RunProgress
-from rollmesh.launcher.redis import running_store
+from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.sampler import MeshSampler
 from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
-from rollmesh.store import TrajectoryStore
 
 _SAMPLE_SECONDS = 1.0
 START_DEADLINE_SECONDS = 300.0
@@ -34,14 +33,15 @@ class LocalMesh:
         self,
         config: RunConfig,
         folder: RunFolder,
-        store: TrajectoryStore,
+        running: RunningStore,
         shutdown: asyncio.Event,
         progress: RunProgress,
         sampler: MeshSampler,
     ) -> None:
         self.config = config
         self.folder = folder
-        self.store = store
+        self.store = running.store
+        self._redis_url = running.url
         self.progress = progress
         self.supervisor = Supervisor(config.launcher.restart_limit)
         self._shutdown = shutdown
@@ -50,7 +50,7 @@ class LocalMesh:
     @contextlib.asynccontextmanager
     async def services(self, names: Sequence[str] = STOP_ORDER) -> AsyncIterator[None]:
         """Run these services; they are stopped in order at the end, whatever ended it."""
-        environment = child_environment(self.config, self.folder, self.store.url)
+        environment = child_environment(self.config, self.folder, self._redis_url)
         for spec in service_specs(self.config, self.folder, environment):
             if spec.service in names:
                 self.supervisor.start(spec)
@@ -121,6 +121,7 @@ async def local_mesh(
     progress = RunProgress(
         console, train_steps=config.trainer.train_steps, metrics=folder.metrics, samples=folder.samples
     )
-    async with running_store(config, folder) as store, httpx.AsyncClient() as client:
+    async with running_store(config, folder) as running, httpx.AsyncClient() as client:
+        sampler = MeshSampler(running.store, folder, client)
         with progress:
-            yield LocalMesh(config, folder, store, shutdown, progress, MeshSampler(store, folder, client))
+            yield LocalMesh(config, folder, running, shutdown, progress, sampler)

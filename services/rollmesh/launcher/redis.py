@@ -1,0 +1,84 @@
+"""The store of a run on this machine: the server that the run file names, or the embedded one, kept up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from rollmesh.config import RunConfig
+from rollmesh.errors import StoreUnavailable
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
+
+_WATCH_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningStore:
+    """A connected store and the URL that services connect to."""
+
+    store: TrajectoryStore
+    url: str
+
+
+@contextlib.asynccontextmanager
+async def running_store(config: RunConfig, folder: RunFolder) -> AsyncIterator[RunningStore]:
+    """Connect to the run's store.
+
+    An embedded server that does not run is started, watched, and stopped at the end; one that was found (another
+    command uses it) is left alone.
+    """
+    if config.store.url is not None:
+        async with connected_store(config, config.store.url) as store:
+            yield RunningStore(store=store, url=config.store.url)
+        return
+    server = embedded_server(config, folder)
+    ours = await asyncio.to_thread(server.start)
+    watch = asyncio.create_task(_keep_up(server), name="watch-redis") if ours else None
+    try:
+        async with connected_store(config, server.url) as store:
+            yield RunningStore(store=store, url=server.url)
+    finally:
+        if watch is not None:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+            await asyncio.to_thread(server.stop)
+
+
+@contextlib.asynccontextmanager
+async def connected_store(config: RunConfig, url: str) -> AsyncIterator[TrajectoryStore]:
+    """A store client for the run of ``config``."""
+    store = await TrajectoryStore.connect(config.store, run=config.name, url=url)
+    try:
+        yield store
+    finally:
+        await store.aclose()
+
+
+def embedded_server(config: RunConfig, folder: RunFolder) -> EmbeddedServer:
+    """The embedded server of a run folder, started or not."""
+    password = config.store.password
+    options = EmbeddedOptions(
+        appendfsync=config.store.appendfsync,
+        maxmemory_bytes=config.store.maxmemory_bytes,
+        password=None if password is None else password.get_secret_value(),
+    )
+    return EmbeddedServer(folder.redis, options)
+
+
+async def _keep_up(server: EmbeddedServer) -> None:
+    """Start the server again whenever it is gone: its append-only file brings the queue back."""
+    log = get_logger("redis")
+    while True:
+        await asyncio.sleep(_WATCH_SECONDS)
+        if server.pid is None:
+            log.warning("embedded_redis_gone", folder=str(server.folder))
+            try:
+                await asyncio.to_thread(server.start)
+            except StoreUnavailable as error:
+                log.error("embedded_redis_does_not_start", message=str(error))

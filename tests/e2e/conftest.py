@@ -1,0 +1,116 @@
+"""Whole runs through the command line, as a person starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+SMALL = {
+    "schedule": {"preset": "copris", "groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
+    "generator": {"replicas": 2, "slots": 32},
+    "trainer": {"train_steps": 6, "learning_rate": 4e-4},
+    "evaluation": {"prompt_count": 32},
+    "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
+}
+"""A run of the demo's model and task that takes seconds once its processes are up."""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """``rollmesh`` as a subprocess."""
+
+    run_file: Path
+    folder: Path
+
+    def command(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "rollmesh.cli.main", *arguments]
+
+    def run(self, *arguments: str, timeout: float = 280.0) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments), capture_output=True, text=True, timeout=timeout, check=False, env=environment()
+        )
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        )
+
+    def json_lines(self, name: str) -> list[dict[str, Any]]:
+        file = self.folder / name
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "160"}
+
+
+def merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in extra.items():
+        result[key] = merged(result.get(key, {}), value) if isinstance(value, dict) else value
+    return result
+
+
+@pytest.fixture
+def small_run(tmp_path: Path) -> Callable[..., CommandLine]:
+    """Write a small run file with the given sections changed."""
+    from rollmesh.recipes import recipe_file
+
+    demo = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
+
+    def write(**sections: Any) -> CommandLine:
+        folder = tmp_path / "run"
+        data = merged(merged(demo, SMALL), {"name": "small", "folder": str(folder), **sections})
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(data))
+        return CommandLine(run_file=file, folder=folder)
+
+    return write
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    """Poll a condition with a deadline; the process, if given, must stay alive meanwhile."""
+
+    def wait(condition: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None) -> None:
+        deadline = time.monotonic() + 180.0
+        while not condition():
+            if process is not None and process.poll() is not None:
+                output = process.stdout.read() if process.stdout else ""
+                pytest.fail(f"the process ended with {process.returncode} while waiting for {what}:\n{output}")
+            if time.monotonic() > deadline:
+                pytest.fail(f"waited 180 s for {what}")
+            time.sleep(0.1)
+
+    return wait
+
+
+@pytest.fixture
+def started(
+    small_run: Callable[..., CommandLine],
+) -> Iterator[Callable[..., tuple[CommandLine, subprocess.Popen[str]]]]:
+    """Start ``rollmesh up`` on a small run in the background; whatever still runs is stopped at the end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(**sections: Any) -> tuple[CommandLine, subprocess.Popen[str]]:
+        line = small_run(**sections)
+        process = line.start("up", str(line.run_file))
+        processes.append(process)
+        return line, process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=120)
