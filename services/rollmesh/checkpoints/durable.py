@@ -15,7 +15,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_ERROR_TEXT = re.compile(r"(?:os error|code:) ?(\d+)")
+_ERROR_TEXT = re.compile(r"(?:os error|code:|Errno) ?(\d+)")
 
 
 def sync_file(path: Path) -> None:
@@ -126,7 +126,7 @@ def full_disk(error: BaseException) -> bool:
     """Whether an error means that the device has no room left, however the library words it."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
-    # safetensors reports the operating system's error as text only.
+    # safetensors and torch report the operating system's error as text only.
     number = _ERROR_TEXT.search(str(error))
     return number is not None and int(number[1]) in _FULL
 
@@ -135,6 +135,7 @@ def disk_full_error(folder: Path, what: str, error: BaseException) -> Checkpoint
     """The message for people: what could not be written, where, and how many bytes are free."""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(existing).free
+    cause = str(error).splitlines()[-1]
     return CheckpointError(
-        f"{folder}: disk full while writing {what}, {free} bytes free ({error})", reason=Reason.DISK_FULL
+        f"{folder}: disk full while writing {what}, {free} bytes free ({cause})", reason=Reason.DISK_FULL
     )

@@ -144,11 +144,11 @@ def mark_announced(root: Path, record: PolicyRecord) -> None:
         write_new_file(marker, b"")
 
 
-def complete_records(root: Path, secret: bytes) -> list[PolicyRecord]:
+def complete_records(root: Path, secret: bytes, *, announced_only: bool = False) -> list[PolicyRecord]:
     """Records of all complete folders, one per policy_version, ascending: for a trainer that recovers a registry.
 
     Of two folders that claim one version, the announced one counts, then the newer one. Folders without a valid
-    manifest were never policies and are passed over.
+    manifest were never policies and are passed over; ``announced_only`` also passes over those without the marker.
     """
     best: dict[int, tuple[bool, datetime, PolicyRecord]] = {}
     for folder in _folders(root):
@@ -166,7 +166,7 @@ def complete_records(root: Path, secret: bytes) -> list[PolicyRecord]:
         )
         entry = ((folder / ANNOUNCED_FILE).exists(), manifest.create_time, record)
         known = best.get(manifest.policy_version)
-        if known is None or entry[:2] > known[:2]:
+        if (entry[0] or not announced_only) and (known is None or entry[:2] > known[:2]):
             best[manifest.policy_version] = entry
     return [best[version][2] for version in sorted(best)]
 

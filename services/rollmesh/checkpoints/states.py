@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -33,6 +34,8 @@ from rollmesh.checkpoints.durable import (
 )
 from rollmesh.checkpoints.manifest import ManifestFile
 from rollmesh.checkpoints.policies import folder_name
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
 
 _RANK_FILES = TypeAdapter(list[ManifestFile])
 
@@ -71,12 +74,14 @@ def save_state(
             )
             committed.commit(folder, secret, record)
         _barrier()
-    except Exception as error:
-        if not full_disk(error):
-            raise
-        failure = disk_full_error(folder, "a trainer state", error)
-        remove_tree(folder, first=[committed.COMMITTED_FILE])
-        raise failure from error
+    except (Exception, CheckpointException) as error:
+        if full_disk(error):
+            failure = disk_full_error(folder, "a trainer state", error)
+            remove_tree(folder, first=[committed.COMMITTED_FILE])
+            raise failure from error
+        if isinstance(error, CheckpointException):  # a BaseException in torch
+            raise CheckpointError(f"{folder}: the trainer state cannot be saved: {error}") from error
+        raise
     return next(s for s in committed.committed_states(root, secret) if s.folder == folder)
 
 
@@ -88,8 +93,15 @@ def load_state(state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> di
     rank, world = _rank_and_world()
     committed.verify_files(state, part=rank, parts=world)
     _barrier()
-    with _single_process_is_fine():
-        dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(state.folder)), no_dist=world == 1)
+    try:
+        with _single_process_is_fine():
+            dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(state.folder)), no_dist=world == 1)
+    except CheckpointException as error:
+        # A BaseException in torch; it means that the tensors asked for are not those that were saved.
+        raise CheckpointError(
+            f"{state.folder}: the state does not fit this model and optimizer: {error}",
+            reason=Reason.FOREIGN_ARCHITECTURE,
+        ) from error
     return dict(state.record.extra)
 
 

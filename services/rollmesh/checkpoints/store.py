@@ -76,9 +76,9 @@ class CheckpointStore:
         """Note that the registry accepted the record."""
         policies.mark_announced(self.root, record)
 
-    def complete_policies(self) -> list[PolicyRecord]:
+    def complete_policies(self, *, announced_only: bool = False) -> list[PolicyRecord]:
         """Records of all complete folders, one per version, ascending; only for a trainer that recovers."""
-        return policies.complete_records(self.root, self._secret)
+        return policies.complete_records(self.root, self._secret, announced_only=announced_only)
 
     def prune(
         self,

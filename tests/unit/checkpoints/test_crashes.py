@@ -45,14 +45,16 @@ def test_kill_9_while_publishing_leaves_only_whole_policies_and_whole_batches(tm
 
 def test_a_file_size_limit_is_a_full_disk_and_leaves_no_partial_folder(tmp_path: Path) -> None:
     done = subprocess.run([*_WRITER, str(tmp_path), "100000"], check=True, capture_output=True, text=True)
-    policy, batch = done.stdout.splitlines()
+    policy, batch, state = done.stdout.splitlines()
     assert policy.startswith(f"{Reason.DISK_FULL}|")
     assert "00000000-abc" in policy
     assert "bytes free" in policy
     assert batch.startswith(f"{Reason.DISK_FULL}|")
     assert "00000001.pb" in batch
-    assert list((tmp_path / "policies").iterdir()) == []
-    assert list((tmp_path / "batches").iterdir()) == []
+    assert state.startswith(f"{Reason.DISK_FULL}|")
+    assert "00000001-abc" in state
+    for folder in ("policies", "batches", "states"):
+        assert list((tmp_path / folder).iterdir()) == []
 
 
 @pytest.fixture

@@ -89,6 +89,16 @@ def test_a_planted_shard_is_refused(store: CheckpointStore) -> None:
         store.load_state(state, {n: torch.zeros_like(t) for n, t in tensors(1).items()})
 
 
+def test_a_state_of_another_model_is_refused(store: CheckpointStore) -> None:
+    state = save(store, 1)
+    other = {n: torch.zeros_like(t) for n, t in tensors(1).items()} | {"model.weight": torch.zeros(7, 7)}
+    with pytest.raises(CheckpointError) as caught:
+        store.load_state(state, other)
+    assert caught.value.reason == Reason.FOREIGN_ARCHITECTURE
+    with pytest.raises(CheckpointError):
+        store.load_state(state, {"model.unknown": torch.zeros(1)})
+
+
 def test_a_state_of_another_run_does_not_count(store: CheckpointStore) -> None:
     save(CheckpointStore(store.root, b"another secret"), 1)
     assert store.latest_committed() is None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 from checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_model
 from safetensors.numpy import save_file
 
@@ -33,9 +34,11 @@ def publish_forever(store: CheckpointStore) -> None:
 def write_with_little_room(store: CheckpointStore, limit_bytes: int) -> None:
     """Print the reason and the message of each refused write, when no file may exceed ``limit_bytes``."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    tensors = {"model.weight": torch.zeros(100_000)}
     actions: list[Callable[[], object]] = [
         lambda: publish(store, 0, write=write_large),
         lambda: store.write_batch(make_batch(1, [f"e0-{i}" for i in range(2000)]), CURSOR),
+        lambda: store.save_state(session="abc", train_step=1, rollback_count=0, tensors=tensors, extra={}),
     ]
     for action in actions:
         try:
