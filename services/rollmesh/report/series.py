@@ -21,21 +21,23 @@ FloatArray = npt.NDArray[np.float64]
 QUEUE_STATES = ("pending", "partial", "leased", "finished")
 """Trajectory states that the timeline counts, in the order of a trajectory's life."""
 GROUP_STATES = ("open_groups", "ready_groups")
+_CLIP_REASONS = ("clipped_high", "clipped_low", "clipped_dual", "truncated")
 
 
-def number(record: Record, *path: str) -> float:
-    """The number at ``path`` in nested mappings; NaN if it is absent or no finite number."""
+def number(record: Record, *path: str | int) -> float:
+    """The number at ``path`` in nested mappings and lists; NaN if it is absent or no finite number."""
     value: Any = record
     for key in path:
-        if not isinstance(value, Mapping):
-            return math.nan
-        value = value.get(key)
+        if isinstance(key, int):
+            value = value[key] if isinstance(value, list) and key < len(value) else None
+        else:
+            value = value.get(key) if isinstance(value, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     return float(value) if math.isfinite(value) else math.nan
 
 
-def column(records: Iterable[Record], *path: str) -> FloatArray:
+def column(records: Iterable[Record], *path: str | int) -> FloatArray:
     """``number`` of every record, float64 [records]."""
     return np.array([number(record, *path) for record in records], np.float64)
 
@@ -47,7 +49,7 @@ class TrainSeries:
     train_step: FloatArray
     policy_version: FloatArray
     time: FloatArray  # unix seconds, when the step ended
-    reward: FloatArray  # mean raw reward
+    reward: FloatArray  # mean outcome before shaping
     length_mean: FloatArray  # response tokens
     length_p90: FloatArray
     truncated_share: FloatArray  # 0..1
@@ -59,6 +61,9 @@ class TrainSeries:
     off_policy_share: FloatArray  # 0..1 of the tokens in the loss
     effective_sample_size: FloatArray  # 0..1 of the trajectories
     clip_fraction: FloatArray  # 0..1 of the tokens in the loss
+    entropy: FloatArray  # nats per token
+    kl_behavior: FloatArray  # k3 KL(behavior || policy), nats per token
+    logprob_gap: FloatArray  # largest engine/trainer gap on pure tokens of the current version, nats
 
     def __len__(self) -> int:
         return len(self.train_step)
@@ -120,22 +125,26 @@ def newest_per_step(records: Sequence[Record]) -> list[Record]:
 def train_series(records: Sequence[Record]) -> TrainSeries:
     """Columns of metrics.jsonl."""
     rows = newest_per_step(records)
+    clipped = [column(rows, "policy", "ratio", reason) for reason in _CLIP_REASONS]
     return TrainSeries(
         train_step=column(rows, "train_step"),
         policy_version=column(rows, "policy_version"),
         time=column(rows, "time"),
-        reward=column(rows, "reward_mean"),
-        length_mean=column(rows, "length_mean"),
-        length_p90=column(rows, "length_p90"),
-        truncated_share=column(rows, "truncated_share"),
-        staleness_mean=column(rows, "staleness_mean"),
-        staleness_max=column(rows, "staleness_max"),
-        staleness_counts=_summed_counts(rows, "staleness_counts"),
-        trained_tokens=column(rows, "trained_tokens"),
-        step_seconds=column(rows, "step_seconds"),
-        off_policy_share=column(rows, "off_policy_token_share"),
-        effective_sample_size=column(rows, "effective_sample_size"),
-        clip_fraction=column(rows, "clip_fraction"),
+        reward=column(rows, "batch", "outcome_mean"),
+        length_mean=column(rows, "batch", "response_length_mean"),
+        length_p90=column(rows, "batch", "response_length_deciles", 9),
+        truncated_share=column(rows, "batch", "truncated_share"),
+        staleness_mean=column(rows, "batch", "trajectory_staleness", "mean"),
+        staleness_max=column(rows, "batch", "trajectory_staleness", "max"),
+        staleness_counts=_summed_counts(rows, "batch", "trajectory_staleness", "histogram"),
+        trained_tokens=column(rows, "batch", "trained_tokens"),
+        step_seconds=_phase_seconds(rows),
+        off_policy_share=column(rows, "batch", "off_policy_token_share"),
+        effective_sample_size=column(rows, "policy", "effective_sample_share"),
+        clip_fraction=np.sum(clipped, axis=0),
+        entropy=column(rows, "policy", "entropy"),
+        kl_behavior=column(rows, "policy", "kl_behavior_k3"),
+        logprob_gap=column(rows, "policy", "logprob_gap_pure", "max"),
     )
 
 
@@ -232,13 +241,23 @@ def _without_resets(total: FloatArray) -> FloatArray:
     return np.cumsum(np.maximum(np.diff(filled, prepend=0.0), 0.0))
 
 
-def _summed_counts(rows: Iterable[Record], key: str) -> dict[int, float]:
+def _phase_seconds(rows: Iterable[Record]) -> FloatArray:
+    """Wall time of every step, over its phases; NaN where none is recorded."""
+    phases = [row.get("seconds") for row in rows]
+    return np.array(
+        [sum(number(p, key) for key in p) if isinstance(p, Mapping) and p else math.nan for p in phases], np.float64
+    )
+
+
+def _summed_counts(rows: Iterable[Record], *path: str) -> dict[int, float]:
+    """Histograms at ``path``, summed over the rows, by ascending value."""
     total: dict[int, float] = {}
     for row in rows:
-        counts = row.get(key)
-        if isinstance(counts, Mapping):
-            for name, count in counts.items():
-                total[int(name)] = total.get(int(name), 0.0) + float(count)
+        counts: Any = row
+        for key in path:
+            counts = counts.get(key) if isinstance(counts, Mapping) else None
+        for name in counts if isinstance(counts, Mapping) else ():
+            total[int(name)] = total.get(int(name), 0.0) + number(counts, name)
     return dict(sorted(total.items()))
 
 

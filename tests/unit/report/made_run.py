@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.config.load import validate_run_config, write_run_config
+from rollmesh.trainer.report import BatchStats, GapStats, PolicyStats, RatioStats, SpreadStats, StepReport
 
 START = 1_800_000_000.0
 
@@ -47,26 +48,85 @@ def make_run(
 
 def _step(rng: np.random.Generator, step: int, steps: int, gain: float, seconds: float) -> dict[str, Any]:
     progress = 1 - np.exp(-3 * step / steps)
-    length = 64 + 76 * progress + rng.normal(0, 4)
-    staleness = {"0": 40, "1": 60 if step > 1 else 0, "2": 20 if step > 2 else 0, "3": 8 if step > 3 else 0}
-    count = sum(staleness.values())
-    return {
-        "train_step": step,
-        "policy_version": step,
-        "time": START + 10 + seconds * step,
-        "reward_mean": float(0.39 + gain * progress + rng.normal(0, 0.03)),
-        "length_mean": float(length),
-        "length_p90": float(2.4 * length),
-        "truncated_share": float(0.01 + 0.02 * progress),
-        "staleness_mean": sum(int(k) * v for k, v in staleness.items()) / count,
-        "staleness_max": max(int(k) for k, v in staleness.items() if v),
-        "staleness_counts": staleness,
-        "trained_tokens": int(128 * length),
-        "step_seconds": 0.4 * seconds,
-        "off_policy_token_share": float(min(0.35, 0.1 * step) + rng.normal(0, 0.015)) if step > 1 else 0.0,
-        "effective_sample_size": float(0.93 + rng.normal(0, 0.01)),
-        "clip_fraction": float(abs(0.012 + rng.normal(0, 0.003))),
-    }
+    staleness = {s: c for s, c in enumerate((40, 60, 20, 8)) if s < step}
+    trajectories = sum(staleness.values())
+    length = float(64 + 76 * progress + rng.normal(0, 4))
+    spread = SpreadStats(
+        mean=sum(s * c for s, c in staleness.items()) / trajectories, max=max(staleness), histogram=staleness
+    )
+    off_policy = float(min(0.35, 0.1 * step) + rng.normal(0, 0.015)) if step > 1 else 0.0
+    report = StepReport(
+        train_step=step,
+        loss=0.01,
+        learning_rate=4e-4,
+        grad_norm=0.3,
+        updates=1,
+        skipped_updates=0,
+        microbatches=4,
+        forward_tokens=int(trajectories * (length + 20)),
+        seconds={"evidence": 0.02 * seconds, "gradient": 0.3 * seconds, "update": 0.01 * seconds},
+        batch=_batch_stats(rng, spread, length, off_policy, 0.39 + gain * progress, progress),
+        policy=_policy_stats(rng, trajectories, int(trajectories * length)),
+    )
+    return report.to_json() | {"policy_version": step, "time": START + 10 + seconds * step}
+
+
+def _batch_stats(
+    rng: np.random.Generator, spread: SpreadStats, length: float, off_policy: float, reward: float, progress: float
+) -> BatchStats:
+    count = sum(spread.histogram.values())
+    reward = float(reward + rng.normal(0, 0.03))
+    return BatchStats(
+        groups=16,
+        trajectories=count,
+        unscored_trajectories=0,
+        original_tokens=int(count * length),
+        trained_tokens=int(count * length),
+        masked_fraction=0.0,
+        reward_mean=reward,
+        reward_std=0.4,
+        outcome_mean=reward,
+        advantage_abs_mean=0.6,
+        all_right_groups=2,
+        all_wrong_groups=1,
+        truncated_share=float(0.01 + 0.02 * progress),
+        off_policy_token_share=off_policy,
+        mixed_cache_token_share=0.0,
+        version_span=spread,
+        token_staleness=spread,
+        trajectory_staleness=spread,
+        response_length_mean=length,
+        response_length_deciles=tuple(length * x for x in (0.1, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9, 1.2, 1.6, 2.4, 4.0)),
+    )
+
+
+def _policy_stats(rng: np.random.Generator, trajectories: int, tokens: int) -> PolicyStats:
+    ratio = RatioStats(
+        tokens=tokens,
+        mean=1.0,
+        std=0.05,
+        min=0.4,
+        max=2.1,
+        clipped_high=float(abs(0.008 + rng.normal(0, 0.002))),
+        clipped_low=float(abs(0.004 + rng.normal(0, 0.001))),
+        clipped_dual=0.0,
+        truncated=0.0,
+    )
+    share = float(0.93 + rng.normal(0, 0.01))
+    gap = GapStats(tokens=tokens // 2, mean=1e-6, max=float(2e-5 * np.exp(rng.normal(0, 0.3))))
+    return PolicyStats(
+        ratio=ratio,
+        ratio_by_staleness={0: ratio},
+        kl_behavior_k1=0.001,
+        kl_behavior_k3=float(abs(0.002 + rng.normal(0, 0.0004))),
+        effective_sample_size=share * trajectories,
+        effective_sample_share=share,
+        entropy=float(0.9 + rng.normal(0, 0.02)),
+        logprob_gap_pure=gap,
+        logprob_gap_mixed_cache=GapStats(tokens=0, mean=0.0, max=0.0),
+        old_logprob_fallbacks={},
+        kl_reference=None,
+    )
 
 
 def _timeline(rng: np.random.Generator, steps: int, seconds: float) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from rollmesh.report.plots import plot_specs, style, write_plots
 from rollmesh.report.run_folder import RunFolder
 
-ALL = {"in_flight", "reward", "length", "staleness", "correction", "throughput", "queue"}
+ALL = {"in_flight", "reward", "length", "staleness", "correction", "drift", "throughput", "queue"}
 
 
 def test_a_complete_run_gives_every_plot_as_svg_and_png(run_folder: Path) -> None:
@@ -58,6 +58,7 @@ def test_titles_legends_and_panels_do_not_overlap(run_folder: Path) -> None:
             boxes = []
             for axes in figure.axes:
                 boxes.append((f"panel {axes.get_ylabel()}", axes.get_window_extent()))
+                boxes.append((f"label {axes.get_ylabel()}", axes.yaxis.label.get_window_extent()))
                 if axes.get_legend() is not None:
                     boxes.append((f"legend of {axes.get_ylabel()}", axes.get_legend().get_window_extent()))
                 if axes.get_title(loc="left"):

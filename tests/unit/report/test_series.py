@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from rollmesh.report.run_folder import RunFolder
 from rollmesh.report.series import (
     binned,
     evaluation_points,
@@ -22,15 +26,26 @@ def test_a_missing_text_or_infinite_value_is_nan_and_never_zero() -> None:
 
 
 def test_a_replayed_step_counts_once_and_its_newest_record_wins() -> None:
-    records = [{"train_step": s, "reward_mean": r} for s, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35))]
+    records = [
+        {"train_step": s, "batch": {"outcome_mean": r}} for s, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35))
+    ]
     assert [r["train_step"] for r in newest_per_step(records)] == [1, 2, 3]
     assert train_series(records).reward.tolist() == [0.1, 0.25, 0.35]
 
 
+def test_every_column_of_a_real_step_report_is_found(run_folder: Path) -> None:
+    series = train_series(RunFolder(run_folder).metrics.records)
+    for field in dataclasses.fields(series):
+        values = getattr(series, field.name)
+        assert len(values) > 0, field.name
+        assert not np.isnan(list(values)).any(), field.name
+
+
 def test_staleness_counts_are_summed_over_the_run_in_order() -> None:
     records = [
-        {"train_step": 1, "staleness_counts": {"0": 4}},
-        {"train_step": 2, "staleness_counts": {"10": 1, "2": 3, "0": 1}},
+        {"train_step": 1, "batch": {"trajectory_staleness": {"histogram": {"0": 4}}}},
+        {"train_step": 2, "batch": {"trajectory_staleness": {"histogram": {"10": 1, "2": 3, "0": 1}}}},
+        {"train_step": 3},
     ]
     assert dict(train_series(records).staleness_counts) == {0: 5.0, 2: 3.0, 10: 1.0}
     assert list(train_series(records).staleness_counts) == [0, 2, 10]

@@ -70,6 +70,12 @@ def plot_specs(folder: RunFolder) -> tuple[PlotSpec, ...]:
         lambda: learning.correction_plot(train),
     )
     add(
+        steps,
+        "drift",
+        "Entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights.",
+        lambda: learning.drift_plot(train),
+    )
+    add(
         steps or moments,
         "throughput",
         "Tokens generated and tokens trained per second of wall time.",

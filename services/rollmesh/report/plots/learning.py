@@ -28,7 +28,7 @@ def reward_plot(train: TrainSeries, evaluations: Sequence[EvaluationPoint]) -> F
     """Mean reward per train step (dots), its moving mean (line), evaluations with one standard error."""
     figure = s.new_figure()
     (axes,) = s.panels(figure, (1,))
-    axes.plot(train.train_step, train.reward, ".", color=s.BLUE, alpha=0.35, markersize=5, markeredgewidth=0)
+    axes.plot(train.train_step, train.reward, ".", color=s.BLUE, alpha=0.5, markersize=5, markeredgewidth=0)
     axes.plot(
         train.train_step,
         smoothed(train.reward, SMOOTHING_STEPS),
@@ -88,4 +88,21 @@ def correction_plot(train: TrainSeries) -> Figure:
         s.finish(axes, x=STEP_LABEL if axes is panels[-1] else "", y=label, integer_x=True)
         s.percent_axis(axes, top=top)
     panels[0].set_title("Off-policy correction")
+    return figure
+
+
+def drift_plot(train: TrainSeries) -> Figure:
+    """Entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights."""
+    figure = s.new_figure()
+    rows = (
+        ("entropy\nnats", train.entropy, s.BLUE),
+        ("KL\nnats", train.kl_behavior, s.PURPLE),
+        ("engine gap\nnats", train.logprob_gap, s.ORANGE),
+    )
+    panels = s.panels(figure, (1, 1, 1))
+    for axes, (label, values, colour) in zip(panels, rows, strict=True):
+        axes.plot(train.train_step, values, color=colour)
+        s.finish(axes, x=STEP_LABEL if axes is panels[-1] else "", y=label, integer_x=True, ticks=3)
+    s.decades(panels[-1], train.logprob_gap)
+    panels[0].set_title("Policy drift")
     return figure

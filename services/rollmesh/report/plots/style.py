@@ -6,12 +6,14 @@ No pyplot: a ``Figure`` of its own per plot needs no display, no global state an
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from rollmesh.errors import ConfigError
 
@@ -23,7 +25,7 @@ INK = "#1d2530"
 MUTED = "#677281"
 GRID = "#e3e7ec"
 SURFACE = "#fefefe"
-BLUE = "#3470d6"
+BLUE = "#3d7be0"
 ORANGE = "#e0792e"
 GREEN = "#2c9c74"
 PURPLE = "#8b62cf"
@@ -38,7 +40,7 @@ CSS_VARIABLES: Mapping[str, str] = {
 }
 """Colours that follow the page's light or dark scheme when a plot is part of the page."""
 
-WIDTH = 5.4
+WIDTH = 4.9
 WIDE = 9.6
 """Widths in inches, of a plot in a column and of one over the whole page."""
 
@@ -96,7 +98,7 @@ def style() -> Any:
     return matplotlib.rc_context(_RC)
 
 
-def new_figure(width: float = WIDTH, height: float = 3.3) -> Figure:
+def new_figure(width: float = WIDTH, height: float = 3.1) -> Figure:
     """An empty figure, inches; call it inside ``style()``."""
     from matplotlib.figure import Figure
 
@@ -109,7 +111,7 @@ def panels(figure: Figure, heights: Sequence[float]) -> list[Axes]:
     return list(grid[:, 0])
 
 
-def finish(axes: Axes, *, x: str, y: str, zero: bool = False, integer_x: bool = False) -> None:
+def finish(axes: Axes, *, x: str, y: str, zero: bool = False, integer_x: bool = False, ticks: int = 5) -> None:
     """Labels with units, few ticks, and a vertical axis that begins at 0 where that is honest."""
     from matplotlib.ticker import MaxNLocator
 
@@ -117,7 +119,7 @@ def finish(axes: Axes, *, x: str, y: str, zero: bool = False, integer_x: bool = 
     axes.set_ylabel(y)
     axes.grid(visible=False, axis="x")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=integer_x, min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=ticks))
     axes.margins(x=0.01)
     if zero:
         axes.set_ylim(bottom=0)
@@ -142,6 +144,22 @@ def percent_axis(axes: Axes, top: float | None = 1.0) -> None:
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}%"))
     axes.set_ylim(bottom=0, top=top)
+
+
+def decades(axes: Axes, values: npt.NDArray[np.float64]) -> None:
+    """A logarithmic vertical axis over the whole decades around ``values``, with a tick at each end."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    positive = values[values > 0]
+    if len(positive) == 0:
+        return
+    low, high = math.floor(np.log10(positive.min())), math.ceil(np.log10(positive.max()))
+    high = max(high, low + 1)
+    axes.set_yscale("log")
+    axes.set_ylim(10.0**low, 10.0**high)
+    step = max(1, (high - low) // 2)
+    axes.yaxis.set_major_locator(FixedLocator([10.0**e for e in range(low, high + 1, step)]))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def thousands(axes: Axes) -> None:

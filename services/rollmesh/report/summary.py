@@ -1,0 +1,219 @@
+"""What one run showed, in one object: for the console, the HTML report and comparisons."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rollmesh.errors import DataError
+from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.series import (
+    EvaluationPoint,
+    FloatArray,
+    TimelineSeries,
+    TrainSeries,
+    evaluation_points,
+    timeline_series,
+    train_series,
+)
+from rollmesh.report.verdict import AuditResult, read_audit
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ALL_OR_NOTHING_VERIFIERS = frozenset({"exact", "numeric", "choice", "math", "countdown", "python_code"})
+"""Verifiers that return 1 for a right answer and 0 for a wrong one: their mean is an accuracy."""
+
+LAST_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """Facts of one run; None says that the folder does not tell."""
+
+    folder: Path
+    name: str
+    preset: str | None
+    on_new_version: str | None
+    seed: int | None
+    planned_steps: int | None
+    train_steps: int
+    """Newest train step in metrics.jsonl."""
+    policy_versions: int | None
+    """Published versions, the initial one included."""
+    first_step_time: float | None
+    """Unix seconds at which the first train step began."""
+    training_seconds: float | None
+    """From the start of the first to the end of the last train step, pauses included."""
+    score_name: str
+    """accuracy when the verifier is all or nothing, else mean reward."""
+    before: EvaluationPoint | None
+    """Evaluation of the oldest evaluated version, if a newer one was evaluated too."""
+    after: EvaluationPoint | None
+    """Evaluation of the newest evaluated version."""
+    evaluations: tuple[EvaluationPoint, ...]
+    first_reward: float | None
+    """Mean training reward over the first steps."""
+    last_reward: float | None
+    """Mean training reward over the last steps."""
+    trained_tokens: int | None
+    generated_tokens: int | None
+    generated_per_second: float | None
+    off_policy_share: float | None
+    """Share of the trained tokens that an older policy wrote, 0..1."""
+    mean_staleness: float | None
+    largest_staleness: int | None
+    max_staleness: int | None
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Groups by reason."""
+    audit: AuditResult | None = None
+    missing: tuple[str, ...] = ()
+    """What the folder lacks, in words."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether every planned train step has been trained."""
+        return self.planned_steps is not None and self.train_steps >= self.planned_steps
+
+    @property
+    def gain(self) -> tuple[float, float] | None:
+        """(after - before, its standard error taking both evaluations as independent); None without both."""
+        if self.before is None or self.after is None:
+            return None
+        error = math.hypot(self.before.standard_error, self.after.standard_error)
+        return self.after.mean - self.before.mean, error
+
+
+def summarise(run_folder: Path | RunFolder) -> RunSummary:
+    """Read a run folder, partial or complete; raises DataError when there is no such folder."""
+    folder = run_folder if isinstance(run_folder, RunFolder) else RunFolder(run_folder)
+    train = train_series(folder.metrics.records)
+    timeline = timeline_series(folder.timeline.records)
+    evaluations = evaluation_points(folder.evaluations.records)
+    audit, audit_problem = _audit(folder.path)
+    config = folder.config
+    before, after = _before_and_after(evaluations)
+    return RunSummary(
+        folder=folder.path,
+        name=config.name if config is not None else folder.path.resolve().name,
+        preset=config.schedule.preset if config is not None else None,
+        on_new_version=config.generator.on_new_version if config is not None else None,
+        seed=config.seed if config is not None else None,
+        planned_steps=config.trainer.train_steps if config is not None else None,
+        train_steps=int(train.train_step[-1]) if len(train) else 0,
+        policy_versions=_version_count(train),
+        first_step_time=_first_step_time(train),
+        training_seconds=_training_seconds(train),
+        score_name=_score_name(folder),
+        before=before,
+        after=after,
+        evaluations=evaluations,
+        first_reward=_mean(train.reward[:LAST_STEPS]),
+        last_reward=_mean(train.reward[-LAST_STEPS:]),
+        trained_tokens=_total(train.trained_tokens),
+        generated_tokens=int(timeline.generated_tokens[-1]) if len(timeline) else None,
+        generated_per_second=_generated_per_second(timeline),
+        off_policy_share=_off_policy_share(train, audit),
+        mean_staleness=_mean(train.staleness_mean),
+        largest_staleness=_largest(train.staleness_max),
+        max_staleness=folder.max_staleness,
+        dropped=audit.dropped if audit is not None and audit.dropped else timeline.dropped,
+        audit=audit,
+        missing=folder.missing() + audit_problem,
+    )
+
+
+def print_summary(summary: RunSummary, console: Console) -> None:
+    """The summary as a short table and sentences."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from rollmesh.report.words import facts, sentences
+
+    table = Table(title=f"run {summary.name}", title_justify="left", show_header=False, box=None, padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, value in facts(summary):
+        table.add_row(name, value)
+    console.print(table)
+    for sentence in sentences(summary):
+        console.print(Text(f"- {sentence.text}", style="red" if sentence.bad else ""))
+
+
+def _audit(path: Path) -> tuple[AuditResult | None, tuple[str, ...]]:
+    try:
+        audit = read_audit(path)
+    except DataError as error:
+        return None, (str(error),)
+    return audit, () if audit is not None else ("audit.json: not written",)
+
+
+def _before_and_after(points: Sequence[EvaluationPoint]) -> tuple[EvaluationPoint | None, EvaluationPoint | None]:
+    """The newest evaluation of the oldest and of the newest evaluated version."""
+    if not points:
+        return None, None
+    by_version = {point.policy_version: point for point in points}
+    oldest, newest = by_version[min(by_version)], by_version[max(by_version)]
+    return (None, newest) if oldest is newest else (oldest, newest)
+
+
+def _score_name(folder: RunFolder) -> str:
+    if folder.config is None or folder.config.reward.verifier not in ALL_OR_NOTHING_VERIFIERS:
+        return "mean reward"
+    return "accuracy"
+
+
+def _version_count(train: TrainSeries) -> int | None:
+    known = train.policy_version[~np.isnan(train.policy_version)]
+    return len({0, *known.astype(int).tolist()}) if len(known) else None
+
+
+def _first_step_time(train: TrainSeries) -> float | None:
+    return _known(train.time[0] - np.nan_to_num(train.step_seconds[0])) if len(train) else None
+
+
+def _training_seconds(train: TrainSeries) -> float | None:
+    start = _first_step_time(train)
+    return _known(train.time[-1] - start) if start is not None else None
+
+
+def _generated_per_second(timeline: TimelineSeries) -> float | None:
+    """Over the moments in which anything was generated: idle evaluation and shut-down do not count."""
+    if len(timeline) < 2:
+        return None
+    seconds, tokens = np.diff(timeline.time), np.diff(timeline.generated_tokens)
+    busy = tokens > 0
+    return float(tokens[busy].sum() / seconds[busy].sum()) if busy.any() and seconds[busy].sum() > 0 else None
+
+
+def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | None:
+    """From the batch files if an audit has counted them, else from the step reports, weighted by tokens."""
+    if audit is not None and audit.off_policy_token_share is not None:
+        return audit.off_policy_token_share
+    known = ~np.isnan(train.off_policy_share + train.trained_tokens)
+    tokens = train.trained_tokens[known]
+    return float((train.off_policy_share[known] * tokens).sum() / tokens.sum()) if tokens.sum() > 0 else None
+
+
+def _mean(values: FloatArray) -> float | None:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
+def _total(values: FloatArray) -> int | None:
+    known = values[~np.isnan(values)]
+    return int(known.sum()) if len(known) else None
+
+
+def _largest(values: FloatArray) -> int | None:
+    known = values[~np.isnan(values)]
+    return int(known.max()) if len(known) else None
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)

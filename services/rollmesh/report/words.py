@@ -1,0 +1,186 @@
+"""A run in plain words: sentences that claim what the folder shows and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollmesh.report.series import EvaluationPoint
+from rollmesh.report.summary import RunSummary
+from rollmesh.report.verdict import AuditResult, Rescoring
+
+NOISE_STANDARD_ERRORS = 2.0
+"""A difference below so many standard errors is called noise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sentence:
+    """One statement; ``bad`` marks what a reader must not miss."""
+
+    text: str
+    bad: bool = False
+
+
+def sentences(summary: RunSummary) -> tuple[Sentence, ...]:
+    """What the run showed, most important first."""
+    return (*_progress(summary), *_evaluation(summary), *_off_policy(summary), *_drops(summary), *_audit(summary))
+
+
+def facts(summary: RunSummary) -> list[tuple[str, str]]:
+    """(name, value) pairs for a table; facts that are unknown are left out."""
+    planned = f" of {summary.planned_steps}" if summary.planned_steps is not None else ""
+    rows: list[tuple[str, str | None]] = [
+        ("schedule", summary.preset),
+        ("on a new version", summary.on_new_version),
+        ("train steps", f"{summary.train_steps}{planned}"),
+        ("policy versions", _text(summary.policy_versions)),
+        ("training time", duration(summary.training_seconds)),
+        (f"{summary.score_name} before", _point(summary.before)),
+        (f"{summary.score_name} after", _point(summary.after)),
+        ("tokens trained", count(summary.trained_tokens)),
+        ("tokens generated", count(summary.generated_tokens)),
+        ("generated per second", count(summary.generated_per_second)),
+        ("off-policy tokens", percent(summary.off_policy_share)),
+        ("staleness", _staleness(summary)),
+        ("audit", None if summary.audit is None else ("green" if summary.audit.green else "NOT GREEN")),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def percent(share: float | None) -> str | None:
+    """12.3%."""
+    return None if share is None or math.isnan(share) else f"{100 * share:.1f}%"
+
+
+def count(value: float | None) -> str | None:
+    """12,345."""
+    return None if value is None or math.isnan(value) else f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str | None:
+    """45 s, 3 min 20 s, 2 h 05 min."""
+    if seconds is None or math.isnan(seconds):
+        return None
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def gap(value: float | None) -> str:
+    """A difference of log-probabilities."""
+    return "-" if value is None else f"{value:.2g}"
+
+
+def _text(value: object | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _point(point: EvaluationPoint | None) -> str | None:
+    if point is None:
+        return None
+    error = "" if math.isnan(point.standard_error) else f" ± {point.standard_error:.3f}"
+    return f"{point.mean:.3f}{error} (n={point.n}, policy version {point.policy_version})"
+
+
+def _staleness(summary: RunSummary) -> str | None:
+    if summary.mean_staleness is None:
+        return None
+    bound = f", bound {summary.max_staleness}" if summary.max_staleness is not None else ""
+    return f"mean {summary.mean_staleness:.2f}, largest {summary.largest_staleness}{bound} train steps"
+
+
+def _progress(summary: RunSummary) -> Iterator[Sentence]:
+    if summary.train_steps == 0:
+        yield Sentence(text="No train step has been recorded.", bad=True)
+        return
+    took = duration(summary.training_seconds)
+    versions = "" if summary.policy_versions is None else f", {summary.policy_versions} policy versions were published"
+    text = f"{summary.train_steps} train steps were done{f' in {took}' if took else ''}{versions}."
+    if summary.planned_steps is not None and not summary.finished:
+        yield Sentence(text=f"{text} The run is not finished: {summary.planned_steps} were planned.", bad=True)
+    else:
+        yield Sentence(text=text)
+
+
+def _evaluation(summary: RunSummary) -> Iterator[Sentence]:
+    name = summary.score_name.capitalize()
+    if summary.gain is None or summary.before is None or summary.after is None:
+        if summary.after is not None:
+            yield Sentence(text=f"{name} was evaluated once only: {_point(summary.after)}. No gain can be stated.")
+        else:
+            yield Sentence(text="No evaluation was recorded, so no gain is claimed.")
+        return
+    before, after, (difference, error) = summary.before, summary.after, summary.gain
+    text = f"{name} on the evaluation prompts: {_point(before)} before, {_point(after)} after"
+    if math.isnan(error):
+        yield Sentence(text=f"{text}; no standard error was recorded, so the difference is not judged.")
+    elif abs(difference) < NOISE_STANDARD_ERRORS * error:
+        yield Sentence(
+            text=f"{text}. The difference of {difference:+.3f} is within noise (standard error {error:.3f})."
+        )
+    else:
+        word = "gain" if difference > 0 else "loss"
+        yield Sentence(text=f"{text}: a {word} of {abs(difference):.3f} ± {error:.3f}.", bad=difference < 0)
+
+
+def _off_policy(summary: RunSummary) -> Iterator[Sentence]:
+    if summary.off_policy_share is not None:
+        yield Sentence(
+            text=f"{percent(summary.off_policy_share)} of the trained tokens were written by an older policy than the "
+            "newest one of their time"
+            + (f"; staleness was {_staleness(summary)}." if summary.mean_staleness is not None else ".")
+        )
+
+
+def _drops(summary: RunSummary) -> Iterator[Sentence]:
+    dropped = {reason: number for reason, number in summary.dropped.items() if number}
+    if dropped:
+        listed = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
+        yield Sentence(text=f"Groups that left without being trained, by reason: {listed}.")
+
+
+def _audit(summary: RunSummary) -> Iterator[Sentence]:
+    audit = summary.audit
+    if audit is None:
+        yield Sentence(text="No audit was run, so nothing is claimed about lost or repeated groups.")
+        return
+    verdict = "The audit is green" if audit.green else "The audit is NOT green"
+    yield Sentence(text=f"{verdict}: {'; '.join(audit_claims(audit))}.", bad=not audit.green)
+    for problem in audit.problems:
+        yield Sentence(text=problem, bad=True)
+
+
+def audit_claims(audit: AuditResult) -> list[str]:
+    """What an audit counted, each with its source."""
+    claims = [
+        f"{audit.groups} groups in {audit.batch_files} batch files up to committed step {audit.committed_step}",
+        f"trained twice {len(audit.trained_twice)}",
+        f"staleness violations {len(audit.staleness_violations)}",
+    ]
+    if audit.lost is not None:
+        claims.append(f"lost {len(audit.lost)}")
+    else:
+        claims.append(f"lost not checked ({audit.lost_note})" if audit.lost_note else "lost not checked")
+    if audit.rescoring is not None:
+        claims.append(rescoring_claim(audit.rescoring))
+    return claims
+
+
+def rescoring_claim(rescoring: Rescoring) -> str:
+    """What re-scoring covered, and how far off the worst token was."""
+    skipped = []
+    if rescoring.skipped_impure_segments:
+        skipped.append(f"{rescoring.skipped_impure_segments} keep_kv segments have no single policy")
+    if rescoring.skipped_segments:
+        skipped.append(f"{rescoring.skipped_segments} segments name a checkpoint that is gone")
+    rest = f" ({', '.join(skipped)})" if skipped else ""
+    if rescoring.largest_gap is None:
+        return f"no segment could be re-scored{rest}"
+    return (
+        f"{rescoring.tokens:,} tokens of {rescoring.segments:,} segments re-scored with the checkpoint they name, "
+        f"largest gap {gap(rescoring.largest_gap)} nats ({rescoring.dtype}, bound {rescoring.bound:g}){rest}"
+    )

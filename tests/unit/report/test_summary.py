@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollmesh.errors import DataError
+from rollmesh.report.summary import print_summary, summarise
+from rollmesh.report.verdict import AuditResult, Rescoring, VersionGap, read_audit
+from rollmesh.report.words import duration, sentences
+
+
+def words_of(folder: Path) -> str:
+    return " ".join(s.text for s in sentences(summarise(folder)))
+
+
+def replace_evaluations(folder: Path, *records: dict[str, object]) -> None:
+    text = "".join(json.dumps(r) + "\n" for r in records)
+    (folder / "evaluations.jsonl").write_text(text, encoding="utf-8")
+
+
+def evaluation(version: int, mean: float, error: float = 0.03) -> dict[str, object]:
+    return {"policy_version": version, "n": 256, "mean": mean, "standard_error": error, "when": "before"}
+
+
+def test_a_complete_run_is_summarised_from_its_files(run_folder: Path) -> None:
+    summary = summarise(run_folder)
+    assert summary.train_steps == 12
+    assert summary.finished
+    assert summary.policy_versions == 13
+    assert summary.score_name == "accuracy"
+    assert summary.before is not None and summary.before.policy_version == 0
+    assert summary.after is not None and summary.after.policy_version == 12
+    assert summary.gain == pytest.approx((0.4, 0.0398), abs=1e-3)
+    assert summary.max_staleness == 4
+    assert summary.dropped == {"straggler_timeout": 2, "filtered": 0}
+    assert summary.off_policy_share is not None and 0.2 < summary.off_policy_share < 0.4
+    assert summary.training_seconds is not None and 50 < summary.training_seconds < 60
+    assert summary.missing == ("audit.json: not written",)
+
+
+def test_a_gain_is_claimed_only_beyond_two_standard_errors(run_folder: Path) -> None:
+    assert "a gain of 0.400" in words_of(run_folder)
+    replace_evaluations(run_folder, evaluation(0, 0.40), evaluation(12, 0.46))
+    assert "within noise" in words_of(run_folder)
+    assert "gain" not in words_of(run_folder)
+    replace_evaluations(run_folder, evaluation(0, 0.60), evaluation(12, 0.40))
+    assert "a loss of 0.200" in words_of(run_folder)
+
+
+def test_one_evaluation_gives_no_gain(run_folder: Path) -> None:
+    replace_evaluations(run_folder, evaluation(0, 0.40))
+    assert summarise(run_folder).gain is None
+    assert "No gain can be stated" in words_of(run_folder)
+
+
+def test_an_evaluation_repeated_for_a_version_counts_with_its_newest_score(run_folder: Path) -> None:
+    replace_evaluations(run_folder, evaluation(12, 0.1), evaluation(0, 0.40), evaluation(12, 0.7))
+    after = summarise(run_folder).after
+    assert after is not None and after.mean == 0.7
+
+
+def test_an_unfinished_run_says_so(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+    folder = make_run(tmp_path / "run", steps=12)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()[:5]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert not summarise(folder).finished
+    assert "not finished: 12 were planned" in words_of(folder)
+
+
+def test_without_an_audit_nothing_is_claimed_about_losses(run_folder: Path) -> None:
+    text = words_of(run_folder)
+    assert "No audit was run" in text
+    assert "lost 0" not in text
+
+
+def test_an_empty_folder_is_summarised_without_claims(tmp_path: Path) -> None:
+    summary = summarise(tmp_path)
+    assert summary.train_steps == 0 and summary.gain is None and not summary.finished
+    assert len(summary.missing) == 6
+    assert "No train step" in words_of(tmp_path)
+
+
+def test_a_torn_last_line_is_reported_and_the_rest_is_used(run_folder: Path) -> None:
+    with (run_folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"train_step": 13, "batch": {"outc')
+    summary = summarise(run_folder)
+    assert summary.train_steps == 12
+    assert "metrics.jsonl: 1 unreadable line(s) skipped" in summary.missing
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such run folder"):
+        summarise(tmp_path / "absent")
+
+
+def test_a_verifier_with_partial_credit_is_not_called_accuracy(run_folder: Path) -> None:
+    config = (run_folder / "config.yaml").read_text()
+    (run_folder / "config.yaml").write_text(config.replace("verifier: countdown", "verifier: composite"))
+    assert summarise(run_folder).score_name == "mean reward"
+
+
+def audit_result(**changes: object) -> AuditResult:
+    rescoring = Rescoring(
+        dtype="float32",
+        bound=1e-4,
+        largest_gap=3e-6,
+        segments=40,
+        tokens=900,
+        skipped_impure_segments=2,
+        skipped_segments=1,
+        versions=(
+            VersionGap(policy_version=0, train_step=0, segments=20, tokens=450, largest_gap=3e-6, mean_gap=1e-7),
+            VersionGap(
+                policy_version=1,
+                train_step=1,
+                segments=1,
+                tokens=5,
+                largest_gap=None,
+                mean_gap=None,
+                skipped="pruned",
+            ),
+        ),
+    )
+    facts: dict[str, object] = {
+        "run": "run",
+        "committed_step": 12,
+        "batch_files": 12,
+        "groups": 192,
+        "lost": (),
+        "damaged": {3: "missing"},
+        "trained_twice": {"e0-1": (1, 2)},
+        "staleness_counts": {0: 5},
+        "off_policy_token_share": 0.123,
+        "rescoring": rescoring,
+        "green": True,
+    }
+    return AuditResult(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def test_an_audit_survives_its_file(tmp_path: Path) -> None:
+    result = audit_result()
+    (tmp_path / "audit.json").write_text(result.to_json(), encoding="utf-8")
+    assert read_audit(tmp_path) == result
+
+
+def test_a_file_that_is_no_audit_is_reported_not_raised(run_folder: Path) -> None:
+    (run_folder / "audit.json").write_text('{"something": "else"}', encoding="utf-8")
+    summary = summarise(run_folder)
+    assert summary.audit is None
+    assert any("not an audit" in item for item in summary.missing)
+
+
+def test_audit_counts_reach_the_words_with_what_was_skipped(run_folder: Path) -> None:
+    (run_folder / "audit.json").write_text(audit_result().to_json(), encoding="utf-8")
+    text = words_of(run_folder)
+    assert "audit is green" in text
+    assert "trained twice 1" in text and "lost 0" in text
+    assert "2 keep_kv segments" in text and "1 segments name a checkpoint that is gone" in text
+    assert summarise(run_folder).off_policy_share == 0.123
+
+
+def test_an_audit_that_is_not_green_is_marked_bad_with_its_problems(run_folder: Path) -> None:
+    result = audit_result(green=False, problems=("2 groups are lost",), lost=("e0-7", "e0-9"))
+    (run_folder / "audit.json").write_text(result.to_json(), encoding="utf-8")
+    bad = [s.text for s in sentences(summarise(run_folder)) if s.bad]
+    assert any("NOT green" in text for text in bad)
+    assert "2 groups are lost" in bad
+
+
+def test_the_console_summary_names_the_numbers(run_folder: Path) -> None:
+    out = io.StringIO()
+    print_summary(summarise(run_folder), Console(file=out, width=100))
+    assert "accuracy after" in out.getvalue()
+    assert "0.790" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, None), (8.4, "8 s"), (61, "1 min 01 s"), (7500, "2 h 05 min"), (59.7, "1 min 00 s")]
+)
+def test_durations_read_naturally(seconds: float | None, text: str | None) -> None:
+    assert duration(seconds) == text
