@@ -77,6 +77,11 @@ class DataConfig(Section):
 
     source: PromptSourceConfig = Field(default_factory=CountdownSource)
     """Training prompts."""
+    evaluation_source: PromptSourceConfig | None = None
+    """Evaluation prompts; null takes them from ``source``: fresh ones of a generated task, held-out rows of a table."""
+    held_out_ratio: float = Field(default=0.05, ge=0, lt=1)
+    """Share of a table's distinct prompts that is kept from training when there is no ``evaluation_source``; 0
+    evaluates on the training rows."""
     shuffle: bool = True
     """Shuffle every epoch with the run's seed."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
@@ -102,7 +107,7 @@ class RewardConfig(Section):
     workers: int = Field(default=1, ge=1)
     """Verifier processes per reward service."""
     memory_limit_bytes: int = Field(default=1 << 30, ge=1 << 26)
-    """Address-space limit of a verifier process."""
+    """Address space that a verifier process may add to what it starts with."""
     overlong_buffer_tokens: int = Field(default=0, ge=0)
     """DAPO's soft overlong penalty: the last tokens of the budget over which up to -1 is added; 0 is off."""
 

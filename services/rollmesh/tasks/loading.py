@@ -1,0 +1,45 @@
+"""Load what a run file names as ``module:attribute``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from rollmesh.errors import ConfigError
+
+
+def load_target(target: str, field: str) -> Any:
+    """Import ``module:attribute``; ``field`` is the place in the run file, for the message.
+
+    A module that is not installed is looked for in the working directory, where ``rollmesh up`` was started.
+    Raises ConfigError when the module or the attribute does not exist; errors inside the module propagate.
+    """
+    module_name, separator, attribute = target.partition(":")
+    if not separator or not module_name or not attribute:
+        raise ConfigError(f"{field}: {target!r} is not of the form module:name")
+    try:
+        module = _import(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise
+        raise ConfigError(
+            f"{field}: no module {error.name!r} (installed, on PYTHONPATH or in {os.getcwd()}) for {target!r}"
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        raise ConfigError(f"{field}: module {module_name!r} has no {attribute!r}") from error
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        folder = os.getcwd()
+        if error.name != name.partition(".")[0] or folder in sys.path:
+            raise
+        sys.path.append(folder)
+        importlib.invalidate_caches()
+        return importlib.import_module(name)

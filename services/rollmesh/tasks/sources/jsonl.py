@@ -1,0 +1,82 @@
+"""Rows of a file with one JSON object per line, read by offset."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from rollmesh.errors import DataError
+from rollmesh.tasks.sources.row import Row
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+class JsonlRows:
+    """Random access to JSONL rows; blank lines are skipped and line numbers count from 1, as editors do."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Find the lines; only their offsets are kept. Raises DataError when the file cannot be read."""
+        self._path = Path(path)
+        self.name = str(path)
+        starts: list[int] = []
+        lines: list[int] = []
+        try:
+            with self._path.open("rb") as file:
+                self._identity = _identity(file.fileno())
+                offset = 0
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        starts.append(offset)
+                        lines.append(number)
+                    offset += len(line)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        self._starts = np.array(starts, np.int64)
+        self._lines = np.array(lines, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def row(self, number: int) -> Row:
+        """Read and parse one row."""
+        line_number = int(self._lines[number])
+        where = f"{self._path}:{line_number}"
+        fields = _parse(self._line(int(self._starts[number])), where)
+        return Row(fields=fields, where=where, prompt_id=f"{self._path.name}:{line_number}")
+
+    def _line(self, start: int) -> bytes:
+        try:
+            with self._path.open("rb") as file:
+                if _identity(file.fileno()) != self._identity:
+                    raise DataError(f"{self._path}: changed while the run reads it; restart the run")
+                file.seek(start)
+                return file.readline()
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+
+
+def _identity(descriptor: int) -> tuple[int, int, int]:
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise DataError(f"{where}: nested too deeply") from error
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON value")

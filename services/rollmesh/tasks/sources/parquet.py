@@ -1,0 +1,35 @@
+"""Rows of a Parquet file or a folder of them (extra: datasets)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollmesh.errors import ConfigError, DataError
+from rollmesh.tasks.sources.row import Row
+
+
+class ParquetRows:
+    """Random access to Parquet rows, counted from 1 in messages; the table is held in Arrow memory."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Read the table; raises DataError when that fails, ConfigError without the extra."""
+        try:
+            import pyarrow
+            import pyarrow.parquet as parquet
+        except ImportError as error:
+            raise ConfigError("data.source.type=parquet needs pyarrow: pip install 'rollmesh[datasets]'") from error
+        self._path = Path(path)
+        self.name = str(path)
+        try:
+            self._table = parquet.read_table(self._path)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise DataError(f"{path}: not a readable Parquet file: {error}") from error
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def row(self, number: int) -> Row:
+        """One row as Python values."""
+        fields = self._table.slice(number, 1).to_pylist()[0]
+        where = f"{self._path}: row {number + 1}"
+        return Row(fields=fields, where=where, prompt_id=f"{self._path.name}:{number + 1}")

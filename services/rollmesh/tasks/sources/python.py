@@ -1,0 +1,45 @@
+"""Rows from a callable of the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rollmesh.errors import ConfigError, DataError
+from rollmesh.tasks.loading import load_target
+from rollmesh.tasks.sources.row import Row
+
+
+class PythonRows:
+    """The rows that ``module:function`` returns.
+
+    Anything with a length and integer indices stays where it is (for example a ``datasets.Dataset``); any other
+    iterable is read into a list.
+    """
+
+    def __init__(self, target: str, options: Mapping[str, Any]) -> None:
+        """Call the target; raises ConfigError when it is not there or refuses the options."""
+        self.name = target
+        function = load_target(target, "data.source.target")
+        if not callable(function):
+            raise ConfigError(f"data.source.target: {target!r} is not callable")
+        try:
+            rows = function(**options)
+        except TypeError as error:
+            raise ConfigError(f"data.source.options: {target} refuses {dict(options)!r}: {error}") from error
+        if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
+            if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
+                raise ConfigError(f"data.source.target: {target} must return rows, got {type(rows).__name__}")
+            rows = list(rows)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, number: int) -> Row:
+        """One row; raises DataError when it is not a mapping."""
+        where = f"{self.name}[{number}]"
+        fields = self._rows[number]
+        if not isinstance(fields, Mapping):
+            raise DataError(f"{where}: expected a mapping with a prompt, got {type(fields).__name__}")
+        return Row(fields=fields, where=where, prompt_id=where)

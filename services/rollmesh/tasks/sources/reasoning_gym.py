@@ -1,0 +1,92 @@
+"""Prompts of a reasoning-gym task (extra: reward): generated, and scored by the task itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rollmesh.errors import ConfigError
+from rollmesh.tasks.entries import entry_to_text
+from rollmesh.tasks.sources.permutation import epoch_order
+from rollmesh.tasks.sources.protocol import Split
+from rollmesh.tasks.sources.row import Row, RowFormat, prompt_from_row
+from rollmesh.text import Tokenizer
+from rollmesh.types import Prompt
+
+_SEED_SPAN = 2**30
+
+
+class ReasoningGymPrompts:
+    """The items of one task; every epoch has the same ones in another order.
+
+    Item i of a split is generated from a seed of its own; train and eval draw them from disjoint ranges, so no item
+    generated for evaluation is trained on by position (small tasks can still repeat a question).
+    """
+
+    def __init__(
+        self,
+        task: str,
+        options: Mapping[str, Any],
+        form: RowFormat,
+        tokenizer: Tokenizer,
+        *,
+        size: int,
+        seed: int,
+        split: Split = "train",
+        shuffle: bool = True,
+    ) -> None:
+        """Raises ConfigError for an unknown task, wrong options, or without the extra."""
+        self._task = task
+        self._options = dict(options)
+        self._form = form
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._shuffle = shuffle
+        self._items = create_task(task, {**options, "size": size, "seed": _first_seed(seed, split, size)})
+
+    @property
+    def epoch_size(self) -> int:
+        """Items of one epoch."""
+        return len(self._items)
+
+    def prompt(self, epoch: int, index: int) -> Prompt:
+        """The prompt at a position of the cursor."""
+        size = len(self._items)
+        if epoch < 0 or not 0 <= index < size:
+            raise IndexError(f"reasoning_gym {self._task}: no position (epoch {epoch}, index {index})")
+        number = int(epoch_order(size, self._seed, epoch)[index]) if self._shuffle else index
+        entry = self._items[number]
+        fields = {
+            "prompt": entry["question"],
+            "verifier": "reasoning_gym",
+            "task": self._task,
+            "options": json.dumps(self._options, sort_keys=True),
+            "entry": entry_to_text(entry),
+        }
+        where = f"{self._task}:{number}"
+        row = Row(fields=fields, where=f"reasoning_gym {where}", prompt_id=where)
+        return prompt_from_row(row, self._form, self._tokenizer)
+
+
+def create_task(task: str, options: Mapping[str, Any]) -> Any:
+    """A reasoning-gym dataset; raises ConfigError naming what is wrong."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ConfigError("reasoning_gym needs its package: pip install 'rollmesh[reward]'") from error
+    if task not in DATASETS:
+        near = [name for name in sorted(DATASETS) if task[:4] in name] or sorted(DATASETS)[:8]
+        raise ConfigError(f"data.source.task: reasoning-gym has no task {task!r}; for example {', '.join(near)}")
+    try:
+        return reasoning_gym.create_dataset(task, **options)
+    except (TypeError, ValueError, AssertionError, KeyError) as error:
+        raise ConfigError(f"data.source.options: {task} refuses {dict(options)!r}: {error}") from error
+
+
+def _first_seed(seed: int, split: Split, size: int) -> int:
+    digest = hashlib.blake2b(f"{seed}".encode(), digest_size=8).digest()
+    offset = int.from_bytes(digest, "big") % (_SEED_SPAN - size)
+    return offset + (_SEED_SPAN if split == "eval" else 0)

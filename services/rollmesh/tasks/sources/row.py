@@ -1,0 +1,176 @@
+"""From one dataset row to one prompt, with every way in which a row can be wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import date, time
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from rollmesh.errors import DataError
+from rollmesh.tasks.verifiers.registry import BUILT_IN
+from rollmesh.text import Tokenizer
+from rollmesh.types import Int32Array, Prompt
+
+LARGEST_EXACT_INTEGER = 2**53
+"""Metadata travels as JSON numbers; larger integers would be rounded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFormat:
+    """Which fields of a row mean what."""
+
+    prompt_field: str = "prompt"
+    answer_field: str | None = "answer"
+    answer_required: bool = True
+    verifier_field: str | None = None
+    verifier_required: bool = True
+    chat: bool = False
+    max_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row and the words that find it again, for example ``train.jsonl:17``."""
+
+    fields: Mapping[str, Any]
+    where: str
+    prompt_id: str
+
+
+def prompt_from_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Prompt:
+    """Build the prompt; raises DataError with the row and the field."""
+    token_ids = _token_ids(row, form, tokenizer)
+    if len(token_ids) == 0:
+        raise DataError(f"{row.where}: field {form.prompt_field!r}: the prompt has no tokens")
+    if len(token_ids) > form.max_prompt_tokens:
+        raise DataError(
+            f"{row.where}: field {form.prompt_field!r}: the prompt has {len(token_ids)} tokens, more than "
+            f"data.max_prompt_tokens={form.max_prompt_tokens}; raise it or drop the row"
+        )
+    return Prompt(
+        prompt_id=row.prompt_id, token_ids=token_ids, verifier=_verifier(row, form), metadata=_metadata(row, form)
+    )
+
+
+def check_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> None:
+    """Raise DataError for what ``prompt_from_row`` would refuse, without tokenising plain prompts that must fit.
+
+    A tokenizer writes at most about one token per byte, so only long prompts need counting.
+    """
+    value = prompt_value(row, form)
+    if isinstance(value, str) and not form.chat and value.strip():
+        slack = 16
+        if len(value.encode()) + slack <= form.max_prompt_tokens:
+            _verifier(row, form)
+            _metadata(row, form)
+            return
+    prompt_from_row(row, form, tokenizer)
+
+
+def prompt_value(row: Row, form: RowFormat) -> Any:
+    """The raw prompt field."""
+    return _required(row, form.prompt_field)
+
+
+def _token_ids(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Int32Array:
+    value = prompt_value(row, form)
+    where = f"{row.where}: field {form.prompt_field!r}"
+    try:
+        if isinstance(value, str):
+            if not value.strip():
+                raise DataError("the prompt is empty")
+            if form.chat:
+                return tokenizer.render_chat([{"role": "user", "content": value}])
+            return tokenizer.encode(value, special_tokens=True)
+        if isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value):
+            return tokenizer.render_chat(_messages(value))
+        if isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+            return _given_ids(value, tokenizer)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    raise DataError(f"{where}: expected text, chat messages or token ids, got {_short(value)}")
+
+
+def _messages(value: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    for number, message in enumerate(value):
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise DataError(f"message {number} needs role and content as text, got {_short(message)}")
+    if not any(message["content"].strip() for message in value):
+        raise DataError("the prompt is empty")
+    return value
+
+
+def _given_ids(value: list[int], tokenizer: Tokenizer) -> Int32Array:
+    for at, token in enumerate(value):
+        if not 0 <= token < tokenizer.vocab_size:
+            raise DataError(f"token_ids[{at}]: id {token} is outside the vocabulary [0, {tokenizer.vocab_size})")
+    return np.array(value, np.int32)
+
+
+def _verifier(row: Row, form: RowFormat) -> str:
+    if form.verifier_field is None or (not form.verifier_required and form.verifier_field not in row.fields):
+        return ""
+    name = _required(row, form.verifier_field)
+    # A dataset may choose among the verifiers, but never what code runs.
+    if name not in BUILT_IN:
+        raise DataError(
+            f"{row.where}: field {form.verifier_field!r}: unknown verifier {_short(name)}; "
+            f"a row can name {', '.join(sorted(BUILT_IN))}"
+        )
+    return str(name)
+
+
+def _metadata(row: Row, form: RowFormat) -> dict[str, Any]:
+    used = {form.prompt_field, form.verifier_field}
+    metadata = {
+        name: _json_value(value, f"{row.where}: field {name!r}")
+        for name, value in row.fields.items()
+        if name not in used
+    }
+    if form.answer_field is not None and (form.answer_required or form.answer_field in row.fields):
+        answer = _json_value(_required(row, form.answer_field), f"{row.where}: field {form.answer_field!r}")
+        metadata.pop(form.answer_field, None)
+        metadata["answer"] = answer
+    return metadata
+
+
+def _required(row: Row, field: str) -> Any:
+    if field not in row.fields:
+        names = ", ".join(map(str, row.fields)) or "nothing"
+        raise DataError(f"{row.where}: field {field!r} is missing; the row has {names}")
+    value = row.fields[field]
+    if value is None:
+        raise DataError(f"{row.where}: field {field!r} is null")
+    return value
+
+
+def _json_value(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        if abs(value) > LARGEST_EXACT_INTEGER:
+            raise DataError(f"{where}: {value} is beyond 2**53 and would be rounded; write it as text")
+        return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise DataError(f"{where}: {value} is not a finite number")
+        return value
+    if isinstance(value, list | tuple):
+        return [_json_value(item, f"{where}[{at}]") for at, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise DataError(f"{where}: keys must be text, got {_short(list(value))}")
+        return {key: _json_value(item, f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, date | time | Decimal):
+        return str(value)
+    raise DataError(f"{where}: {type(value).__name__} is no JSON value; convert or drop the field")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

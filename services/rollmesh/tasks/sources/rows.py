@@ -1,0 +1,92 @@
+"""Prompts from a finite table: order, epochs and the rows held out for evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rollmesh.errors import DataError
+from rollmesh.tasks.sources.permutation import Int64Array, epoch_order
+from rollmesh.tasks.sources.protocol import Split
+from rollmesh.tasks.sources.row import Row, RowFormat, check_row, prompt_from_row, prompt_value
+from rollmesh.text import Tokenizer
+from rollmesh.types import Prompt
+
+
+class RowReader(Protocol):
+    """Random access to the rows of a file or a sequence."""
+
+    name: str
+    """What messages call the whole table."""
+
+    def __len__(self) -> int: ...
+
+    def row(self, number: int) -> Row:
+        """Row ``number``, counted from 0; raises DataError when it cannot be read."""
+
+
+class RowPrompts:
+    """A prompt source over rows; every row is checked once, when the source is opened.
+
+    Rows whose prompts are equal are held out together, so an evaluation prompt is never trained on.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        form: RowFormat,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        split: Split = "train",
+        shuffle: bool = True,
+        held_out_ratio: float = 0.0,
+    ) -> None:
+        """``held_out_ratio`` is the share of distinct prompts that belongs to the eval split; at 0 both have all.
+
+        Raises DataError for the first bad row, and when the split has no rows.
+        """
+        self._reader = reader
+        self._form = form
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._shuffle = shuffle or split == "eval"
+        hashes = np.fromiter((self._check(number) for number in range(len(reader))), np.uint64, len(reader))
+        self._rows = _rows_of_split(hashes, split, held_out_ratio)
+        if len(self._rows) == 0:
+            what = "no rows" if len(reader) == 0 else f"no rows for the {split} split; it has {len(reader)} in all"
+            raise DataError(f"{reader.name}: {what} (data.held_out_ratio={held_out_ratio})")
+
+    @property
+    def epoch_size(self) -> int:
+        """Rows of the split."""
+        return len(self._rows)
+
+    def prompt(self, epoch: int, index: int) -> Prompt:
+        """The prompt at a position of the cursor."""
+        if epoch < 0 or not 0 <= index < len(self._rows):
+            raise IndexError(f"{self._reader.name}: no position (epoch {epoch}, index {index})")
+        at = int(epoch_order(len(self._rows), self._seed, epoch)[index]) if self._shuffle else index
+        return prompt_from_row(self._reader.row(int(self._rows[at])), self._form, self._tokenizer)
+
+    def _check(self, number: int) -> int:
+        row = self._reader.row(number)
+        check_row(row, self._form, self._tokenizer)
+        content = json.dumps(prompt_value(row, self._form), sort_keys=True).encode()
+        return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
+
+
+def _rows_of_split(hashes: npt.NDArray[np.uint64], split: Split, held_out_ratio: float) -> Int64Array:
+    distinct = np.unique(hashes)
+    if held_out_ratio == 0:
+        held_out = np.full(len(hashes), split == "eval")
+    elif len(distinct) < 2:
+        held_out = np.zeros(len(hashes), np.bool_)
+    else:
+        count = min(max(1, round(held_out_ratio * len(distinct))), len(distinct) - 1)
+        held_out = hashes <= distinct[count - 1]
+    return np.flatnonzero(held_out == (split == "eval")).astype(np.int64)

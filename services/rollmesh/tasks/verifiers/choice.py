@@ -1,0 +1,58 @@
+"""Multiple choice: the answer is a letter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rollmesh.errors import ConfigError, VerifierError
+from rollmesh.tasks.verifiers.extraction import TAIL_CHARACTERS, last_boxed, last_tag, reference_text
+
+
+class ChoiceVerifier:
+    """1 when the chosen letter is the reference, else 0.
+
+    The choice is looked for in ``<answer>...</answer>``, then ``\\boxed{...}``, then the last "answer is X" or
+    "answer: X", then the last letter that stands alone. The reference is a letter, or an index from 0.
+    """
+
+    timeout_means_wrong = False
+
+    def __init__(self, letters: str = "ABCDEFGHIJ") -> None:
+        """``letters`` are the choices, in order."""
+        if not letters.isalpha() or not letters.isupper() or len(set(letters)) != len(letters):
+            raise ConfigError(f"reward.options.letters: {letters!r} must be distinct capital letters")
+        self._letters = letters
+        one = f"[(*\\[{{]*([{letters}])(?![A-Za-z0-9])"
+        self._said = re.compile(rf"(?i:answer(?:\s+is)?)\s*:?\s*{one}")
+        self._alone = re.compile(f"(?<![A-Za-z0-9'])([{letters}])(?![A-Za-z0-9'])")
+
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
+        """Score one response against ``answer``; raises VerifierError when that names no choice."""
+        expected = self._reference(prompt_metadata)
+        return float(self._chosen(response) == expected)
+
+    def _reference(self, metadata: Mapping[str, Any]) -> str:
+        if "answer" not in metadata:
+            raise VerifierError(f"choice: the prompt's metadata has no field 'answer'; it has {sorted(metadata)}")
+        text = reference_text(metadata["answer"], "choice").strip().strip("().").upper()
+        if text.isascii() and text.isdigit() and int(text) < len(self._letters):
+            return self._letters[int(text)]
+        if len(text) == 1 and text in self._letters:
+            return text
+        raise VerifierError(f"choice: the prompt's answer {text[:40]!r} is none of {self._letters} and no index")
+
+    def _chosen(self, response: str) -> str | None:
+        for marked in (last_tag(response, "answer"), last_boxed(response)):
+            if marked is not None:
+                return self._last(self._alone, marked)
+        tail = response[-TAIL_CHARACTERS:]
+        return self._last(self._said, tail) or self._last(self._alone, tail)
+
+    @staticmethod
+    def _last(pattern: re.Pattern[str], text: str) -> str | None:
+        found = None
+        for match in pattern.finditer(text):
+            found = match[1]
+        return found

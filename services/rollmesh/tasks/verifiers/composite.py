@@ -1,0 +1,49 @@
+"""A weighted sum of verifiers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rollmesh.errors import ConfigError
+from rollmesh.tasks.verifiers.protocol import RewardParts, Verifier, checked_reward
+from rollmesh.tasks.verifiers.registry import build_verifier
+
+
+class CompositeVerifier:
+    """value = sum of weight * value over the parts; a part that fails fails the whole.
+
+    Example: ``parts: {answer: {verifier: math, weight: 1.0}, format: {verifier: regex, weight: 0.1, options: {...}}}``.
+    """
+
+    def __init__(self, parts: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raises ConfigError naming the part that is wrong."""
+        if not isinstance(parts, Mapping) or not parts:
+            raise ConfigError("reward.options.parts: expected a mapping from names to {verifier, weight, options}")
+        self._parts: dict[str, tuple[float, Verifier]] = {}
+        for name, part in parts.items():
+            self._parts[str(name)] = _part(f"reward.options.parts.{name}", part)
+        verifiers = [verifier for _, verifier in self._parts.values()]
+        self.timeout_means_wrong = all(verifier.timeout_means_wrong for verifier in verifiers)
+        self.needs_prompt = any(getattr(verifier, "needs_prompt", False) for verifier in verifiers)
+
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
+        """Score one response; the parts are reported unweighted, parts of parts as ``name.part``."""
+        value = 0.0
+        parts: dict[str, float] = {}
+        for name, (weight, verifier) in self._parts.items():
+            reward = checked_reward(verifier.verify(response, prompt_metadata), name)
+            value += weight * reward.value
+            parts[name] = reward.value
+            parts.update({f"{name}.{inner}": part for inner, part in reward.parts.items()})
+        return RewardParts(value=value, parts=parts)
+
+
+def _part(where: str, part: Mapping[str, Any]) -> tuple[float, Verifier]:
+    if not isinstance(part, Mapping) or "verifier" not in part or not set(part) <= {"verifier", "weight", "options"}:
+        raise ConfigError(f"{where}: expected verifier, and optionally weight and options, got {part!r}")
+    weight = part.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"{where}.weight: {weight!r} is not a finite number")
+    return float(weight), build_verifier(str(part["verifier"]), part.get("options") or {})

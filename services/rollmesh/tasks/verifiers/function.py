@@ -1,0 +1,60 @@
+"""A verifier of the user's own: ``module:function`` or ``module:Class``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rollmesh.errors import ConfigError
+from rollmesh.tasks.loading import load_target
+from rollmesh.tasks.verifiers.protocol import RewardParts, Verifier
+
+
+class FunctionVerifier:
+    """Calls ``function(response, metadata)``.
+
+    What a time-out means can be declared on the function: ``function.timeout_means_wrong = True``.
+    """
+
+    def __init__(self, function: Callable[..., float | RewardParts], options: Mapping[str, Any]) -> None:
+        """``options`` are passed as keyword arguments of every call."""
+        self.timeout_means_wrong = bool(getattr(function, "timeout_means_wrong", False))
+        self.needs_prompt = bool(getattr(function, "needs_prompt", False))
+        self._function = partial(function, **options)
+
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float | RewardParts:
+        """Score one response."""
+        return self._function(response, prompt_metadata)
+
+
+def build_own_verifier(target: str, options: Mapping[str, Any]) -> Verifier:
+    """The verifier at ``module:name``: a class is made with ``options``, a function is called with them.
+
+    Raises ConfigError when it is not there or cannot be called as a verifier.
+    """
+    found = load_target(target, "reward.verifier")
+    if inspect.isclass(found):
+        try:
+            made: Any = found(**options)
+        except TypeError as error:
+            raise ConfigError(f"reward.options: {target} refuses {dict(options)!r}: {error}") from error
+        if not callable(getattr(made, "verify", None)) or not isinstance(
+            getattr(made, "timeout_means_wrong", None), bool
+        ):
+            raise ConfigError(
+                f"reward.verifier: {target} needs a method verify(response, prompt_metadata) and an attribute "
+                "timeout_means_wrong (true or false)"
+            )
+        verifier: Verifier = made
+        return verifier
+    if not callable(found) or inspect.iscoroutinefunction(found):
+        raise ConfigError(f"reward.verifier: {target} must be a plain function or a class with verify()")
+    try:
+        inspect.signature(found).bind("", {}, **options)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.verifier: {target} cannot be called as f(response, prompt_metadata, **reward.options): {error}"
+        ) from error
+    return FunctionVerifier(found, options)
