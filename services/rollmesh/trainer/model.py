@@ -94,7 +94,7 @@ def load_policy_model(
     (no transformers attention interface, state that crosses sequences) or routes tokens to experts.
     """
     register_packed_attention()
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _refuse_experts(config)
@@ -128,7 +128,7 @@ def check_packing(causal_lm: PreTrainedModel) -> bool:
     device = next(causal_lm.parameters()).device
     vocab = int(causal_lm.config.vocab_size)
     ids = [torch.arange(3, 3 + n, device=device) * 7 % vocab for n in _PROBE_TOKENS]
-    causal_lm.eval()
+    nn.Module.eval(causal_lm)
     alone = torch.cat([causal_lm(input_ids=x[None], use_cache=False).logits[0] for x in ids])
     layout = PackedLayout.of(_PROBE_TOKENS, device)
     positions = torch.cat([torch.arange(n, device=device) for n in _PROBE_TOKENS])[None]

@@ -1,151 +1,42 @@
-"""Tiny random models and batches for the trainer's tests."""
+"""One thread, quiet transformers, and tiny models on disk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import PretrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.types import (
-    Batch,
-    FinishReason,
-    Group,
-    OutcomeKind,
-    Prompt,
-    RewardOutcome,
-    Segment,
-    SegmentSource,
-    Trajectory,
-)
-
-VOCAB = 40
-SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
-CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
-    "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=True),
-    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
-    "llama": lambda: LlamaConfig(**SHAPE),
-}
+from .made_batches import write_random_model
 
 ModelMaker = Callable[..., Path]
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    disable_progress_bar()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
-    """Folder of a random model: ``make_model("qwen2", seed=1)``; ``config`` overrides the architecture."""
+    """``make_model("qwen2", seed=1)`` is the folder of that model, written once; ``config`` overrides the name."""
+    known: dict[tuple[str, int], Path] = {}
 
     def make(name: str = "qwen2", seed: int = 0, config: PretrainedConfig | None = None) -> Path:
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config or CONFIGS[name]())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                # The default initialisation gives nearly uniform distributions, which would hide errors.
-                parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
-        folder = tmp_path_factory.mktemp(name)
-        model.save_pretrained(folder)
-        (folder / "tokenizer.json").write_text("{}")
-        return folder
+        if config is not None:
+            folder = tmp_path_factory.mktemp("model")
+            write_random_model(folder, seed=seed, config=config)
+            return folder
+        if (name, seed) not in known:
+            known[name, seed] = tmp_path_factory.mktemp(name)
+            write_random_model(known[name, seed], name, seed)
+        return known[name, seed]
 
     return make
-
-
-def policy_segment(
-    rng: np.random.Generator,
-    length: int,
-    version: int = 0,
-    *,
-    kv_min_version: int | None = None,
-    temperature: float = 1.0,
-) -> Segment:
-    """Random tokens with plausible logprobs."""
-    return Segment(
-        token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
-        behavior_logprobs=-rng.uniform(2.5, 4.5, length).astype(np.float32),
-        policy_version=version,
-        kv_min_version=version if kv_min_version is None else kv_min_version,
-        temperature=temperature,
-    )
-
-
-def environment_segment(rng: np.random.Generator, length: int) -> Segment:
-    """Random tokens that no policy wrote."""
-    return Segment(
-        token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
-        behavior_logprobs=None,
-        policy_version=0,
-        kv_min_version=0,
-        source=SegmentSource.ENVIRONMENT,
-    )
-
-
-def trajectory(
-    name: str,
-    segments: list[Segment],
-    reward: float = 0.0,
-    *,
-    prompt: int = 4,
-    outcome: RewardOutcome | None = None,
-    finish: FinishReason = FinishReason.STOP,
-) -> Trajectory:
-    """A finished trajectory; its group is the part of the name before the dot."""
-    group = name.partition(".")[0]
-    rng = np.random.default_rng(len(name) + prompt)
-    ids = rng.integers(0, VOCAB, prompt).astype(np.int32)
-    return Trajectory(
-        trajectory_id=name,
-        group_id=group,
-        member_index=int(name.partition(".")[2]),
-        prompt=Prompt(prompt_id=group, token_ids=ids, verifier="exact"),
-        segments=tuple(segments),
-        finish_reason=finish,
-        outcome=outcome or RewardOutcome(kind=OutcomeKind.SCORED, value=reward),
-        shaped_reward=reward,
-    )
-
-
-def batch_of(*groups: list[Trajectory], train_step: int = 1) -> Batch:
-    """A batch of these groups."""
-    return Batch(
-        train_step=train_step,
-        groups=tuple(
-            Group(group_id=members[0].group_id, admission_index=i, trajectories=tuple(members))
-            for i, members in enumerate(groups)
-        ),
-    )
-
-
-def random_batch(
-    seed: int, *, groups: int = 4, members: int = 3, train_step: int = 1, longest: int = 24, versions: int = 1
-) -> Batch:
-    """Ragged trajectories with mixed versions up to ``train_step - 1`` and some environment tokens."""
-    rng = np.random.default_rng(seed)
-    newest = train_step - 1
-    built = []
-    for g in range(groups):
-        group = []
-        for m in range(members):
-            segments = [
-                policy_segment(rng, int(rng.integers(1, longest)), max(0, newest - back))
-                for back in reversed(range(int(rng.integers(1, versions + 1))))
-            ]
-            if rng.random() < 0.4:
-                segments.insert(1, environment_segment(rng, int(rng.integers(1, 4))))
-            group.append(trajectory(f"g{g}.{m}", segments, float(rng.integers(0, 2)), prompt=int(rng.integers(1, 7))))
-        built.append(group)
-    return batch_of(*built, train_step=train_step)

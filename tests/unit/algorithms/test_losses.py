@@ -1,0 +1,109 @@
+"""Losses equal their formulas, their gradients equal what the formulas' derivatives say."""
+
+import pytest
+import torch
+
+from rollmesh.algorithms.losses.base import ClipReason
+from rollmesh.algorithms.losses.registry import LOSSES
+
+from .ragged import FORMULAS, random_ragged
+
+SEEDS = range(40)
+NAMES = sorted(LOSSES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_loss_equals_its_formula_on_random_ragged_inputs(name: str, dual_clip: float | None) -> None:
+    for seed in SEEDS:
+        data = random_ragged(seed)
+        options = LOSSES[name].options(dual_clip=dual_clip)
+        formula = FORMULAS[name](data, options)
+        got = LOSSES[name].loss(data.loss_input(), options).loss
+        expected = torch.tensor([formula(x, t) for t, x in enumerate(data.logprobs)], dtype=torch.float64)
+        keep = torch.tensor(data.mask)
+        torch.testing.assert_close(got[keep], expected[keep], rtol=1e-9, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_equals_the_finite_difference_of_the_formula(name: str) -> None:
+    step = 1e-6
+    for seed in SEEDS:
+        data = random_ragged(seed)
+        options = LOSSES[name].options(dual_clip=3.0)
+        formula = FORMULAS[name](data, options)
+        tensors = data.loss_input()
+        (gradient,) = torch.autograd.grad(LOSSES[name].loss(tensors, options).loss.sum(), tensors.logprobs)
+        for t, x in enumerate(data.logprobs):
+            low, high = formula(x - step, t), formula(x + step, t)
+            at_a_kink = abs(high - 2 * formula(x, t) + low) > 1e-9 * max(1.0, abs(high))
+            if data.mask[t] and not at_a_kink:
+                assert float(gradient[t]) == pytest.approx((high - low) / (2 * step), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reported_weight_is_what_the_gradient_does_to_the_logprob(name: str) -> None:
+    for seed in SEEDS:
+        tensors = random_ragged(seed).loss_input()
+        result = LOSSES[name].loss(tensors, LOSSES[name].options(dual_clip=3.0))
+        (gradient,) = torch.autograd.grad(result.loss.sum(), tensors.logprobs)
+        beyond = (tensors.logprobs - tensors.old_logprobs).abs() >= 20
+        keep = tensors.mask & ~beyond
+        torch.testing.assert_close(gradient[keep], (-result.weight * tensors.advantages)[keep], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_log_ratios_stay_finite_in_float32(name: str) -> None:
+    data = random_ragged(0)
+    tensors = data.loss_input(torch.float32)
+    far = torch.where(torch.arange(len(data.old)) % 2 == 0, 500.0, -500.0)
+    tensors.old_logprobs.copy_(tensors.logprobs.detach() + far)
+    result = LOSSES[name].loss(tensors, LOSSES[name].options())
+    (gradient,) = torch.autograd.grad(result.loss[tensors.mask].sum(), tensors.logprobs)
+    assert torch.isfinite(result.loss).all() and torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_policy_every_ratio_is_one_and_nothing_is_clipped(name: str) -> None:
+    tensors = random_ragged(3).loss_input()
+    tensors.old_logprobs.copy_(tensors.logprobs.detach())
+    tensors.behavior_logprobs.copy_(tensors.logprobs.detach())
+    result = LOSSES[name].loss(tensors, LOSSES[name].options(dual_clip=10.0))
+    assert (result.ratio == 1).all() and (result.weight == 1).all() and (result.clip == ClipReason.NONE).all()
+
+
+def test_clip_reasons_name_the_bound_that_cut_the_gradient() -> None:
+    data = random_ragged(0)
+    tensors = data.loss_input()
+    logprobs = tensors.logprobs.detach()
+    for advantage, log_ratio, reason in (
+        (1.0, 0.5, ClipReason.HIGH),
+        (1.0, -0.5, ClipReason.NONE),
+        (-1.0, -0.5, ClipReason.LOW),
+        (-1.0, 0.5, ClipReason.NONE),
+        (-1.0, 1.5, ClipReason.DUAL),
+    ):
+        tensors.advantages.fill_(advantage)
+        tensors.old_logprobs.copy_(logprobs - log_ratio)
+        clip = LOSSES["ppo_clip"].loss(tensors, LOSSES["ppo_clip"].options(dual_clip=3.0)).clip
+        assert (clip == reason).all(), reason
+
+
+def test_truncated_weight_is_reported_and_keeps_its_gradient() -> None:
+    tensors = random_ragged(1).loss_input()
+    tensors.advantages.fill_(1.0)
+    tensors.old_logprobs.copy_(tensors.logprobs.detach())
+    tensors.behavior_logprobs.copy_(tensors.logprobs.detach() - 2.0)
+    result = LOSSES["tis"].loss(tensors, LOSSES["tis"].options(tis_cap=2.0))
+    assert (result.clip == ClipReason.TRUNCATED).all() and (result.weight == 2.0).all()
+
+
+def test_gspo_ratio_is_shared_by_a_sequence_and_ignores_masked_tokens() -> None:
+    data = random_ragged(5)
+    tensors = data.loss_input()
+    before = LOSSES["gspo"].loss(tensors, LOSSES["gspo"].options()).ratio
+    tensors.old_logprobs[~tensors.mask] += 7.0
+    after = LOSSES["gspo"].loss(tensors, LOSSES["gspo"].options()).ratio
+    torch.testing.assert_close(before, after)
+    for s in range(data.count):
+        assert len(before[tensors.sequence_index == s].unique()) == 1

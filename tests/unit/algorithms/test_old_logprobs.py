@@ -1,0 +1,43 @@
+"""Old-logprob sources take the trainer's value where it is exact, and say how often they could not."""
+
+import torch
+
+from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
+
+BEHAVIOR = torch.tensor([-1.0, -2.0, -3.0, 0.0])
+TRAINER = torch.tensor([-1.5, -2.5, -3.5, -9.0])
+POLICY = torch.tensor([True, True, True, False])
+
+
+def choose(name: str, available: list[bool], pure: list[bool]) -> OldLogprobs:
+    return SOURCES[name].choose(
+        behavior=BEHAVIOR,
+        trainer=TRAINER,
+        available=torch.tensor(available),
+        pure=torch.tensor(pure),
+        policy=POLICY,
+    )
+
+
+def test_sampler_takes_the_behavior_logprobs_everywhere() -> None:
+    old = choose("sampler", [True] * 4, [True] * 4)
+    assert torch.equal(old.values, BEHAVIOR) and not old.from_trainer.any() and old.fallbacks == {}
+
+
+def test_current_takes_the_trainer_even_for_mixed_caches() -> None:
+    old = choose("current", [True] * 4, [False] * 4)
+    assert old.values.tolist() == [-1.5, -2.5, -3.5, 0.0] and old.fallbacks == {}
+
+
+def test_exact_sources_fall_back_for_mixed_caches_and_count_them() -> None:
+    for name in ("recompute", "stage_end", "snapshot"):
+        old = choose(name, [True] * 4, [True, False, True, True])
+        assert old.values.tolist() == [-1.5, -2.0, -3.5, 0.0], name
+        assert old.fallbacks == {"mixed_cache": 1}, name
+
+
+def test_a_missing_value_falls_back_with_the_reason_of_its_source() -> None:
+    for name, reason in (("stage_end", "stage_not_recorded"), ("snapshot", "version_not_kept")):
+        old = choose(name, [True, False, False, False], [True, True, False, False])
+        assert old.values.tolist() == [-1.5, -2.0, -3.0, 0.0], name
+        assert old.fallbacks == {"mixed_cache": 1, reason: 1}, name
