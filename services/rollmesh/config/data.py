@@ -121,6 +121,8 @@ class RolloutConfig(Section):
     """Environment of multi-turn rollouts: ``calculator`` or ``module:Class``."""
     environment_options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
+    environment_timeout_seconds: float = Field(default=60.0, gt=0)
+    """Limit per turn of the environment; a turn that takes longer fails the attempt."""
     max_turns: int = Field(default=8, ge=1)
     """Most turns of a multi-turn rollout."""
     max_new_tokens: int = Field(default=512, ge=1)
@@ -133,6 +135,8 @@ class RolloutConfig(Section):
     """Must be 0 for training."""
     partial_save_tokens: int = Field(default=64, ge=1, le=8192)
     """A partial trajectory is saved at least every so many tokens: what kill -9 can lose per rollout."""
+    chunk_timeout_seconds: float = Field(default=60.0, gt=0)
+    """A generator that sends nothing for so long has hung: the call goes on elsewhere from the last good token."""
     max_attempts: int = Field(default=5, ge=1)
     """Leases without progress before a trajectory becomes a dead letter."""
     worker_concurrency: int = Field(default=1024, ge=1)
