@@ -1,0 +1,49 @@
+"""The trajectory queue: every state change is one idempotent Lua script on a real Redis.
+
+trajectory: pending -> leased -> finished -> scored | unscorable        leased -> partial | pending -> leased
+            finished without its worker -> scoring queue                any before the cut -> evicted | dead
+group:      open -> ready | filtered | dead -> cut(s) -> consumed(s)    open, ready -> evicted
+"""
+
+from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
+from rollmesh.store.facade import TrajectoryStore
+from rollmesh.store.types import (
+    Append,
+    AppendResult,
+    DeadLetter,
+    Drop,
+    EvalRecord,
+    EvalRequest,
+    EvalResult,
+    Finish,
+    LeasedTrajectory,
+    NewGroup,
+    ReleaseReason,
+    ReRegistered,
+    Score,
+    StoreCounts,
+    TrainingState,
+    WriteStatus,
+)
+
+__all__ = [
+    "Append",
+    "AppendResult",
+    "DeadLetter",
+    "Drop",
+    "EmbeddedOptions",
+    "EmbeddedServer",
+    "EvalRecord",
+    "EvalRequest",
+    "EvalResult",
+    "Finish",
+    "LeasedTrajectory",
+    "NewGroup",
+    "ReRegistered",
+    "ReleaseReason",
+    "Score",
+    "StoreCounts",
+    "TrainingState",
+    "TrajectoryStore",
+    "WriteStatus",
+]

@@ -1,0 +1,201 @@
+"""One connection pool to Redis: server checks, retries with back-off, scripts by digest, errors as ours.
+
+Every script is idempotent, so a call that got no answer is simply sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
+from urllib.parse import unquote, urlsplit
+
+import redis.asyncio as aioredis
+from redis import exceptions as redis_errors
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from rollmesh.errors import ConfigError, StoreUnavailable
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store.keys import Keys
+from rollmesh.store.scripts import Script, load_scripts, store_error
+
+Argument = str | bytes | int | float
+Reply = Any
+
+_TRANSIENT = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ReadOnlyError, OSError)
+_PERMANENT = (redis_errors.AuthenticationError, redis_errors.AuthenticationWrongNumberOfArgsError)
+_MINIMUM_VERSION = (7, 0)
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 1.0
+_SOCKET_TIMEOUT_SECONDS = 10.0
+
+
+class Connection:
+    """Runs scripts and pipelines of one run; used by every part of the store."""
+
+    def __init__(self, client: aioredis.Redis, run: str, scripts: Mapping[str, Script], retry_seconds: float) -> None:
+        self.client = client
+        self.keys = Keys(run)
+        self._scripts = scripts
+        self._retry_seconds = retry_seconds
+        self._execute = cast("Callable[..., Awaitable[Reply]]", client.execute_command)
+
+    @classmethod
+    async def open(cls, url: str, run: str, password: str | None = None, retry_seconds: float = 20.0) -> Connection:
+        """Connect, wait up to ``retry_seconds`` for the server, and check that it can be trusted with the queue."""
+        connection = cls(create_client(url, password), run, load_scripts(), retry_seconds)
+        try:
+            await connection.check_server()
+            await connection._load_all()
+        except BaseException:
+            await connection.aclose()
+            raise
+        return connection
+
+    async def aclose(self) -> None:
+        """Close the pool."""
+        await self.client.aclose()
+
+    async def check_server(self) -> None:
+        """Raise StoreUnavailable for a server that is too old or that may drop keys; warn without AOF."""
+        info = cast("dict[str, Any]", await self.command("INFO"))
+        check_version(str(info.get("redis_version", "")))
+        policy = str(info.get("maxmemory_policy", "noeviction"))
+        if policy != "noeviction":
+            raise StoreUnavailable(
+                f"Redis has maxmemory-policy {policy}, which may drop keys of the queue: set it to noeviction"
+            )
+        if not int(info.get("aof_enabled", 0)):
+            get_logger("store").warning(
+                "redis_without_aof", consequence="a restart of Redis falls back to its last snapshot"
+            )
+
+    async def run(self, name: str, *arguments: Argument) -> Reply:
+        """Run one script; raises the errors of ``errors.py``."""
+        script = self._scripts[name]
+
+        async def call() -> Reply:
+            try:
+                return await self._execute("EVALSHA", script.sha, 1, self.keys.prefix, *arguments)
+            except redis_errors.NoScriptError:
+                return await self._execute("EVAL", script.text, 1, self.keys.prefix, *arguments)
+
+        return await self._retrying(call, name)
+
+    async def command(self, *arguments: Argument) -> Reply:
+        """Run one plain command."""
+
+        async def call() -> Reply:
+            return await self._execute(*arguments)
+
+        return await self._retrying(call, str(arguments[0]))
+
+    async def commands(self, commands: Sequence[Sequence[Argument]]) -> list[Reply]:
+        """Run plain commands in one round trip."""
+        if not commands:
+            return []
+
+        async def call() -> list[Reply]:
+            async with self.client.pipeline(transaction=False) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                return list(await pipe.execute())
+
+        replies = await self._retrying(call, str(commands[0][0]))
+        return cast("list[Reply]", replies)
+
+    async def block_on_stream(self, stream: str, after: str, timeout: float) -> bool:
+        """Wait until a stream has an entry after an id; False after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            # Below the socket's own time limit, so that a lost connection is noticed.
+            milliseconds = max(1, int(1000 * min(left, _SOCKET_TIMEOUT_SECONDS / 2)))
+            reply = await self.command("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", stream, after)
+            if reply:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    async def _load_all(self) -> None:
+        await self.commands([("SCRIPT LOAD", script.text) for script in self._scripts.values()])
+
+    async def _retrying(self, call: Callable[[], Awaitable[Reply]], what: str) -> Reply:
+        deadline = time.monotonic() + self._retry_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return await call()
+            except _PERMANENT as error:
+                raise store_error(error, what) from error
+            except _TRANSIENT as error:
+                if time.monotonic() + pause > deadline:
+                    raise StoreUnavailable(
+                        f"{what}: Redis cannot be reached for {self._retry_seconds:g} s: {error}"
+                    ) from error
+            except redis_errors.RedisError as error:
+                raise store_error(error, what) from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def check_version(version: str) -> None:
+    """Raise StoreUnavailable for a Redis below 7.0; ``version`` is redis_version of INFO (Valkey reports it too)."""
+    try:
+        numbers = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError as error:
+        raise StoreUnavailable(f"Redis reports version {version!r}, which cannot be read") from error
+    if numbers < _MINIMUM_VERSION:
+        raise StoreUnavailable(f"Redis {version} is too old: rollmesh needs Redis >= 7.0 or Valkey")
+
+
+def create_client(url: str, password: str | None) -> aioredis.Redis:
+    """A client for ``redis://``, ``rediss://``, ``unix://`` or Sentinel.
+
+    Sentinel: ``redis+sentinel://[:password@]host:port[,host:port...]/service[/database]``; the port defaults to
+    26379. Connections follow the master that the sentinels name.
+    """
+    options: dict[str, Any] = {
+        "socket_timeout": _SOCKET_TIMEOUT_SECONDS,
+        "socket_connect_timeout": 5.0,
+        "retry": Retry(NoBackoff(), 0),
+        "health_check_interval": 0,
+    }
+    if password is not None:
+        options["password"] = password
+    if url.startswith("redis+sentinel://"):
+        return _sentinel_client(url, options)
+    try:
+        return aioredis.Redis.from_url(url, **options)
+    except ValueError as error:
+        raise ConfigError(f"store.url: {error} (got {_without_password(url)})") from error
+
+
+def _sentinel_client(url: str, options: dict[str, Any]) -> aioredis.Redis:
+    credentials, _, hosts = urlsplit(url).netloc.rpartition("@")
+    path = urlsplit(url).path.strip("/").split("/")
+    if not hosts or not path[0]:
+        raise ConfigError(
+            "store.url: expected redis+sentinel://host:port[,host:port]/service[/database], "
+            f"got {_without_password(url)}"
+        )
+    addresses = []
+    for host in hosts.split(","):
+        name, _, port = host.rpartition(":") if ":" in host else (host, "", "26379")
+        if not port.isdigit():
+            raise ConfigError(f"store.url: {host!r} is no host:port (got {_without_password(url)})")
+        addresses.append((name, int(port)))
+    if credentials and "password" not in options:
+        options["password"] = unquote(credentials.rpartition(":")[2])
+    if len(path) > 1:
+        options["db"] = int(path[1])
+    sentinel = Sentinel(addresses, sentinel_kwargs={"socket_timeout": 2.0})  # type: ignore[no-untyped-call]
+    return cast("aioredis.Redis", sentinel.master_for(path[0], **options))
+
+
+def _without_password(url: str) -> str:
+    head, at, tail = url.rpartition("@")
+    return f"{head.split('://')[0]}://***@{tail}" if at else url

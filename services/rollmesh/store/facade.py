@@ -1,0 +1,139 @@
+"""One object with the whole queue: the parts share a connection and stay small."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.errors import ConfigError
+from rollmesh.mesh import RunLimits
+from rollmesh.store.connection import Connection
+from rollmesh.store.deadletters import DeadLetters
+from rollmesh.store.evaluations import Evaluations
+from rollmesh.store.leader import Leader
+from rollmesh.store.limits import Limits
+from rollmesh.store.registry import Registry
+from rollmesh.store.sessions import Sessions
+from rollmesh.store.training import Training
+from rollmesh.store.trajectories import TrajectoryQueue
+from rollmesh.store.view import View
+
+
+class TrajectoryStore:
+    """The trajectory queue of one run.
+
+    Every call may raise StoreUnavailable (Redis is away, full or recovering: call again later, nothing was lost),
+    SessionLost (the caller's session, trainer session or leadership has passed) and Conflict (the state is not the one
+    the caller assumed). Calls are idempotent and retried here while Redis is away, up to ``retry_seconds``.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._limits = Limits(connection)
+        sessions = Sessions(connection)
+        leader = Leader(connection, self._limits, sessions)
+        queue = TrajectoryQueue(connection, self._limits)
+        registry = Registry(connection)
+        training = Training(connection, self._limits)
+        view = View(connection, self._limits)
+        evaluations = Evaluations(connection)
+        letters = DeadLetters(connection, self._limits)
+
+        self.open_session = sessions.open_session
+        self.heartbeat = sessions.heartbeat
+        self.close_session = sessions.close_session
+        self.server_run_id = sessions.server_run_id
+        self.begin_recovery = sessions.begin_recovery
+        self.mark_clean_shutdown = sessions.mark_clean_shutdown
+        self.reregister = sessions.reregister
+
+        self.lease = queue.lease
+        self.lease_scoring = queue.lease_scoring
+        self.append = queue.append
+        self.finish = queue.finish
+        self.score = queue.score
+        self.release = queue.release
+        self.restart = queue.restart
+        self.fail = queue.fail
+
+        self.acquire_leadership = leader.acquire_leadership
+        self.renew_leadership = leader.renew_leadership
+        self.resign = leader.resign
+        self.admit = leader.admit
+        self.cursor = leader.cursor
+        self.set_desired = leader.set_desired
+        self.desired = leader.desired
+        self.cut = leader.cut
+        self.evict = leader.evict
+        self.reap = leader.reap
+
+        self.announce_policy = registry.announce_policy
+        self.policies = registry.policies
+        self.latest_policy = registry.latest_policy
+        self.policy = registry.policy
+        self.wait_policy = registry.wait_policy
+        self.pin_policy = registry.pin_policy
+        self.pinned_policy = registry.pinned_policy
+        self.effective_policy = registry.effective_policy
+        self.register_generator = registry.register_generator
+        self.deregister_generator = registry.deregister_generator
+        self.generators = registry.generators
+
+        self.open_trainer_session = training.open_trainer_session
+        self.close_trainer_session = training.close_trainer_session
+        self.training_state = training.training_state
+        self.claim = training.claim
+        self.confirm_batch_file = training.confirm_batch_file
+        self.report_trained = training.report_trained
+        self.report_committed = training.report_committed
+        self.reassert_training = training.reassert_training
+        self.rollback = training.rollback
+
+        self.view = view.view
+        self.counts = view.counts
+        self.ledger = view.ledger
+        self.set_paused = view.set_paused
+
+        self.request_evaluation = evaluations.request_evaluation
+        self.claim_evaluation = evaluations.claim_evaluation
+        self.finish_evaluation = evaluations.finish_evaluation
+        self.evaluations = evaluations.evaluations
+
+        self.dead_letters = letters.dead_letters
+        self.dead_letter = letters.dead_letter
+        self.replay_dead_letter = letters.replay_dead_letter
+        self.delete_dead_letter = letters.delete_dead_letter
+
+    @classmethod
+    async def connect(cls, config: StoreConfig, run: str, url: str | None = None, retry_seconds: float = 20.0) -> Self:
+        """Connect to the run's queue; ``url`` (the embedded server's) wins over ``config.url``.
+
+        StoreUnavailable when the server does not answer within ``retry_seconds``, refuses the password, is older than
+        Redis 7.0 or may evict keys.
+        """
+        target = url or config.url
+        if target is None:
+            raise ConfigError("store.url is null and no embedded server was named: start one or set store.url")
+        password = config.password.get_secret_value() if config.password is not None else None
+        return cls(await Connection.open(target, run, password, retry_seconds))
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self.connection.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def init_run(self, limits: RunLimits) -> None:
+        """Write the fixed limits of the run once; Conflict when it was started with other ones."""
+        await self._limits.init_run(limits)
+
+    async def limits(self) -> RunLimits:
+        """The fixed limits of the run."""
+        return await self._limits.get()

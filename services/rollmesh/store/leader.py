@@ -1,0 +1,143 @@
+"""The leader's side: the lease on leadership, admission, cuts, evictions, desired state, reaping."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.store.connection import Argument, Connection
+from rollmesh.store.limits import Limits
+from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, encode_prompt
+from rollmesh.store.scripts import UploadExpired
+from rollmesh.store.sessions import Sessions
+from rollmesh.store.trajectories import slices
+from rollmesh.store.types import NewGroup
+
+_GROUPS_PER_ADMISSION = 128
+"""Groups of one admit script: three keys each at most."""
+_SWEEP_SLICES = 64
+
+
+class Leader:
+    """What only the leading rollout replica does; every call carries its token and raises SessionLost without it."""
+
+    def __init__(self, connection: Connection, limits: Limits, sessions: Sessions) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._limits = limits
+        self._sessions = sessions
+
+    async def acquire_leadership(self, candidate: str) -> str | None:
+        """Become the leader: a fresh token, or None while another replica's lease runs (one session TTL)."""
+        token = secrets.token_hex(16)
+        return token if await self._connection.run("acquire_leadership", token, candidate) else None
+
+    async def renew_leadership(self, token: str) -> bool:
+        """Renew the lease; False when another replica leads now."""
+        return bool(await self._connection.run("renew_leadership", token))
+
+    async def resign(self, token: str) -> None:
+        """Give the lease up, so that another replica need not wait for its end."""
+        await self._connection.run("resign_leadership", token)
+
+    async def admit(self, leader: str, groups: Sequence[NewGroup], cursor_before: Cursor, cursor_after: Cursor) -> int:
+        """Open groups and advance the prompt cursor in one step; returns how many groups were opened.
+
+        Groups that are in the queue or were ever trained or dropped are skipped. More than 128 groups are admitted in
+        several steps, each of which leaves the cursor at the first group of the next. Conflict when the cursor is not
+        at ``cursor_before``.
+        """
+        opened = 0
+        parts = slices(groups, _GROUPS_PER_ADMISSION) or [()]
+        for at, part in enumerate(parts):
+            following = parts[at + 1][0] if at + 1 < len(parts) else None
+            after = Cursor(epoch=following.epoch, index=following.index) if following else cursor_after
+            opened += await self._admit_part(leader, part, cursor_before, after)
+            cursor_before = after
+        return opened
+
+    async def cursor(self) -> Cursor:
+        """Position of the next prompt to admit."""
+        epoch, index = await self._connection.command(
+            "HMGET", self._keys.single("meta"), "cursor_epoch", "cursor_index"
+        )
+        return Cursor(epoch=int(epoch or 0), index=int(index or 0))
+
+    async def set_desired(self, leader: str, desired: Desired, blocked: bool | None = None) -> None:
+        """Write the desired state; ``blocked`` (Decisions.blocked) starts or clears MeshView.blocked_since."""
+        await self._connection.run(
+            "set_desired",
+            leader,
+            desired.pool_size,
+            int(desired.paused),
+            desired.interrupt_below_version,
+            desired.reason,
+            "" if blocked is None else int(blocked),
+        )
+
+    async def desired(self) -> Desired:
+        """The desired state; an empty pool before the leader has written one."""
+        raw = await self._connection.command("HGETALL", self._keys.single("desired"))
+        return Desired(
+            pool_size=int(raw.get(b"pool_size", 0)),
+            paused=raw.get(b"paused") == b"1",
+            interrupt_below_version=int(raw.get(b"interrupt_below_version", 0)),
+            reason=raw.get(b"reason", b"").decode(),
+        )
+
+    async def cut(self, leader: str, train_step: int, group_ids: Sequence[str]) -> None:
+        """Fix members and order of a batch; Conflict unless the step is next, all are ready and fresh enough."""
+        await self._connection.run("cut", leader, train_step, *group_ids)
+
+    async def evict(self, leader: str, group_ids: Sequence[str], reason: str) -> int:
+        """Drop open or ready groups for a reason that the ledger keeps; returns how many were there."""
+        dropped = 0
+        for part in slices(group_ids, await self._limits.groups_per_call()):
+            dropped += int(await self._connection.run("evict", leader, reason, *part))
+        return dropped
+
+    async def reap(self, leader: str) -> int:
+        """Give back the work of sessions that have expired; returns how many trajectories went back.
+
+        Does nothing within one TTL of a new leader or of a recovery. Also finishes clean-ups that died half-way.
+        """
+        sessions, steps = await self._connection.run("reap", leader)
+        total = 0
+        for session in sessions:
+            total += await self._sessions.give_back(session.decode(), counts_as_attempt=True)
+        for step in steps[:_SWEEP_SLICES]:
+            await sweep(self._connection, self._limits, int(step))
+        return total
+
+    async def _admit_part(self, leader: str, groups: Sequence[NewGroup], before: Cursor, after: Cursor) -> int:
+        nonce = secrets.token_hex(8)
+        prompts = [encode_prompt(group.prompt) for group in groups]
+        cursors = (before.epoch, before.index, after.epoch, after.index)
+        words: list[Argument] = []
+        for group, data in zip(groups, prompts, strict=True):
+            inline = data if len(data) <= INLINE_LIMIT_BYTES else b""
+            words += [group.group_id, group.needed, group.epoch, group.index, inline]
+        while True:
+            await self._connection.commands(
+                [
+                    ("SET", self._keys.of("upload", group.group_id), data, "EX", UPLOAD_SECONDS)
+                    for group, data in zip(groups, prompts, strict=True)
+                    if len(data) > INLINE_LIMIT_BYTES
+                ]
+            )
+            try:
+                return int(await self._connection.run("admit", leader, nonce, *cursors, len(groups), *words))
+            except UploadExpired:
+                continue
+
+
+async def sweep(connection: Connection, limits: Limits, train_step: int) -> None:
+    """Delete what a confirmed (and, once trained, the whole) batch left in Redis, slice by slice."""
+    size = await limits.groups_per_call()
+    first = 0
+    while True:
+        groups = int(await connection.run("sweep", train_step, first, first + size - 1))
+        first += size
+        if first >= groups:
+            return

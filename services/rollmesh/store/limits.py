@@ -1,0 +1,55 @@
+"""The fixed limits of a run, written once and read by every client."""
+
+from __future__ import annotations
+
+from rollmesh.errors import StoreError
+from rollmesh.mesh import RunLimits
+from rollmesh.store.connection import Connection
+from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
+
+
+class Limits:
+    """Reads and writes RunLimits; remembers them, because they never change."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._limits: RunLimits | None = None
+
+    async def init_run(self, limits: RunLimits) -> None:
+        """Write the limits of a new run; Conflict when the run exists with other ones."""
+        fields = {
+            "group_size": limits.group_size,
+            "groups_per_batch": limits.groups_per_batch,
+            "max_staleness": limits.max_staleness,
+            "max_attempts": limits.max_attempts,
+            "session_ttl_ms": int(1000 * limits.session_ttl_seconds),
+            "filter_zero_variance": int(limits.filter_zero_variance),
+            "mask_old_segments": int(limits.mask_old_segments),
+            "train_steps": limits.train_steps,
+        }
+        await self._connection.run("init_run", *(word for item in fields.items() for word in item))
+        self._limits = limits
+
+    async def get(self) -> RunLimits:
+        """Limits of the run; StoreError before ``init_run``."""
+        if self._limits is None:
+            raw = await self._connection.command("HGETALL", self._connection.keys.single("limits"))
+            if not raw:
+                raise StoreError("the run has not been initialised: its leader or trainer calls init_run first")
+            values = {name.decode(): int(value) for name, value in raw.items()}
+            self._limits = RunLimits(
+                group_size=values["group_size"],
+                groups_per_batch=values["groups_per_batch"],
+                max_staleness=values["max_staleness"],
+                max_attempts=values["max_attempts"],
+                session_ttl_seconds=values["session_ttl_ms"] / 1000,
+                filter_zero_variance=bool(values["filter_zero_variance"]),
+                mask_old_segments=bool(values["mask_old_segments"]),
+                train_steps=values["train_steps"],
+            )
+        return self._limits
+
+    async def groups_per_call(self) -> int:
+        """Groups that one script may take apart: a group has up to 2n members with two keys each, and four more."""
+        limits = await self.get()
+        return max(1, MAX_KEYS_PER_SCRIPT // (4 * limits.group_size + 8))

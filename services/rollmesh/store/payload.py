@@ -1,0 +1,124 @@
+"""Trajectory payload at rest: protobuf bytes, inline up to 64 KB, digests, and the way back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollmesh.errors import DataError
+from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
+from rollmesh.v1 import trajectory_pb2 as pb
+from rollmesh.wire.codec import (
+    outcome_from_pb,
+    prompt_from_pb,
+    prompt_to_pb,
+    segment_from_pb,
+    segment_to_pb,
+)
+
+INLINE_LIMIT_BYTES = 64 * 1024
+"""Larger segments and prompts are stored under their own key first and linked by the script."""
+UPLOAD_SECONDS = 600
+"""Time in which an upload has to be linked before it goes away by itself."""
+LINK_MARK = b"@"
+"""First byte of a list element that names a chunk key; no protobuf Segment starts with it (its fields are below 8)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedChunk:
+    """Segments of one write, encoded."""
+
+    token_count: int
+    digest: str
+    versions: str
+    """Policy versions whose tokens are in the loss, comma separated."""
+    byte_count: int
+    elements: tuple[bytes, ...]
+    """List elements: segment bytes, or a link to an uploaded one."""
+    uploads: tuple[tuple[str, bytes], ...]
+    """Chunk names and bytes that must be uploaded before the script runs."""
+
+
+def digest_of(*parts: bytes) -> str:
+    """Short digest that tells a retry from another write, hex."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def encode_segments(segments: Sequence[Segment]) -> SavedChunk:
+    """Encode the segments of one append or finish; DataError names the segment that cannot be kept."""
+    elements, uploads, payloads = [], [], []
+    versions: set[int] = set()
+    for segment in segments:
+        if not len(segment):
+            continue
+        if segment.source is SegmentSource.POLICY:
+            if segment.behavior_logprobs is None or len(segment.behavior_logprobs) != len(segment):
+                raise DataError(f"segment of version {segment.policy_version}: needs one behavior_logprob per token")
+            versions.add(segment.policy_version)
+        data = segment_to_pb(segment).SerializeToString(deterministic=True)
+        payloads.append(data)
+        if len(data) <= INLINE_LIMIT_BYTES:
+            elements.append(data)
+        else:
+            name = digest_of(data)
+            uploads.append((name, data))
+            elements.append(LINK_MARK + name.encode())
+    return SavedChunk(
+        token_count=sum(len(s) for s in segments),
+        digest=digest_of(*payloads),
+        versions=",".join(map(str, sorted(versions))),
+        byte_count=sum(map(len, payloads)),
+        elements=tuple(elements),
+        uploads=tuple(uploads),
+    )
+
+
+def decode_segments(elements: Sequence[bytes], chunks: Mapping[bytes, bytes]) -> tuple[Segment, ...]:
+    """Segments from list elements; ``chunks`` holds the linked ones by element."""
+    return tuple(segment_from_pb(pb.Segment.FromString(chunks.get(element, element))) for element in elements)
+
+
+def encode_prompt(prompt: Prompt) -> bytes:
+    """Prompt bytes as they rest in the queue."""
+    if not len(prompt.token_ids):
+        raise DataError(f"prompt {prompt.prompt_id!r} is empty")
+    return prompt_to_pb(prompt).SerializeToString(deterministic=True)
+
+
+def decode_prompt(data: bytes) -> Prompt:
+    """Prompt from its bytes."""
+    return prompt_from_pb(pb.Prompt.FromString(data))
+
+
+def group_of(trajectory_id: str) -> str:
+    """Group of a trajectory id ``<group_id>.<member>``."""
+    return trajectory_id.rpartition(".")[0]
+
+
+def build_trajectory(
+    trajectory_id: str,
+    prompt: Prompt,
+    segments: tuple[Segment, ...] = (),
+    *,
+    birth_version: int = 0,
+    finish: bytes | None = None,
+    outcome: bytes | None = None,
+    reward: bytes | None = None,
+) -> Trajectory:
+    """Assemble a trajectory from its record in the queue."""
+    group_id, _, member = trajectory_id.rpartition(".")
+    return Trajectory(
+        trajectory_id=trajectory_id,
+        group_id=group_id,
+        member_index=int(member),
+        prompt=prompt,
+        segments=segments,
+        finish_reason=FinishReason(finish.decode()) if finish else None,
+        outcome=outcome_from_pb(pb.RewardOutcome.FromString(outcome)) if outcome else None,
+        shaped_reward=float(reward) if reward else 0.0,
+        birth_version=birth_version,
+    )

@@ -1,0 +1,94 @@
+"""Published policies and living generators."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rollmesh.store.connection import Connection
+from rollmesh.types import GeneratorRecord, PolicyRecord
+
+
+class Registry:
+    """Policies by version (a stream, so that readers can wait for the next) and generators with a heartbeat."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+
+    async def announce_policy(self, trainer_session: str, record: PolicyRecord) -> None:
+        """Make a published policy exist: its version must be the highest plus one (Conflict), session current."""
+        await self._connection.run(
+            "announce_policy",
+            trainer_session,
+            record.policy_version,
+            record.train_step,
+            record.path,
+            record.manifest_digest,
+        )
+
+    async def policies(self) -> list[PolicyRecord]:
+        """Every announced policy, ascending."""
+        return _records(await self._connection.command("XRANGE", self._keys.single("policies"), "-", "+"))
+
+    async def latest_policy(self) -> PolicyRecord | None:
+        """The newest policy; None before the first."""
+        found = _records(
+            await self._connection.command("XREVRANGE", self._keys.single("policies"), "+", "-", "COUNT", 1)
+        )
+        return found[0] if found else None
+
+    async def policy(self, version: int) -> PolicyRecord | None:
+        """One policy by version."""
+        entry = f"{version + 1}-0"
+        found = _records(await self._connection.command("XRANGE", self._keys.single("policies"), entry, entry))
+        return found[0] if found else None
+
+    async def wait_policy(self, after: int, timeout: float) -> PolicyRecord | None:
+        """Wait for a version above ``after`` and return the newest; None after ``timeout`` seconds."""
+        stream = self._keys.single("policies")
+        if not await self._connection.block_on_stream(stream, f"{after + 1}-0", timeout):
+            return None
+        return await self.latest_policy()
+
+    async def pin_policy(self, version: int | None) -> None:
+        """Serve this version whatever is newest; None unpins. Conflict when it does not exist."""
+        await self._connection.run("pin_policy", "" if version is None else version)
+
+    async def pinned_policy(self) -> int | None:
+        """The pinned version."""
+        value = await self._connection.command("HGET", self._keys.single("meta"), "pinned")
+        return None if value is None else int(value)
+
+    async def effective_policy(self) -> PolicyRecord | None:
+        """The pinned policy, else the newest."""
+        pinned = await self.pinned_policy()
+        return await self.latest_policy() if pinned is None else await self.policy(pinned)
+
+    async def register_generator(self, record: GeneratorRecord, ttl: float) -> None:
+        """Write or renew a generator's record; it disappears ``ttl`` seconds after the last one."""
+        await self._connection.run(
+            "register_generator", record.instance_id, json.dumps(asdict(record)), int(1000 * ttl)
+        )
+
+    async def deregister_generator(self, instance_id: str) -> None:
+        """Take a generator out at once."""
+        await self._connection.run("deregister_generator", instance_id)
+
+    async def generators(self) -> list[GeneratorRecord]:
+        """Living generators, serving or not."""
+        return [GeneratorRecord(**json.loads(data)) for data in await self._connection.run("generators")]
+
+
+def _records(entries: Sequence[tuple[bytes, dict[bytes, bytes]]] | Any) -> list[PolicyRecord]:
+    return [
+        PolicyRecord(
+            policy_version=int(fields[b"version"]),
+            train_step=int(fields[b"train_step"]),
+            path=fields[b"path"].decode(),
+            manifest_digest=fields[b"digest"].decode(),
+        )
+        for _, fields in entries
+    ]

@@ -1,0 +1,88 @@
+"""The Lua scripts: one file per state change, composed with the key names and the shared helpers they use.
+
+A script file starts with ``#!lua`` and its flags; a line ``-- uses: fence group`` names helper files of
+``scripts/lib``. Scripts without ``allow-oom`` are refused by a server that is out of memory before their first line
+runs. A script refuses with ``CODE text``; ``store_error`` turns the code into an exception.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from importlib.resources.abc import Traversable
+
+from redis import exceptions as redis_errors
+
+from rollmesh.errors import Conflict, SessionLost, StoreError, StoreUnavailable
+from rollmesh.store.keys import lua_preamble
+
+MAX_KEYS_PER_SCRIPT = 512
+"""Callers slice their batches so that no script touches more keys."""
+
+_USES = re.compile(r"^-- uses: (.+)$", re.MULTILINE)
+_REFUSAL = re.compile(r"\b(SESSION_LOST|CONFLICT|RECOVERING|UPLOAD_EXPIRED) (.*)", re.DOTALL)
+_WHERE = re.compile(r"\s*script: \w+, on .*$", re.DOTALL)
+
+
+class UploadExpired(StoreError):
+    """A payload over 64 KB was not linked in time; it has to be uploaded again (the store does so itself)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """One composed script."""
+
+    name: str
+    text: str
+    sha: str
+
+
+def compose(name: str, body: str, helpers: Mapping[str, str]) -> Script:
+    """Put flags, key names, helpers and the body of a script file together."""
+    flags, _, rest = body.partition("\n")
+    if not flags.startswith("#!lua"):
+        raise StoreError(f"{name}.lua: the first line must be #!lua with its flags")
+    uses = _USES.search(rest)
+    names = ["core", *(uses.group(1).split() if uses else ())]
+    code = "\n".join([*(helpers[helper] for helper in names), rest])
+    text = f"{flags}\n{lua_preamble(code)}{code}"
+    return Script(name=name, text=text, sha=hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def load_scripts() -> dict[str, Script]:
+    """Every script of the package, by name."""
+    folder = resources.files("rollmesh.store") / "scripts"
+    helpers, bodies = _lua_files(folder / "lib"), _lua_files(folder)
+    return {name: compose(name, body, helpers) for name, body in sorted(bodies.items())}
+
+
+def _lua_files(folder: Traversable) -> dict[str, str]:
+    return {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
+
+
+def store_error(error: redis_errors.RedisError, what: str) -> StoreError:
+    """The exception of ``errors.py`` that says what Redis or a script said."""
+    text = str(error)
+    refusal = _REFUSAL.search(text)
+    if refusal is not None:
+        code, reason = refusal.group(1), _WHERE.sub("", refusal.group(2))
+        if code == "SESSION_LOST":
+            return SessionLost(f"{what}: {reason}")
+        if code == "CONFLICT":
+            return Conflict(f"{what}: {reason}")
+        if code == "UPLOAD_EXPIRED":
+            return UploadExpired(f"{what}: {reason}")
+        return StoreUnavailable(f"{what}: {reason}; try again later")
+    if isinstance(error, redis_errors.AuthenticationError) or text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
+        return StoreUnavailable(f"Redis refuses the credentials ({text}): set ROLLMESH_STORE__PASSWORD or store.url")
+    if isinstance(error, redis_errors.OutOfMemoryError) or "used memory > 'maxmemory'" in text:
+        return StoreUnavailable(
+            f"{what}: Redis has reached maxmemory; nothing was changed. Training frees memory; else raise "
+            "store.maxmemory_bytes (embedded) or the server's maxmemory"
+        )
+    if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
+        return StoreUnavailable(f"{what}: Redis cannot be reached: {text}")
+    return StoreError(f"{what}: Redis says: {text}")

@@ -1,0 +1,51 @@
+#!lua
+-- uses: fence roles
+-- Opens groups with their pending trajectories and advances the cursor.
+-- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
+--   id, needed, epoch, index, prompt bytes ('' when it was uploaded under its own key).
+-- Returns how many were opened; groups that are known or gone are skipped.
+require_leader(ARGV[1])
+refuse_while_recovering('admit')
+local meta = call('HMGET', K.meta, 'admit_nonce', 'admit_count', 'cursor_epoch', 'cursor_index', 'admission_seq',
+  'floor_epoch', 'floor_index')
+if meta[1] == ARGV[2] then return tonumber(meta[2]) end
+if meta[3] ~= ARGV[3] or meta[4] ~= ARGV[4] then
+  fail('CONFLICT', 'the cursor is at (' .. meta[3] .. ', ' .. meta[4] .. '), not at (' .. ARGV[3] .. ', ' .. ARGV[4] .. ')')
+end
+local floor_epoch, floor_index = tonumber(meta[6] or '-1'), tonumber(meta[7] or '-1')
+
+local function known(gid, epoch, index)
+  if epoch < floor_epoch or (epoch == floor_epoch and index <= floor_index) then return true end
+  return call('EXISTS', group_key(gid)) == 1 or call('ZSCORE', K.tombstones, gid)
+end
+
+local sequence, opened = tonumber(meta[5] or '0'), 0
+for group = 0, tonumber(ARGV[7]) - 1 do
+  local at = 8 + group * 5
+  local gid, needed = ARGV[at], tonumber(ARGV[at + 1])
+  if not known(gid, tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])) then
+    if ARGV[at + 4] ~= '' then
+      call('SET', prompt_key(gid), ARGV[at + 4])
+    else
+      if call('EXISTS', upload_key(gid)) == 0 then fail('UPLOAD_EXPIRED', 'prompt of ' .. gid) end
+      call('RENAME', upload_key(gid), prompt_key(gid))
+      call('PERSIST', prompt_key(gid))
+    end
+    sequence = sequence + 1
+    opened = opened + 1
+    call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0)
+    call('ZADD', K.open, sequence, gid)
+    local members = {}
+    for member = 0, needed - 1 do
+      members[#members + 1] = sequence * 4096 + member
+      members[#members + 1] = gid .. '.' .. member
+    end
+    call('ZADD', K.pending, unpack(members))
+  end
+end
+call('HSET', K.meta, 'cursor_epoch', ARGV[5], 'cursor_index', ARGV[6], 'admission_seq', sequence,
+  'admit_nonce', ARGV[2], 'admit_count', opened)
+count('admitted_total', opened)
+count('skipped_total', tonumber(ARGV[7]) - opened)
+flush_counts()
+return opened

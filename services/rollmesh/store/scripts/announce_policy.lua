@@ -1,0 +1,19 @@
+#!lua flags=allow-oom
+-- uses: roles
+-- A policy exists once this accepts it. ARGV: trainer, version, train step, path, manifest digest.
+require_trainer(ARGV[1])
+local version = tonumber(ARGV[2])
+local highest = tonumber(call('HGET', K.meta, 'policy_version'))
+if version <= highest then
+  local entry = call('XRANGE', K.policies, (version + 1) .. '-0', (version + 1) .. '-0')[1]
+  if entry and entry[2][4] == ARGV[3] and entry[2][6] == ARGV[4] and entry[2][8] == ARGV[5] then return 0 end
+  fail('CONFLICT', 'policy version ' .. version .. ' exists already; the next one is ' .. (highest + 1))
+end
+if version ~= highest + 1 then
+  fail('CONFLICT', 'policy version ' .. version .. ': the next one is ' .. (highest + 1))
+end
+call('XADD', K.policies, (version + 1) .. '-0', 'version', ARGV[2], 'train_step', ARGV[3], 'path', ARGV[4],
+  'digest', ARGV[5])
+call('HSET', K.versions, ARGV[2], ARGV[3])
+call('HSET', K.meta, 'policy_version', ARGV[2], 'policy_train_step', ARGV[3])
+return 1

@@ -1,0 +1,14 @@
+#!lua flags=allow-oom
+-- uses: group
+-- Held trajectories become dead letters. ARGV: session, then (id, reason) each. Returns how many.
+local buried = 0
+for at = 2, #ARGV, 2 do
+  if call('SREM', held_key(ARGV[1]), ARGV[at]) == 1 then
+    count(call('HGET', trajectory_key(ARGV[at]), 'state'), -1)
+    bury(ARGV[at], ARGV[at + 1])
+    buried = buried + 1
+  end
+end
+flush_groups()
+flush_counts()
+return buried

@@ -1,0 +1,21 @@
+#!lua flags=allow-oom
+-- uses: give_back
+-- Ends a session and gives back a slice of what it holds. ARGV: session, slice size, '1' when attempts do not count.
+-- Returns how many went back; 0 means that nothing is left.
+if call('ZREM', K.sessions, ARGV[1]) == 1 then call('SADD', K.closing, ARGV[1]) end
+local ids = call('SRANDMEMBER', held_key(ARGV[1]), ARGV[2])
+for _, id in ipairs(ids) do give_back(id, ARGV[3] == '1') end
+if #ids > 0 then call('SREM', held_key(ARGV[1]), unpack(ids)) end
+if call('SCARD', held_key(ARGV[1])) == 0 then
+  call('SREM', K.closing, ARGV[1])
+  call('UNLINK', session_key(ARGV[1]))
+  local claims = call('HGETALL', K.evaluation_claims)
+  for at = 1, #claims, 2 do
+    if claims[at + 1] == ARGV[1] then
+      call('HDEL', K.evaluation_claims, claims[at])
+      call('ZADD', K.evaluation_queue, call('HGET', evaluation_key(claims[at]), 'order'), claims[at])
+    end
+  end
+end
+flush_counts()
+return #ids

@@ -1,0 +1,64 @@
+#!lua
+-- uses: fence roles group
+-- pending | partial -> leased, never more than pool_size over the whole mesh: partials of the oldest group first,
+-- then pending in admission order. ARGV: session, nonce, limit.
+-- Returns (id, attempt, birth version, tokens, is new) per trajectory; a retry with the same nonce gets the same ones.
+local session = ARGV[1]
+require_session(session)
+local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
+if before[1] == ARGV[2] then return cjson.decode(before[2]) end
+if recovering() then return {} end
+local meta = call('HMGET', K.meta, 'user_paused', 'policy_version')
+local desired = call('HMGET', K.desired, 'pool_size', 'paused')
+if meta[1] == '1' or desired[2] == '1' then return {} end
+local free = tonumber(desired[1] or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
+local room = math.min(tonumber(ARGV[3]), free)
+local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
+local birth = math.max(0, tonumber(meta[2] or '0'))
+local reply, held, buried = {}, {}, 0
+-- A burial touches a whole group; more than a few wait for the next call.
+local MOST_BURIALS = 4
+
+local function take(id, order)
+  local v = call('HMGET', trajectory_key(id), 'attempts', 'mark', 'tokens', 'birth')
+  local tokens = tonumber(v[3] or '0')
+  local attempts = 1
+  if v[1] and tonumber(v[2]) == tokens then attempts = tonumber(v[1]) + 1 end
+  if attempts > max_attempts then
+    bury(id, 'max_attempts')
+    buried = buried + 1
+    return
+  end
+  call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order, 'attempts', attempts,
+    'mark', tokens, 'tokens', tokens, 'birth', v[4] or birth)
+  held[#held + 1] = id
+  local at = #reply
+  reply[at + 1], reply[at + 2], reply[at + 3] = id, attempts, tonumber(v[4] or birth)
+  reply[at + 4], reply[at + 5] = tokens, v[1] and 0 or 1
+end
+
+local function take_from(queue)
+  while #held < room and buried < MOST_BURIALS do
+    local found = call('ZRANGE', queue, 0, room - #held - 1, 'WITHSCORES')
+    if #found == 0 then return end
+    local seen = {}
+    for at = 1, #found, 2 do
+      if buried >= MOST_BURIALS then break end
+      seen[#seen + 1] = found[at]
+      take(found[at], found[at + 1])
+    end
+    call('ZREM', queue, unpack(seen))
+  end
+end
+
+take_from(K.partial)
+take_from(K.pending)
+if #held > 0 then
+  call('SADD', held_key(session), unpack(held))
+  call('HSET', session_key(session), 'lease_nonce', ARGV[2], 'lease_reply', cjson.encode(reply))
+  count('leased', #held)
+  count('leases_total', #held)
+end
+flush_groups()
+flush_counts()
+return reply

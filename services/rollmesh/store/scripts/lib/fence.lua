@@ -1,0 +1,41 @@
+-- A server that came back with another run_id may have come back as an earlier state. The first fenced script that
+-- sees it opens a recovery; nobody has to be told. A clean stop, announced before the shutdown, needs none.
+local function server_run_id()
+  return string.match(call('INFO', 'server'), 'run_id:(%w+)')
+end
+
+local function ttl_ms()
+  return tonumber(call('HGET', K.limits, 'session_ttl_ms') or '30000')
+end
+
+local function open_recovery(run_id)
+  call('HSET', K.meta, 'run_id', run_id, 'recovering_until', now() + ttl_ms(), 'reasserted', '0')
+  call('HDEL', K.meta, 'clean')
+  call('HINCRBY', K.counts, 'recoveries', 1)
+end
+
+-- True while nothing may be admitted, leased, cut or reaped.
+local function recovering()
+  local run_id = server_run_id()
+  local meta = call('HMGET', K.meta, 'run_id', 'recovering_until', 'trainer', 'reasserted', 'clean')
+  if meta[1] ~= run_id then
+    if meta[5] then
+      call('HSET', K.meta, 'run_id', run_id)
+      call('HDEL', K.meta, 'clean')
+      return false
+    end
+    open_recovery(run_id)
+    return true
+  end
+  if not meta[2] then return false end
+  if now() < tonumber(meta[2]) or (meta[3] and meta[4] ~= '1') then return true end
+  call('HDEL', K.meta, 'recovering_until')
+  call('HSET', K.meta, 'quiet_until', now() + ttl_ms())
+  return false
+end
+
+local function refuse_while_recovering(what)
+  if recovering() then
+    fail('RECOVERING', what .. ': Redis came back as another server and is being re-registered')
+  end
+end

@@ -1,0 +1,15 @@
+-- A held trajectory goes back: unfinished to partial or pending, finished to the scoring queue.
+local function give_back(id, free_attempt)
+  local v = call('HMGET', trajectory_key(id), 'state', 'order', 'tokens', 'attempts')
+  if v[1] == 'leased' then
+    local partial = tonumber(v[3]) > 0
+    call('HSET', trajectory_key(id), 'state', partial and 'partial' or 'pending')
+    if free_attempt then call('HSET', trajectory_key(id), 'attempts', math.max(0, tonumber(v[4]) - 1)) end
+    call('HDEL', trajectory_key(id), 'session')
+    call('ZADD', partial and K.partial or K.pending, v[2], id)
+    count('leased', -1)
+  elseif v[1] == 'finished' then
+    call('HDEL', trajectory_key(id), 'session')
+    call('ZADD', K.scoring, v[2], id)
+  end
+end

@@ -1,0 +1,201 @@
+-- Groups are read once and written once per script; scores of one group in one call cost one HSET.
+local groups, touched = {}, {}
+
+local function group_of(id)
+  return string.match(id, '^(.*)%.%d+$')
+end
+
+local function order_of(index, member)
+  return index * 4096 + member
+end
+
+local function load_group(gid)
+  local group = groups[gid]
+  if group then return group end
+  local v = call('HMGET', group_key(gid), 'index', 'needed', 'launched', 'scored', 'terminal', 'low', 'high', 'step')
+  if not v[1] then return nil end
+  group = {
+    id = gid, index = tonumber(v[1]), needed = tonumber(v[2]), launched = tonumber(v[3]), scored = tonumber(v[4]),
+    terminal = tonumber(v[5]), low = v[6], high = v[7], step = tonumber(v[8]),
+  }
+  groups[gid] = group
+  return group
+end
+
+local function touch(group)
+  if not group.touched then
+    group.touched = true
+    touched[#touched + 1] = group
+  end
+end
+
+local function write_group(group)
+  local fields = {'launched', group.launched, 'scored', group.scored, 'terminal', group.terminal}
+  if group.low then
+    fields[7], fields[8], fields[9], fields[10] = 'low', group.low, 'high', group.high
+  end
+  call('HSET', group_key(group.id), unpack(fields))
+end
+
+local function flush_groups()
+  for _, group in ipairs(touched) do
+    if not group.gone then write_group(group) end
+  end
+end
+
+-- Smallest train_step whose tokens are in the loss, for an open group.
+local function lower_step(group, step)
+  if group.step and group.step <= step then return end
+  group.step = step
+  call('HSET', group_key(group.id), 'step', step)
+  call('ZADD', K.open_steps, step, group.id)
+end
+
+local IN_LOSS = {leased = true, partial = true, finished = true, scored = true}
+
+-- After a member's tokens have left the loss.
+local function recompute_step(group)
+  local lowest
+  for member = 0, group.launched - 1 do
+    local v = call('HMGET', trajectory_key(group.id .. '.' .. member), 'state', 'step')
+    if v[1] and IN_LOSS[v[1]] and v[2] then
+      local step = tonumber(v[2])
+      if not lowest or step < lowest then lowest = step end
+    end
+  end
+  group.step = lowest
+  if lowest then
+    call('HSET', group_key(group.id), 'step', lowest)
+    call('ZADD', K.open_steps, lowest, group.id)
+  else
+    call('HDEL', group_key(group.id), 'step')
+    call('ZREM', K.open_steps, group.id)
+  end
+end
+
+local function delete_payload(id, links)
+  call('UNLINK', segments_key(id))
+  for name in string.gmatch(links or '', '%S+') do
+    call('UNLINK', chunk_key(id .. ':' .. name))
+  end
+end
+
+-- Deletes one member and everything it saved; returns its saved tokens.
+local function delete_member(id)
+  local v = call('HMGET', trajectory_key(id), 'state', 'session', 'tokens', 'links')
+  local state = v[1] or 'pending'
+  if state == 'pending' then call('ZREM', K.pending, id)
+  elseif state == 'partial' then call('ZREM', K.partial, id)
+  else count(state, -1) end
+  if v[2] and (state == 'leased' or state == 'finished') then call('SREM', held_key(v[2]), id) end
+  if state == 'finished' then call('ZREM', K.scoring, id) end
+  if v[1] then
+    delete_payload(id, v[4])
+    call('UNLINK', trajectory_key(id))
+  end
+  return tonumber(v[3] or '0')
+end
+
+local function delete_members(group)
+  local total, longest = 0, 0
+  for member = 0, group.launched - 1 do
+    local tokens = delete_member(group.id .. '.' .. member)
+    total = total + tokens
+    longest = math.max(longest, tokens)
+  end
+  return total, longest
+end
+
+local function bury_group(gid)
+  call('ZADD', K.tombstones, call('HGET', K.meta, 'trained_step') or 0, gid)
+end
+
+local function length_bucket(tokens)
+  return math.floor(math.log(tokens + 1) / math.log(2) * 4)
+end
+
+local function length_decile(tokens)
+  local histogram, bucket = call('HGETALL', K.lengths), length_bucket(tokens)
+  local below, all = 0, 0
+  for at = 1, #histogram, 2 do
+    local n = tonumber(histogram[at + 1])
+    all = all + n
+    if tonumber(histogram[at]) < bucket then below = below + n end
+  end
+  if all == 0 then return 0 end
+  return math.min(9, math.floor(10 * below / all))
+end
+
+-- Takes a group out of the queue for a reason: members, payload, indexes; leaves a tombstone and a ledger entry.
+local function drop_group(group, reason)
+  group.gone = true
+  local total, longest = delete_members(group)
+  local gid = group.id
+  call('ZREM', K.open, gid)
+  call('ZREM', K.ready, gid)
+  call('ZREM', K.open_steps, gid)
+  call('ZREM', K.ready_steps, gid)
+  call('UNLINK', group_key(gid), prompt_key(gid))
+  bury_group(gid)
+  call('HINCRBY', K.drops, 'groups:' .. reason, 1)
+  call('HINCRBY', K.drops, 'tokens:' .. reason, total)
+  local decile = length_decile(longest)
+  call('HINCRBY', K.drops, 'decile:' .. reason .. ':' .. decile, 1)
+  call('XADD', K.ledger, 'MAXLEN', '~', 100000, '*', 'group', gid, 'reason', reason, 'tokens', total, 'decile', decile)
+end
+
+local function make_ready(group)
+  local gid = group.id
+  call('ZREM', K.open, gid)
+  call('ZREM', K.open_steps, gid)
+  call('ZADD', K.ready, group.index, gid)
+  call('ZADD', K.ready_steps, group.step or '+inf', gid)
+  call('HSET', K.meta, 'filtered_in_a_row', 0)
+  count('groups_ready_total', 1)
+end
+
+-- Closes an open group once every launched member is terminal.
+local function settle(group)
+  if group.terminal < group.launched then return end
+  if group.scored < 2 then
+    drop_group(group, 'too_few_scored')
+  elseif tonumber(group.low) == tonumber(group.high) and call('HGET', K.limits, 'filter_zero_variance') == '1' then
+    call('HINCRBY', K.meta, 'filtered_in_a_row', 1)
+    drop_group(group, tonumber(group.low) > 0 and 'filtered_all_right' or 'filtered_all_wrong')
+  else
+    make_ready(group)
+  end
+end
+
+-- A member without a score is replaced while replacements are left: at most `needed` per group.
+local function member_without_score(group)
+  touch(group)
+  group.terminal = group.terminal + 1
+  recompute_step(group)
+  if group.launched < 2 * group.needed then
+    local member = group.launched
+    group.launched = member + 1
+    call('ZADD', K.pending, order_of(group.index, member), group.id .. '.' .. member)
+    count('replacements_total', 1)
+  end
+end
+
+-- A dead trajectory leaves a letter with its payload and counts as a member without a score.
+local function bury(id, reason)
+  local gid = group_of(id)
+  local v = call('HMGET', trajectory_key(id), 'attempts', 'tokens', 'links', 'birth')
+  call('HSET', letter_key(id), 'group', gid, 'reason', reason, 'attempts', v[1] or 0, 'tokens', v[2] or 0,
+    'links', v[3] or '', 'birth', v[4] or 0, 'time', now())
+  if call('EXISTS', segments_key(id)) == 1 then call('RENAME', segments_key(id), letter_segments_key(id)) end
+  call('COPY', prompt_key(gid), letter_prompt_key(id), 'REPLACE')
+  call('ZADD', K.letters, now(), id)
+  call('HSET', trajectory_key(id), 'state', 'dead')
+  call('HDEL', trajectory_key(id), 'links', 'step', 'session')
+  count('dead', 1)
+  count('dead_total', 1)
+  local group = load_group(gid)
+  if group then
+    member_without_score(group)
+    settle(group)
+  end
+end

@@ -1,0 +1,80 @@
+local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
+
+-- One item of append and finish in ARGV: id, offset, tokens, digest, versions, finish reason, bytes, segments n, n x segment.
+local ITEM_HEAD = 8
+
+local train_steps = {}
+local function train_step_of(version)
+  local step = train_steps[version]
+  if step == nil then
+    step = tonumber(call('HGET', K.versions, version))
+    if not step then
+      fail(recovering() and 'RECOVERING' or 'CONFLICT', 'policy version ' .. version .. ' has not been announced')
+    end
+    train_steps[version] = step
+  end
+  return step
+end
+
+local function lowest_step(versions)
+  local lowest
+  for version in string.gmatch(versions, '%-?%d+') do
+    local step = train_step_of(version)
+    if not lowest or step < lowest then lowest = step end
+  end
+  return lowest
+end
+
+-- Every version is looked up before the first write: an unknown one leaves the whole call without effect.
+local function check_versions(first, items)
+  local at = first
+  for _ = 1, items do
+    if ARGV[at + 4] ~= '' then lowest_step(ARGV[at + 4]) end
+    at = at + ITEM_HEAD + tonumber(ARGV[at + 7])
+  end
+end
+
+-- A segment over 64 KB was stored under its own key with a time limit; the script that links it lifts the limit.
+local function link_chunks(id, first, last)
+  local names = {}
+  for at = first, last do
+    if string.byte(ARGV[at]) == 64 then
+      local name = string.sub(ARGV[at], 2)
+      local key = chunk_key(id .. ':' .. name)
+      call('PERSIST', key)
+      if call('EXISTS', key) == 0 then fail('UPLOAD_EXPIRED', 'segment ' .. name .. ' of ' .. id) end
+      names[#names + 1] = name
+    end
+  end
+  return table.concat(names, ' ')
+end
+
+-- Writes the tokens of one item. Returns status, tokens saved after it, and the fields still to be written.
+local function save(session, at)
+  local id, offset, tokens, digest = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), ARGV[at + 3]
+  local segments = tonumber(ARGV[at + 7])
+  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step', 'links')
+  if v[1] ~= session or (v[2] ~= 'leased' and v[2] ~= 'finished') then return LOST, 0 end
+  local saved = tonumber(v[3])
+  if v[2] == 'finished' or offset < saved then
+    local same = tokens == 0 and offset == saved or call('HGET', trajectory_key(id), 'c' .. offset) == digest
+    return same and DUPLICATE or REFUSED, saved, nil, v[2]
+  end
+  if offset > saved then return REFUSED, saved, nil, v[2] end
+  if segments == 0 then return SAVED, saved, {}, v[2] end
+  local first, last = at + ITEM_HEAD, at + ITEM_HEAD + segments - 1
+  local names = link_chunks(id, first, last)
+  call('RPUSH', segments_key(id), unpack(ARGV, first, last))
+  local fields = {'tokens', saved + tokens, 'c' .. offset, digest}
+  if names ~= '' then
+    fields[5], fields[6] = 'links', v[5] and (v[5] .. ' ' .. names) or names
+  end
+  local step = ARGV[at + 4] ~= '' and lowest_step(ARGV[at + 4])
+  if step and (not v[4] or step < tonumber(v[4])) then
+    fields[#fields + 1], fields[#fields + 2] = 'step', step
+    lower_step(load_group(group_of(id)), step)
+  end
+  count('saved_tokens_total', tokens)
+  count('saved_bytes_total', tonumber(ARGV[at + 6]))
+  return SAVED, saved + tokens, fields, v[2]
+end

@@ -1,0 +1,7 @@
+#!lua flags=allow-oom
+-- uses: fence
+-- ARGV: fresh token, worker name.
+recovering()
+call('ZADD', K.sessions, now() + ttl_ms(), ARGV[1])
+call('HSET', session_key(ARGV[1]), 'worker', ARGV[2])
+return 1

@@ -1,0 +1,34 @@
+#!lua flags=allow-oom
+-- uses: fence roles
+-- Closes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
+-- trainer's copy of the cursor, then (version, train step, path, digest) per policy, ascending.
+require_trainer(ARGV[1])
+local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'committed_step', 'cursor_epoch',
+  'cursor_index')
+local trained = math.max(tonumber(meta[1]), tonumber(ARGV[3]))
+local cut = math.max(tonumber(meta[2]), tonumber(ARGV[4]), trained)
+call('HSET', K.meta, 'trained_step', trained, 'cut_step', cut,
+  'committed_step', math.max(tonumber(meta[4]), tonumber(ARGV[2])))
+if cut > tonumber(meta[2]) then call('XADD', K.cuts, cut .. '-0', 'groups', 0) end
+local highest = tonumber(meta[3])
+for at = 7, #ARGV, 4 do
+  local version = tonumber(ARGV[at])
+  if version > highest then
+    call('XADD', K.policies, (version + 1) .. '-0', 'version', ARGV[at], 'train_step', ARGV[at + 1],
+      'path', ARGV[at + 2], 'digest', ARGV[at + 3])
+    call('HSET', K.versions, ARGV[at], ARGV[at + 1])
+    call('HSET', K.meta, 'policy_version', ARGV[at], 'policy_train_step', ARGV[at + 1])
+    highest = version
+  end
+end
+-- The cursor stays where the restored state has it: every position below it is present or gone there, and positions
+-- between it and the trainer's copy are admitted again unless a batch file names them. Nothing can fall in between.
+local behind = tonumber(ARGV[5]) > tonumber(meta[5])
+  or (ARGV[5] == meta[5] and tonumber(ARGV[6]) > tonumber(meta[6]))
+if behind then
+  call('XADD', K.ledger, 'MAXLEN', '~', 100000, '*', 'group', '', 'reason', 'readmitted', 'tokens', 0, 'decile', 0,
+    'from', meta[5] .. '-' .. meta[6], 'to', ARGV[5] .. '-' .. ARGV[6])
+end
+call('HSET', K.meta, 'reasserted', '1')
+recovering()
+return {trained, cut}

@@ -1,0 +1,46 @@
+#!lua flags=allow-oom
+-- uses: roles group
+-- Groups of a batch file: trained ones are consumed, the others cut and confirmed, whatever the queue believed.
+-- ARGV: trainer, train step, digest, trained (1|0), first call of the step (1|0), group ids of this slice.
+require_trainer(ARGV[1])
+local step, digest, trained = ARGV[2], ARGV[3], ARGV[4] == '1'
+
+-- An unconfirmed cut of this step, or a slice of an earlier attempt, gives way to the batch file.
+if ARGV[5] == '1' then
+  for _, gid in ipairs(call('LRANGE', batch_groups_key(step), 0, -1)) do
+    local group = load_group(gid)
+    if group and group.launched > 0 then
+      call('HDEL', K.cut, gid)
+      call('ZADD', K.ready, group.index, gid)
+      call('ZADD', K.ready_steps, group.step or '+inf', gid)
+    end
+  end
+  call('UNLINK', batch_groups_key(step))
+end
+
+for at = 6, #ARGV do
+  local gid = ARGV[at]
+  local group = load_group(gid)
+  if group then
+    delete_members(group)
+    call('UNLINK', prompt_key(gid))
+    call('ZREM', K.open, gid)
+    call('ZREM', K.ready, gid)
+    call('ZREM', K.open_steps, gid)
+    call('ZREM', K.ready_steps, gid)
+  end
+  if trained then
+    call('HDEL', K.cut, gid)
+    call('UNLINK', group_key(gid))
+    call('ZADD', K.tombstones, step, gid)
+  else
+    call('HSET', group_key(gid), 'index', group and group.index or 0, 'needed', 0, 'launched', 0, 'scored', 0,
+      'terminal', 0)
+    call('HSET', K.cut, gid, step)
+    call('RPUSH', batch_groups_key(step), gid)
+  end
+end
+if not trained then call('HSET', batch_key(step), 'digest', digest) end
+count('reasserted_groups_total', #ARGV - 5)
+flush_counts()
+return #ARGV - 5

@@ -1,0 +1,26 @@
+#!lua
+-- uses: roles fence
+-- A dead letter becomes a new group with replay_of; asked again, it answers with the same group.
+-- ARGV: trajectory id, needed. Returns the group id.
+local id = ARGV[1]
+local letter = call('HMGET', letter_key(id), 'group', 'replayed_as')
+if not letter[1] then fail('CONFLICT', 'no dead letter ' .. id) end
+if letter[2] and letter[2] ~= '' then return letter[2] end
+refuse_while_recovering('replay')
+if call('EXISTS', letter_prompt_key(id)) == 0 then fail('CONFLICT', 'dead letter ' .. id .. ' has lost its prompt') end
+local gid, attempt = nil, 0
+repeat
+  attempt = attempt + 1
+  gid = letter[1] .. 'r' .. attempt
+until call('EXISTS', group_key(gid)) == 0 and not call('ZSCORE', K.tombstones, gid)
+local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)
+call('COPY', letter_prompt_key(id), prompt_key(gid))
+call('HSET', group_key(gid), 'index', sequence, 'needed', ARGV[2], 'launched', ARGV[2], 'scored', 0, 'terminal', 0,
+  'replay_of', id)
+call('ZADD', K.open, sequence, gid)
+for member = 0, tonumber(ARGV[2]) - 1 do
+  call('ZADD', K.pending, sequence * 4096 + member, gid .. '.' .. member)
+end
+call('HSET', letter_key(id), 'replayed_as', gid)
+call('HINCRBY', K.counts, 'replays_total', 1)
+return gid

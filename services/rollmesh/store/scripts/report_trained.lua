@@ -1,0 +1,39 @@
+#!lua flags=allow-oom
+-- uses: roles
+-- cut(s) -> consumed(s). ARGV: trainer, train step, steps for which tombstones are kept.
+require_trainer(ARGV[1])
+local step = tonumber(ARGV[2])
+local trained = tonumber(call('HGET', K.meta, 'trained_step'))
+if step <= trained then return 0 end
+if step ~= trained + 1 then fail('CONFLICT', 'trained ' .. step .. ': trained_step is ' .. trained) end
+if not call('HGET', batch_key(step), 'digest') then
+  fail('CONFLICT', 'trained ' .. step .. ': its batch file has not been confirmed')
+end
+local gids = call('LRANGE', batch_groups_key(step), 0, -1)
+local graves = {}
+for _, gid in ipairs(gids) do
+  graves[#graves + 1] = step
+  graves[#graves + 1] = gid
+end
+call('HDEL', K.cut, unpack(gids))
+call('ZADD', K.tombstones, unpack(graves))
+call('HSET', K.meta, 'trained_step', step)
+call('SADD', K.unswept, step)
+count('consumed_total', #gids)
+
+-- Old tombstones become a floor: every prompt position up to it is known. The floor stays below the cursor, and below
+-- the cursor every position is present or gone, so nothing that was never admitted can fall under it.
+local old = call('ZRANGEBYSCORE', K.tombstones, '-inf', '(' .. (step - tonumber(ARGV[3])), 'LIMIT', 0, 256)
+if #old > 0 then
+  local floor = call('HMGET', K.meta, 'floor_epoch', 'floor_index')
+  local epoch, index = tonumber(floor[1] or '-1'), tonumber(floor[2] or '-1')
+  for _, gid in ipairs(old) do
+    local e, i = string.match(gid, '^e(%d+)%-(%d+)$')
+    e, i = tonumber(e), tonumber(i)
+    if e and (e > epoch or (e == epoch and i > index)) then epoch, index = e, i end
+  end
+  call('ZREM', K.tombstones, unpack(old))
+  call('HSET', K.meta, 'floor_epoch', epoch, 'floor_index', index)
+end
+flush_counts()
+return #gids

@@ -1,0 +1,23 @@
+#!lua flags=allow-oom
+-- uses: group
+-- Drops the saved tokens of held, unfinished trajectories, which begin again. ARGV: session, ids. Returns how many.
+local restarted = 0
+for at = 2, #ARGV do
+  local id = ARGV[at]
+  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'links', 'attempts')
+  if v[1] == ARGV[1] and v[2] == 'leased' and tonumber(v[3]) > 0 then
+    local fields = {}
+    for _, field in ipairs(call('HKEYS', trajectory_key(id))) do
+      if string.match(field, '^c%d+$') then fields[#fields + 1] = field end
+    end
+    call('HDEL', trajectory_key(id), 'links', 'step', unpack(fields))
+    delete_payload(id, v[4])
+    call('HSET', trajectory_key(id), 'tokens', 0, 'mark', 0)
+    recompute_step(load_group(group_of(id)))
+    count('restarted_tokens_total', tonumber(v[3]))
+    restarted = restarted + 1
+  end
+end
+count('restarts_total', restarted)
+flush_counts()
+return restarted

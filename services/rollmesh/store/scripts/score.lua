@@ -1,0 +1,42 @@
+#!lua flags=allow-oom
+-- uses: group
+-- finished -> scored | unscorable, and the group's next state. It allocates little and lets batches be cut, which is
+-- what frees memory, so it runs when memory is short.
+-- ARGV: session, items, then per item: id, scored (1|0), shaped reward, outcome bytes, digest.
+local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
+local session, reply = ARGV[1], {}
+
+local function apply(id, scored, reward, outcome, digest)
+  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'outcome_digest')
+  if v[1] ~= session then return LOST, 0 end
+  if v[2] == 'scored' or v[2] == 'unscorable' then return v[4] == digest and DUPLICATE or REFUSED, tonumber(v[3]) end
+  if v[2] ~= 'finished' then return REFUSED, tonumber(v[3]) end
+  local state = scored and 'scored' or 'unscorable'
+  call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome, 'outcome_digest', digest)
+  call('SREM', held_key(session), id)
+  count('finished', -1)
+  count(state, 1)
+  count(state .. '_total', 1)
+  local group = load_group(group_of(id))
+  if scored then
+    touch(group)
+    group.terminal, group.scored = group.terminal + 1, group.scored + 1
+    local value = tonumber(reward)
+    if not group.low or value < tonumber(group.low) then group.low = reward end
+    if not group.high or value > tonumber(group.high) then group.high = reward end
+  else
+    member_without_score(group)
+  end
+  settle(group)
+  return SAVED, tonumber(v[3])
+end
+
+for item = 0, tonumber(ARGV[2]) - 1 do
+  local at = 3 + item * 5
+  local status, tokens = apply(ARGV[at], ARGV[at + 1] == '1', ARGV[at + 2], ARGV[at + 3], ARGV[at + 4])
+  reply[#reply + 1] = status
+  reply[#reply + 1] = tokens
+end
+flush_groups()
+flush_counts()
+return reply

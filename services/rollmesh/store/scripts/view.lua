@@ -1,0 +1,45 @@
+#!lua flags=allow-oom
+-- uses: fence
+-- One consistent look at the mesh in O(bound). ARGV: bound (groups per list).
+-- Returns scalars, ready groups (id, index, step), open groups with the smallest step (same).
+local bound = tonumber(ARGV[1])
+local is_recovering = recovering() and 1 or 0
+local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
+  'filtered_in_a_row', 'blocked_since', 'user_paused')
+local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total')
+local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
+local pending, partial = call('ZCARD', K.pending), call('ZCARD', K.partial)
+
+-- Memory that is used plus what the pool may still write: unfinished trajectories at the mean saved size.
+local memory = call('INFO', 'memory')
+local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)'))
+local used = tonumber(string.match(memory, 'used_memory:(%d+)'))
+local finished_total = tonumber(counts[4] or '0')
+if finished_total > 0 then
+  used = used + (tonumber(counts[1] or '0') + partial + pending) * tonumber(counts[3] or '0') / finished_total
+end
+local ratio = limit > 0 and tostring(used / limit) or '0'
+
+local ready, seen = {}, {}
+local function add_ready(gid)
+  if seen[gid] then return end
+  seen[gid] = true
+  ready[#ready + 1] = gid
+  ready[#ready + 1] = call('ZSCORE', K.ready, gid)
+  ready[#ready + 1] = call('ZSCORE', K.ready_steps, gid)
+end
+for _, gid in ipairs(call('ZRANGE', K.ready, 0, bound - 1)) do add_ready(gid) end
+for _, gid in ipairs(call('ZRANGE', K.ready_steps, 0, bound - 1)) do add_ready(gid) end
+
+local open = {}
+local stalest = call('ZRANGE', K.open_steps, 0, bound - 1, 'WITHSCORES')
+for at = 1, #stalest, 2 do
+  open[#open + 1] = stalest[at]
+  open[#open + 1] = call('ZSCORE', K.open, stalest[at])
+  open[#open + 1] = stalest[at + 1]
+end
+return {
+  tostring(now()), meta[1], meta[2], meta[3], meta[4], open_count + ready_count + cut_count, open_count, ready_count,
+  pending, partial, counts[1] or '0', counts[2] or '0', ratio, meta[5], meta[6] or '', is_recovering,
+  meta[7] or '0', ready, open,
+}

@@ -1,0 +1,77 @@
+"""Worker sessions, and what happens to their work when they or the server die."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from rollmesh.store.connection import Connection
+from rollmesh.store.types import ReRegistered
+
+_SLICE = 128
+
+
+class Sessions:
+    """Sessions of rollout workers and their recovery."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def open_session(self, worker: str) -> str:
+        """A new session: a random 128-bit token that every write of the worker carries."""
+        token = secrets.token_hex(16)
+        await self._connection.run("open_session", token, worker)
+        return token
+
+    async def heartbeat(self, session: str) -> str:
+        """Renew a session; SessionLost when it is closed or was reaped.
+
+        Returns the run_id of the server. When it is not the one of the last heartbeat, Redis has come back, possibly
+        as an earlier state: call ``reregister`` with everything the session holds.
+        """
+        reply: bytes = await self._connection.run("heartbeat", session)
+        return reply.decode()
+
+    async def close_session(self, session: str) -> None:
+        """End a session; what it holds goes back to the queue at once and does not count as an attempt."""
+        await self.give_back(session, counts_as_attempt=False)
+
+    async def give_back(self, session: str, *, counts_as_attempt: bool) -> int:
+        """Give back, slice by slice, what a closed or dead session holds; returns how many trajectories."""
+        total = 0
+        while True:
+            given = int(await self._connection.run("close_session", session, _SLICE, int(not counts_as_attempt)))
+            total += given
+            if given < _SLICE:
+                return total
+
+    async def server_run_id(self) -> str:
+        """run_id of the server as it is now."""
+        info = await self._connection.command("INFO", "server")
+        return str(info["run_id"])
+
+    async def begin_recovery(self) -> bool:
+        """Open a recovery when the server is a new one; True while a recovery is going on.
+
+        Every fenced script does the same by itself; this call only makes it happen now.
+        """
+        recovering, _ = await self._connection.run("begin_recovery")
+        return bool(recovering)
+
+    async def mark_clean_shutdown(self) -> None:
+        """Announce an orderly stop of the server, after all clients have stopped: no recovery at its next start."""
+        await self._connection.run("mark_clean")
+
+    async def reregister(self, session: str, held: Sequence[tuple[str, int]], worker: str = "") -> list[ReRegistered]:
+        """State everything the session holds, as (trajectory_id, saved_token_count), after Redis came back.
+
+        What is not named goes back to the queue. A session that Redis has forgotten is opened again while the recovery
+        lasts; after it, SessionLost. Then re-send the tokens after ``saved_token_count`` of the kept ones and drop the
+        others: they are regenerated.
+        """
+        words = [word for trajectory_id, saved in held for word in (trajectory_id, saved)]
+        reply = await self._connection.run("reregister", session, worker, *words)
+        return [
+            ReRegistered(trajectory_id=i, kept=bool(reply[2 * at]), saved_token_count=int(reply[2 * at + 1]))
+            for at, (i, _) in enumerate(held)
+        ]

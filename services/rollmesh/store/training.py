@@ -1,0 +1,191 @@
+"""The trainer's side: session, claim, batch file, trained, committed, and the re-assertion after a restart."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from rollmesh.errors import Conflict
+from rollmesh.mesh import Cursor
+from rollmesh.store.connection import Connection, Reply
+from rollmesh.store.leader import sweep
+from rollmesh.store.limits import Limits
+from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
+from rollmesh.store.trajectories import load_chunks, slices
+from rollmesh.store.types import TrainingState
+from rollmesh.types import Batch, Group, PolicyRecord, Trajectory
+
+_TOMBSTONE_STEPS = 256
+"""Train steps for which consumed and dropped groups are remembered one by one; older ones lie below the floor."""
+_MEMBER_FIELDS = ("state", "birth", "finish", "outcome", "reward")
+_ROLLBACK_ALL = "+inf"
+
+
+class Training:
+    """What rank 0 of the trainer does with the queue."""
+
+    def __init__(self, connection: Connection, limits: Limits) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._limits = limits
+        self._claimed: dict[int, tuple[str, ...]] = {}
+
+    async def open_trainer_session(self, name: str) -> str:
+        """A new trainer session; older ones are refused (SessionLost) from now on."""
+        token = secrets.token_hex(16)
+        await self._connection.run("open_trainer_session", token, name)
+        return token
+
+    async def close_trainer_session(self, trainer_session: str) -> None:
+        """End the session: a recovery no longer waits for this trainer."""
+        await self._connection.run("close_trainer_session", trainer_session)
+
+    async def training_state(self) -> TrainingState:
+        """Steps as Redis knows them."""
+        recovering, _ = await self._connection.run("begin_recovery")
+        fields = ("trained_step", "cut_step", "committed_step")
+        values = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
+        trained, cut, committed = (int(v or 0) for v in values)
+        return TrainingState(trained_step=trained, cut_step=cut, committed_step=committed, recovering=bool(recovering))
+
+    async def claim(self, trainer_session: str, train_step: int, timeout: float) -> Batch | None:
+        """Read the batch of a train step, waiting up to ``timeout`` seconds for its cut; None without one.
+
+        Reads only: it may be repeated until ``confirm_batch_file``. Conflict when the batch file exists already.
+        """
+        before = f"{train_step - 1}-18446744073709551615"
+        group_ids = await self._cut_groups(train_step)
+        if not group_ids:
+            if not await self._connection.block_on_stream(self._keys.single("cuts"), before, timeout):
+                return None
+            group_ids = await self._cut_groups(train_step)
+        trainer, trained = await self._connection.command("HMGET", self._keys.single("meta"), "trainer", "trained_step")
+        if int(trained or 0) >= train_step:
+            raise Conflict(f"claim {train_step}: already trained; its batch file has the groups")
+        if trainer is None or trainer.decode() != trainer_session:
+            await self._connection.run("report_committed", trainer_session, 0)
+        if await self._connection.command("HGET", self._keys.of("batch", str(train_step)), "digest"):
+            raise Conflict(f"claim {train_step}: its batch file was confirmed; read it from the checkpoint store")
+        if not group_ids:
+            return None
+        groups = [await self._load_group(group_id) for group_id in group_ids]
+        self._claimed[train_step] = tuple(group_ids)
+        return Batch(train_step=train_step, groups=tuple(groups))
+
+    async def confirm_batch_file(
+        self, trainer_session: str, train_step: int, digest: str, group_ids: Sequence[str] | None = None
+    ) -> None:
+        """The batch file is on disk and fsynced: Redis may drop the payloads.
+
+        The file must hold the groups of the cut as it is now (``group_ids``, by default those of the last claim);
+        Conflict when Redis came back with another cut meanwhile: re-assert the file instead.
+        """
+        ids = self._claimed.get(train_step, ()) if group_ids is None else group_ids
+        await self._connection.run("confirm", trainer_session, train_step, digest, *ids)
+        self._claimed.pop(train_step, None)
+        await sweep(self._connection, self._limits, train_step)
+
+    async def report_trained(self, trainer_session: str, train_step: int) -> None:
+        """cut(s) -> consumed(s): refunds the capacity of the batch and advances trained_step. Repeats are no-ops."""
+        await self._connection.run("report_trained", trainer_session, train_step, _TOMBSTONE_STEPS)
+        await sweep(self._connection, self._limits, train_step)
+
+    async def report_committed(self, trainer_session: str, train_step: int) -> None:
+        """The trainer state of this step is committed on disk."""
+        await self._connection.run("report_committed", trainer_session, train_step)
+
+    async def reassert_training(
+        self,
+        trainer_session: str,
+        committed_step: int,
+        trained_step: int,
+        batches: Sequence[tuple[int, Sequence[str]]],
+        policies: Sequence[PolicyRecord],
+        cursor: Cursor,
+        digests: Sequence[str] | None = None,
+    ) -> TrainingState:
+        """Tell Redis what the checkpoint store knows, at every start and when the server's run_id has changed.
+
+        ``batches`` are the batch files as (train_step, group ids in order). Groups of steps up to ``trained_step``
+        become consumed, later ones cut and confirmed, even if the restored Redis shows them open, ready or never
+        admitted. Steps, versions and cursor never go back. Steps that Redis knows as trained are skipped: its own
+        state covers them. Ends a recovery once its TTL has passed.
+        """
+        known = (await self.training_state()).trained_step
+        size = await self._limits.groups_per_call()
+        for at, (step, group_ids) in enumerate(batches):
+            if step <= known:
+                continue
+            digest = digests[at] if digests is not None else "reasserted"
+            trained = int(step <= trained_step)
+            for number, part in enumerate(slices(group_ids, size)):
+                await self._connection.run(
+                    "reassert_groups", trainer_session, step, digest, trained, int(number == 0), *part
+                )
+        newest = max((step for step, _ in batches), default=0)
+        words = [
+            word
+            for p in sorted(policies, key=lambda record: record.policy_version)
+            for word in (p.policy_version, p.train_step, p.path, p.manifest_digest)
+        ]
+        await self._connection.run(
+            "reassert_done", trainer_session, committed_step, trained_step, newest, cursor.epoch, cursor.index, *words
+        )
+        return await self.training_state()
+
+    async def rollback(self, trainer_session: str) -> int:
+        """Drop all unclaimed work (``rolled_back``) before training goes on from an older policy.
+
+        A cut without a confirmed batch file is taken back first. Returns how many groups were dropped.
+        """
+        newest = await self._connection.command("HGET", self._keys.single("meta"), "admission_seq")
+        await self._connection.run("withdraw_cut", trainer_session)
+        size = await self._limits.groups_per_call()
+        total = 0
+        while True:
+            dropped = int(await self._connection.run("roll_back", trainer_session, size, newest or _ROLLBACK_ALL))
+            if not dropped:
+                return total
+            total += dropped
+
+    async def _cut_groups(self, train_step: int) -> list[str]:
+        raw = await self._connection.command("LRANGE", self._keys.of("batch_groups", str(train_step)), 0, -1)
+        return [group_id.decode() for group_id in raw]
+
+    async def _load_group(self, group_id: str) -> Group:
+        index, launched, prompt = await self._group_head(group_id)
+        ids = [f"{group_id}.{member}" for member in range(launched)]
+        commands: list[tuple[str | int, ...]] = []
+        for trajectory_id in ids:
+            commands.append(("HMGET", self._keys.of("trajectory", trajectory_id), *_MEMBER_FIELDS))
+            commands.append(("LRANGE", self._keys.of("segments", trajectory_id), 0, -1))
+        replies = await self._connection.commands(commands)
+        records, lists = replies[0::2], replies[1::2]
+        scored = [at for at in range(launched) if records[at][0] == b"scored"]
+        chunks = await load_chunks(self._connection, {ids[at]: lists[at] for at in scored})
+        decoded_prompt = decode_prompt(prompt)
+        members: list[Trajectory] = [
+            build_trajectory(
+                ids[at],
+                decoded_prompt,
+                decode_segments(lists[at], chunks[ids[at]]),
+                birth_version=int(records[at][1]),
+                finish=records[at][2],
+                outcome=records[at][3],
+                reward=records[at][4],
+            )
+            for at in scored
+        ]
+        return Group(group_id=group_id, admission_index=index, trajectories=tuple(members))
+
+    async def _group_head(self, group_id: str) -> tuple[int, int, bytes]:
+        head: list[Reply] = await self._connection.commands(
+            [
+                ("HMGET", self._keys.of("group", group_id), "index", "launched"),
+                ("GET", self._keys.of("prompt", group_id)),
+            ]
+        )
+        (index, launched), prompt = head
+        if index is None or prompt is None:
+            raise Conflict(f"group {group_id} was cut, but its payload is gone: its batch file has it")
+        return int(index), int(launched), prompt

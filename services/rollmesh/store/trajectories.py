@@ -1,0 +1,247 @@
+"""What rollout workers do: lease, save, finish, score, and let go."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+from rollmesh.errors import DataError
+from rollmesh.store.connection import Argument, Connection, Reply
+from rollmesh.store.limits import Limits
+from rollmesh.store.payload import (
+    LINK_MARK,
+    UPLOAD_SECONDS,
+    SavedChunk,
+    build_trajectory,
+    decode_prompt,
+    decode_segments,
+    digest_of,
+    encode_segments,
+    group_of,
+)
+from rollmesh.store.scripts import UploadExpired
+from rollmesh.store.types import (
+    Append,
+    AppendResult,
+    Finish,
+    LeasedTrajectory,
+    ReleaseReason,
+    Score,
+    WriteStatus,
+)
+from rollmesh.types import OutcomeKind, Prompt, Segment
+from rollmesh.wire.codec import outcome_to_pb
+
+T = TypeVar("T")
+
+_ITEMS_PER_CALL = 64
+"""Items of one script call: bounded keys (two or three each) and bounded time in the server."""
+_RELEASES_PER_CALL = 128
+_PROMPT_CACHE = 512
+_UPLOAD_ATTEMPTS = 3
+
+
+class TrajectoryQueue:
+    """The rollout side of the queue. All methods may be called from many tasks at once."""
+
+    def __init__(self, connection: Connection, limits: Limits) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._limits = limits
+        self._lease_locks: dict[str, asyncio.Lock] = {}
+        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+
+    async def lease(self, session: str, limit: int) -> list[LeasedTrajectory]:
+        """Take up to ``limit`` unfinished trajectories; partials of the oldest group first.
+
+        Empty when nothing waits, the pool is full, the mesh is paused, or Redis is recovering. SessionLost.
+        """
+        return await self._lease("lease", session, min(limit, _ITEMS_PER_CALL))
+
+    async def lease_scoring(self, session: str, limit: int) -> list[LeasedTrajectory]:
+        """Take finished trajectories whose worker died, to score them; serve these before new work."""
+        return await self._lease("lease_scoring", session, min(limit, _ITEMS_PER_CALL))
+
+    async def append(self, session: str, items: Sequence[Append]) -> list[AppendResult]:
+        """Save tokens of held trajectories; one result per item, in order.
+
+        Conflict when a policy version was never announced, StoreUnavailable when Redis is full or away: in both
+        cases the items may be sent again unchanged.
+        """
+        return await self._write("append", session, items, [""] * len(items))
+
+    async def finish(self, session: str, items: Sequence[Finish]) -> list[AppendResult]:
+        """Save the last tokens and the finish reason: leased -> finished. Errors as in ``append``."""
+        return await self._write("finish", session, items, [item.finish_reason.value for item in items])
+
+    async def score(self, session: str, items: Sequence[Score]) -> list[AppendResult]:
+        """Record outcomes: finished -> scored | unscorable, and with the last one the group's next state."""
+        arguments = [_score_arguments(item) for item in items]
+        # The last score of a group may take the whole group apart.
+        size = min(_ITEMS_PER_CALL, await self._limits.groups_per_call())
+        return await self._sliced("score", session, [item.trajectory_id for item in items], arguments, size)
+
+    async def release(self, session: str, trajectory_ids: Sequence[str], reason: str = ReleaseReason.FAILED) -> int:
+        """Let held trajectories go: unfinished ones become partial or pending, finished ones wait for scoring.
+
+        ``paused`` and ``drained`` do not count as attempts. Returns how many were held.
+        """
+        free = int(reason in (ReleaseReason.PAUSED, ReleaseReason.DRAINED))
+        released = 0
+        for ids in slices(trajectory_ids, _RELEASES_PER_CALL):
+            released += int(await self._connection.run("release", session, free, *ids))
+        return released
+
+    async def restart(self, session: str, trajectory_ids: Sequence[str]) -> int:
+        """Drop the saved tokens of held trajectories that can only begin again (their environment was lost)."""
+        restarted = 0
+        for ids in slices(trajectory_ids, _ITEMS_PER_CALL):
+            restarted += int(await self._connection.run("restart", session, *ids))
+        return restarted
+
+    async def fail(self, session: str, items: Sequence[tuple[str, str]]) -> int:
+        """Make dead letters of held trajectories, with (trajectory_id, reason); returns how many were held."""
+        failed = 0
+        for part in slices(items, 16):
+            failed += int(await self._connection.run("bury", session, *(word for item in part for word in item)))
+        return failed
+
+    async def _lease(self, script: str, session: str, limit: int) -> list[LeasedTrajectory]:
+        if limit < 1:
+            return []
+        # The script remembers the last lease of a session to answer a retry, so leases of a session take turns.
+        async with self._lease_locks.setdefault(session, asyncio.Lock()):
+            reply = await self._connection.run(script, session, secrets.token_hex(8), limit)
+        rows = [reply[at : at + 5] for at in range(0, len(reply), 5)]
+        ids = [row[0].decode() for row in rows]
+        prompts = await self._load_prompts({group_of(i) for i in ids})
+        saved = await self._load_saved([i for i, row in zip(ids, rows, strict=True) if row[3]])
+        finishes = await self._load_finishes(ids) if script == "lease_scoring" else {}
+        leased = []
+        for trajectory_id, row in zip(ids, rows, strict=True):
+            prompt = prompts.get(group_of(trajectory_id))
+            if prompt is None:
+                continue  # its group was evicted in between; the lease went with it
+            trajectory = build_trajectory(
+                trajectory_id,
+                prompt,
+                saved.get(trajectory_id, ()),
+                birth_version=int(row[2]),
+                finish=finishes.get(trajectory_id),
+            )
+            leased.append(LeasedTrajectory(trajectory=trajectory, attempt=int(row[1]), lease_new=bool(row[4])))
+        return leased
+
+    async def _load_prompts(self, group_ids: Iterable[str]) -> dict[str, Prompt]:
+        found: dict[str, Prompt] = {}
+        missing = []
+        for group_id in sorted(group_ids):
+            cached = self._prompts.get(group_id)
+            if cached is None:
+                missing.append(group_id)
+            else:
+                found[group_id] = cached
+        replies = await self._connection.commands([("GET", self._keys.of("prompt", g)) for g in missing])
+        for group_id, data in zip(missing, replies, strict=True):
+            if data is not None:
+                found[group_id] = self._prompts[group_id] = decode_prompt(data)
+        while len(self._prompts) > _PROMPT_CACHE:
+            self._prompts.popitem(last=False)
+        return found
+
+    async def _load_saved(self, ids: Sequence[str]) -> dict[str, tuple[Segment, ...]]:
+        lists = await self._connection.commands([("LRANGE", self._keys.of("segments", i), 0, -1) for i in ids])
+        chunks = await load_chunks(self._connection, dict(zip(ids, lists, strict=True)))
+        return {i: decode_segments(elements, chunks[i]) for i, elements in zip(ids, lists, strict=True)}
+
+    async def _load_finishes(self, ids: Sequence[str]) -> dict[str, bytes]:
+        replies = await self._connection.commands([("HGET", self._keys.of("trajectory", i), "finish") for i in ids])
+        return {i: finish for i, finish in zip(ids, replies, strict=True) if finish is not None}
+
+    async def _write(
+        self, script: str, session: str, items: Sequence[Append | Finish], finishes: Sequence[str]
+    ) -> list[AppendResult]:
+        chunks = [encode_segments(item.segments) for item in items]
+        arguments: list[Sequence[Argument]] = [
+            (
+                item.trajectory_id,
+                item.token_offset,
+                chunk.token_count,
+                chunk.digest,
+                chunk.versions,
+                finish,
+                chunk.byte_count,
+                len(chunk.elements),
+                *chunk.elements,
+            )
+            for item, chunk, finish in zip(items, chunks, finishes, strict=True)
+        ]
+        ids = [item.trajectory_id for item in items]
+        for attempt in range(1, _UPLOAD_ATTEMPTS + 1):
+            await self._upload(ids, chunks)
+            try:
+                return await self._sliced(script, session, ids, arguments)
+            except UploadExpired:
+                if attempt == _UPLOAD_ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _upload(self, ids: Sequence[str], chunks: Sequence[SavedChunk]) -> None:
+        # NX: a retry must not put a time limit on a chunk that the first attempt has linked already.
+        await self._connection.commands(
+            [
+                ("SET", self._keys.of("chunk", f"{trajectory_id}:{name}"), data, "EX", UPLOAD_SECONDS, "NX")
+                for trajectory_id, chunk in zip(ids, chunks, strict=True)
+                for name, data in chunk.uploads
+            ]
+        )
+
+    async def _sliced(
+        self,
+        script: str,
+        session: str,
+        ids: Sequence[str],
+        arguments: Sequence[Sequence[Argument]],
+        size: int = _ITEMS_PER_CALL,
+    ) -> list[AppendResult]:
+        results: list[AppendResult] = []
+        for part in slices(list(zip(ids, arguments, strict=True)), size):
+            flat = [word for _, words in part for word in words]
+            reply: Reply = await self._connection.run(script, session, len(part), *flat)
+            results += [
+                AppendResult(
+                    trajectory_id=trajectory_id,
+                    status=WriteStatus(reply[2 * at]),
+                    saved_token_count=int(reply[2 * at + 1]),
+                )
+                for at, (trajectory_id, _) in enumerate(part)
+            ]
+        return results
+
+
+async def load_chunks(connection: Connection, elements: dict[str, list[bytes]]) -> dict[str, dict[bytes, bytes]]:
+    """Linked chunks of trajectories, by trajectory id and list element."""
+    links = [(i, e) for i, parts in elements.items() for e in parts if e.startswith(LINK_MARK)]
+    commands = [("GET", connection.keys.of("chunk", f"{i}:{e[1:].decode()}")) for i, e in links]
+    found: dict[str, dict[bytes, bytes]] = {i: {} for i in elements}
+    for (trajectory_id, element), data in zip(links, await connection.commands(commands), strict=True):
+        found[trajectory_id][element] = data
+    return found
+
+
+def _score_arguments(item: Score) -> Sequence[Argument]:
+    scored = item.assigned or item.outcome.kind is OutcomeKind.SCORED
+    if not math.isfinite(item.shaped_reward) or not math.isfinite(item.outcome.value):
+        raise DataError(f"{item.trajectory_id}: shaped_reward {item.shaped_reward} is not a finite number")
+    outcome = outcome_to_pb(item.outcome).SerializeToString(deterministic=True)
+    reward = repr(float(item.shaped_reward))
+    return (item.trajectory_id, int(scored), reward, outcome, digest_of(outcome, reward.encode()))
+
+
+def slices(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    """Cut a sequence into parts of at most ``size``."""
+    return [items[at : at + size] for at in range(0, len(items), size)]

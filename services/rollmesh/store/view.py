@@ -1,0 +1,107 @@
+"""The mesh as the scheduler sees it, sizes for people, and the ledger of drops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rollmesh.mesh import GroupView, MeshView
+from rollmesh.store.connection import Connection, Reply
+from rollmesh.store.limits import Limits
+from rollmesh.store.types import Drop, StoreCounts
+
+_LIVE = ("leased", "finished", "scored", "unscorable", "dead")
+
+
+class View:
+    """Reads that change nothing."""
+
+    def __init__(self, connection: Connection, limits: Limits) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._limits = limits
+
+    async def view(self) -> MeshView:
+        """One consistent look, in O(groups_per_batch)."""
+        limits = await self._limits.get()
+        raw = await self._connection.run("view", 2 * limits.groups_per_batch)
+        trained_step = int(raw[1])
+        oldest_in_loss = trained_step - limits.max_staleness if limits.mask_old_segments else None
+        return MeshView(
+            now=float(raw[0]) / 1000,
+            trained_step=trained_step,
+            cut_step=int(raw[2]),
+            policy_version=int(raw[3]),
+            policy_train_step=int(raw[4]),
+            admitted_unconsumed=int(raw[5]),
+            open_groups=int(raw[6]),
+            ready_groups=int(raw[7]),
+            pending=int(raw[8]),
+            partial=int(raw[9]),
+            leased=int(raw[10]),
+            finished=int(raw[11]),
+            memory_ratio=float(raw[12]),
+            filtered_in_a_row=int(raw[13]),
+            blocked_since=float(raw[14]) / 1000 if raw[14] else None,
+            recovering=bool(raw[15]),
+            user_paused=raw[16] == b"1",
+            ready=_groups(raw[17], oldest_in_loss),
+            stalest_open=_groups(raw[18], oldest_in_loss),
+            trained_enough=trained_step >= limits.train_steps,
+        )
+
+    async def counts(self) -> StoreCounts:
+        """Sizes of every state, lifetime totals, drops by reason, memory."""
+        raw = await self._connection.run("counts")
+        counters, drops = _pairs(raw[0]), _pairs(raw[1])
+        trajectories = {name: counters.get(name, 0) for name in _LIVE}
+        trajectories |= {"pending": int(raw[2]), "partial": int(raw[3])}
+        return StoreCounts(
+            trajectories=trajectories,
+            groups={"open": int(raw[5]), "ready": int(raw[6]), "cut": int(raw[7])},
+            totals={name: value for name, value in counters.items() if name not in _LIVE},
+            drops={name.removeprefix("groups:"): n for name, n in drops.items() if name.startswith("groups:")},
+            dropped_tokens={name.removeprefix("tokens:"): n for name, n in drops.items() if name.startswith("tokens:")},
+            drop_deciles={name.removeprefix("decile:"): n for name, n in drops.items() if name.startswith("decile:")},
+            scoring_queue=int(raw[4]),
+            sessions=int(raw[8]),
+            dead_letters=int(raw[9]),
+            used_memory_bytes=int(raw[10]),
+            max_memory_bytes=int(raw[11]),
+        )
+
+    async def ledger(self, after: str = "", limit: int = 1000) -> list[Drop]:
+        """Groups that left without being trained, oldest first, after an entry id (about the last 100,000 are kept)."""
+        start = f"({after}" if after else "-"
+        entries = await self._connection.command("XRANGE", self._keys.single("ledger"), start, "+", "COUNT", limit)
+        return [
+            Drop(
+                entry_id=entry.decode(),
+                time_seconds=int(entry.partition(b"-")[0]) / 1000,
+                group_id=fields[b"group"].decode(),
+                reason=fields[b"reason"].decode(),
+                token_count=int(fields[b"tokens"]),
+                length_decile=int(fields[b"decile"]),
+            )
+            for entry, fields in entries
+        ]
+
+    async def set_paused(self, paused: bool) -> None:
+        """A person pauses or resumes the run: no new leases while it is paused."""
+        await self._connection.run("set_paused", int(paused))
+
+
+def _groups(rows: Sequence[Reply], oldest_in_loss: int | None) -> tuple[GroupView, ...]:
+    views = []
+    for at in range(0, len(rows), 3):
+        step = float(rows[at + 2])
+        lowest = None if math.isinf(step) else int(step)
+        if lowest is not None and oldest_in_loss is not None:
+            # Tokens older than the bound leave the loss, so they do not count.
+            lowest = max(lowest, oldest_in_loss)
+        views.append(GroupView(group_id=rows[at].decode(), admission_index=int(rows[at + 1]), min_train_step=lowest))
+    return tuple(views)
+
+
+def _pairs(flat: Sequence[bytes]) -> dict[str, int]:
+    return {flat[at].decode(): int(flat[at + 1]) for at in range(0, len(flat), 2)}

@@ -1,0 +1,37 @@
+"""A real server for the tests of the trajectory queue: one per session, a fresh run name per test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    embedded = EmbeddedServer(tmp_path_factory.mktemp("redis"), EmbeddedOptions(maxmemory_bytes=1 << 30))
+    embedded.start()
+    yield embedded
+    embedded.kill()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server that the test may kill, stop and reconfigure."""
+    embedded = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
+    embedded.start()
+    yield embedded
+    embedded.kill()
+
+
+@pytest.fixture
+async def store(server: EmbeddedServer) -> AsyncIterator[TrajectoryStore]:
+    async with await TrajectoryStore.connect(StoreConfig(), run=f"run-{next(_NUMBERS)}", url=server.url) as connected:
+        yield connected

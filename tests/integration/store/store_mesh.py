@@ -1,0 +1,131 @@
+"""A small mesh around a real store: what the tests build their scenes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollmesh.mesh import Cursor, Desired, RunLimits
+from rollmesh.store import Append, Finish, LeasedTrajectory, NewGroup, Score, TrajectoryStore
+from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment, SegmentSource
+
+
+def limits(**changes: object) -> RunLimits:
+    values: dict[str, object] = {
+        "group_size": 2,
+        "groups_per_batch": 2,
+        "max_staleness": 1,
+        "max_attempts": 3,
+        "session_ttl_seconds": 30.0,
+        "filter_zero_variance": False,
+        "mask_old_segments": False,
+        "train_steps": 100,
+    }
+    return RunLimits(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def policy(version: int, train_step: int | None = None) -> PolicyRecord:
+    step = version if train_step is None else train_step
+    return PolicyRecord(policy_version=version, train_step=step, path=f"{step}-x", manifest_digest="ab" * 32)
+
+
+def prompt(index: int, tokens: int = 4) -> Prompt:
+    ids = np.arange(index, index + tokens, dtype=np.int32)
+    return Prompt(prompt_id=str(index), token_ids=ids, verifier="exact", metadata={"answer": str(index)})
+
+
+def group(index: int, needed: int = 2, epoch: int = 0, prompt_tokens: int = 4) -> NewGroup:
+    return NewGroup(
+        group_id=f"e{epoch}-{index}",
+        prompt=prompt(index, prompt_tokens),
+        needed=needed,
+        epoch=epoch,
+        index=index,
+    )
+
+
+def segment(tokens: int, version: int = 0, start: int = 0) -> Segment:
+    return Segment(
+        token_ids=np.arange(start, start + tokens, dtype=np.int32),
+        behavior_logprobs=-np.ones(tokens, dtype=np.float32),
+        policy_version=version,
+        kv_min_version=version,
+    )
+
+
+def environment_segment(tokens: int) -> Segment:
+    return Segment(
+        token_ids=np.arange(tokens, dtype=np.int32),
+        behavior_logprobs=None,
+        policy_version=0,
+        kv_min_version=0,
+        source=SegmentSource.ENVIRONMENT,
+    )
+
+
+def scored(value: float) -> RewardOutcome:
+    return RewardOutcome(kind=OutcomeKind.SCORED, value=value, parts={"exact": value})
+
+
+UNSCORABLE = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="broke")
+
+
+@dataclass
+class Mesh:
+    """A store with a leader, a trainer and one worker session."""
+
+    store: TrajectoryStore
+    leader: str
+    trainer: str
+    session: str
+
+    @classmethod
+    async def start(cls, store: TrajectoryStore, pool_size: int = 64, **changes: object) -> Mesh:
+        await store.init_run(limits(**changes))
+        leader = await store.acquire_leadership("leader")
+        assert leader is not None
+        trainer = await store.open_trainer_session("trainer")
+        await store.announce_policy(trainer, policy(0))
+        await store.set_desired(leader, Desired(pool_size=pool_size))
+        return cls(store, leader, trainer, await store.open_session("worker"))
+
+    async def admit(self, count: int, needed: int = 2) -> int:
+        before = await self.store.cursor()
+        groups = [group(before.index + i, needed) for i in range(count)]
+        return await self.store.admit(self.leader, groups, before, Cursor(epoch=0, index=before.index + count))
+
+    async def append(self, trajectory_id: str, offset: int, tokens: int, version: int = 0) -> int:
+        item = Append(trajectory_id=trajectory_id, token_offset=offset, segments=[segment(tokens, version, offset)])
+        return (await self.store.append(self.session, [item]))[0].status
+
+    async def finish(self, trajectory_id: str, offset: int, tokens: int, version: int = 0) -> int:
+        item = Finish(
+            trajectory_id=trajectory_id,
+            token_offset=offset,
+            segments=[segment(tokens, version, offset)] if tokens else [],
+            finish_reason=FinishReason.STOP,
+        )
+        return (await self.store.finish(self.session, [item]))[0].status
+
+    async def score(self, trajectory_id: str, value: float | None) -> int:
+        outcome = UNSCORABLE if value is None else scored(value)
+        item = Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value or 0.0)
+        return (await self.store.score(self.session, [item]))[0].status
+
+    async def complete(self, leased: LeasedTrajectory, value: float | None, version: int = 0) -> None:
+        """Write five tokens, finish and score."""
+        trajectory = leased.trajectory
+        offset = trajectory.response_token_count
+        assert await self.append(trajectory.trajectory_id, offset, 3, version) == 1
+        assert await self.finish(trajectory.trajectory_id, offset + 3, 2, version) == 1
+        assert await self.score(trajectory.trajectory_id, value) == 1
+
+    async def complete_all(self, version: int = 0) -> int:
+        """Lease and complete everything that waits; rewards differ within a group."""
+        done = 0
+        while leased := await self.store.lease(self.session, 64):
+            for item in leased:
+                await self.complete(item, float(item.trajectory.member_index), version)
+                done += 1
+        return done
