@@ -30,9 +30,12 @@ class Training:
         self._limits = limits
         self._claimed: dict[int, tuple[str, ...]] = {}
 
-    async def open_trainer_session(self, name: str) -> str:
-        """A new trainer session; older ones are refused (SessionLost) from now on."""
-        token = secrets.token_hex(16)
+    async def open_trainer_session(self, name: str, token: str | None = None) -> str:
+        """A new trainer session; older ones are refused (SessionLost) from now on.
+
+        ``token`` opens a session again that a restored Redis has forgotten; SessionLost if it was fenced.
+        """
+        token = token or secrets.token_hex(16)
         await self._connection.run("open_trainer_session", token, name)
         return token
 
