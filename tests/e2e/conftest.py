@@ -65,7 +65,7 @@ def merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def small_run(tmp_path: Path) -> Callable[..., CommandLine]:
     """Write a small run file with the given sections changed."""
-    from rollmesh.recipes import recipe_file
+    from rollmesh.config.recipes import recipe_file
 
     demo = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
 

@@ -40,7 +40,7 @@ def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
 
     The task is countdown search: the model tries pairs of numbers until their sum or difference is the target.
     """
-    from rollmesh.recipes import recipe_file
+    from rollmesh.config.recipes import recipe_file
 
     with clear_errors():
         config = load_run_config(recipe_file("countdown", "demo.yaml"), _overrides(set_, folder))
@@ -53,7 +53,7 @@ def demo_seeds(
     set_: SetOption = None,
 ) -> None:
     """Run the demo over several seeds, ``copris`` beside ``sync`` at equal updates, and compare."""
-    from rollmesh.recipes import recipe_file
+    from rollmesh.config.recipes import recipe_file
     from rollmesh.report.compare import compare, print_comparison
 
     root = folder or Path("runs/demo-seeds")

@@ -30,5 +30,9 @@ async def close_run(config: RunConfig, result: RunResult, console: Console) -> b
 
 async def queue_account(store: TrajectoryStore) -> QueueAccount:
     """What the queue still holds and what it dropped, for the audit's count of lost groups."""
-    cursor = await store.cursor()
-    return QueueAccount(live=await store.live_groups(), dropped=await store.dropped_groups(), cursor=cursor)
+    return QueueAccount(
+        live=await store.live_groups(),
+        dropped=await store.dropped_groups(),
+        cursor=await store.cursor(),
+        policies=tuple(await store.policies()),
+    )

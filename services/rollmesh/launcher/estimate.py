@@ -46,7 +46,7 @@ class Estimate:
 
 def estimate(config: RunConfig) -> Estimate:
     """Compute the estimate; raises ConfigError for a schedule that cannot work."""
-    schedule = resolve_schedule(config.schedule)
+    schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
     group_size = config.schedule.group_size
     batch = config.schedule.groups_per_batch * group_size
     capacity = (schedule.max_staleness + 1) * config.schedule.groups_per_batch
