@@ -67,6 +67,8 @@ class TrajectoryStore:
         self.cut = leader.cut
         self.evict = leader.evict
         self.reap = leader.reap
+        self.report_failure = leader.report_failure
+        self.failure = leader.failure
 
         self.announce_policy = registry.announce_policy
         self.policies = registry.policies
@@ -93,7 +95,9 @@ class TrajectoryStore:
         self.view = view.view
         self.counts = view.counts
         self.ledger = view.ledger
-        self.set_paused = view.set_paused
+        self.live_groups = view.live_groups
+        self.dropped_groups = view.dropped_groups
+        self.set_user_paused = view.set_user_paused
 
         self.request_evaluation = evaluations.request_evaluation
         self.claim_evaluation = evaluations.claim_evaluation

@@ -74,6 +74,7 @@ class Leader:
             desired.interrupt_below_version,
             desired.reason,
             "" if blocked is None else int(blocked),
+            desired.start_at_version,
         )
 
     async def desired(self) -> Desired:
@@ -84,7 +85,19 @@ class Leader:
             paused=raw.get(b"paused") == b"1",
             interrupt_below_version=int(raw.get(b"interrupt_below_version", 0)),
             reason=raw.get(b"reason", b"").decode(),
+            start_at_version=int(raw.get(b"start_at_version", 0)),
         )
+
+    async def report_failure(self, leader: str, text: str) -> None:
+        """Say that the run cannot go on, and why (Decisions.fail); empty text takes it back."""
+        await self._connection.run("report_failure", leader, text)
+
+    async def failure(self) -> str:
+        """Why the current leader says that the run cannot go on; empty while it can."""
+        text, reporter, leader = await self._connection.command(
+            "HMGET", self._keys.single("meta"), "failure", "failure_leader", "leader"
+        )
+        return text.decode() if text and reporter == leader else ""
 
     async def cut(self, leader: str, train_step: int, group_ids: Sequence[str]) -> None:
         """Fix members and order of a batch; Conflict unless the step is next, all are ready and fresh enough."""

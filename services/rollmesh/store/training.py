@@ -18,7 +18,8 @@ from rollmesh.types import Batch, Group, PolicyRecord, Trajectory
 _TOMBSTONE_STEPS = 256
 """Train steps for which consumed and dropped groups are remembered one by one; older ones lie below the floor."""
 _MEMBER_FIELDS = ("state", "birth", "finish", "outcome", "reward")
-_ROLLBACK_ALL = "+inf"
+_UNKNOWN_DIGEST = "unknown"
+"""Digest of a re-asserted batch file whose digest was not given; the next confirmation brings it."""
 
 
 class Training:
@@ -85,12 +86,12 @@ class Training:
         """
         ids = self._claimed.get(train_step, ()) if group_ids is None else group_ids
         await self._connection.run("confirm", trainer_session, train_step, digest, *ids)
-        self._claimed.pop(train_step, None)
         await sweep(self._connection, self._limits, train_step)
 
     async def report_trained(self, trainer_session: str, train_step: int) -> None:
         """cut(s) -> consumed(s): refunds the capacity of the batch and advances trained_step. Repeats are no-ops."""
         await self._connection.run("report_trained", trainer_session, train_step, _TOMBSTONE_STEPS)
+        self._claimed.pop(train_step, None)
         await sweep(self._connection, self._limits, train_step)
 
     async def report_committed(self, trainer_session: str, train_step: int) -> None:
@@ -112,14 +113,15 @@ class Training:
         ``batches`` are the batch files as (train_step, group ids in order). Groups of steps up to ``trained_step``
         become consumed, later ones cut and confirmed, even if the restored Redis shows them open, ready or never
         admitted. Steps, versions and cursor never go back. Steps that Redis knows as trained are skipped: its own
-        state covers them. Ends a recovery once its TTL has passed.
+        state covers them. Ends a recovery once its TTL has passed. A session that was opened in the part that Redis
+        has lost is taken as the newest; SessionLost for one that was ever fenced.
         """
         known = (await self.training_state()).trained_step
         size = await self._limits.groups_per_call()
         for at, (step, group_ids) in enumerate(batches):
             if step <= known:
                 continue
-            digest = digests[at] if digests is not None else "reasserted"
+            digest = digests[at] if digests is not None else _UNKNOWN_DIGEST
             trained = int(step <= trained_step)
             for number, part in enumerate(slices(group_ids, size)):
                 await self._connection.run(
@@ -146,7 +148,7 @@ class Training:
         size = await self._limits.groups_per_call()
         total = 0
         while True:
-            dropped = int(await self._connection.run("roll_back", trainer_session, size, newest or _ROLLBACK_ALL))
+            dropped = int(await self._connection.run("roll_back", trainer_session, size, newest or 0))
             if not dropped:
                 return total
             total += dropped

@@ -14,7 +14,7 @@ _LIVE = ("leased", "finished", "scored", "unscorable", "dead")
 
 
 class View:
-    """Reads that change nothing."""
+    """Reads of the whole queue, and the switch that people have."""
 
     def __init__(self, connection: Connection, limits: Limits) -> None:
         self._connection = connection
@@ -47,6 +47,7 @@ class View:
             user_paused=raw[16] == b"1",
             ready=_groups(raw[17], oldest_in_loss),
             stalest_open=_groups(raw[18], oldest_in_loss),
+            unclaimed_by_step=tuple((int(raw[19][at]), int(raw[19][at + 1])) for at in range(0, len(raw[19]), 2)),
             trained_enough=trained_step >= limits.train_steps,
         )
 
@@ -86,7 +87,27 @@ class View:
             for entry, fields in entries
         ]
 
-    async def set_paused(self, paused: bool) -> None:
+    async def live_groups(self) -> list[str]:
+        """Ids of every open, ready or cut group; O(groups), for audits."""
+        open_ids, ready_ids, cut_ids = await self._connection.commands(
+            [
+                ("ZRANGE", self._keys.single("open"), 0, -1),
+                ("ZRANGE", self._keys.single("ready"), 0, -1),
+                ("HKEYS", self._keys.single("cut")),
+            ]
+        )
+        return [group_id.decode() for group_id in (*open_ids, *ready_ids, *cut_ids)]
+
+    async def dropped_groups(self) -> dict[str, str]:
+        """Reason of every group in the ledger, by group id; O(ledger), for audits."""
+        found: dict[str, str] = {}
+        after = ""
+        while page := await self.ledger(after):
+            found |= {drop.group_id: drop.reason for drop in page if drop.group_id}
+            after = page[-1].entry_id
+        return found
+
+    async def set_user_paused(self, paused: bool) -> None:
         """A person pauses or resumes the run: no new leases while it is paused."""
         await self._connection.run("set_paused", int(paused))
 

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- uses: fence roles
+-- uses: fence adopt
 -- Closes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
 -- trainer's copy of the cursor, then (version, train step, path, digest) per policy, ascending.
-require_trainer(ARGV[1])
+adopt_trainer(ARGV[1])
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'committed_step', 'cursor_epoch',
   'cursor_index')
 local trained = math.max(tonumber(meta[1]), tonumber(ARGV[3]))

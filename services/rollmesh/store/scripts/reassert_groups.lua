@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- uses: roles group
+-- uses: fence adopt group
 -- Groups of a batch file: trained ones are consumed, the others cut and confirmed, whatever the queue believed.
 -- ARGV: trainer, train step, digest, trained (1|0), first call of the step (1|0), group ids of this slice.
-require_trainer(ARGV[1])
+adopt_trainer(ARGV[1])
 local step, digest, trained = ARGV[2], ARGV[3], ARGV[4] == '1'
 
 -- An unconfirmed cut of this step, or a slice of an earlier attempt, gives way to the batch file.

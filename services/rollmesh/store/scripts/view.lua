@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- uses: fence
 -- One consistent look at the mesh in O(bound). ARGV: bound (groups per list).
--- Returns scalars, ready groups (id, index, step), open groups with the smallest step (same).
+-- Returns scalars, ready groups (id, index, step), open groups with the smallest step (same; those without tokens
+-- last), and (step, groups) over all open and ready groups with tokens.
 local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
@@ -38,8 +39,34 @@ for at = 1, #stalest, 2 do
   open[#open + 1] = call('ZSCORE', K.open, stalest[at])
   open[#open + 1] = stalest[at + 1]
 end
+if #stalest < 2 * bound then
+  for _, gid in ipairs(call('ZRANGE', K.open, 0, bound - 1)) do
+    if not call('ZSCORE', K.open_steps, gid) then
+      open[#open + 1] = gid
+      open[#open + 1] = call('ZSCORE', K.open, gid)
+      open[#open + 1] = 'inf'
+    end
+  end
+end
+
+-- Steps further back than the bound on staleness are evicted, so the range is short.
+local newest, oldest = tonumber(meta[4] or '-1'), math.huge
+for _, key in ipairs({K.open_steps, K.ready_steps}) do
+  local lowest = call('ZRANGE', key, 0, 0, 'WITHSCORES')
+  if lowest[2] and lowest[2] ~= 'inf' then oldest = math.min(oldest, tonumber(lowest[2])) end
+end
+local by_step = {}
+if oldest < math.huge then
+  for step = oldest, math.min(newest, oldest + 255) do
+    local n = call('ZCOUNT', K.open_steps, step, step) + call('ZCOUNT', K.ready_steps, step, step)
+    if n > 0 then
+      by_step[#by_step + 1] = step
+      by_step[#by_step + 1] = n
+    end
+  end
+end
 return {
   tostring(now()), meta[1], meta[2], meta[3], meta[4], open_count + ready_count + cut_count, open_count, ready_count,
   pending, partial, counts[1] or '0', counts[2] or '0', ratio, meta[5], meta[6] or '', is_recovering,
-  meta[7] or '0', ready, open,
+  meta[7] or '0', ready, open, by_step,
 }
