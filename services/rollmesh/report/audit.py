@@ -1,0 +1,248 @@
+"""``rollmesh audit``: nothing lost, nothing trained twice, staleness bounded, every log-probability reproducible.
+
+Ledger and re-scoring read batch files, committed trainer states and published policies, never Redis. The queue's own
+account is needed for one question only: whether an admitted group has vanished.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollmesh.checkpoints.sealing import SECRET_FILE
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.errors import CheckpointError, DataError
+from rollmesh.report.ledger import (
+    QueueAccount,
+    StalenessRule,
+    Trained,
+    lost_groups,
+    read_batches,
+    train_steps_of_versions,
+)
+from rollmesh.report.rescore import PRUNED, Scorer, rescore
+from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.series import train_series
+from rollmesh.report.verdict import AUDIT_FILE, DECIDING_DTYPES, AuditResult, Rescoring
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SECRET_VARIABLE = "ROLLMESH_CHECKPOINTS__SECRET"
+_NAMED = 5
+"""Ids that a problem spells out; the rest is counted."""
+
+
+def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: Console | None = None) -> AuditResult:
+    """Audit a run, write ``audit.json`` and return the result.
+
+    ``account`` is what the queue knows (None: lost groups are not checked); ``progress`` shows how far the audit is.
+    Raises DataError when the folder or its checkpoint store is not there, CheckpointError for an unreadable secret.
+    """
+    folder = RunFolder(run_folder)
+    result = _audit(folder, open_checkpoints(folder), account, progress)
+    temporary = folder.path / f".{AUDIT_FILE}.{os.getpid()}.tmp"
+    temporary.write_text(result.to_json(), encoding="utf-8")
+    os.replace(temporary, folder.path / AUDIT_FILE)
+    return result
+
+
+def open_checkpoints(folder: RunFolder) -> CheckpointStore:
+    """The run's checkpoint store; DataError when there is none, CheckpointError without the secret that sealed it."""
+    if not folder.checkpoints.is_dir():
+        raise DataError(f"{folder.checkpoints}: no checkpoint store; has this run begun?")
+    given = os.environ.get(SECRET_VARIABLE)
+    if given:
+        return CheckpointStore(folder.checkpoints, given.encode())
+    for name in ("secret", SECRET_FILE):
+        file = folder.path / name
+        if file.exists():
+            return CheckpointStore(folder.checkpoints, file.read_text(encoding="ascii").strip().encode())
+    raise CheckpointError(f"{folder.path}: no secret in the run folder, and {SECRET_VARIABLE} is not set")
+
+
+def known_train_steps(folder: RunFolder, store: CheckpointStore, account: QueueAccount | None) -> dict[int, int]:
+    """Train step of every policy version that the registry, the manifests or the metrics name."""
+    train = train_series(folder.metrics.records)
+    logged = zip(train.policy_version, train.train_step, strict=True)
+    registry = account.policies if account is not None else ()
+    return train_steps_of_versions([*registry, *store.complete_policies()], logged)
+
+
+def print_audit(result: AuditResult, console: Console) -> None:
+    """The result as a table and a verdict."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from rollmesh.report.words import audit_claims, gap
+
+    if result.rescoring is not None and result.rescoring.versions:
+        table = Table(box=None, title="re-scored by policy version", title_justify="left")
+        for name in ("policy version", "train step", "segments", "tokens", "largest gap", "mean gap", "note"):
+            table.add_column(name, justify="left" if name == "note" else "right")
+        for row in result.rescoring.versions:
+            step = "" if row.train_step is None else str(row.train_step)
+            gaps = (gap(row.largest_gap), gap(row.mean_gap))
+            table.add_row(str(row.policy_version), step, f"{row.segments:,}", f"{row.tokens:,}", *gaps, row.skipped)
+        console.print(table)
+    for claim in audit_claims(result):
+        console.print(Text(f"- {claim}"))
+    if result.off_policy_token_share is not None:
+        console.print(Text(f"- {100 * result.off_policy_token_share:.1f}% of the tokens in the loss are off-policy"))
+    for problem in result.problems:
+        console.print(Text(f"! {problem}", style="red"))
+    verdict = Text("audit green", style="bold green") if result.green else Text("audit NOT green", style="bold red")
+    console.print(verdict)
+
+
+def _audit(
+    folder: RunFolder, store: CheckpointStore, account: QueueAccount | None, progress: Console | None
+) -> AuditResult:
+    newest = store.latest_committed()
+    committed = newest.train_step if newest is not None else -1
+    train_steps = known_train_steps(folder, store, account)
+    rule = _staleness_rule(folder)
+    with _progress(progress) as stage:
+        read = stage("reading batch files", max(committed, 0))
+        trained, damaged = read_batches(store, committed, rule, train_steps, read)
+        rescoring = rescore(
+            store,
+            trained,
+            dtype=folder.config.model.dtype if folder.config is not None else "float32",
+            train_steps=train_steps,
+            load=_load_scorer,
+            advance=stage("re-scoring policy versions", len(trained.pure_segments)),
+        )
+    findings = _Findings(
+        committed=committed,
+        trained=trained,
+        damaged=damaged,
+        rule=rule,
+        lost=None if account is None else lost_groups(account, trained.steps_of_group),
+        rescoring=rescoring,
+    )
+    return _result(folder, findings, account)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Findings:
+    committed: int
+    trained: Trained
+    damaged: Mapping[int, str]
+    rule: StalenessRule
+    lost: tuple[str, ...] | None
+    rescoring: Rescoring
+
+
+def _result(folder: RunFolder, found: _Findings, account: QueueAccount | None) -> AuditResult:
+    trained = found.trained
+    problems = tuple(_problems(found))
+    counted = trained.staleness.total()
+    return AuditResult(
+        run=folder.config.name if folder.config is not None else folder.path.resolve().name,
+        committed_step=found.committed,
+        batch_files=max(found.committed, 0) - sum(step <= found.committed for step in found.damaged),
+        damaged=dict(found.damaged),
+        groups=trained.groups,
+        trajectories=trained.trajectories,
+        trained_tokens=trained.loss_tokens,
+        policy_versions=tuple(sorted(trained.versions)),
+        trained_twice=trained.trained_twice(),
+        off_policy_token_share=trained.off_policy_tokens / trained.loss_tokens if trained.loss_tokens else None,
+        max_staleness=found.rule.max_staleness,
+        largest_staleness=max(trained.staleness, default=None),
+        mean_staleness=sum(s * n for s, n in trained.staleness.items()) / counted if counted else None,
+        staleness_counts=dict(sorted(trained.staleness.items())),
+        staleness_violations=tuple(trained.violations),
+        staleness_unknown=trained.unknown,
+        lost=found.lost,
+        lost_note=_lost_note(account),
+        dropped=dict(sorted(Counter(account.dropped.values()).items())) if account is not None else {},
+        rescoring=found.rescoring,
+        problems=problems,
+        green=not problems,
+    )
+
+
+def _problems(found: _Findings) -> Iterator[str]:
+    """Everything that does not hold, in plain words."""
+    trained = found.trained
+    if found.committed < 1 or not trained.groups:
+        yield "nothing has been trained and committed, so there is nothing to vouch for"
+    for step, reason in found.damaged.items():
+        yield f"train step {step} has no sound batch file: {reason}"
+    twice = trained.trained_twice()
+    if twice:
+        named = ", ".join(f"{g} at steps {' and '.join(map(str, s))}" for g, s in list(twice.items())[:_NAMED])
+        yield f"{len(twice)} group(s) were trained more than once: {named}"
+    if trained.violations:
+        yield (
+            f"{len(trained.violations)} trajectories exceed the staleness bound of {found.rule.max_staleness}: "
+            f"{_some(trained.violations)}"
+        )
+    if trained.unknown:
+        yield f"{trained.unknown} trajectories hold tokens of a policy version whose train step nothing names"
+    if found.lost:
+        yield f"{len(found.lost)} admitted group(s) are lost: {_some(found.lost)}"
+    yield from _rescoring_problems(found.rescoring)
+
+
+def _rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
+    for version in rescoring.versions:
+        if version.skipped and version.skipped != PRUNED:
+            yield f"policy version {version.policy_version}: {version.skipped}"
+        elif (
+            rescoring.dtype in DECIDING_DTYPES
+            and version.largest_gap is not None
+            and version.largest_gap > rescoring.bound
+        ):
+            yield (
+                f"policy version {version.policy_version}: a behavior_logprob is {version.largest_gap:.2g} nats from "
+                f"its checkpoint (bound {rescoring.bound:g})"
+            )
+
+
+def _lost_note(account: QueueAccount | None) -> str:
+    if account is None:
+        return "queue not reachable"
+    return (
+        f"prompt cursor at epoch {account.cursor.epoch}, index {account.cursor.index}; {len(account.live)} groups live"
+    )
+
+
+def _some(ids: tuple[str, ...] | list[str]) -> str:
+    rest = len(ids) - _NAMED
+    return ", ".join(ids[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _staleness_rule(folder: RunFolder) -> StalenessRule:
+    masked = folder.config is not None and folder.config.schedule.on_stale == "mask_old_segments"
+    return StalenessRule(max_staleness=folder.max_staleness, mask_old_segments=masked)
+
+
+def _load_scorer(policy: Path) -> Scorer:
+    from rollmesh.trainer.scorer import PolicyScorer
+
+    return PolicyScorer.from_folder(policy)
+
+
+@contextmanager
+def _progress(console: Console | None) -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Yields ``stage(name, total) -> advance``; draws bars when there is a console."""
+    if console is None:
+        yield lambda name, total: lambda: None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True) as bars:
+
+        def stage(name: str, total: int) -> Callable[[], None]:
+            task = bars.add_task(name, total=total)
+            return lambda: bars.advance(task)
+
+        yield stage

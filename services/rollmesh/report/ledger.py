@@ -1,0 +1,176 @@
+"""The ledger part of an audit: what batch files and committed trainer states say, without asking Redis.
+
+What the queue knows (which groups still live in it, which left and why) comes in as a ``QueueAccount``; without one,
+nothing is said about lost groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.errors import CheckpointError
+from rollmesh.mesh import Cursor
+from rollmesh.types import Batch, OutcomeKind, PolicyRecord, Segment, SegmentSource, Trajectory
+
+_GROUP_ID = re.compile(r"^e(\d+)-(\d+)$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueAccount:
+    """What the trajectory queue knows about groups that are in no batch file."""
+
+    live: Collection[str]
+    """Groups that are open, ready or cut."""
+    dropped: Mapping[str, str]
+    """Reason by group that left without being trained."""
+    cursor: Cursor
+    """Next prompt to admit: every position before it has been admitted."""
+    epoch_size: int | None = None
+    """Prompts per epoch; None infers it from the largest index seen once an epoch is over."""
+    policies: tuple[PolicyRecord, ...] = ()
+    """The registry: knows the train step of versions whose checkpoint is pruned."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Trained:
+    """Counts over the batch files, filled batch by batch."""
+
+    steps_of_group: dict[str, list[int]] = field(default_factory=dict)
+    groups: int = 0
+    trajectories: int = 0
+    loss_tokens: int = 0
+    off_policy_tokens: int = 0
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Trajectories by staleness."""
+    violations: list[str] = field(default_factory=list)
+    unknown: int = 0
+    """Trajectories with tokens of a version whose train step nothing names."""
+    versions: set[int] = field(default_factory=set)
+    pure_segments: dict[int, Counter[int]] = field(default_factory=dict)
+    """Pure segments by version and train step of the batch that holds them."""
+    pure_tokens: Counter[int] = field(default_factory=Counter)
+    """Their tokens, by version."""
+    impure_segments: int = 0
+
+    def trained_twice(self) -> dict[str, tuple[int, ...]]:
+        """Groups in more than one batch file."""
+        return {group_id: tuple(steps) for group_id, steps in self.steps_of_group.items() if len(steps) > 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StalenessRule:
+    """The run's bound."""
+
+    max_staleness: int | None
+    mask_old_segments: bool
+    """Older tokens are out of the loss, so they do not count."""
+
+
+def read_batches(
+    store: CheckpointStore,
+    committed: int,
+    rule: StalenessRule,
+    train_steps: Mapping[int, int],
+    advance: Callable[[], None],
+) -> tuple[Trained, dict[int, str]]:
+    """Count over the batch files of steps 1 to ``committed``; returns (counts, reason by step without a sound file).
+
+    Later files are of steps that are not committed yet: they count for who is in a batch file, and for nothing else.
+    ``train_steps`` names the train step of every known policy version; ``advance`` is called after each file.
+    """
+    trained = Trained()
+    damaged: dict[int, str] = {}
+    for step in range(1, committed + 1):
+        try:
+            count_batch(trained, store.read_batch(step), rule, train_steps)
+        except CheckpointError as error:
+            damaged[step] = str(error)
+        advance()
+    for step in (s for s in store.batch_steps() if s > committed):
+        try:
+            for group_id in store.batch_footer(step).group_ids:
+                trained.steps_of_group.setdefault(group_id, []).append(step)
+        except CheckpointError as error:
+            damaged[step] = str(error)
+    return trained, damaged
+
+
+def count_batch(trained: Trained, batch: Batch, rule: StalenessRule, train_steps: Mapping[int, int]) -> None:
+    """Add one batch to the counts."""
+    for group in batch.groups:
+        trained.groups += 1
+        trained.steps_of_group.setdefault(group.group_id, []).append(batch.train_step)
+        for trajectory in group.trajectories:
+            trained.trajectories += 1
+            _count_segments(trained, trajectory, batch.train_step)
+            if trajectory.outcome is not None and trajectory.outcome.kind is OutcomeKind.SCORED:
+                _count_loss(trained, trajectory, batch.train_step - 1, rule, train_steps)
+
+
+def _count_segments(trained: Trained, trajectory: Trajectory, train_step: int) -> None:
+    for segment in policy_segments(trajectory):
+        if segment.pure:
+            trained.pure_segments.setdefault(segment.policy_version, Counter())[train_step] += 1
+            trained.pure_tokens[segment.policy_version] += len(segment)
+        else:
+            trained.impure_segments += 1
+
+
+def _count_loss(
+    trained: Trained, trajectory: Trajectory, current: int, rule: StalenessRule, train_steps: Mapping[int, int]
+) -> None:
+    """Staleness and off-policy tokens of one scored trajectory; ``current`` is the trainer's step before the batch."""
+    segments = [s for s in policy_segments(trajectory) if len(s)]
+    trained.versions.update(s.policy_version for s in segments)
+    if any(s.policy_version not in train_steps for s in segments):
+        trained.unknown += 1
+        return
+    ages = [(current - train_steps[s.policy_version], len(s)) for s in segments]
+    if rule.mask_old_segments and rule.max_staleness is not None:
+        ages = [(age, tokens) for age, tokens in ages if age <= rule.max_staleness]
+    if not ages:
+        return
+    trained.loss_tokens += sum(tokens for _, tokens in ages)
+    trained.off_policy_tokens += sum(tokens for age, tokens in ages if age > 0)
+    worst = max(age for age, _ in ages)
+    trained.staleness[worst] += 1
+    if rule.max_staleness is not None and worst > rule.max_staleness:
+        trained.violations.append(trajectory.trajectory_id)
+
+
+def policy_segments(trajectory: Trajectory) -> list[Segment]:
+    """Segments that a policy wrote, in order."""
+    return [s for s in trajectory.segments if s.source is SegmentSource.POLICY]
+
+
+def lost_groups(account: QueueAccount, in_batch_files: Collection[str]) -> tuple[str, ...]:
+    """Admitted groups that are nowhere and left no reason, in admission order."""
+    known = {*in_batch_files, *account.live, *account.dropped}
+    return tuple(group_id for group_id in admitted_groups(account, known) if group_id not in known)
+
+
+def admitted_groups(account: QueueAccount, known: Collection[str]) -> Iterable[str]:
+    """Ids of every prompt position before the cursor."""
+    size = account.epoch_size
+    if size is None and account.cursor.epoch > 0:
+        indices = [int(match[2]) for group_id in known if (match := _GROUP_ID.match(group_id))]
+        size = int(np.max(indices, initial=-1)) + 1
+    for epoch in range(account.cursor.epoch):
+        yield from (f"e{epoch}-{index}" for index in range(size or 0))
+    yield from (f"e{account.cursor.epoch}-{index}" for index in range(account.cursor.index))
+
+
+def train_steps_of_versions(policies: Iterable[PolicyRecord], logged: Iterable[tuple[float, float]]) -> dict[int, int]:
+    """Train step of every version that any source names; checkpoint manifests win over logs.
+
+    ``logged`` are (policy_version, train_step) pairs, NaN where a log lacks one.
+    """
+    known = {int(version): int(step) for version, step in logged if version == version and step == step}
+    known.setdefault(0, 0)
+    return known | {record.policy_version: record.train_step for record in policies}

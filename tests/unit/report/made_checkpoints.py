@@ -1,0 +1,201 @@
+"""A run folder whose batch files, policies and trainer states are real: tiny random models wrote every logprob.
+
+The logprobs come from the plain Hugging Face forward pass, one sequence at a time: another path than the packed one
+that the audit takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config.load import validate_run_config, write_run_config
+from rollmesh.mesh import Cursor
+from rollmesh.types import (
+    Batch,
+    FinishReason,
+    Float32Array,
+    Group,
+    Int32Array,
+    OutcomeKind,
+    Prompt,
+    RewardOutcome,
+    Segment,
+    SegmentSource,
+    Trajectory,
+)
+
+VOCAB = 40
+STEPS = 6
+GROUPS = 2
+MEMBERS = 2
+SECRET = "0123456789abcdef" * 4
+SEGMENT = 5
+"""Tokens of every policy segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeRun:
+    """Where it is and how to reach its store."""
+
+    folder: Path
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The checkpoint store."""
+        return CheckpointStore(self.folder / "checkpoints", SECRET.encode())
+
+    def replace_batch(self, train_step: int, change: Callable[[Batch], Batch]) -> None:
+        """Write another batch file in the place of one."""
+        batch = self.store.read_batch(train_step)
+        (self.folder / "checkpoints" / "batches" / f"{train_step:08d}.pb").unlink()
+        self.store.write_batch(change(batch), Cursor())
+
+
+def make_audited_run(folder: Path) -> MadeRun:
+    """Policies 0 to STEPS, one batch file and one committed state per step, config and secret."""
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True)
+    (folder / "secret").write_text(SECRET, encoding="ascii")
+    config = {
+        "name": "audited",
+        "folder": str(folder),
+        "model": {"path": "made"},
+        "schedule": {"groups_per_batch": GROUPS, "group_size": MEMBERS},
+        "trainer": {"train_steps": STEPS, "device": "cpu"},
+    }
+    write_run_config(validate_run_config(config, "made"), folder / "config.yaml")
+    run = MadeRun(folder)
+    rng = np.random.default_rng(7)
+    policies: list[PreTrainedModel] = []
+    for step in range(STEPS + 1):
+        policies.append(_policy(policies[-1] if policies else None, step))
+        if step:
+            run.store.write_batch(_batch(rng, policies, step), Cursor(epoch=0, index=GROUPS * step))
+        tensors = {"weight": torch.full((2,), float(step))}
+        run.store.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})
+        run.store.publish(
+            session=f"s{step}",
+            policy_version=step,
+            train_step=step,
+            parent=step - 1 if step else None,
+            write=_writer(policies[-1]),
+            canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
+        )
+    return run
+
+
+def word_level_tokenizer() -> Tokenizer:
+    """One word per id."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def _policy(parent: PreTrainedModel | None, step: int) -> PreTrainedModel:
+    """A random model, or its parent after a large random step."""
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(step)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        if parent is None:
+            for parameter in model.parameters():
+                # The default initialisation gives nearly uniform distributions, which would hide errors.
+                parameter.mul_(3.0 if parameter.ndim > 1 else 1.0)
+        else:
+            model.load_state_dict(parent.state_dict())
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def _writer(model: PreTrainedModel) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        model.save_pretrained(folder)
+        word_level_tokenizer().save(str(folder / "tokenizer.json"))
+
+    return write
+
+
+def _batch(rng: np.random.Generator, policies: list[PreTrainedModel], step: int) -> Batch:
+    """Groups whose members were written by the newest policy, by older ones too, or with another one's cache."""
+    current = step - 1
+    older = max(0, current - 2)
+    plans = (
+        [("policy", current)],
+        [("policy", older), ("policy", current)],
+        [("policy", current), ("environment", 0), ("policy", current)],
+        [("policy", older), ("mixed", current)],
+    )
+    groups = []
+    for g in range(GROUPS):
+        index = (step - 1) * GROUPS + g
+        prompt = Prompt(prompt_id=f"p{index}", token_ids=_ids(rng, 4), verifier="exact")
+        members = tuple(
+            _trajectory(rng, policies, prompt, f"e0-{index}", m, plans[g * MEMBERS + m]) for m in range(MEMBERS)
+        )
+        groups.append(Group(group_id=f"e0-{index}", admission_index=index, trajectories=members))
+    return Batch(train_step=step, groups=tuple(groups))
+
+
+def _trajectory(
+    rng: np.random.Generator,
+    policies: list[PreTrainedModel],
+    prompt: Prompt,
+    group_id: str,
+    member: int,
+    plan: list[tuple[str, int]],
+) -> Trajectory:
+    context, segments = prompt.token_ids, []
+    for kind, version in plan:
+        ids = _ids(rng, SEGMENT)
+        written = kind != "environment"
+        segments.append(
+            Segment(
+                token_ids=ids,
+                behavior_logprobs=hf_logprobs(policies[version], context, ids) if written else None,
+                policy_version=version,
+                kv_min_version=max(0, version - 1) if kind == "mixed" else version,
+                source=SegmentSource.POLICY if written else SegmentSource.ENVIRONMENT,
+            )
+        )
+        context = np.concatenate([context, ids])
+    return Trajectory(
+        trajectory_id=f"{group_id}.{member}",
+        group_id=group_id,
+        member_index=member,
+        prompt=prompt,
+        segments=tuple(segments),
+        finish_reason=FinishReason.STOP,
+        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=float(member)),
+        shaped_reward=float(member),
+    )
+
+
+@torch.no_grad()
+def hf_logprobs(model: PreTrainedModel, context: Int32Array, ids: Int32Array, temperature: float = 1.0) -> Float32Array:
+    """log_softmax(z / T) of ``ids`` after ``context``, by the plain forward pass, float32 [tokens]."""
+    tokens = torch.from_numpy(np.concatenate([context, ids]).astype(np.int64))
+    logits = model(tokens[None]).logits[0, len(context) - 1 : -1] / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[len(context) :, None])[:, 0].numpy()
+
+
+def _ids(rng: np.random.Generator, count: int) -> Int32Array:
+    return rng.integers(0, VOCAB, count).astype(np.int32)

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from rollmesh.errors import CheckpointError, DataError
+from rollmesh.mesh import Cursor
+from rollmesh.report.audit import audit_run, print_audit
+from rollmesh.report.ledger import QueueAccount, lost_groups
+from rollmesh.report.rescore import gaps_of_version
+from rollmesh.report.verdict import AuditResult, read_audit
+from rollmesh.trainer.scorer import PolicyScorer
+from rollmesh.types import Batch, OutcomeKind, RewardOutcome, Segment, Trajectory
+
+ALL_GROUPS = [f"e0-{i}" for i in range(12)]
+
+
+def changed(batch: Batch, trajectory_id: str, change: Callable[[Trajectory], Trajectory]) -> Batch:
+    """The batch with one trajectory changed."""
+    groups = tuple(
+        dataclasses.replace(
+            g, trajectories=tuple(change(t) if t.trajectory_id == trajectory_id else t for t in g.trajectories)
+        )
+        for g in batch.groups
+    )
+    assert any(t.trajectory_id == trajectory_id for g in batch.groups for t in g.trajectories)
+    return dataclasses.replace(batch, groups=groups)
+
+
+def with_segments(change: Callable[[Segment], Segment]) -> Callable[[Trajectory], Trajectory]:
+    return lambda t: dataclasses.replace(t, segments=tuple(change(s) for s in t.segments))
+
+
+def shifted(by: float) -> Callable[[Segment], Segment]:
+    def change(segment: Segment) -> Segment:
+        assert segment.behavior_logprobs is not None
+        logprobs = segment.behavior_logprobs.copy()
+        logprobs[-1] += by
+        return dataclasses.replace(segment, behavior_logprobs=logprobs)
+
+    return change
+
+
+def test_a_sound_run_is_green_and_every_pure_segment_is_reproduced(audited: Any) -> None:
+    result = audit_run(audited.folder)
+    assert result.problems == ()
+    assert result.green
+    assert (result.committed_step, result.batch_files, result.groups, result.trajectories) == (6, 6, 12, 24)
+    assert result.policy_versions == (0, 1, 2, 3, 4, 5)
+    scored = result.rescoring
+    assert scored is not None and scored.largest_gap is not None
+    assert 0 < scored.largest_gap < 1e-5
+    # Per batch: 1 + 2 + 2 + 1 pure segments of 5 tokens, and one that used another version's cache. The first batch
+    # has no older version: there the cache is its own.
+    assert (scored.segments, scored.tokens) == (6 * 6 + 1, 5 * (6 * 6 + 1))
+    assert scored.skipped_impure_segments == 5
+    assert scored.skipped_segments == 0
+    assert [v.policy_version for v in scored.versions] == [0, 1, 2, 3, 4, 5]
+
+
+def test_staleness_and_off_policy_share_are_those_of_the_tokens(audited: Any) -> None:
+    result = audit_run(audited.folder)
+    # Two of four members hold 5 tokens each of the policy max(0, s - 3) in batch s; 35 tokens are written per batch.
+    assert result.trained_tokens == 6 * 35
+    assert result.off_policy_token_share == pytest.approx(5 * 10 / (6 * 35))
+    assert dict(result.staleness_counts) == {0: 4 + 5 * 2, 1: 2, 2: 4 * 2}
+    assert (result.largest_staleness, result.max_staleness) == (2, 4)
+    assert result.mean_staleness == pytest.approx((2 + 16) / 24)
+
+
+def test_the_result_is_written_and_is_valid_json(audited: Any) -> None:
+    result = audit_run(audited.folder)
+    assert read_audit(audited.folder) == result
+    assert json.loads(json.dumps(dataclasses.asdict(result), allow_nan=False))["green"] is True
+
+
+def test_one_altered_logprob_is_found_and_its_version_named(audited: Any) -> None:
+    audited.replace_batch(4, lambda b: changed(b, "e0-6.0", with_segments(shifted(5e-4))))
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert len(result.problems) == 1 and "policy version 3" in result.problems[0]
+    assert result.rescoring is not None
+    assert result.rescoring.largest_gap == pytest.approx(5e-4, rel=0.05)
+
+
+def test_a_logprob_that_is_no_number_is_a_large_gap(audited: Any) -> None:
+    audited.replace_batch(4, lambda b: changed(b, "e0-6.0", with_segments(shifted(float("nan")))))
+    result = audit_run(audited.folder)
+    assert not result.green
+    json.loads(json.dumps(dataclasses.asdict(result), allow_nan=False))
+
+
+def test_a_segment_that_names_the_wrong_version_is_found(audited: Any) -> None:
+    def rename(segment: Segment) -> Segment:
+        return dataclasses.replace(segment, policy_version=4, kv_min_version=4)
+
+    audited.replace_batch(6, lambda b: changed(b, "e0-10.0", with_segments(rename)))
+    result = audit_run(audited.folder)
+    assert any("policy version 4" in problem for problem in result.problems)
+
+
+def test_in_bfloat16_a_gap_is_reported_and_does_not_decide(audited: Any) -> None:
+    config = (audited.folder / "config.yaml").read_text()
+    (audited.folder / "config.yaml").write_text(config.replace("dtype: float32", "dtype: bfloat16"))
+    audited.replace_batch(4, lambda b: changed(b, "e0-6.0", with_segments(shifted(0.05))))
+    result = audit_run(audited.folder)
+    assert result.green
+    assert result.rescoring is not None
+    assert (result.rescoring.dtype, result.rescoring.bound) == ("bfloat16", 0.1)
+    assert result.rescoring.largest_gap == pytest.approx(0.05, rel=0.05)
+
+
+def test_a_group_in_two_batch_files_is_trained_twice(audited: Any) -> None:
+    first = audited.store.read_batch(2).groups[0]
+    audited.replace_batch(5, lambda b: dataclasses.replace(b, groups=(b.groups[0], first)))
+    result = audit_run(audited.folder)
+    assert result.trained_twice == {"e0-2": (2, 5)}
+    assert any("e0-2 at steps 2 and 5" in problem for problem in result.problems)
+
+
+def test_a_group_that_waits_in_an_uncommitted_batch_file_counts_as_twice_too(audited: Any) -> None:
+    first = audited.store.read_batch(2).groups[0]
+    audited.store.write_batch(Batch(train_step=7, groups=(first,)), Cursor())
+    result = audit_run(audited.folder)
+    assert result.trained_twice == {"e0-2": (2, 7)}
+    assert (result.batch_files, result.groups) == (6, 12)
+
+
+def test_a_missing_batch_file_breaks_the_sequence(audited: Any) -> None:
+    (audited.folder / "checkpoints" / "batches" / "00000003.pb").unlink()
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert list(result.damaged) == [3]
+    assert result.batch_files == 5
+
+
+def test_a_truncated_batch_file_is_refused_with_the_reason(audited: Any) -> None:
+    file = audited.folder / "checkpoints" / "batches" / "00000003.pb"
+    file.write_bytes(file.read_bytes()[:-20])
+    result = audit_run(audited.folder)
+    assert list(result.damaged) == [3]
+    assert any("train step 3 has no sound batch file" in problem for problem in result.problems)
+
+
+def test_a_trajectory_over_the_staleness_bound_is_a_violation(audited: Any) -> None:
+    old = audited.store.read_batch(1).groups[0].trajectories[0]
+
+    def stale(trajectory: Trajectory) -> Trajectory:
+        return dataclasses.replace(trajectory, prompt=old.prompt, segments=old.segments)
+
+    audited.replace_batch(6, lambda b: changed(b, "e0-10.1", stale))
+    result = audit_run(audited.folder)
+    assert result.staleness_violations == ("e0-10.1",)
+    assert result.largest_staleness == 5
+    assert not result.green
+
+
+def test_masked_old_segments_are_no_violation(audited: Any) -> None:
+    config = (audited.folder / "config.yaml").read_text()
+    config = config.replace("on_stale: pace", "on_stale: mask_old_segments")
+    (audited.folder / "config.yaml").write_text(config.replace("max_staleness: null", "max_staleness: 1"))
+    result = audit_run(audited.folder)
+    assert result.green
+    assert result.largest_staleness == 1
+    # The 5-token segments that are two steps old are out of the loss, twice in each of the batches 3 to 6.
+    assert result.trained_tokens == 6 * 35 - 4 * 2 * 5
+
+
+def test_an_unscored_trajectory_is_not_in_the_loss(audited: Any) -> None:
+    outcome = RewardOutcome(kind=OutcomeKind.TIMED_OUT)
+    audited.replace_batch(6, lambda b: changed(b, "e0-10.0", lambda t: dataclasses.replace(t, outcome=outcome)))
+    result = audit_run(audited.folder)
+    assert result.green
+    assert result.trained_tokens == 6 * 35 - 5
+
+
+def test_a_pruned_checkpoint_is_counted_as_skipped_and_its_train_step_comes_from_the_metrics(audited: Any) -> None:
+    shutil.rmtree(audited.folder / "checkpoints" / "policies" / "00000000-s0")
+    shutil.rmtree(audited.folder / "checkpoints" / "policies" / "00000001-s1")
+    (audited.folder / "metrics.jsonl").write_text('{"train_step": 1, "policy_version": 1}\n', encoding="utf-8")
+    result = audit_run(audited.folder)
+    assert result.green
+    assert result.rescoring is not None
+    assert result.rescoring.skipped_segments > 0
+    skipped = {v.policy_version: v.skipped for v in result.rescoring.versions if v.skipped}
+    assert skipped == {0: "checkpoint pruned", 1: "checkpoint pruned"}
+
+
+def test_a_version_whose_train_step_nothing_names_cannot_be_vouched_for(audited: Any) -> None:
+    shutil.rmtree(audited.folder / "checkpoints" / "policies" / "00000001-s1")
+    result = audit_run(audited.folder)
+    assert result.staleness_unknown > 0
+    assert any("nothing names" in problem for problem in result.problems)
+
+
+def test_a_tampered_checkpoint_is_refused_and_not_called_pruned(audited: Any) -> None:
+    weights = audited.folder / "checkpoints" / "policies" / "00000002-s2" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    result = audit_run(audited.folder)
+    assert any("policy version 2: checkpoint refused" in problem for problem in result.problems)
+
+
+def test_without_a_committed_state_there_is_nothing_to_vouch_for(audited: Any) -> None:
+    shutil.rmtree(audited.folder / "checkpoints" / "states")
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert result.committed_step == -1
+    assert result.groups == 0
+
+
+def test_without_the_queue_lost_groups_are_not_claimed(audited: Any) -> None:
+    result = audit_run(audited.folder)
+    assert result.lost is None
+    assert result.lost_note == "queue not reachable"
+
+
+def test_a_group_that_vanished_is_lost_and_one_with_a_reason_is_not(audited: Any) -> None:
+    cursor = Cursor(epoch=0, index=16)
+    everything = QueueAccount(
+        live={"e0-12", "e0-13"}, dropped={"e0-14": "filtered", "e0-15": "filtered"}, cursor=cursor
+    )
+    result = audit_run(audited.folder, everything)
+    assert result.green and result.lost == ()
+    assert result.dropped == {"filtered": 2}
+    vanished = QueueAccount(live={"e0-12"}, dropped={"e0-14": "filtered"}, cursor=cursor)
+    result = audit_run(audited.folder, vanished)
+    assert result.lost == ("e0-13", "e0-15")
+    assert any("2 admitted group(s) are lost: e0-13, e0-15" in problem for problem in result.problems)
+
+
+@pytest.mark.parametrize("epoch_size", [4, None])
+def test_earlier_epochs_count_as_admitted_entirely(epoch_size: int | None) -> None:
+    account = QueueAccount(
+        live={"e2-0"},
+        dropped={"e1-3": "filtered", "replay-1": "evicted"},
+        cursor=Cursor(epoch=2, index=2),
+        epoch_size=epoch_size,
+    )
+    trained = {"e0-0", "e0-1", "e0-2", "e0-3", "e1-0", "e1-1"}
+    assert lost_groups(account, trained) == ("e1-2", "e2-1")
+
+
+def test_progress_is_shown_on_a_console(audited: Any) -> None:
+    out = io.StringIO()
+    result = audit_run(audited.folder, progress=Console(file=out, force_terminal=True, width=100))
+    assert result.green
+    assert "re-scoring policy versions" in out.getvalue()
+
+
+def test_the_printed_audit_names_versions_problems_and_verdict(audited: Any) -> None:
+    audited.replace_batch(4, lambda b: changed(b, "e0-6.0", with_segments(shifted(5e-4))))
+    out = io.StringIO()
+    print_audit(audit_run(audited.folder), Console(file=out, width=120))
+    text = out.getvalue()
+    assert "audit NOT green" in text
+    assert "lost not checked" in text
+    assert "trained twice 0" in text
+    assert "policy version 3" in text
+
+
+def test_a_folder_without_a_checkpoint_store_or_secret_is_a_clear_error(tmp_path: Path, audited: Any) -> None:
+    with pytest.raises(DataError, match="no checkpoint store"):
+        audit_run(tmp_path)
+    (audited.folder / "secret").unlink()
+    with pytest.raises(CheckpointError, match="no secret"):
+        audit_run(audited.folder)
+
+
+def test_temperature_is_part_of_the_rescoring(audited: Any, hf_logprobs: Callable[..., Any]) -> None:
+    folder = audited.folder / "checkpoints" / "policies" / "00000003-s3"
+    trajectory = audited.store.read_batch(4).groups[0].trajectories[0]
+    segment = trajectory.segments[0]
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    logprobs = hf_logprobs(plain, trajectory.prompt.token_ids, segment.token_ids, temperature=0.7)
+    cool = dataclasses.replace(segment, behavior_logprobs=logprobs, temperature=0.7)
+    scorer = PolicyScorer.from_folder(folder, device="cpu")
+    right = gaps_of_version(scorer, 3, [dataclasses.replace(trajectory, segments=(cool,))])
+    assert right.shape == (len(segment),) and right.max() < 1e-5
+    wrong = dataclasses.replace(cool, temperature=1.0)
+    assert gaps_of_version(scorer, 3, [dataclasses.replace(trajectory, segments=(wrong,))]).max() > 0.01
+
+
+def test_an_audit_of_a_broken_file_is_never_green() -> None:
+    with pytest.raises(DataError, match="not an audit"):
+        AuditResult.from_json("[]")
