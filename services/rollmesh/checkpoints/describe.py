@@ -47,7 +47,7 @@ def describe_folder(folder: Path) -> FolderDescription:
     dtype, parameter_count = _weights(folder)
     template = _chat_template(folder)
     return FolderDescription(
-        architecture=architecture_of(_json(folder / "config.json"), str(folder)),
+        architecture=architecture_of(read_json(folder / "config.json"), str(folder)),
         dtype=dtype,
         parameter_count=parameter_count,
         tokenizer_sha256=_tokenizer_digest(folder),
@@ -75,7 +75,8 @@ def architecture_of(config: Mapping[str, Any], origin: str) -> Architecture:
         raise CheckpointError(f"{origin}: config.json: {error}") from error
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; CheckpointError when it is missing or anything else."""
     try:
         data = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -126,7 +127,7 @@ def _tokenizer_digest(folder: Path) -> str:
             digest.update(path.read_bytes())
     config = folder / "tokenizer_config.json"
     if config.is_file():
-        data = {k: v for k, v in _json(config).items() if k != "chat_template"}
+        data = {k: v for k, v in read_json(config).items() if k != "chat_template"}
         digest.update(b"tokenizer_config.json\0" + canonical(data))
     return digest.hexdigest()
 
@@ -136,5 +137,5 @@ def _chat_template(folder: Path) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     config = folder / "tokenizer_config.json"
-    template = _json(config).get("chat_template") if config.is_file() else None
+    template = read_json(config).get("chat_template") if config.is_file() else None
     return template if isinstance(template, str) else json.dumps(template, sort_keys=True) if template else ""

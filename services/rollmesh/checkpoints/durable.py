@@ -135,7 +135,7 @@ def disk_full_error(folder: Path, what: str, error: BaseException) -> Checkpoint
     """The message for people: what could not be written, where, and how many bytes are free."""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(existing).free
-    cause = str(error).splitlines()[-1]
+    cause = (str(error).splitlines() or [type(error).__name__])[-1]
     return CheckpointError(
         f"{folder}: disk full while writing {what}, {free} bytes free ({cause})", reason=Reason.DISK_FULL
     )

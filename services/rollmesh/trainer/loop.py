@@ -1,0 +1,213 @@
+"""The training loop of rank 0.
+
+    batch file, or claim -> batch file      both fsynced before anything is trained on
+    confirm                                 Redis may drop the payloads
+    train
+    report_trained                          the batch's capacity is refunded
+    record                                  one line in metrics.jsonl
+    state -> COMMITTED -> report_committed  every state_every_steps
+    publish -> announce                     once per train step, whatever was replayed
+
+A kill between any two lines is repaired by the next start: it loads the newest committed state, replays the batch
+files after it in order, and publishes only what was not announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig
+from rollmesh.errors import CheckpointError
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store import StoreCounts
+from rollmesh.trainer.claims import BatchClaims, ClaimedBatch
+from rollmesh.trainer.crew import Crew
+from rollmesh.trainer.metrics import TrainerMetrics
+from rollmesh.trainer.patience import Patience
+from rollmesh.trainer.publishing import Publisher
+from rollmesh.trainer.records import StepRecords
+from rollmesh.trainer.report import StepReport
+from rollmesh.trainer.samples import Decode, sample_completions
+from rollmesh.trainer.session import TrainingSession
+from rollmesh.trainer.trackers import Tracker, flatten
+
+T = TypeVar("T")
+
+_CLAIM_SECONDS = 5.0
+_KEPT_STATES = 2
+LOOP_NAME = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workplace:
+    """What the loop works with; wired in ``main``."""
+
+    config: RunConfig
+    crew: Crew
+    session: TrainingSession
+    claims: BatchClaims
+    publisher: Publisher
+    checkpoints: CheckpointStore
+    patience: Patience
+    metrics: TrainerMetrics
+    records: StepRecords
+    trackers: list[Tracker]
+    decode: Decode
+    health: Health
+    executor: Executor
+    """One thread: every torch call of this process happens there, in order."""
+
+
+class TrainingLoop:
+    """Trains until the last step of the run or shutdown."""
+
+    def __init__(self, place: Workplace, shutdown: Shutdown, extra: dict[str, Any]) -> None:
+        self._place = place
+        self._shutdown = shutdown
+        self._trained_tokens = int(extra.get("trained_token_total", 0))
+        self._rollback_count = int(extra.get("rollback_count", 0))
+        self._log = get_logger("training")
+
+    @property
+    def train_step(self) -> int:
+        """Batches the weights of this process were trained on."""
+        return self._place.crew.trainer.train_step
+
+    async def run(self) -> None:
+        """Publish what is missing, then train; returns at the last step or at shutdown."""
+        place = self._place
+        place.records.start_after(self.train_step)
+        await place.publisher.publish(self.train_step)
+        last = place.config.trainer.train_steps
+        waiting_since = time.monotonic()
+        while self.train_step < last and not self._shutdown.is_set():
+            place.health.beat(LOOP_NAME)
+            claimed = await place.claims.next(self.train_step + 1, _CLAIM_SECONDS)
+            if claimed is None:
+                await self._in_thread(place.crew.idle)
+                continue
+            waited = time.monotonic() - waiting_since
+            await self._step(claimed, waited, last)
+            waiting_since = time.monotonic()
+        await self._commit()
+
+    async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
+        place, step = self._place, claimed.batch.train_step
+        place.metrics.phase_seconds.labels(phase="wait").observe(waited)
+        place.crew.shelf.update(await place.session.patiently("policies", place.session.store.policies))
+        report = await self._in_thread(lambda: place.crew.train(claimed.batch))
+        await place.session.report_trained(step)
+        await self._record(claimed, report, waited)
+        if step % place.config.checkpoints.state_every_steps == 0 or step == last:
+            await self._commit()
+        started = time.monotonic()
+        record = await place.publisher.publish(step)
+        place.metrics.phase_seconds.labels(phase="publish").observe(time.monotonic() - started)
+        self._log.info(
+            "step_trained",
+            train_step=step,
+            policy_version=record.policy_version,
+            replayed=claimed.replayed,
+            reward_mean=round(report.batch.reward_mean, 4),
+            staleness_mean=round(report.batch.trajectory_staleness.mean, 3),
+            trained_tokens=report.batch.trained_tokens,
+            wait_seconds=round(waited, 3),
+        )
+
+    async def _commit(self) -> None:
+        """Save the trainer state, unless it is committed already."""
+        place = self._place
+        if self.train_step <= place.session.committed_step:
+            return
+        started = time.monotonic()
+        extra = {"trained_token_total": self._trained_tokens, "rollback_count": self._rollback_count}
+        token = place.session.token
+        await place.patience.with_room(
+            "save_state", lambda: self._in_thread(lambda: place.crew.save(token, self._rollback_count, extra))
+        )
+        await place.session.report_committed(self.train_step)
+        place.metrics.committed_step.set(self.train_step)
+        place.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
+        await asyncio.to_thread(place.checkpoints.prune_states, keep_last=_KEPT_STATES, session=token)
+
+    async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
+        place = self._place
+        self._trained_tokens += report.batch.trained_tokens
+        counts = await place.session.patiently("counts", place.session.store.counts)
+        mesh = mesh_numbers(counts, self._trained_tokens)
+        record = step_record(report, mesh) | {
+            "policy_version": place.crew.shelf.version_of(report.train_step),
+            "replayed": claimed.replayed,
+            "wait_seconds": waited,
+        }
+        samples = sample_completions(claimed.batch, place.config.trainer.sample_completions, place.decode)
+        await asyncio.to_thread(place.records.append, record, samples)
+        place.metrics.observe_step(report, float(mesh["goodput"]))
+        if claimed.replayed:
+            place.metrics.replays.inc()
+        for tracker in place.trackers:
+            tracker.log(report.train_step, flatten(record))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._place.executor, call)
+
+
+def load_newest_state(crew: Crew, checkpoints: CheckpointStore) -> dict[str, Any]:
+    """Take over the newest committed state that can be read; returns its ``extra``, empty for the initial model.
+
+    An older state is no loss: the batch files after it are replayed. Raises CheckpointError when states exist and
+    none after the last rollback can be read.
+    """
+    log = get_logger("training")
+    states = checkpoints.committed_states()
+    refused: list[str] = []
+    for state in states:
+        if state.record.rollback_count < states[0].record.rollback_count:
+            break
+        try:
+            extra = crew.load(state)
+        except CheckpointError as error:
+            if crew.gang.world > 1:
+                raise
+            refused.append(str(error))
+            log.error("state_refused", folder=state.folder.name, reason=error.reason, message=str(error))
+            continue
+        log.info("state_loaded", train_step=state.train_step, folder=state.folder.name)
+        return dict(extra)
+    if refused and states[0].record.rollback_count > 0:
+        raise CheckpointError(f"no trainer state after the last rollback can be read: {'; '.join(refused)}")
+    return {}
+
+
+def mesh_numbers(counts: StoreCounts, trained_tokens: int) -> dict[str, Any]:
+    """What the whole mesh made of its tokens so far."""
+    saved = counts.totals.get("saved_tokens", 0)
+    return {
+        "goodput": trained_tokens / saved if saved else 0.0,
+        "saved_tokens": saved,
+        "trained_token_total": trained_tokens,
+        "dropped_groups": dict(counts.drops),
+        "wasted_tokens": dict(counts.dropped_tokens),
+        "totals": dict(counts.totals),
+    }
+
+
+def step_record(report: StepReport, mesh: dict[str, Any]) -> dict[str, Any]:
+    """One line of metrics.jsonl: the report, the mesh, and the few numbers people ask for first."""
+    batch = report.batch
+    return report.to_json() | {
+        "time": time.time(),
+        "reward_mean": batch.reward_mean,
+        "response_length_mean": batch.response_length_mean,
+        "staleness_mean": batch.trajectory_staleness.mean,
+        "off_policy_token_share": batch.off_policy_token_share,
+        "mesh": mesh,
+    }

@@ -1,0 +1,169 @@
+"""The trainer service: one process, or the ranks that torchrun starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rollmesh.checkpoints.describe import architecture_of, read_json
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig
+from rollmesh.errors import SessionLost
+from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.scheduling.limits import run_limits
+from rollmesh.scheduling.presets import resolve_schedule
+from rollmesh.scheduling.schedule import OnStale
+from rollmesh.store import TrajectoryStore
+from rollmesh.trainer.claims import BatchClaims
+from rollmesh.trainer.crew import Crew
+from rollmesh.trainer.distributed import join_gang, leave_gang, pick_device
+from rollmesh.trainer.loop import LOOP_NAME, TrainingLoop, Workplace, load_newest_state
+from rollmesh.trainer.metrics import TrainerMetrics
+from rollmesh.trainer.patience import Patience
+from rollmesh.trainer.publishing import Publisher, canary_sequences
+from rollmesh.trainer.records import StepRecords
+from rollmesh.trainer.samples import decoder
+from rollmesh.trainer.session import Stopped, TrainingSession
+from rollmesh.trainer.shelf import PolicyShelf
+from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.trackers import build_trackers
+
+_STALLED_AFTER_SECONDS = 3600.0
+_REDIS_RETRY_SECONDS = 10.0
+
+
+async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
+    """Train the run to its last step, or until ``shutdown``; under torchrun, ranks above 0 follow rank 0.
+
+    Raises SessionLost when a newer trainer has taken over, CheckpointError or ConfigError for what cannot work.
+    """
+    checkpoints = CheckpointStore.from_config(config)
+    with ThreadPoolExecutor(1, thread_name_prefix="torch") as executor:
+        loop = asyncio.get_running_loop()
+        crew = await loop.run_in_executor(executor, build_crew, config, checkpoints)
+        if crew.gang.leads:
+            await _lead(config, index, shutdown, checkpoints, crew, executor)
+            await loop.run_in_executor(executor, crew.dismiss)
+        else:
+            await loop.run_in_executor(executor, crew.follow, checkpoints.root)
+        await loop.run_in_executor(executor, leave_gang)
+
+
+def build_crew(config: RunConfig, checkpoints: CheckpointStore) -> Crew:
+    """Join the gang and load the initial model."""
+    gang = join_gang(pick_device(config.trainer.device).type)
+    shelf = PolicyShelf(checkpoints)
+    schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
+    trainer = PolicyTrainer.from_folder(
+        config.model.path,
+        config.trainer,
+        dtype=config.model.dtype,
+        gang=gang,
+        max_token_staleness=schedule.max_staleness if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else None,
+        policy_folder=shelf.folder,
+    )
+    return Crew(trainer, gang, checkpoints, shelf)
+
+
+async def _lead(
+    config: RunConfig,
+    index: int,
+    shutdown: Shutdown,
+    checkpoints: CheckpointStore,
+    crew: Crew,
+    executor: ThreadPoolExecutor,
+) -> None:
+    health, metrics = Health(), Metrics("trainer")
+    trainer_metrics = TrainerMetrics(metrics)
+    health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
+    async with contextlib.AsyncExitStack() as stack:
+        port = await stack.enter_async_context(admin_server(metrics, health, config.launcher.host))
+        admin = f"{config.launcher.host}:{port}"
+        stack.enter_context(
+            published_endpoint(Path(config.folder), service="trainer", index=index, grpc="", admin=admin)
+        )
+        store = await stack.enter_async_context(
+            await TrajectoryStore.connect(config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS)
+        )
+        session = TrainingSession(store, checkpoints, crew.shelf, trainer_metrics, shutdown)
+        patience = Patience(trainer_metrics, health, shutdown)
+        with contextlib.suppress(Stopped):
+            extra = await _take_over(config, session, checkpoints, crew, executor)
+            model = Path(config.model.path)
+            vocab_size = architecture_of(read_json(model / "config.json"), config.model.path).vocab_size
+            publisher = Publisher(
+                config, crew, session, checkpoints, patience, trainer_metrics, executor, canary_sequences(vocab_size)
+            )
+            place = Workplace(
+                config=config,
+                crew=crew,
+                session=session,
+                claims=BatchClaims(session, checkpoints, patience),
+                publisher=publisher,
+                checkpoints=checkpoints,
+                patience=patience,
+                metrics=trainer_metrics,
+                records=StepRecords(Path(config.folder)),
+                trackers=build_trackers(config),
+                decode=decoder(model),
+                health=health,
+                executor=executor,
+            )
+            health.set_ready(True)
+            await _run(TrainingLoop(place, shutdown, extra), place)
+
+
+async def _take_over(
+    config: RunConfig,
+    session: TrainingSession,
+    checkpoints: CheckpointStore,
+    crew: Crew,
+    executor: ThreadPoolExecutor,
+) -> dict[str, Any]:
+    """Fence older trainers, then continue from what the checkpoint store holds; returns the state's ``extra``."""
+    await session.open(f"{socket.gethostname()}-{os.getpid()}", run_limits(config))
+    leftovers = await asyncio.to_thread(checkpoints.remove_unfinished_batches)
+    extra = await asyncio.get_running_loop().run_in_executor(executor, load_newest_state, crew, checkpoints)
+    await session.begin(crew.trainer.train_step)
+    get_logger("trainer").info(
+        "trainer_takes_over",
+        train_step=crew.trainer.train_step,
+        parameters=crew.trainer.parameter_count,
+        ranks=crew.gang.world,
+        unfinished_batch_files=leftovers,
+    )
+    return extra
+
+
+async def _run(training: TrainingLoop, place: Workplace) -> None:
+    """Train, and meanwhile watch for a restarted Redis and for a newer trainer."""
+    watch = asyncio.create_task(place.session.watch(place.config.store.heartbeat_seconds), name="watch-session")
+    train = asyncio.create_task(training.run(), name="train")
+    train.add_done_callback(lambda _: watch.cancel())
+    try:
+        await asyncio.wait({watch, train}, return_when=asyncio.FIRST_EXCEPTION)
+        for task in (watch, train):
+            if task.done() and not task.cancelled():
+                task.result()
+    except SessionLost as error:
+        raise SessionLost(
+            f"another trainer has taken over run {place.config.name}, so this one stops at train step "
+            f"{training.train_step}: two trainers on one run ({error})"
+        ) from error
+    finally:
+        watch.cancel()
+        train.cancel()
+        await asyncio.gather(watch, train, return_exceptions=True)
+        for tracker in place.trackers:
+            tracker.close()
+    await place.session.close()

@@ -1,0 +1,48 @@
+"""Writing to a checkpoint store that may be full: try again, later and later, until there is room or time to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.trainer.metrics import TrainerMetrics
+from rollmesh.trainer.session import Stopped
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 60.0
+
+
+class Patience:
+    """Repeats a write that failed for want of room; generators keep serving what they have meanwhile."""
+
+    def __init__(self, metrics: TrainerMetrics, health: Health, shutdown: Shutdown) -> None:
+        self._metrics = metrics
+        self._health = health
+        self._shutdown = shutdown
+        self._log = get_logger("patience")
+
+    async def with_room(self, what: str, write: Callable[[], Awaitable[T]]) -> T:
+        """The result of ``write``; raises Stopped at shutdown and any CheckpointError but disk_full."""
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                result = await write()
+            except CheckpointError as error:
+                self._metrics.failures.labels(reason=str(error.reason)).inc()
+                if error.reason != Reason.DISK_FULL:
+                    raise
+                self._log.error("disk_full", what=what, retry_seconds=pause, message=str(error))
+                self._health.set_ready(False, f"disk full: {what}")
+            else:
+                self._health.set_ready(True)
+                return result
+            if await wait_or_shutdown(self._shutdown, pause):
+                raise Stopped(f"{what}: asked to stop while the disk was full")
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,79 @@
+"""Step reports and sample completions as JSON lines in the run folder, each train step once whatever dies."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+class StepRecords:
+    """The two files of one run; only the trainer that holds the session writes them.
+
+    ``start_after`` drops the lines of steps that will be replayed, so every step has one line in the end.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = folder / METRICS_FILE
+        self._samples = folder / SAMPLES_FILE
+
+    def start_after(self, train_step: int) -> None:
+        """Forget lines of later steps, and a last line that a kill has cut off."""
+        for file in (self._metrics, self._samples):
+            keep_lines_up_to(file, train_step)
+
+    def append(self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]]) -> None:
+        """Add the line of one step and its samples; they are on the device when this returns."""
+        append_lines(self._samples, samples)
+        append_lines(self._metrics, [record])
+
+
+def append_lines(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON objects, one a line; not-a-number and infinities become null."""
+    text = "".join(json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n" for record in records)
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def keep_lines_up_to(file: Path, train_step: int) -> None:
+    """Rewrite a file without the lines of steps above ``train_step`` and without unreadable ones."""
+    if not file.exists():
+        return
+    before = file.read_bytes()
+    kept = [line for line in before.splitlines(keepends=True) if _step_of(line) <= train_step]
+    if b"".join(kept) == before:
+        return
+    temporary = file.with_name(f".{file.name}.tmp")
+    with temporary.open("wb") as stream:
+        stream.writelines(kept)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(temporary, file)
+
+
+def _step_of(line: bytes) -> float:
+    """Train step of a complete line; infinity for anything else."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return float("inf")
+    step = record.get("train_step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else float("inf")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if value - value == 0.0 else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
