@@ -18,7 +18,8 @@ def resolve_model(path: str) -> Path:
     folder = recipe_file(path.removeprefix(_SCHEME), "model") if path.startswith(_SCHEME) else Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path={path}: {folder} holds no config.json; give a Hugging Face folder on this machine, or recipe:NAME"
+            f"model.path={path}: {folder} holds no config.json; "
+            "give a Hugging Face folder on this machine, or recipe:NAME"
         )
     return folder
 

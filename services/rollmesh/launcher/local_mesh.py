@@ -94,7 +94,7 @@ class LocalMesh:
 
     async def until_idle(self) -> None:
         """Pause the run and wait until no rollout is in flight."""
-        await self.store.set_paused(True)
+        await self.store.set_user_paused(True)
         await self.until(self._idle, "rollouts in flight to come to rest")
 
     async def latest_version(self) -> int:

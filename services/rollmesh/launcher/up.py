@@ -51,12 +51,12 @@ async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -
 async def _train(mesh: LocalMesh) -> None:
     before_and_after = mesh.config.evaluation.before_and_after
     if before_and_after and await finished_evaluation(mesh.store, 0) is None:
-        await mesh.store.set_paused(True)
+        await mesh.store.set_user_paused(True)
     async with mesh.services():
         await mesh.until_serving()
         if before_and_after:
             await evaluate_version(mesh, 0)
-        await mesh.store.set_paused(False)
+        await mesh.store.set_user_paused(False)
         mesh.progress.note(f"training to step {mesh.config.trainer.train_steps}; Ctrl-C drains and keeps everything")
 
         async def trained() -> bool:
