@@ -83,7 +83,7 @@ def build_train_batch(
     ``train_step_of_version`` names the train step of every policy version that wrote tokens. Advantages compare the
     scored members of a group; unscored ones are left out. ``max_token_staleness`` masks older tokens
     (``on_stale: mask_old_segments``). Raises DataError for an unknown version, a repeated trajectory, a segment
-    without logprobs or with T = 0, an empty prompt, and a batch with nothing to train on.
+    without finite logprobs or with T = 0, an empty prompt, and a batch with nothing to train on.
     """
     members = [(g, t) for g, group in enumerate(batch.groups) for t in _scored(group)]
     total = sum(len(group.trajectories) for group in batch.groups)
@@ -151,6 +151,8 @@ def _columns(trajectory: Trajectory, train_step_of_version: Mapping[int, int], c
         where = f"trajectory {trajectory.trajectory_id}, policy_version {segment.policy_version}"
         if segment.behavior_logprobs is None or len(segment.behavior_logprobs) != len(segment):
             raise DataError(f"{where}: needs one behavior_logprob per token")
+        if not np.isfinite(segment.behavior_logprobs).all():
+            raise DataError(f"{where}: a behavior_logprob is not finite")
         if segment.policy_version not in train_step_of_version:
             raise DataError(f"{where}: no such policy version is known")
         if not segment.temperature > 0:

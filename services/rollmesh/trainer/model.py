@@ -176,7 +176,11 @@ def _output_head(causal_lm: Any) -> nn.Module | None:
 
 
 def _enable_checkpointing(causal_lm: Any) -> None:
-    causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    options = {"use_reentrant": False}
+    if hasattr(causal_lm, "activation_checkpointing_enable"):
+        causal_lm.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # its name before transformers 5.20
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def _refuse_experts(config: PretrainedConfig) -> None:

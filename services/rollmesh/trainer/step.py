@@ -29,9 +29,9 @@ from rollmesh.trainer.evidence import EvidenceGatherer, PolicyFolder
 from rollmesh.trainer.explain import TokenExplanation, explain_tokens
 from rollmesh.trainer.model import PolicyModel, load_policy_model, write_policy_folder
 from rollmesh.trainer.optimizer import build_optimizer, learning_rate
-from rollmesh.trainer.packing import balanced_bins, pack_sequences
 from rollmesh.trainer.passes import Compute, LossRecipe, TokenColumns, judge_tokens, score_batch
 from rollmesh.trainer.report import StepReport
+from rollmesh.trainer.scorer import score_sequences
 from rollmesh.trainer.stage import StageRecord, current_version, response_versions
 from rollmesh.trainer.statistics import TokenResults, batch_stats, policy_stats
 from rollmesh.trainer.update import Updates, run_minibatches
@@ -162,21 +162,12 @@ class PolicyTrainer:
             },
         )
 
-    @torch.no_grad()
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
         """Log-probabilities of each token given its predecessors, float32 [tokens - 1] per sequence of >= 2 tokens.
 
         Every rank computes all of them: for canaries and audits.
         """
-        results: list[Float32Array] = [np.empty(0, np.float32)] * len(sequences)
-        for indices in balanced_bins([len(s) for s in sequences], self._compute.token_budget):
-            micro = pack_sequences([sequences[i] for i in indices], temperature, self._compute.device)
-            with self._compute.precision():
-                values = self._model.score(micro, entropy=False)[0].float().cpu().numpy()
-            edges = np.cumsum([len(sequences[i]) - 1 for i in indices])[:-1]
-            for i, part in zip(indices, np.split(values, edges), strict=True):
-                results[i] = part
-        return results
+        return score_sequences(self._model, self._compute, sequences, temperature)
 
     def end_stage(self, trajectories: Sequence[Trajectory], train_step_of_version: Mapping[int, int]) -> int:
         """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``.

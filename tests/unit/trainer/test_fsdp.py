@@ -1,0 +1,91 @@
+"""Two processes with FSDP2 compute what one process computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.checkpoints.committed import committed_states
+from rollmesh.checkpoints.states import load_state
+from rollmesh.trainer.distributed import Gang
+
+from .conftest import ModelMaker
+from .gang_process import SECRET, STEPS, VERSIONS, make_trainer, run
+from .made_batches import random_batch
+from .reference import largest_difference, weights_of
+
+WORLD = 2
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def run_gang(model: Path, out: Path, source: str) -> None:
+    common = {
+        **os.environ,
+        "WORLD_SIZE": str(WORLD),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    script = [sys.executable, "-m", "tests.unit.trainer.gang_process", str(model), str(out), source]
+    ranks = [
+        subprocess.Popen(
+            script,
+            cwd=Path(__file__).parents[3],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(outputs)
+
+
+def numbers(report: Any, path: str = "") -> dict[str, float]:
+    """Every number of a report by its path, wall times left out."""
+    if isinstance(report, dict):
+        return {k: v for key, item in report.items() for k, v in numbers(item, f"{path}.{key}").items()}
+    if isinstance(report, list):
+        return {k: v for i, item in enumerate(report) for k, v in numbers(item, f"{path}.{i}").items()}
+    split_of_work = (".seconds", ".microbatches", ".forward_tokens")
+    return {} if report is None or any(word in path for word in split_of_work) else {path: float(report)}
+
+
+def test_two_processes_equal_one_in_float64(make_model: ModelMaker, tmp_path: Path) -> None:
+    # Snapshot and the KL reference load further sharded models; tied embeddings share one sharded parameter.
+    source = "snapshot"
+    model, two, one = make_model("qwen2"), tmp_path / "two", tmp_path / "one"
+    two.mkdir()
+    run_gang(model, two, source)
+    trainer = make_trainer(model, source, Gang(), one)
+    reports = run(trainer, one)
+    for step in range(1, STEPS + 1):
+        assert largest_difference(weights_of(two / str(step)), weights_of(one / str(step))) < 1e-8
+    for alone, shared in zip(reports, json.loads((two / "reports.json").read_text()), strict=True):
+        assert numbers(alone) == pytest.approx(numbers(shared), rel=1e-6, abs=1e-8)
+    trainer.train(random_batch(9, groups=5, train_step=STEPS + 1), VERSIONS)
+    trainer.export(one / "continued")
+    assert largest_difference(weights_of(two / "continued"), weights_of(one / "continued")) < 1e-8
+    # What two ranks saved, one process loads.
+    (state,) = committed_states(two, SECRET)
+    alone = make_trainer(model, source, Gang(), two)
+    alone.restore_extra(load_state(state, alone.state_tensors()))
+    alone.export(tmp_path / "resharded")
+    assert largest_difference(weights_of(tmp_path / "resharded"), weights_of(two / str(STEPS))) == 0

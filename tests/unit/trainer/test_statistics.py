@@ -1,0 +1,116 @@
+"""Each number of the report against a count by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.algorithms.losses.base import ClipReason
+from rollmesh.trainer.batch import TrainBatch, build_train_batch
+from rollmesh.trainer.statistics import (
+    TokenResults,
+    batch_stats,
+    effective_sample_size,
+    policy_stats,
+    ratio_stats,
+)
+from rollmesh.types import FinishReason
+
+from .made_batches import batch_of, environment_segment, policy_segment, trajectory
+
+VERSIONS = {0: 0, 1: 1, 2: 2}
+
+
+@pytest.fixture
+def flat() -> TrainBatch:
+    """Two groups at train step 3: one mixed, one all wrong; tokens older than 1 step are masked."""
+    rng = np.random.default_rng(0)
+    mixed = [
+        trajectory("a.0", [policy_segment(rng, 2, 0), policy_segment(rng, 3, 1), policy_segment(rng, 4, 2)], 1.0),
+        trajectory(
+            "a.1",
+            [policy_segment(rng, 5, 2, kv_min_version=1), environment_segment(rng, 2)],
+            finish=FinishReason.LENGTH,
+        ),
+    ]
+    wrong = [trajectory(f"b.{m}", [policy_segment(rng, 6, 2)], 0.0) for m in (0, 1)]
+    batch = batch_of(mixed, wrong, train_step=3)
+    return build_train_batch(batch, VERSIONS, ADVANTAGES["grpo"], max_token_staleness=1)
+
+
+def results_for(flat: TrainBatch, shift: float = 0.0) -> TokenResults:
+    n = len(flat.token_ids)
+    return TokenResults(
+        logprobs=flat.behavior_logprobs.astype(np.float64) + shift,
+        entropy=np.arange(n, dtype=np.float64),
+        ratio=np.full(n, math.exp(shift)),
+        clip=np.zeros(n, np.int8),
+        before_any_update=np.ones(n, np.bool_),
+    )
+
+
+def test_batch_is_counted_by_hand(flat: TrainBatch) -> None:
+    stats = batch_stats(flat)
+    assert (stats.groups, stats.trajectories, stats.original_tokens, stats.trained_tokens) == (2, 4, 26, 24)
+    assert stats.masked_fraction == pytest.approx(2 / 26)
+    assert stats.reward_mean == 0.25 and stats.outcome_mean == 0.25
+    assert (stats.all_right_groups, stats.all_wrong_groups) == (0, 1)
+    assert stats.truncated_share == 0.25
+    assert stats.off_policy_token_share == pytest.approx(3 / 24)
+    assert stats.mixed_cache_token_share == pytest.approx(5 / 24)
+    assert stats.token_staleness.histogram == {0: 21, 1: 3} and stats.token_staleness.max == 1
+    assert stats.trajectory_staleness.histogram == {0: 3, 1: 1}
+    assert stats.version_span.histogram == {0: 3, 1: 1}
+    assert stats.response_length_mean == 7.0
+    assert stats.response_length_deciles[0] == 6 and stats.response_length_deciles[-1] == 9
+
+
+def test_identical_policies_have_no_divergence_and_a_full_sample(flat: TrainBatch) -> None:
+    stats = policy_stats(flat, results_for(flat), 2, {})
+    assert stats.kl_behavior_k1 == stats.kl_behavior_k3 == 0
+    assert stats.effective_sample_size == pytest.approx(4) and stats.effective_sample_share == pytest.approx(1)
+    assert stats.logprob_gap_pure.tokens == 16 and stats.logprob_gap_mixed_cache.tokens == 5
+    assert stats.entropy == pytest.approx(np.flatnonzero(flat.loss_mask).mean())
+
+
+def test_divergence_and_gap_follow_a_shift_of_the_logprobs(flat: TrainBatch) -> None:
+    stats = policy_stats(flat, results_for(flat, 0.25), 2, {"mixed_cache": 5})
+    assert stats.kl_behavior_k1 == pytest.approx(-0.25)
+    assert stats.kl_behavior_k3 == pytest.approx(math.exp(0.25) - 1 - 0.25)
+    assert stats.logprob_gap_pure.max == pytest.approx(0.25) and stats.old_logprob_fallbacks == {"mixed_cache": 5}
+    lengths = np.array([7, 5, 6, 6])
+    weights = np.exp(0.25 * lengths)
+    assert stats.effective_sample_size == pytest.approx(weights.sum() ** 2 / (weights**2).sum())
+
+
+def test_ratios_are_split_by_staleness(flat: TrainBatch) -> None:
+    results = results_for(flat)
+    results.ratio[flat.staleness == 1] = 2.0
+    results.clip[flat.staleness == 1] = ClipReason.HIGH
+    stats = policy_stats(flat, results, 2, {})
+    assert sorted(stats.ratio_by_staleness) == [0, 1]
+    assert stats.ratio_by_staleness[1].mean == 2.0 and stats.ratio_by_staleness[1].clipped_high == 1.0
+    assert stats.ratio_by_staleness[0].mean == 1.0 and stats.ratio.clipped_high == pytest.approx(3 / 24)
+
+
+def test_the_gap_counts_tokens_before_any_update_only(flat: TrainBatch) -> None:
+    results = results_for(flat)
+    results.before_any_update[flat.sequence_index >= 2] = False
+    stats = policy_stats(flat, results, 2, {})
+    assert stats.logprob_gap_pure.tokens == 4 and stats.logprob_gap_mixed_cache.tokens == 5
+    assert policy_stats(flat, results, -1, {}).logprob_gap_pure.tokens == 0
+
+
+def test_effective_sample_size_survives_weights_beyond_float_range() -> None:
+    log_ratios = np.array([5000.0, 4000.0, -5000.0])
+    assert effective_sample_size(log_ratios, np.array([0, 1, 2])) == pytest.approx(1)
+    assert effective_sample_size(log_ratios[:0], np.empty(0, np.int64)) == 0
+    assert effective_sample_size(np.zeros(6), np.array([4, 4, 7, 7, 9, 9])) == pytest.approx(3)
+
+
+def test_statistics_of_no_tokens_are_numbers() -> None:
+    stats = ratio_stats(np.empty(0), np.empty(0, np.int8))
+    assert stats.tokens == 0 and stats.mean == 1 and stats.clipped_low == 0

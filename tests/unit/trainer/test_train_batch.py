@@ -1,0 +1,111 @@
+"""A batch becomes flat columns; what cannot be trained on is refused or left out by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.errors import DataError
+from rollmesh.trainer.batch import NO_VERSION, build_train_batch, split_minibatches
+from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
+
+from .made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
+
+GRPO = ADVANTAGES["grpo"]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+def test_columns_follow_the_segments(rng: np.random.Generator) -> None:
+    old, tool = policy_segment(rng, 3, version=2, temperature=0.7), environment_segment(rng, 2)
+    new = policy_segment(rng, 4, version=5, kv_min_version=2)
+    member = trajectory("g0.0", [old, tool, new], 1.0, prompt=2, finish=FinishReason.LENGTH)
+    other = trajectory("g0.1", [policy_segment(rng, 1, version=5)], 0.0, prompt=3)
+    flat = build_train_batch(batch_of([member, other], train_step=5), {2: 2, 5: 4}, GRPO)
+    first = slice(0, 11)
+    assert flat.token_ids[first].tolist() == [*member.prompt.token_ids, *member.response_ids]
+    assert flat.policy_mask[first].tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 4
+    assert flat.versions[first].tolist() == [NO_VERSION] * 2 + [2] * 3 + [NO_VERSION] * 2 + [5] * 4
+    assert flat.staleness[first].tolist() == [0] * 2 + [2] * 3 + [0] * 6
+    assert flat.pure[first].tolist() == [False] * 2 + [True] * 3 + [False] * 6
+    np.testing.assert_array_equal(flat.behavior_logprobs[2:5], old.behavior_logprobs)
+    np.testing.assert_array_equal(flat.temperatures[first], np.float32([1, 1, 0.7, 0.7, 0.7, 1, 1, 1, 1, 1, 1]))
+    assert flat.starts.tolist() == [0, 11, 15] and flat.response_lengths.tolist() == [9, 1]
+    assert flat.truncated.tolist() == [True, False]
+    assert flat.loss_staleness().tolist() == [2, 0]
+    assert flat.advantages.tolist() == pytest.approx([0.70710578, -0.70710578], abs=1e-6)
+
+
+def test_old_segments_leave_the_loss_and_stay_in_the_denominator(rng: np.random.Generator) -> None:
+    member = trajectory("g0.0", [policy_segment(rng, 3, version=1), policy_segment(rng, 2, version=3)])
+    flat = build_train_batch(batch_of([member], train_step=4), {1: 1, 3: 3}, GRPO, max_token_staleness=1)
+    assert flat.policy_mask.sum() == 5 and flat.loss_mask.sum() == 2
+    assert flat.loss_staleness().tolist() == [0]
+
+
+def test_advantages_compare_the_scored_members_only(rng: np.random.Generator) -> None:
+    late = RewardOutcome(kind=OutcomeKind.TIMED_OUT)
+    members = [
+        trajectory("g0.0", [policy_segment(rng, 2)], 1.0),
+        trajectory("g0.1", [policy_segment(rng, 2)], 0.0, outcome=late),
+        trajectory("g0.2", [policy_segment(rng, 2)], 1.0),
+    ]
+    flat = build_train_batch(batch_of(members), {0: 0}, GRPO)
+    assert flat.trajectory_ids == ("g0.0", "g0.2") and flat.unscored_trajectories == 1
+    assert flat.advantages.tolist() == [0.0, 0.0]
+
+
+def test_an_unknown_version_is_named(rng: np.random.Generator) -> None:
+    batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2, version=9)])])
+    with pytest.raises(DataError, match=r"trajectory g0\.0, policy_version 9: no such policy version"):
+        build_train_batch(batch, {0: 0}, GRPO)
+
+
+def test_greedy_segments_are_refused(rng: np.random.Generator) -> None:
+    batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2, temperature=0.0)])])
+    with pytest.raises(DataError, match=r"g0\.0.*temperature 0\.0 cannot be trained on"):
+        build_train_batch(batch, {0: 0}, GRPO)
+
+
+def test_missing_logprobs_are_refused(rng: np.random.Generator) -> None:
+    segment = dataclasses.replace(policy_segment(rng, 2), behavior_logprobs=None)
+    with pytest.raises(DataError, match=r"g0\.0.*one behavior_logprob per token"):
+        build_train_batch(batch_of([trajectory("g0.0", [segment])]), {0: 0}, GRPO)
+
+
+def test_logprobs_that_are_not_finite_are_refused(rng: np.random.Generator) -> None:
+    segment = policy_segment(rng, 2)
+    segment = dataclasses.replace(segment, behavior_logprobs=np.float32([-1, np.nan]))
+    with pytest.raises(DataError, match=r"g0\.0.*not finite"):
+        build_train_batch(batch_of([trajectory("g0.0", [segment])]), {0: 0}, GRPO)
+
+
+def test_an_empty_prompt_is_refused(rng: np.random.Generator) -> None:
+    batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2)], prompt=0)])
+    with pytest.raises(DataError, match=r"g0\.0: its prompt is empty"):
+        build_train_batch(batch, {0: 0}, GRPO)
+
+
+def test_a_repeated_trajectory_is_refused(rng: np.random.Generator) -> None:
+    member = trajectory("g0.0", [policy_segment(rng, 2)])
+    with pytest.raises(DataError, match="occurs twice"):
+        build_train_batch(batch_of([member], [member]), {0: 0}, GRPO)
+
+
+def test_a_batch_without_a_scored_trajectory_is_refused(rng: np.random.Generator) -> None:
+    failed = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="boom")
+    with pytest.raises(DataError, match="none of its 1 trajectories is scored"):
+        build_train_batch(batch_of([trajectory("g0.0", [policy_segment(rng, 1)], outcome=failed)]), {0: 0}, GRPO)
+
+
+def test_minibatches_split_whole_groups_in_order() -> None:
+    flat = build_train_batch(random_batch(0, groups=4, members=3), {0: 0}, GRPO)
+    parts = split_minibatches(flat, 2)
+    assert [p.tolist() for p in parts] == [list(range(6)), list(range(6, 12))]
+    assert len(split_minibatches(flat, 9)) == 4

@@ -1,0 +1,164 @@
+"""One train step is exact: it equals a plain reference, however it is split; on-policy ratios are 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.errors import DataError
+from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.types import Batch, Segment, Trajectory
+
+from .conftest import ModelMaker
+from .made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory
+from .reference import ReferenceTrainer, largest_difference, weights_of
+
+RATE = 1e-2
+VERSIONS = {v: v for v in range(8)}
+
+
+def exact_trainer(folder: Path, **overrides: Any) -> PolicyTrainer:
+    keep = {"max_token_staleness": overrides.pop("max_token_staleness", None)}
+    algorithm = AlgorithmConfig(**{"dual_clip": 3.0, **overrides.pop("algorithm", {})})
+    config = TrainerConfig(learning_rate=RATE, max_grad_norm=0.5, algorithm=algorithm, **overrides)
+    return PolicyTrainer.from_folder(folder, config, dtype="float64", compute_dtype=torch.float64, **keep)
+
+
+def weights(trainer: PolicyTrainer, folder: Path) -> dict[str, torch.Tensor]:
+    trainer.export(folder)
+    return weights_of(folder)
+
+
+def with_own_logprobs(trainer: PolicyTrainer, batch: Batch) -> Batch:
+    """The same tokens with the behavior_logprobs that the trainer's present policy gives them."""
+
+    def own(member: Trajectory) -> Trajectory:
+        ids = np.concatenate([member.prompt.token_ids, member.response_ids]).astype(np.int32)
+        start, segments = len(member.prompt.token_ids) - 1, []
+        for s in member.segments:
+            values = trainer.logprobs([ids], s.temperature)[0][start : start + len(s)]
+            start += len(s)
+            known = None if s.behavior_logprobs is None else values
+            segments.append(Segment(**{**{f: getattr(s, f) for f in s.__slots__}, "behavior_logprobs": known}))
+        return Trajectory(**{**{f: getattr(member, f) for f in member.__slots__}, "segments": tuple(segments)})
+
+    return batch_of(*[[own(t) for t in g.trajectories] for g in batch.groups], train_step=batch.train_step)
+
+
+@pytest.mark.parametrize("budget", [16, 60, 4096])
+def test_three_steps_equal_the_reference_in_float64(make_model: ModelMaker, tmp_path: Path, budget: int) -> None:
+    folder = make_model("qwen2")
+    trainer = exact_trainer(folder, tokens_per_microbatch=budget)
+    reference = ReferenceTrainer(folder, RATE, 0.5, 3.0)
+    for step in (1, 2, 3):
+        batch = random_batch(step, train_step=step, versions=3)
+        report = trainer.train(batch, VERSIONS)
+        loss, norm = reference.step(batch)
+        assert report.loss == pytest.approx(loss, abs=1e-10) and report.grad_norm == pytest.approx(norm, rel=1e-9)
+    assert largest_difference(weights(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-10
+
+
+def test_masked_old_segments_change_the_numerator_only(make_model: ModelMaker, tmp_path: Path) -> None:
+    folder = make_model("qwen3")
+    batch = random_batch(7, train_step=4, versions=4)
+    trainer = exact_trainer(folder, max_token_staleness=1)
+    trainer.restore_extra({"train_step": 3})
+    reference = ReferenceTrainer(folder, RATE, 0.5, 3.0)
+    report = trainer.train(batch, VERSIONS)
+    loss, _ = reference.step(batch, oldest_version=2)
+    assert report.loss == pytest.approx(loss, abs=1e-10)
+    assert 0 < report.batch.masked_fraction < 1 and report.batch.trajectory_staleness.max == 1
+    assert largest_difference(weights(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-10
+
+
+def test_environment_tokens_condition_the_policy_and_carry_no_loss(make_model: ModelMaker) -> None:
+    rng = np.random.default_rng(0)
+    tool = environment_segment(rng, 5)
+    members = [trajectory(f"g0.{m}", [policy_segment(rng, 4), tool, policy_segment(rng, 3)], float(m)) for m in (0, 1)]
+    report = exact_trainer(make_model("qwen2")).train(batch_of(members), {0: 0})
+    assert report.batch.original_tokens == report.batch.trained_tokens == 14
+    assert report.policy.ratio.tokens == 14
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+@pytest.mark.parametrize("loss", ["ppo_clip", "decoupled_ppo", "tis", "gspo", "cispo"])
+def test_on_policy_every_ratio_is_one(make_model: ModelMaker, name: str, loss: str) -> None:
+    config = TrainerConfig(learning_rate=1e-3, algorithm=AlgorithmConfig(loss=loss))
+    trainer = PolicyTrainer.from_folder(make_model(name), config)
+    batch = random_batch(3, members=4)
+    cooler = [
+        trajectory(f"g9.{m}", [policy_segment(np.random.default_rng(m), 9, temperature=0.7)], float(m)) for m in (0, 1)
+    ]
+    batch = batch_of(*[list(g.trajectories) for g in batch.groups], cooler)
+    report = trainer.train(with_own_logprobs(trainer, batch), {0: 0})
+    assert report.policy.ratio.min == pytest.approx(1, abs=1e-4) and report.policy.ratio.max == pytest.approx(
+        1, abs=1e-4
+    )
+    assert report.policy.effective_sample_share == pytest.approx(1, abs=1e-3)
+    assert report.policy.kl_behavior_k3 < 1e-6 and report.policy.logprob_gap_pure.max < 1e-4
+    assert report.policy.logprob_gap_pure.tokens == report.batch.trained_tokens
+
+
+def test_minibatches_make_one_update_each_and_only_the_first_is_on_policy(make_model: ModelMaker) -> None:
+    config = TrainerConfig(learning_rate=RATE, minibatches=4)
+    trainer = PolicyTrainer.from_folder(make_model("qwen2"), config)
+    batch = with_own_logprobs(trainer, random_batch(3, members=4))
+    report = trainer.train(batch, {0: 0})
+    assert report.updates == 4 and report.policy.ratio.max > 1.01
+    first = sum(t.response_token_count for t in batch.groups[0].trajectories)
+    assert 0 < report.policy.logprob_gap_pure.tokens <= first and report.policy.logprob_gap_pure.max < 1e-4
+
+
+def test_gradient_checkpointing_changes_nothing(make_model: ModelMaker, tmp_path: Path) -> None:
+    folder, batch = make_model("qwen2"), random_batch(5)
+    results = []
+    for checkpointing in (False, True):
+        trainer = exact_trainer(folder, gradient_checkpointing=checkpointing)
+        trainer.train(batch, {0: 0})
+        results.append(weights(trainer, tmp_path / str(checkpointing)))
+    assert largest_difference(*results) < 1e-14
+
+
+def test_a_batch_out_of_order_is_refused_and_changes_nothing(make_model: ModelMaker) -> None:
+    trainer = exact_trainer(make_model("qwen2"))
+    with pytest.raises(DataError, match="batch 2 does not follow train step 0"):
+        trainer.train(random_batch(0, train_step=2), VERSIONS)
+    assert trainer.train_step == 0
+
+
+def test_a_replayed_step_gives_the_same_weights_bit_for_bit(make_model: ModelMaker, tmp_path: Path) -> None:
+    results = []
+    for run in ("first", "again"):
+        trainer = exact_trainer(make_model("llama"), minibatches=2)
+        for step in (1, 2):
+            trainer.train(random_batch(step, train_step=step), VERSIONS)
+        results.append(weights(trainer, tmp_path / run))
+    assert largest_difference(*results) == 0
+
+
+def test_state_filled_into_a_fresh_trainer_continues_the_same_run(make_model: ModelMaker, tmp_path: Path) -> None:
+    batches = [random_batch(step, train_step=step) for step in (1, 2, 3)]
+    steady = exact_trainer(make_model("qwen2"))
+    for batch in batches:
+        steady.train(batch, VERSIONS)
+    first = exact_trainer(make_model("qwen2"))
+    for batch in batches[:2]:
+        first.train(batch, VERSIONS)
+    second = exact_trainer(make_model("qwen2", seed=5))
+    for name, tensor in second.state_tensors().items():
+        tensor.copy_(first.state_tensors()[name])
+    second.restore_extra(json.loads(json.dumps(first.state_extra())))
+    second.train(batches[2], VERSIONS)
+    assert largest_difference(weights(steady, tmp_path / "steady"), weights(second, tmp_path / "second")) == 0
+
+
+def test_the_report_is_plain_json(make_model: ModelMaker) -> None:
+    report = exact_trainer(make_model("qwen2")).train(random_batch(2, train_step=1), {0: 0})
+    again = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert again["train_step"] == 1 and again["policy"]["ratio_by_staleness"]["0"]["tokens"] > 0
