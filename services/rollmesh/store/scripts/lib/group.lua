@@ -11,7 +11,7 @@ end
 
 local function load_group(gid)
   local group = groups[gid]
-  if group then return group end
+  if group then return not group.gone and group or nil end
   local v = call('HMGET', group_key(gid), 'index', 'needed', 'launched', 'scored', 'terminal', 'low', 'high', 'step')
   if not v[1] then return nil end
   group = {

@@ -1,0 +1,293 @@
+"""Leadership, admission, cuts, the trainer's steps and the registry, on a real server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollmesh.errors import Conflict, SessionLost
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.store import EvalRequest, EvalResult, TrajectoryStore
+from rollmesh.types import GeneratorRecord
+
+from .store_mesh import Mesh, group, policy
+from .truth import read_truth
+
+
+async def expire(store: TrajectoryStore, session: str) -> None:
+    """Let a session's time run out, and the grace of a new leader."""
+    keys = store.connection.keys
+    await store.connection.command("ZADD", keys.single("sessions"), "XX", 1, session)
+    await store.connection.command("HSET", keys.single("meta"), "leader_since", 1)
+
+
+async def test_one_leader_at_a_time_and_a_former_one_is_refused(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    assert await store.acquire_leadership("other") is None
+    assert await store.renew_leadership(mesh.leader)
+    await store.resign(mesh.leader)
+    second = await store.acquire_leadership("other")
+    assert second is not None
+    assert not await store.renew_leadership(mesh.leader)
+    with pytest.raises(SessionLost):
+        await mesh.admit(1)
+    with pytest.raises(SessionLost):
+        await store.set_desired(mesh.leader, Desired(pool_size=1))
+    with pytest.raises(SessionLost):
+        await store.reap(mesh.leader)
+
+
+async def test_leadership_that_was_not_renewed_passes_on(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "leader_until", 1)
+    assert await store.acquire_leadership("other") is not None
+    assert not await store.renew_leadership(mesh.leader)
+
+
+async def test_admission_moves_the_cursor_once(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    assert await store.admit(mesh.leader, [group(0), group(1)], Cursor(), Cursor(index=2)) == 2
+    with pytest.raises(Conflict, match="cursor"):
+        await store.admit(mesh.leader, [group(0)], Cursor(), Cursor(index=1))
+    assert await store.admit(mesh.leader, [group(1), group(0, epoch=1)], Cursor(index=2), Cursor(epoch=1, index=1)) == 1
+    assert await store.cursor() == Cursor(epoch=1, index=1)
+    assert (await store.view()).open_groups == 3
+
+
+async def test_a_retried_admission_is_counted_once(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    words = ("e0-0", 2, 0, 0, b"prompt")
+    once = await store.connection.run("admit", mesh.leader, "n", 0, 0, 0, 1, 1, *words)
+    twice = await store.connection.run("admit", mesh.leader, "n", 0, 0, 0, 1, 1, *words)
+    assert (once, twice) == (1, 1)
+    assert (await store.view()).open_groups == 1
+
+
+async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0)
+    await mesh.admit(3)
+    await mesh.complete_all()
+    with pytest.raises(Conflict, match="cut_step is 0"):
+        await store.cut(mesh.leader, 2, ["e0-0"])
+    with pytest.raises(Conflict, match="e0-9 is not ready"):
+        await store.cut(mesh.leader, 1, ["e0-0", "e0-9"])
+    with pytest.raises(Conflict, match="listed twice"):
+        await store.cut(mesh.leader, 1, ["e0-0", "e0-0"])
+    await store.cut(mesh.leader, 1, ["e0-0"])
+    await store.cut(mesh.leader, 1, ["e0-0"])
+    with pytest.raises(Conflict):
+        await store.cut(mesh.leader, 1, ["e0-1"])
+    with pytest.raises(Conflict, match="trained_step is 0"):
+        await store.cut(mesh.leader, 2, ["e0-1"])
+    await store.claim(mesh.trainer, 1, 1.0)
+    await store.confirm_batch_file(mesh.trainer, 1, "d")
+    await store.report_trained(mesh.trainer, 1)
+    with pytest.raises(Conflict, match="staleness 1, over the bound of 0"):
+        await store.cut(mesh.leader, 2, ["e0-1"])
+    assert (await read_truth(store)).problems == []
+
+
+async def test_masking_old_segments_keeps_stale_groups_within_the_bound(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=0, mask_old_segments=True)
+    await mesh.admit(2)
+    await mesh.complete_all()
+    for step, gid in ((1, "e0-0"), (2, "e0-1")):
+        assert [g.min_train_step for g in (await store.view()).ready][0] == step - 1
+        await store.cut(mesh.leader, step, [gid])
+        await store.claim(mesh.trainer, step, 1.0)
+        await store.confirm_batch_file(mesh.trainer, step, "d")
+        await store.report_trained(mesh.trainer, step)
+
+
+async def test_a_claim_waits_for_its_cut(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    await mesh.complete_all()
+    assert await store.claim(mesh.trainer, 1, 0.02) is None
+    waiting = asyncio.create_task(store.claim(mesh.trainer, 1, 10.0))
+    await asyncio.sleep(0)
+    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    batch = await waiting
+    assert batch is not None
+    assert batch.train_step == 1
+    again = await store.claim(mesh.trainer, 1, 0.1)
+    assert again is not None
+    assert [g.group_id for g in again.groups] == ["e0-0", "e0-1"]
+
+
+async def test_every_step_of_the_trainer_may_be_repeated(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    await mesh.complete_all()
+    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    with pytest.raises(Conflict, match="not been confirmed"):
+        await store.report_trained(mesh.trainer, 1)
+    await store.claim(mesh.trainer, 1, 1.0)
+    for _ in range(2):
+        await store.confirm_batch_file(mesh.trainer, 1, "d")
+    with pytest.raises(Conflict, match="another digest"):
+        await store.confirm_batch_file(mesh.trainer, 1, "e")
+    with pytest.raises(Conflict, match="read it from the checkpoint store"):
+        await store.claim(mesh.trainer, 1, 0.1)
+    for _ in range(2):
+        await store.report_trained(mesh.trainer, 1)
+        await store.report_committed(mesh.trainer, 1)
+        await store.confirm_batch_file(mesh.trainer, 1, "d")
+    with pytest.raises(Conflict, match="already trained"):
+        await store.claim(mesh.trainer, 1, 0.1)
+    state = await store.training_state()
+    assert (state.trained_step, state.cut_step, state.committed_step) == (1, 1, 1)
+    assert (await store.counts()).totals["consumed_total"] == 2
+    truth = await read_truth(store)
+    assert (truth.problems, truth.tombstones) == ([], {"e0-0", "e0-1"})
+
+
+async def test_only_the_newest_trainer_session_counts(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    second = await store.open_trainer_session("second")
+    with pytest.raises(SessionLost):
+        await store.announce_policy(mesh.trainer, policy(1))
+    with pytest.raises(SessionLost):
+        await store.claim(mesh.trainer, 1, 0.01) or await store.report_trained(mesh.trainer, 1)
+    await store.announce_policy(second, policy(1))
+
+
+async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await store.announce_policy(mesh.trainer, policy(0))
+    with pytest.raises(Conflict, match="the next one is 1"):
+        await store.announce_policy(mesh.trainer, policy(2))
+    with pytest.raises(Conflict, match="exists already"):
+        await store.announce_policy(mesh.trainer, policy(0, train_step=3))
+    waiting = asyncio.create_task(store.wait_policy(0, 10.0))
+    await asyncio.sleep(0)
+    await store.announce_policy(mesh.trainer, policy(1))
+    assert await waiting == policy(1)
+    assert await store.wait_policy(1, 0.02) is None
+    assert await store.policies() == [policy(0), policy(1)]
+    assert await store.latest_policy() == policy(1)
+    assert await store.policy(0) == policy(0)
+    assert await store.policy(7) is None
+    await store.pin_policy(0)
+    assert (await store.pinned_policy(), await store.effective_policy()) == (0, policy(0))
+    with pytest.raises(Conflict):
+        await store.pin_policy(9)
+    await store.pin_policy(None)
+    assert await store.effective_policy() == policy(1)
+
+
+async def test_generators_live_as_long_as_their_heartbeat(store: TrajectoryStore) -> None:
+    def record(instance_id: str, running: int) -> GeneratorRecord:
+        return GeneratorRecord(
+            instance_id=instance_id,
+            address="127.0.0.1:1",
+            policy_version=0,
+            running_count=running,
+            waiting_count=0,
+            slot_count=4,
+            kv_token_capacity=100,
+            serving=True,
+        )
+
+    await store.register_generator(record("a", 1), 30.0)
+    await store.register_generator(record("a", 2), 30.0)
+    await store.register_generator(record("b", 1), 30.0)
+    await store.connection.command("ZADD", store.connection.keys.single("generator_expiry"), 1, "b")
+    assert await store.generators() == [record("a", 2)]
+    await store.deregister_generator("a")
+    assert await store.generators() == []
+
+
+async def test_expired_sessions_are_reaped_after_the_grace_of_a_new_leader(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    await store.lease(mesh.session, 4)
+    await mesh.append("e0-0.0", 0, 4)
+    await mesh.finish("e0-0.1", 0, 4)
+    await store.connection.command("ZADD", store.connection.keys.single("sessions"), "XX", 1, mesh.session)
+    assert await store.reap(mesh.leader) == 0, "a new leader waits one TTL"
+    await expire(store, mesh.session)
+    assert await store.reap(mesh.leader) == 4
+    assert await store.reap(mesh.leader) == 0
+    view = await store.view()
+    assert (view.leased, view.partial, view.pending, view.finished) == (0, 1, 2, 1)
+    assert await mesh.append("e0-0.0", 4, 2) == 4, "late results of a dead session are refused"
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_rollback_drops_all_unclaimed_work(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(4)
+    await mesh.complete_all()
+    await mesh.admit(1)
+    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    assert await store.rollback(mesh.trainer) == 5
+    view = await store.view()
+    assert (view.admitted_unconsumed, view.cut_step) == (0, 0)
+    assert (await store.counts()).drops == {"rolled_back": 5}
+    await mesh.admit(2)
+    await mesh.complete_all()
+    await store.cut(mesh.leader, 1, ["e0-5", "e0-6"])
+    assert await store.claim(mesh.trainer, 1, 1.0) is not None
+    assert (await read_truth(store)).problems == []
+
+
+async def test_blocked_since_starts_once_and_is_cleared(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await store.set_desired(mesh.leader, Desired(pool_size=1), blocked=True)
+    since = (await store.view()).blocked_since
+    assert since is not None
+    await store.set_desired(mesh.leader, Desired(pool_size=1), blocked=True)
+    assert (await store.view()).blocked_since == since
+    await store.set_desired(mesh.leader, Desired(pool_size=1), blocked=False)
+    assert (await store.view()).blocked_since is None
+
+
+async def test_a_failure_counts_while_its_reporter_leads(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await store.report_failure(mesh.leader, "320 groups filtered in a row")
+    assert await store.failure() == "320 groups filtered in a row"
+    await store.resign(mesh.leader)
+    assert await store.acquire_leadership("again") is not None
+    assert await store.failure() == ""
+
+
+async def test_an_evaluation_is_done_once_even_if_its_worker_dies(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    request = EvalRequest(evaluation_id="before", policy_version=0, prompt_count=16)
+    for _ in range(2):
+        await store.request_evaluation(request)
+    with pytest.raises(Conflict):
+        await store.request_evaluation(EvalRequest(evaluation_id="before", policy_version=1, prompt_count=16))
+    assert await store.claim_evaluation(mesh.session) == request
+    assert await store.claim_evaluation(mesh.session) == request
+    other = await store.open_session("other")
+    assert await store.claim_evaluation(other) is None
+    await store.close_session(mesh.session)
+    assert await store.claim_evaluation(other) == request
+    result = EvalResult(mean=0.5, standard_error=0.1, sample_count=16)
+    with pytest.raises(SessionLost):
+        await store.finish_evaluation(mesh.session, "before", result)
+    for _ in range(2):
+        await store.finish_evaluation(other, "before", result)
+    record = (await store.evaluations())[0]
+    assert (record.request, record.result, record.claimed) == (request, result, False)
+    assert await store.claim_evaluation(other) is None
+
+
+async def test_tombstones_become_a_floor_below_which_nothing_is_admitted_again(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_staleness=1000)
+    await mesh.admit(4)
+    await mesh.complete_all()
+    for step in range(1, 4):
+        await store.cut(mesh.leader, step, [f"e0-{step - 1}"])
+        await store.claim(mesh.trainer, step, 1.0)
+        await store.confirm_batch_file(mesh.trainer, step, "d")
+        # Keep the tombstones of one step only.
+        await store.connection.run("report_trained", mesh.trainer, step, 1)
+    assert (await read_truth(store)).tombstones == {"e0-1", "e0-2"}
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 0)
+    groups = [group(i) for i in range(6)]
+    assert await store.admit(mesh.leader, groups, Cursor(), Cursor(index=6)) == 2
+    assert sorted(await store.live_groups()) == ["e0-3", "e0-4", "e0-5"]

@@ -1,0 +1,151 @@
+"""The queue read key by key, without its scripts: what is really there, and whether it contradicts itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rollmesh.store import TrajectoryStore
+
+HELD = ("leased", "finished")
+COUNTED = ("leased", "finished", "scored", "unscorable", "dead")
+
+
+@dataclass
+class Record:
+    state: str
+    session: str | None
+    tokens: int
+    step: int | None
+
+
+@dataclass
+class Truth:
+    groups: dict[str, str] = field(default_factory=dict)
+    """State by group that is open, ready or cut."""
+    members: dict[str, Record] = field(default_factory=dict)
+    tombstones: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+    def count(self, state: str) -> int:
+        return sum(r.state == state for r in self.members.values())
+
+
+class _Reader:
+    def __init__(self, store: TrajectoryStore) -> None:
+        self.connection = store.connection
+        self.keys = store.connection.keys
+        self.truth = Truth()
+
+    async def names(self, command: str, name: str) -> list[str]:
+        arguments = (0, -1) if command == "ZRANGE" else ()
+        raw = await self.connection.command(command, self.keys.single(name), *arguments)
+        return [item.decode() for item in raw]
+
+    async def read(self) -> Truth:
+        truth = self.truth
+        queues = {name: await self.names("ZRANGE", name) for name in ("pending", "partial", "scoring")}
+        for state, command in (("open", "ZRANGE"), ("ready", "ZRANGE"), ("cut", "HKEYS")):
+            for gid in await self.names(command, state):
+                if gid in truth.groups:
+                    truth.problems.append(f"{gid} is {truth.groups[gid]} and {state}")
+                truth.groups[gid] = state
+        truth.tombstones = set(await self.names("ZRANGE", "tombstones"))
+        for gid in sorted(truth.tombstones & truth.groups.keys()):
+            truth.problems.append(f"{gid} is {truth.groups[gid]} and gone")
+        placed = Counter(i for ids in queues.values() for i in ids)
+        truth.problems += [f"{i} waits {n} times" for i, n in placed.items() if n > 1]
+        for gid in truth.groups:
+            await self.read_group(gid, queues)
+        truth.problems += [f"{i} waits, but its group is gone" for i in placed if i not in truth.members]
+        await self.check_leases(queues["scoring"])
+        await self.check_counters()
+        await self.check_steps()
+        return truth
+
+    async def read_group(self, gid: str, queues: dict[str, list[str]]) -> None:
+        truth, state = self.truth, self.truth.groups[gid]
+        raw = await self.connection.command("HGETALL", self.keys.of("group", gid))
+        group = {k.decode(): v.decode() for k, v in raw.items()}
+        if not group:
+            truth.problems.append(f"{gid} is {state} without a record")
+            return
+        states: Counter[str] = Counter()
+        ids = [f"{gid}.{member}" for member in range(int(group["launched"]))]
+        hashes = await self.connection.commands([("HGETALL", self.keys.of("trajectory", i)) for i in ids])
+        lengths = await self.connection.commands([("LLEN", self.keys.of("segments", i)) for i in ids])
+        for trajectory_id, fields, length in zip(ids, hashes, lengths, strict=True):
+            record = _record(fields)
+            truth.members[trajectory_id] = record
+            states[record.state] += 1
+            for queue in ("pending", "partial"):
+                if (trajectory_id in queues[queue]) != (record.state == queue):
+                    truth.problems.append(f"{trajectory_id} is {record.state}; in the {queue} queue it is not so")
+            if record.tokens and not length and record.state not in ("dead",):
+                truth.problems.append(f"{trajectory_id} has {record.tokens} tokens and no segment")
+        terminal = states["scored"] + states["unscorable"] + states["dead"]
+        if ids and (terminal, states["scored"]) != (int(group["terminal"]), int(group["scored"])):
+            truth.problems.append(f"{gid}: counters {group} but members {dict(states)}")
+        if state != "open" and terminal != len(ids):
+            truth.problems.append(f"{gid} is {state} with unfinished members {dict(states)}")
+        if state == "open" and terminal == len(ids):
+            truth.problems.append(f"{gid} is open, but every member is terminal")
+
+    async def check_leases(self, scoring: list[str]) -> None:
+        truth = self.truth
+        held: dict[str, str] = {}
+        pattern = self.keys.of("held", "*").replace("{", "\\{").replace("}", "\\}")
+        for key in await self.connection.command("KEYS", pattern):
+            session = key.decode().rpartition(":")[2]
+            for trajectory_id in await self.connection.command("SMEMBERS", key):
+                if trajectory_id.decode() in held:
+                    truth.problems.append(f"{trajectory_id.decode()} is held twice")
+                held[trajectory_id.decode()] = session
+        for trajectory_id, record in truth.members.items():
+            if record.state in HELD and trajectory_id not in scoring:
+                if held.pop(trajectory_id, None) != record.session or record.session is None:
+                    truth.problems.append(f"{trajectory_id} is {record.state}, but its session does not hold it")
+            elif trajectory_id in scoring and (record.state != "finished" or record.session is not None):
+                truth.problems.append(f"{trajectory_id} waits for scoring as {record}")
+        truth.problems += [f"{i} is held by {s}, but its state says otherwise" for i, s in held.items()]
+
+    async def check_counters(self) -> None:
+        raw = await self.connection.command("HMGET", self.keys.single("counts"), *COUNTED)
+        for name, value in zip(COUNTED, raw, strict=True):
+            if int(value or 0) != self.truth.count(name):
+                self.truth.problems.append(f"counter {name} is {value}, in truth {self.truth.count(name)}")
+
+    async def check_steps(self) -> None:
+        """The smallest train_step kept for a group is the one of its members that are in the loss."""
+        for queue, state in (("open_steps", "open"), ("ready_steps", "ready")):
+            raw = await self.connection.command("ZRANGE", self.keys.single(queue), 0, -1, "WITHSCORES")
+            kept = {gid.decode(): score for gid, score in raw}
+            for gid, group_state in self.truth.groups.items():
+                if group_state != state:
+                    continue
+                steps = [
+                    r.step
+                    for i, r in self.truth.members.items()
+                    if i.rpartition(".")[0] == gid and r.step is not None and r.state not in ("unscorable", "dead")
+                ]
+                expected = min(steps) if steps else (None if state == "open" else float("inf"))
+                if kept.pop(gid, None) != expected:
+                    self.truth.problems.append(f"{gid}: {queue} does not say {expected}")
+            self.truth.problems += [f"{gid} is in {queue} for nothing" for gid in kept]
+
+
+def _record(fields: dict[bytes, bytes]) -> Record:
+    if not fields:
+        return Record("pending", None, 0, None)
+    session, step = fields.get(b"session"), fields.get(b"step")
+    return Record(
+        fields[b"state"].decode(),
+        session.decode() if session else None,
+        int(fields.get(b"tokens", 0)),
+        int(step) if step is not None else None,
+    )
+
+
+async def read_truth(store: TrajectoryStore) -> Truth:
+    """Read everything; ``problems`` is empty when the queue does not contradict itself."""
+    return await _Reader(store).read()
