@@ -1,0 +1,77 @@
+"""What a generator may answer: every chunk is checked before a token of it is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollmesh.errors import RollmeshError
+from rollmesh.generator.engines.protocol import Chunk
+from rollmesh.types import FinishReason
+
+LOGPROB_SLACK = 1e-4
+"""A log-probability may exceed 0 by rounding."""
+
+
+class GarbageAnswer(RollmeshError, RuntimeError):
+    """A generator sent a chunk that cannot be true; ``reason`` is short and bounded, fit for a metric label."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the call asked for."""
+
+    vocab_size: int
+    min_version: int
+    newest_version: int
+    """Newest announced policy version: nobody can sample from a later one."""
+    pinned_version: int | None
+    stop_token_ids: Collection[int]
+    max_context_tokens: int
+
+
+def check_chunk(chunk: Chunk, expected: Expected, *, remaining: int, context_tokens: int) -> None:
+    """Raise GarbageAnswer unless the chunk is a possible continuation.
+
+    ``remaining`` tokens of the call's budget and ``context_tokens`` tokens of context precede the chunk.
+    """
+    count = len(chunk.token_ids)
+    if len(chunk.behavior_logprobs) != count:
+        raise GarbageAnswer("lengths", f"{count} token_ids but {len(chunk.behavior_logprobs)} behavior_logprobs")
+    if count > remaining:
+        raise GarbageAnswer("too_many_tokens", f"{count} tokens where {remaining} were left of the budget")
+    _check_version(chunk, expected)
+    if count:
+        low, high = int(chunk.token_ids.min()), int(chunk.token_ids.max())
+        if low < 0 or high >= expected.vocab_size:
+            raise GarbageAnswer("token_id", f"token id {low if low < 0 else high} outside [0, {expected.vocab_size})")
+        largest = float(chunk.behavior_logprobs.max())
+        if not np.isfinite(chunk.behavior_logprobs).all() or largest > LOGPROB_SLACK:
+            raise GarbageAnswer("logprob", f"behavior_logprobs must be finite and not above 0, got {largest}")
+    match chunk.finish_reason:
+        case FinishReason.STOP:
+            if not count or int(chunk.token_ids[-1]) not in expected.stop_token_ids:
+                raise GarbageAnswer("finish_reason", "stop without a stop token at the end")
+        case FinishReason.LENGTH:
+            if count < remaining and context_tokens + count < expected.max_context_tokens:
+                raise GarbageAnswer("finish_reason", f"length with {remaining - count} tokens left of the budget")
+        case FinishReason.ENVIRONMENT:
+            raise GarbageAnswer("finish_reason", "a generator cannot end a trajectory for the environment")
+
+
+def _check_version(chunk: Chunk, expected: Expected) -> None:
+    version = chunk.policy_version
+    if not expected.min_version <= version <= expected.newest_version:
+        raise GarbageAnswer(
+            "version", f"policy_version {version} outside [{expected.min_version}, {expected.newest_version}]"
+        )
+    if expected.pinned_version is not None and version != expected.pinned_version:
+        raise GarbageAnswer("version", f"policy_version {version}, pinned to {expected.pinned_version}")
+    if chunk.kv_min_version > version:
+        raise GarbageAnswer("version", f"kv_min_version {chunk.kv_min_version} above policy_version {version}")

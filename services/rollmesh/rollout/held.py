@@ -1,0 +1,134 @@
+"""A trajectory in the hands of this worker: what was sampled, what is saved, and whether it has to be let go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from rollmesh.errors import RollmeshError
+from rollmesh.store.types import ReleaseReason
+from rollmesh.types import FinishReason, Int32Array, Segment, SegmentSource, Trajectory
+
+
+class Parked(RollmeshError):
+    """The trajectory comes to rest as a partial one: its tokens are saved and the lease goes back."""
+
+    def __init__(self, reason: ReleaseReason) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class LetGo(RollmeshError):
+    """The queue no longer wants this worker to continue the trajectory."""
+
+
+class Held:
+    """One trajectory while a worker holds it. Tokens are only ever appended."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.trajectory = trajectory
+        """As it was leased: prompt, saved segments, trace."""
+        self.segments: list[Segment] = list(trajectory.segments)
+        self.token_count = trajectory.response_token_count
+        self.saved_token_count = self.token_count
+        self.newest_version = max(trajectory.policy_versions, default=-1)
+        self.start_floor = 0
+        """Oldest policy version on which a trajectory without tokens may start (Desired.start_at_version)."""
+        self.call_floor = 0
+        """Oldest policy version for any call (Desired.interrupt_below_version)."""
+        self.finished = False
+        self._park: ReleaseReason | None = None
+        self._lost = ""
+
+    @property
+    def trajectory_id(self) -> str:
+        """Identity of the trajectory."""
+        return self.trajectory.trajectory_id
+
+    @property
+    def min_version(self) -> int:
+        """Oldest policy version that may write the next token."""
+        own = self.start_floor if self.newest_version < 0 else self.newest_version
+        return max(own, self.call_floor, 0)
+
+    @property
+    def prompt_token_count(self) -> int:
+        """Length of the prompt."""
+        return len(self.trajectory.prompt.token_ids)
+
+    def context_ids(self) -> Int32Array:
+        """Prompt and everything since, int32 [prompt_tokens + token_count]."""
+        parts = [self.trajectory.prompt.token_ids, *(s.token_ids for s in self.segments)]
+        return np.concatenate(parts).astype(np.int32, copy=False)
+
+    def add(self, segment: Segment) -> None:
+        """Append tokens."""
+        if len(segment) == 0:
+            return
+        self.segments.append(segment)
+        self.token_count += len(segment)
+        if segment.source is SegmentSource.POLICY:
+            self.newest_version = max(self.newest_version, segment.policy_version)
+
+    def unsaved(self) -> list[Segment]:
+        """Segments after the saved tokens; the first one is sliced where the saved part ends inside it."""
+        found: list[Segment] = []
+        start = 0
+        for segment in self.segments:
+            end = start + len(segment)
+            if end > self.saved_token_count:
+                found.append(_tail(segment, max(0, self.saved_token_count - start)))
+            start = end
+        return found
+
+    def restart(self) -> None:
+        """Forget every token; the queue has done so too."""
+        self.segments.clear()
+        self.token_count = self.saved_token_count = 0
+        self.newest_version = -1
+
+    def result(self, reason: FinishReason) -> Trajectory:
+        """The finished trajectory, for scoring."""
+        return replace(self.trajectory, segments=tuple(self.segments), finish_reason=reason)
+
+    def park(self, reason: ReleaseReason) -> None:
+        """Ask the trajectory to come to rest at its next step."""
+        if self._park is None:
+            self._park = reason
+
+    def unpark(self) -> None:
+        """The pause ended before the trajectory came to rest."""
+        if self._park is ReleaseReason.PAUSED:
+            self._park = None
+
+    def lose(self, reason: str) -> None:
+        """The queue does not hold the trajectory for this worker any more."""
+        self._lost = reason
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the trajectory should go on."""
+        return self._park is None and not self._lost
+
+    def check_lost(self) -> None:
+        """Raise LetGo when the queue has given the trajectory up; a call under way ends for that reason only."""
+        if self._lost:
+            raise LetGo(self._lost)
+
+    def check(self) -> None:
+        """Raise LetGo or Parked when the trajectory must not go on."""
+        self.check_lost()
+        if self._park is not None:
+            raise Parked(self._park)
+
+
+def _tail(segment: Segment, start: int) -> Segment:
+    if start == 0:
+        return segment
+    logprobs = segment.behavior_logprobs
+    return replace(
+        segment,
+        token_ids=segment.token_ids[start:],
+        behavior_logprobs=None if logprobs is None else logprobs[start:],
+    )

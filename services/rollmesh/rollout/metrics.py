@@ -1,0 +1,203 @@
+"""What the rollout service exports."""
+
+from __future__ import annotations
+
+from rollmesh.mesh import MeshView
+from rollmesh.runtime.metrics import LENGTH_BUCKETS, STALENESS_BUCKETS, Metrics
+
+_CALL_ENDS = (
+    "stop",
+    "length",
+    "interrupted",
+    "segment_limit",
+    "refused",
+    "cut_off",
+    "hung",
+    "gone",
+    "broken",
+    "lengths",
+    "too_many_tokens",
+    "version",
+    "token_id",
+    "logprob",
+    "finish_reason",
+    "no_finish_reason",
+)
+_DROPS = ("lost", "dead", "failed", "unscorable")
+_ENDS = ("stop", "length", "environment")
+_STATES = ("pending", "partial", "leased", "finished")
+_OUTCOMES = ("scored", "timed_out", "verifier_error")
+
+
+class RolloutMetrics:
+    """Counters of the worker and, on the leader, gauges of the whole mesh."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._tokens = metrics.counter(
+            "rollmesh_rollout_sampled_tokens_total", "Tokens kept, by version age when they arrived.", ("age",)
+        )
+        for age in (*map(str, range(4)), "4+"):
+            self._tokens.labels(age=age)
+        self._calls = metrics.counter(
+            "rollmesh_rollout_calls_ended_total", "Generation calls, by what ended them.", ("reason",)
+        )
+        for reason in _CALL_ENDS:
+            self._calls.labels(reason=reason)
+        self._fruitless = metrics.counter(
+            "rollmesh_rollout_calls_fruitless_total", "Generation calls that were given up without a token."
+        )
+        self._drops = metrics.counter(
+            "rollmesh_rollout_trajectories_dropped_total", "Trajectories this worker gave up, by reason.", ("reason",)
+        )
+        for reason in _DROPS:
+            self._drops.labels(reason=reason)
+        self._parked = metrics.counter(
+            "rollmesh_rollout_trajectories_parked_total", "Trajectories put to rest as partial, by reason.", ("reason",)
+        )
+        self._finished = metrics.counter(
+            "rollmesh_rollout_trajectories_finished_total", "Finished trajectories, by finish reason.", ("reason",)
+        )
+        for reason in _ENDS:
+            self._finished.labels(reason=reason)
+        self._length = metrics.histogram(
+            "rollmesh_rollout_response_tokens", "Tokens of finished responses.", buckets=LENGTH_BUCKETS
+        )
+        self._span = metrics.histogram(
+            "rollmesh_rollout_version_span",
+            "Newest minus oldest policy version of a response.",
+            buckets=STALENESS_BUCKETS,
+        )
+        self._reward_seconds = metrics.histogram(
+            "rollmesh_rollout_reward_seconds", "From the last token to the outcome, queueing included."
+        )
+        self._outcomes = metrics.counter(
+            "rollmesh_rollout_reward_outcomes_total", "Reward outcomes by kind.", ("kind",)
+        )
+        for kind in _OUTCOMES:
+            self._outcomes.labels(kind=kind)
+        self.leases = metrics.counter("rollmesh_rollout_leases_total", "Trajectories leased by this worker.")
+        self.resumed = metrics.counter(
+            "rollmesh_rollout_leases_resumed_total", "Leases that continue a partial trajectory."
+        )
+        self.restarted = metrics.counter(
+            "rollmesh_rollout_trajectories_restarted_total",
+            "Multi-turn trajectories that began again because their environment cannot be resumed.",
+        )
+        self.sessions_lost = metrics.counter("rollmesh_rollout_sessions_lost_total", "Worker sessions that expired.")
+        self.in_flight = metrics.gauge("rollmesh_rollout_in_flight_trajectories", "Unfinished trajectories held here.")
+        self.awaiting_reward = metrics.gauge(
+            "rollmesh_rollout_awaiting_reward_trajectories", "Finished trajectories that wait for an outcome here."
+        )
+        self.awaiting_generator = metrics.gauge(
+            "rollmesh_rollout_awaiting_generator_trajectories", "Trajectories that wait for a generator here."
+        )
+        self.generators_avoided = metrics.gauge(
+            "rollmesh_rollout_generators_avoided", "Generators this worker leaves alone after misbehaviour."
+        )
+        self.leader = metrics.gauge("rollmesh_rollout_leader", "1 while this replica leads the mesh.")
+        self.evaluations = metrics.counter("rollmesh_rollout_evaluations_total", "Evaluations finished here.")
+        self._mesh = _MeshGauges(metrics)
+
+    def sampled(self, count: int, age: int) -> None:
+        """``count`` tokens arrived from a version ``age`` announcements old."""
+        self._tokens.labels(age=str(age) if age < 4 else "4+").inc(count)
+
+    def call_ended(self, reason: str) -> None:
+        """A generation call ended."""
+        self._calls.labels(reason=reason).inc()
+
+    def wasted_call(self, fruitless: bool) -> None:
+        """A call was given up; fruitless when not one token was kept."""
+        if fruitless:
+            self._fruitless.inc()
+
+    def dropped(self, reason: str) -> None:
+        """A trajectory is not continued here."""
+        self._drops.labels(reason=reason).inc()
+
+    def parked(self, reason: str) -> None:
+        """A trajectory was put to rest."""
+        self._parked.labels(reason=reason).inc()
+
+    def finished(self, reason: str, tokens: int, version_span: int) -> None:
+        """A trajectory is complete."""
+        self._finished.labels(reason=reason).inc()
+        self._length.observe(tokens)
+        self._span.observe(version_span)
+
+    def scored(self, kind: str, seconds: float) -> None:
+        """An outcome arrived."""
+        self._outcomes.labels(kind=kind).inc()
+        self._reward_seconds.observe(seconds)
+
+    def mesh(self, view: MeshView) -> None:
+        """What the leader sees."""
+        self._mesh.update(view)
+
+    def cut(self, staleness: list[int]) -> None:
+        """A batch was cut; staleness of its groups, in train steps."""
+        self._mesh.cut(staleness)
+
+    def admitted(self, groups: int) -> None:
+        """Groups were opened."""
+        self._mesh.admitted.inc(groups)
+
+    def evicted(self, reason: str, groups: int) -> None:
+        """Groups were dropped by the scheduler."""
+        self._mesh.evicted.labels(reason=reason).inc(groups)
+
+
+class _MeshGauges:
+    """Gauges that only the leader sets; another replica's stay at their last value, so read them with the leader's."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._trajectories = metrics.gauge(
+            "rollmesh_rollout_queue_trajectories", "Trajectories of open groups, by state.", ("state",)
+        )
+        self._groups = metrics.gauge(
+            "rollmesh_rollout_queue_groups", "Admitted, untrained groups, by state.", ("state",)
+        )
+        self._steps = metrics.gauge(
+            "rollmesh_rollout_train_step", "Train steps, by what was done with them.", ("kind",)
+        )
+        self._policy = metrics.gauge("rollmesh_rollout_policy_version", "Newest announced policy version.")
+        self._memory = metrics.gauge(
+            "rollmesh_rollout_store_memory_ratio", "Store memory used and still to be written."
+        )
+        self._filtered = metrics.gauge("rollmesh_rollout_filtered_in_a_row_groups", "Zero-variance groups in a row.")
+        self._blocked = metrics.gauge(
+            "rollmesh_rollout_cut_blocked_since_timestamp_seconds",
+            "Since when a straggler blocks the cut; 0 when none.",
+        )
+        self._staleness = metrics.histogram(
+            "rollmesh_rollout_cut_staleness_steps",
+            "Staleness of groups when their batch is cut.",
+            buckets=STALENESS_BUCKETS,
+        )
+        self._cut_time = metrics.gauge("rollmesh_rollout_last_cut_timestamp_seconds", "When a batch was last cut.")
+        self.admitted = metrics.counter("rollmesh_rollout_groups_admitted_total", "Groups opened by this leader.")
+        self.evicted = metrics.counter(
+            "rollmesh_rollout_groups_evicted_total", "Groups dropped by this leader, by reason.", ("reason",)
+        )
+        for reason in ("stale", "straggler_timeout", "run_complete"):
+            self.evicted.labels(reason=reason)
+        for state in _STATES:
+            self._trajectories.labels(state=state)
+
+    def update(self, view: MeshView) -> None:
+        for state in _STATES:
+            self._trajectories.labels(state=state).set(getattr(view, state))
+        cut = view.admitted_unconsumed - view.open_groups - view.ready_groups
+        for state, groups in (("open", view.open_groups), ("ready", view.ready_groups), ("cut", cut)):
+            self._groups.labels(state=state).set(groups)
+        self._steps.labels(kind="trained").set(view.trained_step)
+        self._steps.labels(kind="cut").set(view.cut_step)
+        self._policy.set(view.policy_version)
+        self._memory.set(view.memory_ratio)
+        self._filtered.set(view.filtered_in_a_row)
+        self._blocked.set(view.blocked_since or 0.0)
+
+    def cut(self, staleness: list[int]) -> None:
+        for value in staleness:
+            self._staleness.observe(value)
+        self._cut_time.set_to_current_time()

@@ -1,0 +1,138 @@
+"""Writes of many trajectories travel together: partial saves, last tokens, scores, releases."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from rollmesh.errors import Conflict
+from rollmesh.rollout.held import Held, LetGo
+from rollmesh.rollout.lanes import Lane
+from rollmesh.rollout.sessions import WorkerSession
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.types import Append, AppendResult, Finish, ReleaseReason, Score, WriteStatus
+from rollmesh.types import FinishReason, RewardOutcome
+
+T = TypeVar("T")
+
+_ITEMS_PER_WRITE = 256
+_RESENDS = 4
+"""Times a write may be told to start from another offset before the trajectory is let go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Release:
+    trajectory_id: str
+    reason: ReleaseReason
+
+
+class Saver:
+    """Saves, finishes, scores and releases held trajectories; every method returns once the queue has answered."""
+
+    def __init__(self, store: TrajectoryStore, session: WorkerSession) -> None:
+        self._store = store
+        self._session = session
+        self._appends = Lane(self._append, limit=_ITEMS_PER_WRITE)
+        self._finishes = Lane(self._finish, limit=_ITEMS_PER_WRITE)
+        self._scores = Lane(self._score, limit=_ITEMS_PER_WRITE)
+        self._releases = Lane(self._release, limit=_ITEMS_PER_WRITE)
+        self._failures = Lane(self._fail, limit=_ITEMS_PER_WRITE)
+        self._restarts = Lane(self._restart, limit=_ITEMS_PER_WRITE)
+
+    async def save(self, held: Held) -> None:
+        """Append what is not saved yet. Raises LetGo when the queue does not want it."""
+        if held.saved_token_count == held.token_count:
+            return
+
+        def item(offset: int) -> Append:
+            return Append(trajectory_id=held.trajectory_id, token_offset=offset, segments=held.unsaved())
+
+        await self._write(held, self._appends, item)
+
+    async def finish(self, held: Held, reason: FinishReason) -> None:
+        """Save the rest and the finish reason. Raises LetGo when the queue does not want it."""
+
+        def item(offset: int) -> Finish:
+            return Finish(
+                trajectory_id=held.trajectory_id, token_offset=offset, segments=held.unsaved(), finish_reason=reason
+            )
+
+        await self._write(held, self._finishes, item)
+        held.finished = True
+
+    async def score(
+        self, trajectory_id: str, outcome: RewardOutcome, shaped_reward: float, *, assigned: bool
+    ) -> WriteStatus:
+        """Record the outcome of a finished trajectory."""
+        score = Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=shaped_reward, assigned=assigned)
+        return (await self._scores.submit(score)).status
+
+    async def release(self, trajectory_id: str, reason: ReleaseReason) -> None:
+        """Give the lease back."""
+        await self._releases.submit(_Release(trajectory_id=trajectory_id, reason=reason))
+
+    async def fail(self, trajectory_id: str, reason: str) -> None:
+        """Make a dead letter of the trajectory."""
+        await self._failures.submit((trajectory_id, reason))
+
+    async def restart(self, held: Held) -> None:
+        """Drop the saved tokens: the trajectory begins again under the same lease."""
+        await self._restarts.submit(held.trajectory_id)
+        held.restart()
+
+    async def _write(self, held: Held, lane: Lane[T, AppendResult], item: Callable[[int], T]) -> None:
+        for _ in range(_RESENDS):
+            held.check_lost()
+            offset, end = held.saved_token_count, held.token_count
+            result = await lane.submit(item(offset))
+            if result.status.ok:
+                held.saved_token_count = end
+                return
+            if result.status is WriteStatus.LOST:
+                break
+            if result.saved_token_count == offset or result.saved_token_count > end:
+                break  # other tokens are there: someone else has continued the trajectory
+            held.saved_token_count = result.saved_token_count
+        held.lose("the queue does not hold the trajectory for this worker any more")
+        raise LetGo(held.trajectory_id)
+
+    async def _append(self, items: list[Append]) -> Sequence[AppendResult]:
+        return await self._split_on_conflict(items, self._store.append)
+
+    async def _finish(self, items: list[Finish]) -> Sequence[AppendResult]:
+        return await self._split_on_conflict(items, self._store.finish)
+
+    async def _score(self, items: list[Score]) -> Sequence[AppendResult]:
+        return await self._session.call(lambda session: self._store.score(session, items))
+
+    async def _split_on_conflict(
+        self, items: list[T], write: Callable[[str, list[T]], Awaitable[list[AppendResult]]]
+    ) -> Sequence[AppendResult]:
+        """A policy version that nobody announced makes the whole call fail: only its own trajectory may suffer."""
+        try:
+            return await self._session.call(lambda session: write(session, items))
+        except Conflict:
+            if len(items) == 1:
+                item_id = items[0].trajectory_id  # type: ignore[attr-defined]
+                return [AppendResult(trajectory_id=item_id, status=WriteStatus.LOST, saved_token_count=0)]
+            half = len(items) // 2
+            first = await self._split_on_conflict(items[:half], write)
+            return [*first, *await self._split_on_conflict(items[half:], write)]
+
+    async def _release(self, items: list[_Release]) -> Sequence[None]:
+        for reason in ReleaseReason:
+            ids = [item.trajectory_id for item in items if item.reason is reason]
+            if ids:
+                await self._session.call(
+                    lambda session, ids=ids, reason=reason: self._store.release(session, ids, reason)
+                )
+        return [None] * len(items)
+
+    async def _fail(self, items: list[tuple[str, str]]) -> Sequence[None]:
+        await self._session.call(lambda session: self._store.fail(session, items))
+        return [None] * len(items)
+
+    async def _restart(self, items: list[str]) -> Sequence[None]:
+        await self._session.call(lambda session: self._store.restart(session, items))
+        return [None] * len(items)

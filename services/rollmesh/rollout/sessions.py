@@ -1,0 +1,128 @@
+"""The worker's session with the trajectory queue: opened, kept alive, and replaced without losing what is held."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from rollmesh.errors import SessionLost, StoreUnavailable
+from rollmesh.rollout.held import Held
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store import TrajectoryStore
+
+R = TypeVar("R")
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 2.0
+
+
+class WorkerSession:
+    """Current session id, heartbeat, and recovery.
+
+    A session ends when its heartbeat was late (a stalled process) and is void when Redis came back as an earlier
+    state. Either way the worker states what it holds; the queue says what it may keep and from which token on to save.
+    """
+
+    def __init__(self, store: TrajectoryStore, worker: str, heartbeat_seconds: float, metrics: RolloutMetrics) -> None:
+        self._store = store
+        self._worker = worker
+        self._heartbeat_seconds = heartbeat_seconds
+        self._metrics = metrics
+        self._log = get_logger("session")
+        self._lock = asyncio.Lock()
+        self._session = ""
+        self._server = ""
+        self.held: dict[str, Held] = {}
+        """Everything this worker holds, finished ones that wait for their reward included."""
+
+    @property
+    def current(self) -> str:
+        """Session id; empty before ``open``."""
+        return self._session
+
+    async def open(self) -> None:
+        """Open the first session."""
+        self._session = await self._store.open_session(self._worker)
+        self._server = await self._store.heartbeat(self._session)
+
+    async def close(self) -> None:
+        """Give back whatever is still held."""
+        if self._session:
+            await self._store.close_session(self._session)
+            self._session = ""
+
+    async def keep_alive(self, beat: Callable[[], None]) -> None:
+        """Heartbeat until cancelled; ``beat`` is called after each round."""
+        while True:
+            started = time.monotonic()
+            session = self._session
+            try:
+                server = await self._store.heartbeat(session)
+                if server != self._server:
+                    await self.recover(session, server)
+            except SessionLost:
+                await self.recover(session)
+            except StoreUnavailable as error:
+                self._log.warning("heartbeat_failed", message=str(error))
+            beat()
+            await asyncio.sleep(max(0.0, self._heartbeat_seconds - (time.monotonic() - started)))
+
+    async def call(self, operation: Callable[[str], Awaitable[R]]) -> R:
+        """Run a store operation under the current session until it gets an answer.
+
+        A lost session is replaced, an outage is waited out: tokens stay in memory meanwhile.
+        """
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            session = self._session
+            try:
+                return await operation(session)
+            except SessionLost:
+                await self.recover(session)
+            except StoreUnavailable as error:
+                self._log.warning("store_unavailable", message=str(error), pause_seconds=pause)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    async def recover(self, lost: str, server: str | None = None) -> None:
+        """Replace session ``lost`` (or confirm it to a new server) and register everything held."""
+        async with self._lock:
+            if self._session != lost or (server is not None and server == self._server):
+                return  # another task has done it
+            if server is None:
+                self._metrics.sessions_lost.inc()
+                self._session = await self._retrying(lambda: self._store.open_session(self._worker))
+            await self._retrying(self._register)
+
+    async def _register(self) -> None:
+        try:
+            self._server = await self._store.heartbeat(self._session)
+        except SessionLost:
+            self._session = await self._store.open_session(self._worker)
+            self._server = await self._store.heartbeat(self._session)
+        stated = [(held.trajectory_id, held.saved_token_count) for held in self.held.values()]
+        answers = await self._store.reregister(self._session, stated)
+        kept = 0
+        for answer in answers:
+            held = self.held.get(answer.trajectory_id)
+            if held is None:
+                continue
+            if answer.kept:
+                kept += 1
+                held.saved_token_count = min(answer.saved_token_count, held.token_count)
+            else:
+                held.lose("the session was lost and the queue has given the trajectory to someone else")
+        self._log.warning("session_registered_again", held=len(stated), kept=kept)
+
+    async def _retrying(self, operation: Callable[[], Awaitable[R]]) -> R:
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return await operation()
+            except StoreUnavailable as error:
+                self._log.warning("store_unavailable", message=str(error), pause_seconds=pause)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

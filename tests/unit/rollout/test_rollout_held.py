@@ -1,0 +1,96 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.rollout.held import Held, LetGo, Parked
+from rollmesh.store.types import ReleaseReason
+from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
+
+
+def segment(ids, version=1, source=SegmentSource.POLICY):
+    ids = np.asarray(ids, np.int32)
+    logprobs = -ids.astype(np.float32) if source is SegmentSource.POLICY else None
+    return Segment(
+        token_ids=ids, behavior_logprobs=logprobs, policy_version=version, kv_min_version=version, source=source
+    )
+
+
+def held(*segments):
+    prompt = Prompt(prompt_id="p", token_ids=np.array([90, 91], np.int32), verifier="exact")
+    return Held(
+        Trajectory(trajectory_id="e0-1.0", group_id="e0-1", member_index=0, prompt=prompt, segments=tuple(segments))
+    )
+
+
+def ids_of(segments):
+    return [int(i) for s in segments for i in s.token_ids]
+
+
+def test_a_resumed_trajectory_starts_with_everything_saved():
+    trajectory = held(segment([1, 2]), segment([3], version=4))
+    assert trajectory.token_count == trajectory.saved_token_count == 3
+    assert trajectory.newest_version == 4
+    assert trajectory.unsaved() == []
+    assert trajectory.context_ids().tolist() == [90, 91, 1, 2, 3]
+
+
+@given(st.lists(st.integers(1, 5), max_size=6), st.data())
+def test_unsaved_tokens_are_exactly_those_after_the_saved_count(lengths, data):
+    trajectory = held()
+    first = 0
+    for length in lengths:
+        trajectory.add(segment(range(first, first + length)))
+        first += length
+    trajectory.saved_token_count = data.draw(st.integers(0, first))
+    rest = trajectory.unsaved()
+    assert ids_of(rest) == list(range(trajectory.saved_token_count, first))
+    for part in rest:
+        assert part.behavior_logprobs.tolist() == (-part.token_ids).tolist()
+
+
+def test_the_next_token_needs_the_newest_segments_version_and_a_new_trajectory_its_floor():
+    trajectory = held()
+    trajectory.start_floor = 3
+    assert trajectory.min_version == 3
+    trajectory.add(segment([1], version=2))
+    assert trajectory.min_version == 2
+    trajectory.add(segment([5], version=0, source=SegmentSource.ENVIRONMENT))
+    assert trajectory.min_version == 2
+    trajectory.call_floor = 6
+    assert trajectory.min_version == 6
+
+
+def test_parking_stops_at_the_next_step_and_can_be_taken_back():
+    trajectory = held()
+    trajectory.park(ReleaseReason.PAUSED)
+    with pytest.raises(Parked) as stop:
+        trajectory.check()
+    assert stop.value.reason is ReleaseReason.PAUSED
+    trajectory.check_lost()
+    trajectory.unpark()
+    trajectory.check()
+
+
+def test_a_drain_is_not_taken_back_by_the_end_of_a_pause():
+    trajectory = held()
+    trajectory.park(ReleaseReason.DRAINED)
+    trajectory.unpark()
+    with pytest.raises(Parked):
+        trajectory.check()
+
+
+def test_a_lost_trajectory_is_let_go_even_when_parked():
+    trajectory = held()
+    trajectory.park(ReleaseReason.PAUSED)
+    trajectory.lose("reaped")
+    with pytest.raises(LetGo, match="reaped"):
+        trajectory.check()
+
+
+def test_a_restart_forgets_every_token():
+    trajectory = held(segment([1, 2], version=3))
+    trajectory.add(segment([4], version=3))
+    trajectory.restart()
+    assert (trajectory.token_count, trajectory.saved_token_count, trajectory.newest_version) == (0, 0, -1)
+    assert trajectory.result(FinishReason.STOP).segments == ()
