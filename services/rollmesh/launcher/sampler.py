@@ -31,6 +31,8 @@ class MeshSample:
     generators: tuple[GeneratorRecord, ...]
     generated_token_total: float
     """Tokens sampled since the launcher came up, over all generators and their restarts."""
+    saved_token_total: int
+    """Tokens saved in the queue over the whole run."""
     dropped: Mapping[str, int]
     """Groups dropped so far, by reason."""
 
@@ -55,6 +57,7 @@ class MeshSample:
             "view": view,
             "generators": generators,
             "generated_token_total": self.generated_token_total,
+            "saved_token_total": self.saved_token_total,
             "dropped": dict(self.dropped),
         }
         return json.dumps(record, separators=(",", ":"))
@@ -91,6 +94,7 @@ class MeshSampler:
             view=await self._store.view(),
             generators=tuple(await self._store.generators()),
             generated_token_total=self._generated.total,
+            saved_token_total=counts.totals.get("saved_tokens", 0),
             dropped=dict(counts.drops),
         )
         append_line(self._folder.timeline, sample.to_json())

@@ -1,0 +1,234 @@
+"""``rollmesh bench chaos``: short runs of the real mesh, one fault each, counted by the audit afterwards.
+
+Every round is a whole run of the demo's model (``rollmesh up`` in a folder of its own) with one fault at a random
+moment. Counts come from the run's audit: batch files and committed states, not from Redis.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from rollmesh.bench.faults import (
+    Fault,
+    FillRedis,
+    KillRedis,
+    KillService,
+    KillTrainerAfter,
+    Scene,
+    StallRedis,
+    StallService,
+)
+from rollmesh.bench.measure import Measure
+from rollmesh.config.recipes import recipe_file
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.store.embedded import EmbeddedServer
+
+SEED = 20261121
+_ROUND_SECONDS = 400.0
+_SESSION_TTL_SECONDS = 6.0
+
+FAULTS: tuple[Fault, ...] = (
+    KillService("generator"),
+    KillTrainerAfter("its batch file", "checkpoints/batches/*"),
+    KillService("rollout"),
+    KillRedis(lost_bytes=4096),
+    KillTrainerAfter("its state", "checkpoints/states/*"),
+    StallService("rollout", 2 * _SESSION_TTL_SECONDS),
+    KillService("reward"),
+    KillTrainerAfter("its publication", "checkpoints/policies/*"),
+    StallService("generator", 10.0),
+    KillRedis(),
+    FillRedis(8.0),
+    KillService("trainer"),
+    StallService("trainer", 10.0),
+    KillRedis(lost_bytes=65536),
+    StallService("reward", 10.0),
+    StallRedis(60.0),
+)
+"""In the order of the rounds: the first four are the ones that ``make test`` runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """How one round ended."""
+
+    fault: str
+    injected: bool
+    exit_status: int
+    seconds: float
+    lost: int
+    trained_twice: int
+    staleness_violations: int
+    green: bool
+    regenerated_tokens: int
+    """Sampled tokens that were never saved: what the fault cost."""
+    regenerated_bound: int | None
+    """partial_save_tokens * pool_size per kill; None where the bound does not apply (Redis itself lost work)."""
+    output: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything that was promised held."""
+        within = self.regenerated_bound is None or self.regenerated_tokens <= self.regenerated_bound
+        return self.exit_status == 0 and self.green and within
+
+
+def run(*, rounds: int = 20, quick: bool = False) -> list[Measure]:
+    """Run the rounds, print the table, and return the counts; ``quick`` is four rounds."""
+    results = run_rounds(4 if quick else rounds, Console(stderr=True))
+    failed = [r for r in results if not r.passed]
+    return [
+        Measure(name="rounds", value=len(results), unit="rounds"),
+        Measure(name="rounds failed", value=len(failed), unit="rounds"),
+        Measure(name="groups lost", value=sum(r.lost for r in results), unit="groups"),
+        Measure(name="groups trained twice", value=sum(r.trained_twice for r in results), unit="groups"),
+        Measure(name="staleness violations", value=sum(r.staleness_violations for r in results), unit="trajectories"),
+    ]
+
+
+def run_rounds(rounds: int, console: Console, folder: Path | None = None) -> list[Round]:
+    """Run ``rounds`` rounds with the fixed seed; prints a line a round and the table at the end."""
+    rng = random.Random(SEED)
+    results: list[Round] = []
+    with tempfile.TemporaryDirectory(prefix="rollmesh-chaos-") as temporary:
+        root = folder or Path(temporary)
+        for number in range(rounds):
+            fault = FAULTS[number % len(FAULTS)]
+            console.print(f"round {number + 1} of {rounds}: {fault.name}", highlight=False)
+            result = run_round(root / f"round-{number}", number, fault, rng)
+            if not result.passed:
+                console.print(f"[red]failed[/red]\n{result.output}", highlight=False)
+            results.append(result)
+    console.print(rounds_table(results))
+    return results
+
+
+def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Round:
+    """One run with one fault."""
+    folder.mkdir(parents=True)
+    run_file = folder / "run.yaml"
+    data = round_config(folder / "run", number, fast_redis=isinstance(fault, StallRedis))
+    run_file.write_text(yaml.safe_dump(data))
+    run_folder = RunFolder(folder / "run")
+    start = time.monotonic()
+    with (folder / "output.txt").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rollmesh.cli.main", "up", str(run_file)],
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+        )
+        try:
+            injected = _attack(run_folder, process, fault, rng)
+            process.wait(timeout=_ROUND_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            process.wait(timeout=120)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    seconds = time.monotonic() - start
+    return _judge(run_folder, data, fault, injected, process.returncode, seconds, (folder / "output.txt").read_text())
+
+
+def round_config(folder: Path, number: int, *, fast_redis: bool = False) -> dict[str, Any]:
+    """Run file of a round: the demo's model and task, small batches, trainer state every third step."""
+    data: dict[str, Any] = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
+    changes: dict[str, dict[str, Any]] = {
+        "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
+        "rollout": {"max_new_tokens": 256, "partial_save_tokens": 16},
+        "generator": {"replicas": 2, "slots": 32},
+        "trainer": {"train_steps": 8},
+        "checkpoints": {"state_every_steps": 3, "keep_last": 64},
+        "store": {"heartbeat_seconds": 1.0, "session_ttl_seconds": _SESSION_TTL_SECONDS},
+        "evaluation": {"before_and_after": False, "every_versions": 0},
+    }
+    for section, fields in changes.items():
+        data[section] = {**data.get(section, {}), **fields}
+    return {**data, "name": f"chaos-{number}", "folder": str(folder), "seed": number}
+
+
+def rounds_table(results: Sequence[Round]) -> Table:
+    """The table that ``make chaos`` prints."""
+    table = Table("round", "fault", "result", "seconds", "lost", "twice", "stale", "regenerated tokens", "bound")
+    for number, r in enumerate(results, 1):
+        verdict = "ok" if r.passed else "FAILED"
+        bound = "-" if r.regenerated_bound is None else str(r.regenerated_bound)
+        row = (number, r.fault if r.injected else f"{r.fault} (run was over)", verdict, f"{r.seconds:.0f}")
+        counts = (r.lost, r.trained_twice, r.staleness_violations, r.regenerated_tokens, bound)
+        table.add_row(*map(str, (*row, *counts)))
+    return table
+
+
+def _attack(folder: RunFolder, process: subprocess.Popen[bytes], fault: Fault, rng: random.Random) -> bool:
+    """Wait for a random train step of the first half, then a random moment, and inject."""
+    step = rng.randint(1, 4)
+    scene = Scene(
+        folder=folder.path,
+        redis=EmbeddedServer(folder.redis),
+        rng=rng,
+        ended=lambda: process.poll() is not None,
+    )
+    deadline = time.monotonic() + _ROUND_SECONDS
+    while _steps(folder) < step:
+        if scene.ended() or time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    time.sleep(rng.uniform(0.0, 0.5))
+    return fault.inject(scene)
+
+
+def _steps(folder: RunFolder) -> int:
+    return folder.metrics.read_bytes().count(b"\n") if folder.metrics.exists() else 0
+
+
+def _judge(
+    folder: RunFolder, data: dict[str, Any], fault: Fault, injected: bool, status: int, seconds: float, output: str
+) -> Round:
+    audit_file = folder.path / "audit.json"
+    audit: dict[str, Any] = json.loads(audit_file.read_text()) if audit_file.exists() else {}
+    per_kill = int(data["rollout"]["partial_save_tokens"]) * int(data["schedule"]["pool_size"])
+    return Round(
+        fault=fault.name,
+        injected=injected,
+        exit_status=status,
+        seconds=seconds,
+        lost=_count(audit.get("lost")),
+        trained_twice=_count(audit.get("trained_twice")),
+        staleness_violations=_count(audit.get("staleness_violations")),
+        green=bool(audit.get("green")),
+        regenerated_tokens=_regenerated(folder),
+        regenerated_bound=fault.kills * per_kill if fault.kills else None,
+        output=output[-4000:],
+    )
+
+
+def _count(value: object) -> int:
+    """A count of the audit, which may list the offenders; -1 when there is no audit."""
+    if isinstance(value, list | dict):
+        return len(value)
+    return int(value) if isinstance(value, int) else -1
+
+
+def _regenerated(folder: RunFolder) -> int:
+    if not folder.timeline.exists():
+        return 0
+    lines = folder.timeline.read_text().splitlines()
+    if not lines:
+        return 0
+    last = json.loads(lines[-1])
+    return max(0, int(last["generated_token_total"]) - int(last["saved_token_total"]))
