@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rollmesh.errors import DataError
+from rollmesh.report.explain import explain_batch, explain_trajectories
+
+
+def printed(folder: Any, step: int, **options: Any) -> str:
+    out = io.StringIO()
+    explain_batch(folder, step, console=Console(file=out, width=140), **options)
+    return out.getvalue()
+
+
+def test_on_policy_tokens_have_a_ratio_of_one_and_their_own_text(audited: Any) -> None:
+    (explained,) = explain_trajectories(audited.folder, 1)
+    assert explained.trajectory.trajectory_id == "e0-0.0"
+    assert len(explained.tokens) == 5
+    assert all(token.ratio == pytest.approx(1, abs=1e-4) for token in explained.tokens)
+    assert {token.policy_version for token in explained.tokens} == {0}
+    assert explained.texts == tuple(f"w{token.token_id}" for token in explained.tokens)
+    assert explained.response == " ".join(explained.texts)
+
+
+def test_tokens_of_an_older_policy_carry_their_version_and_the_ratio_to_the_newest_one(audited: Any) -> None:
+    (explained,) = explain_trajectories(audited.folder, 4, trajectory_id="e0-6.1")
+    versions = [token.policy_version for token in explained.tokens]
+    assert versions == [1] * 5 + [3] * 5
+    assert [token.staleness for token in explained.tokens] == [2] * 5 + [0] * 5
+    old = explained.tokens[:5]
+    assert any(abs(token.ratio - 1) > 0.01 for token in old)
+    for token in old:
+        assert token.ratio == pytest.approx(math.exp(token.logprob - token.behavior_logprob), rel=1e-4)
+    assert all(token.ratio == pytest.approx(1, abs=1e-4) for token in explained.tokens[5:])
+
+
+def test_what_the_environment_wrote_has_no_version_and_no_weight(audited: Any) -> None:
+    (explained,) = explain_trajectories(audited.folder, 2, trajectory_id="e0-3.0")
+    environment = [token for token in explained.tokens if token.reason == "environment"]
+    assert len(environment) == 5
+    assert {token.policy_version for token in environment} == {None}
+    assert {token.weight for token in environment} == {0.0}
+
+
+def test_the_table_shows_prompt_versions_and_marks_tokens_with_a_mixed_cache(audited: Any) -> None:
+    text = printed(audited.folder, 4, trajectory_id="e0-7.1")
+    assert "e0-7.1: reward 1" in text
+    assert "cache of another version" in text
+    assert "3*" in text
+
+
+def test_json_holds_every_token_with_its_text(audited: Any) -> None:
+    data = json.loads(printed(audited.folder, 3, limit=2, as_json=True))
+    assert data["train_step"] == 3
+    assert [t["trajectory_id"] for t in data["trajectories"]] == ["e0-4.0", "e0-4.1"]
+    token = data["trajectories"][1]["tokens"][0]
+    assert {"text", "policy_version", "ratio", "weight", "reason", "staleness"} <= set(token)
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        (9, {}, "no batch file .steps 1 to 6 have one."),
+        (2, {"trajectory_id": "e0-99.0"}, "e0-99.0' is not in batch 2; it holds e0-2.0"),
+    ],
+)
+def test_what_is_not_there_is_a_clear_error(audited: Any, step: int, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        explain_trajectories(audited.folder, step, **options)
+
+
+def test_a_step_whose_weights_are_pruned_names_those_that_can_be_explained(audited: Any) -> None:
+    shutil.rmtree(audited.folder / "checkpoints" / "policies" / "00000000-s0")
+    with pytest.raises(DataError, match="Steps that can be explained: 2, 3, 4, 5, 6"):
+        explain_trajectories(audited.folder, 1)
