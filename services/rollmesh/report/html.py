@@ -20,7 +20,7 @@ from rollmesh.report.run_folder import Record, RunFolder
 from rollmesh.report.series import EvaluationPoint, TrainSeries, number, train_series
 from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.report.verdict import AuditResult
-from rollmesh.report.words import count, duration, facts, gap, percent, sentences
+from rollmesh.report.words import count, duration, facts, gap, moment, percent, sentences
 
 REPORT_FILE = "report.html"
 TEMPLATE = "report.html.j2"
@@ -90,7 +90,7 @@ def render(folder: RunFolder, summary: RunSummary, plots: Sequence[Plot]) -> str
             headline=_headline(summary),
             plots=plots,
             versions=_version_rows(summary, train_series(folder.metrics.records)),
-            evaluations=[_evaluation_row(e) for e in summary.evaluations],
+            evaluations=[_evaluation_row(e, summary) for e in summary.evaluations],
             rescoring=summary.audit.rescoring if summary.audit is not None else None,
             samples=_samples(folder.samples.records),
             config_text=folder.config_text,
@@ -186,9 +186,9 @@ def _version_rows(summary: RunSummary, train: TrainSeries) -> list[VersionRow]:
     return rows
 
 
-def _evaluation_row(point: EvaluationPoint) -> Mapping[str, str]:
+def _evaluation_row(point: EvaluationPoint, summary: RunSummary) -> Mapping[str, str]:
     return {
-        "when": point.when,
+        "when": moment(point, summary),
         "version": str(point.policy_version),
         "n": f"{point.n:,}",
         "mean": f"{point.mean:.4f}",

@@ -61,6 +61,7 @@ class TrainSeries:
     off_policy_share: FloatArray  # 0..1 of the tokens in the loss
     effective_sample_size: FloatArray  # 0..1 of the trajectories
     clip_fraction: FloatArray  # 0..1 of the tokens in the loss
+    goodput: FloatArray  # trained tokens per saved token, so far
     entropy: FloatArray  # nats per token
     kl_behavior: FloatArray  # k3 KL(behavior || policy), nats per token
     logprob_gap: FloatArray  # largest engine/trainer gap on pure tokens of the current version, nats
@@ -108,8 +109,9 @@ class EvaluationPoint:
     truncated: float
     """Share of answers that ran out of budget, 0..1."""
     seconds: float
-    when: str
-    """before, during or after the training."""
+    """From the request to the result."""
+    when: float
+    """Unix seconds of the result."""
 
 
 def newest_per_step(records: Sequence[Record]) -> list[Record]:
@@ -142,6 +144,7 @@ def train_series(records: Sequence[Record]) -> TrainSeries:
         off_policy_share=column(rows, "batch", "off_policy_token_share"),
         effective_sample_size=column(rows, "policy", "effective_sample_share"),
         clip_fraction=np.sum(clipped, axis=0),
+        goodput=column(rows, "mesh", "goodput"),
         entropy=column(rows, "policy", "entropy"),
         kl_behavior=column(rows, "policy", "kl_behavior_k3"),
         logprob_gap=column(rows, "policy", "logprob_gap_pure", "max"),
@@ -181,7 +184,7 @@ def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
                 p99=number(record, "p99"),
                 truncated=number(record, "truncated"),
                 seconds=number(record, "seconds"),
-                when=str(record.get("when", "")),
+                when=number(record, "when"),
             )
         )
     return tuple(points)

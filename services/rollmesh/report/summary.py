@@ -18,6 +18,7 @@ from rollmesh.report.series import (
     TimelineSeries,
     TrainSeries,
     evaluation_points,
+    newest_per_step,
     timeline_series,
     train_series,
 )
@@ -64,6 +65,8 @@ class RunSummary:
     trained_tokens: int | None
     generated_tokens: int | None
     generated_per_second: float | None
+    goodput: float | None
+    """Trained tokens per saved token, as the last step report has it."""
     off_policy_share: float | None
     """Share of the trained tokens that an older policy wrote, 0..1."""
     mean_staleness: float | None
@@ -118,11 +121,12 @@ def summarise(run_folder: Path | RunFolder) -> RunSummary:
         trained_tokens=_total(train.trained_tokens),
         generated_tokens=int(timeline.generated_tokens[-1]) if len(timeline) else None,
         generated_per_second=_generated_per_second(timeline),
+        goodput=_known(train.goodput[-1]) if len(train) else None,
         off_policy_share=_off_policy_share(train, audit),
         mean_staleness=_mean(train.staleness_mean),
         largest_staleness=_largest(train.staleness_max),
         max_staleness=folder.max_staleness,
-        dropped=audit.dropped if audit is not None and audit.dropped else timeline.dropped,
+        dropped=_dropped(audit, timeline, folder),
         audit=audit,
         missing=folder.missing() + audit_problem,
     )
@@ -198,6 +202,18 @@ def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | 
     known = ~np.isnan(train.off_policy_share + train.trained_tokens)
     tokens = train.trained_tokens[known]
     return float((train.off_policy_share[known] * tokens).sum() / tokens.sum()) if tokens.sum() > 0 else None
+
+
+def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: RunFolder) -> Mapping[str, int]:
+    """Groups by reason from the best source there is: the audit, the timeline, the last step report."""
+    if audit is not None and audit.dropped:
+        return audit.dropped
+    if timeline.dropped:
+        return timeline.dropped
+    records = newest_per_step(folder.metrics.records)
+    mesh = records[-1].get("mesh") if records else None
+    dropped = mesh.get("dropped_groups") if isinstance(mesh, Mapping) else None
+    return {str(k): int(v) for k, v in dropped.items()} if isinstance(dropped, Mapping) else {}
 
 
 def _mean(values: FloatArray) -> float | None:

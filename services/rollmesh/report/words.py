@@ -40,6 +40,7 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         (f"{summary.score_name} after", _point(summary.after)),
         ("tokens trained", count(summary.trained_tokens)),
         ("tokens generated", count(summary.generated_tokens)),
+        ("trained / saved tokens", percent(summary.goodput)),
         ("generated per second", count(summary.generated_per_second)),
         ("off-policy tokens", percent(summary.off_policy_share)),
         ("staleness", _staleness(summary)),
@@ -73,6 +74,18 @@ def duration(seconds: float | None) -> str | None:
 def gap(value: float | None) -> str:
     """A difference of log-probabilities."""
     return "-" if value is None else f"{value:.2g}"
+
+
+def moment(point: EvaluationPoint, summary: RunSummary) -> str:
+    """When an evaluation was done, relative to the training."""
+    start, seconds = summary.first_step_time, summary.training_seconds
+    if start is None or seconds is None or math.isnan(point.when):
+        return ""
+    if point.when <= start:
+        return "before training"
+    if point.when >= start + seconds:
+        return "after training" if summary.finished else "after the last step so far"
+    return f"{duration(point.when - start)} into training"
 
 
 def _text(value: object | None) -> str | None:

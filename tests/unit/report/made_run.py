@@ -68,7 +68,8 @@ def _step(rng: np.random.Generator, step: int, steps: int, gain: float, seconds:
         batch=_batch_stats(rng, spread, length, off_policy, 0.39 + gain * progress, progress),
         policy=_policy_stats(rng, trajectories, int(trajectories * length)),
     )
-    return report.to_json() | {"policy_version": step, "time": START + 10 + seconds * step}
+    mesh = {"goodput": 0.87, "dropped_groups": {"straggler_timeout": 1}}
+    return report.to_json() | {"policy_version": step, "time": START + 10 + seconds * step, "mesh": mesh}
 
 
 def _batch_stats(
@@ -175,7 +176,7 @@ def _evaluation(version: int, steps: int, gain: float, seconds: float) -> dict[s
         "p99": 481.0,
         "truncated": 0.01,
         "seconds": 3.0,
-        "when": "after" if version else "before",
+        "when": START + 20 + seconds * steps if version else START + 5,
     }
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rollmesh.errors import DataError
 from rollmesh.report.summary import print_summary, summarise
 from rollmesh.report.verdict import AuditResult, Rescoring, VersionGap, read_audit
-from rollmesh.report.words import duration, sentences
+from rollmesh.report.words import duration, moment, sentences
 
 
 def words_of(folder: Path) -> str:
@@ -24,7 +24,7 @@ def replace_evaluations(folder: Path, *records: dict[str, object]) -> None:
 
 
 def evaluation(version: int, mean: float, error: float = 0.03) -> dict[str, object]:
-    return {"policy_version": version, "n": 256, "mean": mean, "standard_error": error, "when": "before"}
+    return {"policy_version": version, "n": 256, "mean": mean, "standard_error": error}
 
 
 def test_a_complete_run_is_summarised_from_its_files(run_folder: Path) -> None:
@@ -40,7 +40,14 @@ def test_a_complete_run_is_summarised_from_its_files(run_folder: Path) -> None:
     assert summary.dropped == {"straggler_timeout": 2, "filtered": 0}
     assert summary.off_policy_share is not None and 0.2 < summary.off_policy_share < 0.4
     assert summary.training_seconds is not None and 50 < summary.training_seconds < 60
+    assert summary.goodput == 0.87
     assert summary.missing == ("audit.json: not written",)
+    assert [moment(e, summary) for e in summary.evaluations] == ["before training", "after training"]
+
+
+def test_drops_come_from_the_last_step_report_when_there_is_no_timeline(run_folder: Path) -> None:
+    (run_folder / "timeline.jsonl").unlink()
+    assert summarise(run_folder).dropped == {"straggler_timeout": 1}
 
 
 def test_a_gain_is_claimed_only_beyond_two_standard_errors(run_folder: Path) -> None:

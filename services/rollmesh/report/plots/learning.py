@@ -48,6 +48,7 @@ def reward_plot(train: TrainSeries, evaluations: Sequence[EvaluationPoint]) -> F
             elinewidth=1.4,
             capsize=3,
             zorder=5,
+            clip_on=False,
             label="evaluation ± 1 SE",
         )
     axes.set_title("Reward")

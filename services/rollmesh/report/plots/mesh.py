@@ -46,7 +46,7 @@ def throughput_plot(train: TrainSeries, timeline: TimelineSeries) -> Figure:
     axes.plot((steps - start) / unit, smoothed(trained, 5), color=s.ORANGE, label="trained")
     axes.set_title("Throughput")
     s.finish(axes, x=label, y="tokens per second", zero=True)
-    s.thousands(axes)
+    s.thousands(axes.yaxis)
     s.legend(axes)
     return figure
 

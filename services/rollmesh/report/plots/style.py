@@ -19,6 +19,7 @@ from rollmesh.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 INK = "#1d2530"
@@ -162,11 +163,11 @@ def decades(axes: Axes, values: npt.NDArray[np.float64]) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def thousands(axes: Axes) -> None:
-    """1.5k and 2M instead of long numbers on the vertical axis."""
+def thousands(axis: Axis) -> None:
+    """1.5k and 2M instead of long numbers on an axis."""
     from matplotlib.ticker import FuncFormatter
 
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
 
 
 def short_number(value: float) -> str:

@@ -1,0 +1,238 @@
+"""Several runs side by side: seeds of one schedule, or one schedule beside another at equal updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollmesh.report.plots import style
+from rollmesh.report.plots.comparison import comparison_plot
+from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.series import evaluation_points, train_series
+from rollmesh.report.summary import RunSummary, summarise
+from rollmesh.report.words import NOISE_STANDARD_ERRORS, count, duration, percent
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Mean over runs; the standard error is that of the mean over seeds, None for a single run."""
+
+    n: int
+    mean: float
+    standard_error: float | None
+
+    def text(self, show: Callable[[float], str | None]) -> str:
+        """``0.79 ± 0.02``."""
+        error = "" if self.standard_error is None else f" ± {show(self.standard_error)}"
+        return f"{show(self.mean)}{error}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """The runs under one label."""
+
+    label: str
+    runs: tuple[RunSummary, ...]
+    before: Spread | None
+    after: Spread | None
+    train_steps: Spread | None
+    training_seconds: Spread | None
+    trained_tokens: Spread | None
+    generated_tokens: Spread | None
+    off_policy_share: Spread | None
+    mean_staleness: Spread | None
+    green: int
+    """Runs whose audit is green."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """First label minus another one in the score after training, paired by seed where both have the seed."""
+
+    label: str
+    baseline: str
+    pairs: int
+    """Seeds that both arms have; 0 compares the means of unpaired runs."""
+    spread: Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Arms, differences, and what makes them unequal."""
+
+    score_name: str
+    arms: tuple[Arm, ...]
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+    """What a reader must know before believing a difference."""
+
+
+def compare(folders: Mapping[str, Sequence[Path]]) -> Comparison:
+    """Summarise the run folders of each label and compare the first label with each of the others."""
+    arms = tuple(_arm(label, tuple(summarise(f) for f in paths)) for label, paths in folders.items())
+    runs = [run for arm in arms for run in arm.runs]
+    names = {run.score_name for run in runs}
+    return Comparison(
+        score_name=names.pop() if len(names) == 1 else "mean reward",
+        arms=arms,
+        differences=tuple(d for other in arms[1:] if (d := _difference(arms[0], other)) is not None),
+        notes=tuple(_notes(arms)),
+    )
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """One row per run, one per label, then the differences in words."""
+    from rich.table import Table
+    from rich.text import Text
+
+    name = comparison.score_name
+    table = Table(title="runs compared (± 1 standard error)", title_justify="left", box=None, padding=(0, 2))
+    table.add_column("schedule")
+    for column in ("seed", f"{name} before", f"{name} after", "steps", "training", "tokens", "off-policy", "staleness"):
+        table.add_column(column, justify="right")
+    table.add_column("audit")
+    for arm in comparison.arms:
+        for run in arm.runs:
+            table.add_row(arm.label, *_run_cells(run), style="dim")
+        table.add_row(arm.label, *_arm_cells(arm), style="bold", end_section=True)
+    console.print(table)
+    for difference in comparison.differences:
+        console.print(Text(f"- {difference_words(difference, name)}"))
+    for note in comparison.notes:
+        console.print(Text(f"! {note}", style="yellow"))
+
+
+def difference_words(difference: Difference, score_name: str) -> str:
+    """What a difference says, and whether it is beyond noise."""
+    how = f"over {difference.pairs} paired seeds" if difference.pairs else "of unpaired means"
+    mean, error = difference.spread.mean, difference.spread.standard_error
+    text = f"{score_name} after training, {difference.label} minus {difference.baseline}, {how}: {mean:+.3f}"
+    if error is None:
+        return f"{text}; a single pair says nothing about noise"
+    within = "within" if abs(mean) < NOISE_STANDARD_ERRORS * error else "beyond"
+    return f"{text} ± {error:.3f}, {within} {NOISE_STANDARD_ERRORS:g} standard errors"
+
+
+def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path, name: str = "comparison") -> Path:
+    """Reward by updates, by trained tokens and by seconds, every run of every label; returns the SVG file.
+
+    A PNG of the same name lies beside it. Raises ConfigError when matplotlib is not installed.
+    """
+    arms = {
+        label: [
+            (train_series(folder.metrics.records), evaluation_points(folder.evaluations.records))
+            for folder in map(RunFolder, paths)
+        ]
+        for label, paths in folders.items()
+    }
+    target.mkdir(parents=True, exist_ok=True)
+    with style.style():
+        return style.save(comparison_plot(arms), target, name)[0]
+
+
+def spread_of(values: Sequence[float | None]) -> Spread | None:
+    """Mean and standard error of the known values; None when there is none."""
+    known = [float(value) for value in values if value is not None and not math.isnan(value)]
+    if not known:
+        return None
+    mean = sum(known) / len(known)
+    if len(known) == 1:
+        return Spread(n=1, mean=mean, standard_error=None)
+    variance = sum((value - mean) ** 2 for value in known) / (len(known) - 1)
+    return Spread(n=len(known), mean=mean, standard_error=math.sqrt(variance / len(known)))
+
+
+def _arm(label: str, runs: tuple[RunSummary, ...]) -> Arm:
+    return Arm(
+        label=label,
+        runs=runs,
+        before=spread_of([r.before.mean if r.before is not None else None for r in runs]),
+        after=spread_of([_score(r) for r in runs]),
+        train_steps=spread_of([r.train_steps for r in runs]),
+        training_seconds=spread_of([r.training_seconds for r in runs]),
+        trained_tokens=spread_of([r.trained_tokens for r in runs]),
+        generated_tokens=spread_of([r.generated_tokens for r in runs]),
+        off_policy_share=spread_of([r.off_policy_share for r in runs]),
+        mean_staleness=spread_of([r.mean_staleness for r in runs]),
+        green=sum(r.audit is not None and r.audit.green for r in runs),
+    )
+
+
+def _score(run: RunSummary) -> float | None:
+    """Score of the newest version, if an older one was evaluated too: a single evaluation is no "after"."""
+    return run.after.mean if run.after is not None and run.before is not None else None
+
+
+def _difference(first: Arm, other: Arm) -> Difference | None:
+    scores = [
+        {run.seed: score for run in arm.runs if run.seed is not None and (score := _score(run)) is not None}
+        for arm in (first, other)
+    ]
+    seeds = sorted(scores[0].keys() & scores[1].keys())
+    if seeds:
+        spread = spread_of([scores[0][seed] - scores[1][seed] for seed in seeds])
+        assert spread is not None
+        return Difference(label=first.label, baseline=other.label, pairs=len(seeds), spread=spread)
+    if first.after is None or other.after is None:
+        return None
+    errors = (first.after.standard_error, other.after.standard_error)
+    error = None if errors[0] is None or errors[1] is None else math.hypot(errors[0], errors[1])
+    n = min(first.after.n, other.after.n)
+    spread = Spread(n=n, mean=first.after.mean - other.after.mean, standard_error=error)
+    return Difference(label=first.label, baseline=other.label, pairs=0, spread=spread)
+
+
+def _notes(arms: Sequence[Arm]) -> list[str]:
+    notes: list[str] = []
+    runs = [(arm.label, run) for arm in arms for run in arm.runs]
+    steps = {run.train_steps for _, run in runs}
+    if len(steps) > 1:
+        notes.append(f"the runs made different numbers of updates ({', '.join(map(str, sorted(steps)))})")
+    kinds: dict[str, Callable[[RunSummary], bool]] = {
+        "not finished": lambda run: not run.finished,
+        "not evaluated before and after training": lambda run: _score(run) is None,
+        "not audited": lambda run: run.audit is None,
+        "audit NOT green": lambda run: run.audit is not None and not run.audit.green,
+    }
+    for kind, applies in kinds.items():
+        concerned = [f"{label} seed {run.seed}" for label, run in runs if applies(run)]
+        if concerned:
+            notes.append(f"{kind}: {', '.join(concerned)}")
+    return notes
+
+
+def _run_cells(run: RunSummary) -> list[str]:
+    return [
+        "" if run.seed is None else str(run.seed),
+        "" if run.before is None else f"{run.before.mean:.3f}",
+        "" if (score := _score(run)) is None else f"{score:.3f}",
+        str(run.train_steps),
+        duration(run.training_seconds) or "",
+        count(run.trained_tokens) or "",
+        percent(run.off_policy_share) or "",
+        "" if run.mean_staleness is None else f"{run.mean_staleness:.2f}",
+        "none" if run.audit is None else ("green" if run.audit.green else "NOT green"),
+    ]
+
+
+def _arm_cells(arm: Arm) -> list[str]:
+    def cell(spread: Spread | None, show: Callable[[float], str | None]) -> str:
+        return "" if spread is None else spread.text(show)
+
+    return [
+        f"{len(arm.runs)} runs",
+        cell(arm.before, lambda v: f"{v:.3f}"),
+        cell(arm.after, lambda v: f"{v:.3f}"),
+        cell(arm.train_steps, lambda v: f"{v:.0f}"),
+        "" if arm.training_seconds is None else duration(arm.training_seconds.mean) or "",
+        "" if arm.trained_tokens is None else count(arm.trained_tokens.mean) or "",
+        cell(arm.off_policy_share, percent),
+        cell(arm.mean_staleness, lambda v: f"{v:.2f}"),
+        f"{arm.green} of {len(arm.runs)} green",
+    ]
