@@ -1,0 +1,156 @@
+"""What the engine must know of a Hugging Face ``config.json``; anything it cannot compute is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rollmesh.errors import EngineError
+
+_FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding; the last four numbers belong to ``llama3`` only."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """Shape of a decoder-only transformer: two policies with equal architectures can replace each other."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layer_count: int
+    head_count: int
+    kv_head_count: int
+    head_size: int
+    mlp_size: int
+    norm_eps: float
+    rope: Rope
+    max_positions: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    tied_head: bool
+
+    @property
+    def heads_per_kv(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.head_count // self.kv_head_count
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Elements of key-value cache per token, times one byte: multiply by the dtype's size."""
+        return 2 * self.layer_count * self.kv_head_count * self.head_size
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """Read ``config.json``; EngineError names the key that is missing or not supported."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EngineError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise EngineError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise EngineError(f"{file}: expected an object, got {type(config).__name__}")
+    return architecture_from_config(config)
+
+
+def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
+    """Translate a Hugging Face config (format of transformers 4 or 5)."""
+    family = config.get("model_type")
+    if family not in _FAMILIES:
+        raise EngineError(f"config.model_type={family!r}: the torch engine serves {', '.join(_FAMILIES)}")
+    _refuse_unsupported(config)
+    heads = _integer(config, "num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise EngineError(f"config.num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+    hidden = _integer(config, "hidden_size")
+    head_size = config.get("head_dim") or hidden // heads
+    if head_size % 2:
+        raise EngineError(f"config.head_dim={head_size}: rotary embedding needs an even number")
+    attention_bias = bool(config.get("attention_bias", False))
+    return Architecture(
+        family=family,
+        vocab_size=_integer(config, "vocab_size"),
+        hidden_size=hidden,
+        layer_count=_integer(config, "num_hidden_layers"),
+        head_count=heads,
+        kv_head_count=kv_heads,
+        head_size=head_size,
+        mlp_size=_integer(config, "intermediate_size"),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope(config),
+        max_positions=_integer(config, "max_position_embeddings"),
+        qkv_bias=family == "qwen2" or attention_bias,
+        output_bias=family != "qwen2" and attention_bias,
+        qk_norm=family == "qwen3",
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def difference(running: Architecture, other: Architecture) -> str:
+    """Name the first field in which two architectures differ, with both values; empty when they are equal."""
+    for f in fields(Architecture):
+        here, there = getattr(running, f.name), getattr(other, f.name)
+        if here != there:
+            return f"{f.name} is {there}, the running policy has {here}"
+    return ""
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise EngineError(f"config.hidden_act={activation!r}: only silu is supported")
+    if config.get("use_sliding_window"):
+        raise EngineError("config.use_sliding_window=true: sliding-window attention is not supported")
+    if config.get("mlp_bias"):
+        raise EngineError("config.mlp_bias=true is not supported")
+    if config.get("quantization_config"):
+        raise EngineError("config.quantization_config: quantised weights are not supported")
+
+
+def _rope(config: Mapping[str, Any]) -> Rope:
+    # transformers 5 writes rope_parameters; 4 writes rope_theta beside an optional rope_scaling.
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if float(scaling.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise EngineError("config.rope_parameters.partial_rotary_factor: only 1.0 is supported")
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind != "llama3":
+        raise EngineError(f"config.rope_parameters.rope_type={kind!r}: only default and llama3 are supported")
+    try:
+        return Rope(
+            theta=theta,
+            kind=kind,
+            factor=float(scaling["factor"]),
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+            original_context=int(scaling["original_max_position_embeddings"]),
+        )
+    except KeyError as error:
+        raise EngineError(f"config.rope_parameters.{error.args[0]} is missing") from error
+
+
+def _integer(config: Mapping[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise EngineError(f"config.{key}={value!r}: expected a positive integer")
+    return value

@@ -1,0 +1,186 @@
+"""Key-value cache in length tiers.
+
+A tier is a dense block of rows of one width. A call starts in the narrowest tier that holds its context and moves
+to the next one when it has outgrown it, so short calls never pay attention over the length of the longest one, and
+the rows of a tier are one strided view without gathering. Rows stay dense: the last row fills a hole.
+
+Blocks grow on demand and give unused rows back, so that the tokens allocated never exceed the capacity (while calls
+move, one block or the rows that move exist twice).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from rollmesh.generator.engines.torch.architecture import Architecture
+
+_NARROWEST = 64
+_GROWTH = 1.5
+_ALIGNMENT = 16
+
+
+def tier_widths(longest: int) -> tuple[int, ...]:
+    """Ascending widths up to exactly ``longest`` tokens; each about 1.5 times the one before."""
+    widths = []
+    width = _NARROWEST
+    while width < longest:
+        widths.append(width)
+        width = math.ceil(width * _GROWTH / _ALIGNMENT) * _ALIGNMENT
+    return (*widths, longest)
+
+
+class Tier:
+    """Rows of one width; ``slots[i]`` is the call in row i."""
+
+    def __init__(self, arch: Architecture, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.width = width
+        self.slots: list[int] = []
+        self.row_capacity = 0
+        self._heads = arch.kv_head_count
+        self.keys = torch.empty((arch.layer_count, 0, arch.head_size, width), dtype=dtype, device=device)
+        """[layers, rows * kv_heads, head_size, width]: transposed, a third cheaper to multiply by few queries."""
+        self.values = torch.empty((arch.layer_count, 0, width, arch.head_size), dtype=dtype, device=device)
+        """[layers, rows * kv_heads, width, head_size]."""
+        self.mask = torch.empty((0, 1, width), dtype=dtype, device=device)
+        """0 where a row has a token, -inf elsewhere, [rows * kv_heads, 1, width]."""
+
+    def resize(self, row_capacity: int) -> None:
+        """Reallocate the block for ``row_capacity`` rows and keep the rows in use."""
+        kept, total = len(self.slots) * self._heads, row_capacity * self._heads
+        # What lies beyond a call's tokens is multiplied by a softmax weight of 0, so it must be finite: zeros.
+        keys = self.keys.new_zeros((self.keys.shape[0], total, *self.keys.shape[2:]))
+        values = self.values.new_zeros((self.values.shape[0], total, *self.values.shape[2:]))
+        mask = self.mask.new_full((total, 1, self.width), -torch.inf)
+        keys[:, :kept] = self.keys[:, :kept]
+        values[:, :kept] = self.values[:, :kept]
+        mask[:kept] = self.mask[:kept]
+        self.keys, self.values, self.mask, self.row_capacity = keys, values, mask, row_capacity
+
+    def rows(self, start: int, stop: int) -> slice:
+        """Where these rows lie in ``keys`` and ``values`` (dimension 1) and ``mask`` (dimension 0)."""
+        return slice(start * self._heads, stop * self._heads)
+
+    def remove(self, index: int) -> None:
+        """Remove a row; the last row takes its place."""
+        last = len(self.slots) - 1
+        if index != last:
+            hole, tail = self.rows(index, index + 1), self.rows(last, last + 1)
+            self.keys[:, hole] = self.keys[:, tail]
+            self.values[:, hole] = self.values[:, tail]
+            self.mask[hole] = self.mask[tail]
+            self.slots[index] = self.slots[last]
+        self.slots.pop()
+
+
+class KvCache:
+    """Where the keys and values of every slot are."""
+
+    def __init__(
+        self, arch: Architecture, *, token_capacity: int, longest: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.token_capacity = token_capacity
+        self.longest = min(longest, token_capacity)
+        """Longest context that one row can hold."""
+        self.tiers = [Tier(arch, width, dtype, device) for width in tier_widths(self.longest)]
+        self._place: dict[int, tuple[Tier, int]] = {}
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of cache that the rows in use take: their tiers' widths."""
+        return sum(len(tier.slots) * tier.width for tier in self.tiers)
+
+    @property
+    def allocated(self) -> int:
+        """Tokens of cache that the blocks take; never more than the capacity."""
+        return sum(tier.row_capacity * tier.width for tier in self.tiers)
+
+    def width_for(self, length: int) -> int:
+        """Width of the row that a call with ``length`` cached tokens gets."""
+        return self._tier_for(length).width
+
+    def has_room(self, widths: Iterable[int]) -> bool:
+        """Whether rows of these widths fit beside those in use."""
+        return self.reserved + sum(widths) <= self.token_capacity
+
+    def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
+        """Fill the first positions of a slot: keys [layers, kv_heads, d, n], values [layers, kv_heads, n, d]."""
+        tier, index = self._place[slot]
+        rows, count = tier.rows(index, index + 1), values.shape[2]
+        tier.keys[:, rows, :, :count] = keys
+        tier.values[:, rows, :count] = values
+
+    def read(self, slot: int, count: int) -> tuple[Tensor, Tensor]:
+        """The first ``count`` positions of a slot, as ``write`` takes them; views."""
+        tier, index = self._place[slot]
+        rows = tier.rows(index, index + 1)
+        return tier.keys[:, rows, :, :count], tier.values[:, rows, :count]
+
+    def add(self, slot: int, length: int) -> None:
+        """Give ``slot`` a row of ``length`` valid tokens, to be written next; ``has_room`` was checked."""
+        tier = self._tier_for(length)
+        index = len(tier.slots)
+        self._reserve(tier, index + 1)
+        tier.slots.append(slot)
+        self._place[slot] = (tier, index)
+        mask = tier.mask[tier.rows(index, index + 1)]
+        mask.fill_(-torch.inf)
+        mask[..., :length] = 0.0
+
+    def remove(self, slot: int) -> None:
+        """Free the row of ``slot``."""
+        tier, index = self._place.pop(slot)
+        tier.remove(index)
+        if index < len(tier.slots):
+            self._place[tier.slots[index]] = (tier, index)
+
+    def next_width(self, slot: int) -> int:
+        """Width of the tier above the slot's own."""
+        tier, _ = self._place[slot]
+        return self.tiers[self.tiers.index(tier) + 1].width
+
+    def promote(self, source: Tier, slots: Sequence[int]) -> None:
+        """Move slots of one tier to the next wider one; the caller has made room for the difference."""
+        target = self.tiers[self.tiers.index(source) + 1]
+        start, stop = len(target.slots), len(target.slots) + len(slots)
+        self._reserve(target, stop, vacated=len(slots) * source.width)
+        into = target.rows(start, stop)
+        everyone = len(slots) == len(source.slots)
+        moved = list(source.slots) if everyone else list(slots)
+        index: slice | Tensor = source.rows(0, stop - start)
+        if not everyone:
+            heads = range(source.rows(0, 1).stop)
+            rows = [self._place[s][1] * len(heads) + h for s in moved for h in heads]
+            index = torch.tensor(rows, device=source.keys.device)
+        target.keys[:, into, :, : source.width] = source.keys[:, index]
+        target.values[:, into, : source.width] = source.values[:, index]
+        target.mask[into, :, : source.width] = source.mask[index]
+        target.mask[into, :, source.width :] = -torch.inf
+        for slot in moved:
+            self.remove(slot) if not everyone else self._place.pop(slot)
+        if everyone:
+            source.slots.clear()
+        target.slots.extend(moved)
+        self._place.update({slot: (target, start + i) for i, slot in enumerate(moved)})
+
+    def _tier_for(self, length: int) -> Tier:
+        return next((t for t in self.tiers if t.width > length), self.tiers[-1])
+
+    def _reserve(self, tier: Tier, rows: int, vacated: int = 0) -> None:
+        """Grow the block of ``tier``, taking unused rows from the others when the capacity demands it."""
+        if rows <= tier.row_capacity:
+            return
+        others = [t for t in self.tiers if t is not tier]
+
+        def free() -> int:
+            return self.token_capacity + vacated - sum(t.row_capacity * t.width for t in others)
+
+        if rows * tier.width > free():
+            for other in others:
+                if other.row_capacity > len(other.slots):
+                    other.resize(len(other.slots))
+        wanted = max(rows, 2 * tier.row_capacity, 4)
+        tier.resize(max(rows, min(wanted, free() // tier.width)))

@@ -1,0 +1,70 @@
+"""Options of the torch engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollmesh.config.run import RunConfig
+from rollmesh.errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchEngineOptions:
+    """Sizes and device of one engine."""
+
+    slots: int
+    """Most calls decoded at once."""
+    max_context_tokens: int
+    """Prompt plus response of one call."""
+    kv_token_capacity: int | None = None
+    """Tokens of key-value cache; None is slots * max_context_tokens."""
+    device: str = "auto"
+    """``cpu``, ``cuda``, ``cuda:1`` or ``auto``: CUDA when there is one."""
+    dtype: str = "float32"
+    """``float32`` or ``bfloat16``."""
+    prefill_token_budget: int = 2048
+    """Prefilled tokens (padding included) between two decode steps."""
+    pace: tuple[tuple[int, float], ...] | None = None
+    """Step-time curve [(running calls, seconds)], piecewise linear; None runs at full speed."""
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> TorchEngineOptions:
+        """Take the options from a run file."""
+        generator = config.generator
+        return cls(
+            slots=generator.slots,
+            max_context_tokens=generator.max_context_tokens,
+            kv_token_capacity=generator.kv_token_capacity,
+            device=generator.device,
+            dtype=config.model.dtype,
+            pace=tuple(sorted(generator.pace)) if generator.pace else None,
+        )
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of key-value cache."""
+        return self.kv_token_capacity or self.slots * self.max_context_tokens
+
+    def torch_device(self) -> torch.device:
+        """Resolve ``auto``; ConfigError when CUDA is asked for and absent."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
+            raise ConfigError(f"generator.device={self.device}: this machine or this build of torch has no CUDA")
+        return torch.device(self.device)
+
+    def torch_dtype(self) -> torch.dtype:
+        """The compute dtype."""
+        return _DTYPES[self.dtype]
+
+    def step_seconds(self, running: int) -> float:
+        """Shortest duration of a decode step with so many running calls."""
+        if not self.pace:
+            return 0.0
+        counts, seconds = zip(*self.pace, strict=True)
+        return float(np.interp(running, counts, seconds))

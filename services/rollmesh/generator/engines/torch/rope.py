@@ -1,0 +1,59 @@
+"""Rotary position embedding as one complex multiplication.
+
+Hugging Face rotates dimension i with dimension i + D/2. The dot product of a query and a key does not change when
+both are permuted alike, so the packed projections put each such pair side by side and the rotation becomes
+``(a + ib) * exp(i * position * frequency)``: one operation in place instead of six.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rollmesh.generator.engines.torch.architecture import Rope
+
+
+def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
+    """Angular frequency of each pair, float64 [head_size / 2].
+
+    ``llama3`` is the scaling of the Llama 3.1 release: wavelengths beyond the original context are stretched by
+    ``factor``, short ones are kept, those between are interpolated.
+    """
+    exponent = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
+    frequency = rope.theta**-exponent
+    if rope.kind == "default":
+        return frequency
+    turns = rope.original_context * frequency / (2 * math.pi)
+    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    return frequency * (1 / rope.factor + (1 - 1 / rope.factor) * smooth.clamp(0.0, 1.0))
+
+
+def rotation_table(rope: Rope, head_size: int, positions: int, device: torch.device) -> Tensor:
+    """exp(i * position * frequency), complex64 [positions, 1, head_size / 2].
+
+    The angle is a float32 product as in Hugging Face's modules, so that long contexts agree with the trainer.
+    """
+    frequency = inverse_frequencies(rope, head_size).float()
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency[None, :]
+    return torch.polar(torch.ones_like(angle), angle).unsqueeze(1).to(device)
+
+
+def pair_order(head_size: int) -> Tensor:
+    """Order of a head's dimensions that brings rotation partners together, int64 [head_size]."""
+    return torch.arange(head_size).view(2, head_size // 2).t().reshape(-1)
+
+
+def as_pairs(heads: Tensor) -> Tensor:
+    """View float32 ``heads`` [..., head_size] as complex numbers [..., head_size / 2]."""
+    return torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2))
+
+
+def rotate_(heads: Tensor, rotations: Tensor) -> None:
+    """Rotate ``heads`` [..., head_size] in place; ``rotations`` complex64, broadcastable to [..., head_size / 2]."""
+    if heads.dtype == torch.float32:
+        as_pairs(heads).mul_(rotations)
+    else:
+        turned = as_pairs(heads.float()).mul_(rotations)
+        heads.copy_(torch.view_as_real(turned).flatten(-2))

@@ -1,0 +1,194 @@
+"""Per-slot numbers of the running calls, as arrays: what a decode step needs without touching Python objects.
+
+A slot keeps its index for a call's life, while rows of the cache move. Whatever grows by one a step is stored minus
+the step count, so that a step updates nothing; ``arrange`` gathers the row order once per change of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollmesh.generator.engines.protocol import Chunk
+from rollmesh.generator.engines.torch.sampling import Restriction, StepSampling, UInt64Array
+from rollmesh.generator.engines.torch.sequence import Sequence
+from rollmesh.types import FinishReason
+
+Int64Array = npt.NDArray[np.int64]
+
+HISTORY = 256
+"""Tokens of a slot kept until they are delivered; also the longest chunk."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RowOrder:
+    """The running slots in cache order, with what each step reads."""
+
+    slots: Int64Array  # [rows]
+    keys: UInt64Array  # [rows]
+    positions: Int64Array  # [rows], positions of the tokens to be drawn next
+    stops: npt.NDArray[np.int64]  # [rows, most stop ids], -1 where unused
+    emit_at: Int64Array  # [rows]
+    finish_at: Int64Array  # [rows]
+    sampling: StepSampling
+    next_event: int
+    """Step count at which the next chunk is due or a budget ends."""
+
+    def schedule(self) -> None:
+        """Recompute ``next_event``."""
+        self.next_event = int(min(self.emit_at.min(), self.finish_at.min()))
+
+
+class SlotTable:
+    """Arrays indexed by slot, and the ring of tokens not yet delivered."""
+
+    def __init__(self, count: int, vocab_size: int, device: torch.device) -> None:
+        self.sequences: list[Sequence | None] = [None] * count
+        self.free = list(range(count - 1, -1, -1))
+        self.last_tokens = np.zeros(count, np.int64)
+        self.lengths = np.zeros(count, np.int64)
+        """Cached tokens minus the step count."""
+        self.length_sum = 0
+        """Sum of ``lengths`` over the running calls."""
+        self._vocab_size = vocab_size
+        self._device = device
+        self._keys = np.zeros(count, np.uint64)
+        self._positions = np.zeros(count, np.int64)
+        self._temperatures = np.ones(count, np.float64)
+        self._top_p = np.ones(count, np.float64)
+        self._top_k = np.zeros(count, np.int64)
+        self._stops = np.full((count, 1), -1, np.int64)
+        self._emit_at = np.zeros(count, np.int64)
+        self._sent_at = np.zeros(count, np.int64)
+        self._finish_at = np.zeros(count, np.int64)
+        self._tokens = np.zeros((count, HISTORY), np.int32)
+        self._logprobs = np.zeros((count, HISTORY), np.float32)
+
+    def running(self) -> list[Sequence]:
+        """The running calls, in slot order."""
+        return [s for s in self.sequences if s is not None]
+
+    def occupy(self, sequence: Sequence, last_token: int, cached: int, step: int) -> int:
+        """Take a free slot for a call whose first ``cached`` tokens are in the cache."""
+        slot = self.free.pop()
+        sampling = sequence.call.sampling
+        sequence.slot = slot
+        self.sequences[slot] = sequence
+        self.last_tokens[slot] = last_token
+        self.lengths[slot] = cached - step
+        self.length_sum += cached - step
+        self._keys[slot] = sequence.noise_key
+        self._positions[slot] = sequence.position - step
+        self._temperatures[slot] = sampling.temperature
+        self._top_p[slot] = sampling.top_p
+        self._top_k[slot] = sampling.top_k
+        self._set_stops(slot, sampling.stop_token_ids)
+        self._sent_at[slot] = step
+        self._emit_at[slot] = self._next_emit(sequence, step)
+        self._finish_at[slot] = step + sequence.budget - sequence.written_count
+        return slot
+
+    def vacate(self, slot: int) -> None:
+        """Free a slot."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        sequence.slot = -1
+        self.length_sum -= int(self.lengths[slot])
+        self.sequences[slot] = None
+        self.free.append(slot)
+
+    def record(self, slots: Int64Array, step: int, tokens: Int64Array, logprobs: npt.NDArray[np.float32]) -> None:
+        """Keep the tokens of one step, [rows] each."""
+        column = step % HISTORY
+        self._tokens[slots, column] = tokens
+        self._logprobs[slots, column] = logprobs
+
+    def undelivered(self, slot: int, step: int) -> int:
+        """Tokens sampled for a slot and not yet in a chunk."""
+        return int(step - self._sent_at[slot])
+
+    def take_chunk(self, sequence: Sequence, step: int, version: int, reason: FinishReason | None) -> Chunk:
+        """Cut a chunk from the tokens not yet delivered."""
+        slot = sequence.slot
+        columns = np.arange(self._sent_at[slot], step) % HISTORY
+        chunk = Chunk(
+            token_ids=self._tokens[slot, columns],
+            behavior_logprobs=self._logprobs[slot, columns],
+            policy_version=version,
+            kv_min_version=sequence.kv_min_version,
+            finish_reason=reason,
+            cached_token_count=sequence.cached_token_count,
+        )
+        sequence.cached_token_count = 0
+        sequence.written.append(chunk.token_ids)
+        sequence.written_count += len(chunk.token_ids)
+        self._sent_at[slot] = step
+        self._emit_at[slot] = self._next_emit(sequence, step)
+        return chunk
+
+    def arrange(self, slots: Int64Array, step: int) -> RowOrder:
+        """Gather the arrays in the order of ``slots`` (the rows of the cache)."""
+        order = RowOrder(
+            slots=slots,
+            keys=self._keys[slots],
+            positions=self._positions[slots] + step,
+            stops=self._stops[slots],
+            emit_at=self._emit_at[slots],
+            finish_at=self._finish_at[slots],
+            sampling=self._step_sampling(slots),
+            next_event=0,
+        )
+        order.schedule()
+        return order
+
+    def refresh(self, order: RowOrder) -> None:
+        """Take over new chunk times after an event that moved no row."""
+        order.emit_at = self._emit_at[order.slots]
+        order.schedule()
+
+    def generated(self, step: int) -> tuple[Int64Array, Int64Array]:
+        """Response positions and tokens left in the budget of the running calls, int64 [running] each."""
+        slots = np.array([s.slot for s in self.running()], np.int64)
+        return self._positions[slots] + step, self._finish_at[slots] - step
+
+    def _next_emit(self, sequence: Sequence, step: int) -> int:
+        # Aligned over all calls: one wake-up of the asyncio thread carries every running call's chunk.
+        size = min(sequence.call.chunk_token_count, HISTORY)
+        return (step // size + 1) * size
+
+    def _set_stops(self, slot: int, stops: tuple[int, ...]) -> None:
+        width = self._stops.shape[1]
+        if len(stops) > width:
+            wider = np.full((len(self._stops), len(stops) - width), -1, np.int64)
+            self._stops = np.concatenate((self._stops, wider), axis=1)
+        self._stops[slot] = -1
+        self._stops[slot, : len(stops)] = stops
+
+    def _step_sampling(self, slots: Int64Array) -> StepSampling:
+        temperature = self._temperatures[slots]
+        greedy = temperature == 0
+        inverse = None
+        if (temperature != 1.0).any():
+            factors = 1.0 / np.where(greedy, 1.0, temperature)
+            inverse = self._column(factors.astype(np.float32))
+        top_p, top_k = self._top_p[slots], self._top_k[slots]
+        restricted = np.flatnonzero((top_p < 1.0) | (top_k > 0))
+        restriction = None
+        if len(restricted):
+            keep = np.where(top_k > 0, top_k, self._vocab_size)[restricted]
+            restriction = Restriction(
+                rows=torch.from_numpy(restricted).to(self._device),
+                top_p=self._column(top_p[restricted]),
+                top_k=self._column(keep),
+            )
+        return StepSampling(
+            inverse_temperature=inverse,
+            greedy=self._column(greedy) if greedy.any() else None,
+            restriction=restriction,
+        )
+
+    def _column(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(values).unsqueeze(1).to(self._device)

@@ -1,0 +1,171 @@
+"""From a Hugging Face folder of safetensors to the packed tensors that the forward pass reads.
+
+An RMS norm is x / sqrt(sum(x^2) + size * eps) times sqrt(size) times its weight. The forward pass computes the first
+factor (``model.unit_norm``); the other two are multiplied into the matrices that follow, or kept as one vector where
+that matrix is shared (a tied head).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from rollmesh.errors import EngineError
+from rollmesh.generator.engines.torch.architecture import Architecture
+from rollmesh.generator.engines.torch.matmul import Matrix
+from rollmesh.generator.engines.torch.rope import pair_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One transformer block; shapes are [in, out]."""
+
+    qkv: Matrix  # [hidden, kv_heads * (heads_per_kv + 2) * head_size], norm folded in
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [heads_per_kv + 1, head_size], times sqrt(head_size)
+    output: Matrix  # [heads * head_size, hidden]
+    output_bias: Tensor | None
+    gate_up: Matrix  # [hidden, 2 * mlp], norm folded in
+    down: Matrix  # [mlp, hidden]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """All weights of one policy version, on one device."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[Layer, ...]
+    norm: Tensor  # [hidden], times sqrt(hidden)
+    head: Matrix  # [hidden, vocab]
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all tensors; a tied head is counted once."""
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor once, in a fixed order."""
+        yield self.embedding
+        for layer in self.layers:
+            yield from (m.tensor for m in (layer.qkv, layer.output, layer.gate_up, layer.down))
+            yield from (t for t in (layer.qkv_bias, layer.qk_norm, layer.output_bias) if t is not None)
+        yield self.norm
+        if self.head.plain is None or self.head.plain.data_ptr() != self.embedding.data_ptr():
+            yield self.head.tensor
+
+
+def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Read and pack the weights in ``folder``; EngineError names the tensor that is missing or has another shape."""
+    with _open_tensors(folder) as read, torch.inference_mode():
+        hidden = arch.hidden_size
+
+        def tensor(name: str, *shape: int) -> Tensor:
+            found = read(name)
+            if tuple(found.shape) != shape:
+                raise EngineError(f"{folder}: {name} has shape {list(found.shape)}, expected {list(shape)}")
+            return found.float()
+
+        def place(packed: Tensor) -> Tensor:
+            # A copy: safetensors may hand out views of a mapped file that is pruned while the policy serves.
+            return packed.to(device=device, dtype=dtype, copy=True).contiguous()
+
+        embedding = place(tensor("model.embed_tokens.weight", arch.vocab_size, hidden))
+        head = embedding
+        if not arch.tied_head:
+            head = place(tensor("lm_head.weight", arch.vocab_size, hidden))
+        root = math.sqrt(hidden)
+        return Weights(
+            embedding=embedding,
+            layers=tuple(_pack_layer(arch, f"model.layers.{i}.", tensor, place) for i in range(arch.layer_count)),
+            norm=place(tensor("model.norm.weight", hidden) * root),
+            head=Matrix.pack(head),
+        )
+
+
+def _pack_layer(
+    arch: Architecture, prefix: str, tensor: Callable[..., Tensor], place: Callable[[Tensor], Tensor]
+) -> Layer:
+    hidden, size, kv, group = arch.hidden_size, arch.head_size, arch.kv_head_count, arch.heads_per_kv
+    order = pair_order(size)
+
+    def heads(name: str, count: int, paired: bool) -> Tensor:
+        rows = tensor(f"{prefix}self_attn.{name}_proj.weight", count * size, hidden).view(count, size, hidden)
+        return rows[:, order] if paired else rows
+
+    def bias(name: str, count: int, paired: bool) -> Tensor:
+        values = tensor(f"{prefix}self_attn.{name}_proj.bias", count * size).view(count, size)
+        return values[:, order] if paired else values
+
+    def by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Each key-value head is followed through by its own queries: [kv, group + 2, size, ...]. A row of the
+        # projection is then a stack of multi-query heads, and attention needs no case for grouped heads.
+        grouped = q.view(kv, group, *q.shape[1:])
+        return torch.cat((grouped, k.unsqueeze(1), v.unsqueeze(1)), dim=1).flatten(0, 2)
+
+    input_norm = tensor(f"{prefix}input_layernorm.weight", hidden) * math.sqrt(hidden)
+    qkv = by_kv_head(heads("q", arch.head_count, True), heads("k", kv, True), heads("v", kv, False))
+    qkv_bias = qk_norm = output_bias = None
+    if arch.qkv_bias:
+        qkv_bias = place(by_kv_head(bias("q", arch.head_count, True), bias("k", kv, True), bias("v", kv, False)))
+    if arch.qk_norm:
+        q_norm = tensor(f"{prefix}self_attn.q_norm.weight", size)[order]
+        k_norm = tensor(f"{prefix}self_attn.k_norm.weight", size)[order]
+        qk_norm = place(torch.cat((q_norm.expand(group, size), k_norm.expand(1, size))) * math.sqrt(size))
+    if arch.output_bias:
+        output_bias = place(tensor(f"{prefix}self_attn.o_proj.bias", hidden))
+    mlp_norm = tensor(f"{prefix}post_attention_layernorm.weight", hidden) * math.sqrt(hidden)
+    gate = tensor(f"{prefix}mlp.gate_proj.weight", arch.mlp_size, hidden)
+    up = tensor(f"{prefix}mlp.up_proj.weight", arch.mlp_size, hidden)
+    return Layer(
+        qkv=Matrix.pack(place(qkv * input_norm)),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        output=Matrix.pack(place(tensor(f"{prefix}self_attn.o_proj.weight", hidden, arch.head_count * size))),
+        output_bias=output_bias,
+        gate_up=Matrix.pack(place(torch.cat((gate, up)) * mlp_norm)),
+        down=Matrix.pack(place(tensor(f"{prefix}mlp.down_proj.weight", hidden, arch.mlp_size))),
+    )
+
+
+@contextmanager
+def _open_tensors(folder: Path) -> Iterator[Callable[[str], Tensor]]:
+    """Yield ``read(name) -> Tensor`` over the single or sharded safetensors of a folder."""
+    shards = _shard_of_each_tensor(folder)
+    handles: dict[str, Any] = {}
+
+    def read(name: str) -> Tensor:
+        shard = shards.get(name) if shards is not None else "model.safetensors"
+        if shard is None:
+            raise EngineError(f"{folder}: {name} is missing from the checkpoint")
+        try:
+            if shard not in handles:
+                handles[shard] = safe_open(str(folder / shard), framework="pt", device="cpu")
+            found: Tensor = handles[shard].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"{folder / shard}: {name} cannot be read: {error}") from error
+        return found
+
+    yield read
+
+
+def _shard_of_each_tensor(folder: Path) -> dict[str, str] | None:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return None
+    try:
+        shards: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"{index}: not a safetensors index: {error!r}") from error
+    foreign = {s for s in shards.values() if Path(s).name != s}
+    if foreign:
+        raise EngineError(f"{index}: shard names leave the folder: {sorted(foreign)}")
+    return shards
