@@ -8,7 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
-from rollmesh.types import FinishReason, Float32Array, Int32Array, SamplingParams
+from rollmesh.types import Chunk as Chunk
+from rollmesh.types import Float32Array, Int32Array
+from rollmesh.types import GenerationCall as GenerationCall
 
 
 class OnNewVersion(StrEnum):
@@ -20,33 +22,6 @@ class OnNewVersion(StrEnum):
     """Weights swap under running calls; chunks split at the swap and carry the older kv_min_version."""
     DRAIN = "drain"
     """New calls wait; weights swap once the running ones have finished."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationCall:
-    """One request to continue a context."""
-
-    trajectory_id: str
-    context_ids: Int32Array  # [context_tokens], prompt plus tokens kept so far
-    prompt_token_count: int
-    """Length of the prompt inside ``context_ids``; the position of a token is counted from its end."""
-    max_new_token_count: int
-    sampling: SamplingParams
-    chunk_token_count: int
-    """A chunk is emitted at least every so many tokens."""
-    group_id: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
-    """Contiguous tokens of one policy version; the last chunk of a call carries the finish reason."""
-
-    token_ids: Int32Array  # [tokens]; may be empty on the last chunk
-    behavior_logprobs: Float32Array  # [tokens], log_softmax(z/T) over the full vocabulary (raw log_softmax at T=0)
-    policy_version: int
-    kv_min_version: int
-    finish_reason: FinishReason | None = None
-    cached_token_count: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
