@@ -108,9 +108,8 @@ def _draw(folder: RunFolder, specs: Sequence[PlotSpec]) -> list[Plot]:
     target.mkdir(exist_ok=True)
     with style.style():
         for spec in specs:
-            figure = spec.draw()
-            style.save(figure, target, spec.name)
-            svg = style.to_svg(figure, spec.name)
+            file, _ = style.save(spec.draw(), target, spec.name)
+            svg = style.for_page(file.read_text(encoding="utf-8"), spec.name)
             plots.append(Plot(name=spec.name, caption=spec.caption, wide=spec.wide, svg=svg))
     return plots
 
@@ -194,7 +193,7 @@ def _evaluation_row(point: EvaluationPoint, summary: RunSummary) -> Mapping[str,
         "mean": f"{point.mean:.4f}",
         "error": _number(point.standard_error, ".4f"),
         "length": _number(point.mean_length, ".1f"),
-        "quantiles": " / ".join(_number(q, ".0f") or "-" for q in (point.p50, point.p90, point.p99)),
+        "longest": _number(point.max_length, ".0f"),
         "truncated": percent(point.truncated) or "",
         "seconds": _number(point.seconds, ".1f"),
     }

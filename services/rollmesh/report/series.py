@@ -103,9 +103,7 @@ class EvaluationPoint:
     mean: float
     standard_error: float
     mean_length: float
-    p50: float
-    p90: float
-    p99: float
+    max_length: float
     truncated: float
     """Share of answers that ran out of budget, 0..1."""
     seconds: float
@@ -179,10 +177,8 @@ def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
                 mean=mean,
                 standard_error=number(record, "standard_error"),
                 mean_length=number(record, "mean_length"),
-                p50=number(record, "p50"),
-                p90=number(record, "p90"),
-                p99=number(record, "p99"),
-                truncated=number(record, "truncated"),
+                max_length=number(record, "max_length"),
+                truncated=number(record, "truncated_share"),
                 seconds=number(record, "seconds"),
                 when=number(record, "when"),
             )

@@ -171,10 +171,8 @@ def _evaluation(version: int, steps: int, gain: float, seconds: float) -> dict[s
         "mean": mean,
         "standard_error": float(np.sqrt(mean * (1 - mean) / 256)),
         "mean_length": 64.0 if version == 0 else 140.0,
-        "p50": 32.0,
-        "p90": 167.0,
-        "p99": 481.0,
-        "truncated": 0.01,
+        "max_length": 512.0,
+        "truncated_share": 0.01,
         "seconds": 3.0,
         "when": START + 20 + seconds * steps if version else START + 5,
     }

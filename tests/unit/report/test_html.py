@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-from rollmesh.report.html import MAX_SAMPLES, write_report
+import pytest
+
+from rollmesh.report.html import MAX_SAMPLES, REPORT_FILE, write_report
 
 VOID = {"meta", "link", "br", "img", "hr", "input"}
 
@@ -45,14 +48,28 @@ class Page(HTMLParser):
 
 
 def page_of(folder: Path) -> tuple[str, Page]:
-    text = write_report(folder).read_text(encoding="utf-8")
+    """Write the page of a folder, read it, check its nesting."""
+    assert write_report(folder) == folder / REPORT_FILE
+    return read_page(folder)
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory: pytest.TempPathFactory, make_run: Callable[..., Path]) -> Path:
+    """A complete run whose page is written; only to be read."""
+    folder = make_run(tmp_path_factory.mktemp("complete") / "run", steps=12)
+    write_report(folder)
+    return folder
+
+
+def read_page(folder: Path) -> tuple[str, Page]:
+    text = (folder / REPORT_FILE).read_text(encoding="utf-8")
     page = Page(text)
     assert page.stack == []
     return text, page
 
 
-def test_the_page_is_well_formed_and_fetches_nothing(run_folder: Path) -> None:
-    text, page = page_of(run_folder)
+def test_the_page_is_well_formed_and_fetches_nothing(complete: Path) -> None:
+    text, page = read_page(complete)
     assert len(page.ids) == len(set(page.ids))
     assert page.anchors <= set(page.ids)
     assert all(source.startswith("data:") for source in page.fetched)
@@ -62,23 +79,23 @@ def test_the_page_is_well_formed_and_fetches_nothing(run_folder: Path) -> None:
     assert "@import" not in text and "url(http" not in text
 
 
-def test_the_page_follows_the_colour_scheme_of_the_reader(run_folder: Path) -> None:
-    text, _ = page_of(run_folder)
+def test_the_page_follows_the_colour_scheme_of_the_reader(complete: Path) -> None:
+    text, _ = read_page(complete)
     assert "prefers-color-scheme: dark" in text
     assert "var(--plot-ink)" in text
 
 
-def test_every_section_of_a_complete_run_is_filled(run_folder: Path) -> None:
-    text, page = page_of(run_folder)
+def test_every_section_of_a_complete_run_is_filled(complete: Path) -> None:
+    text, page = read_page(complete)
     assert text.count("<svg ") == 8
     for word in ("0.7900", "straggler_timeout", "trainer-0.log", "groups_per_batch"):
         assert word in text, word
     assert {"summary", "plots", "evaluations", "audit", "versions", "samples", "config", "logs"} <= set(page.ids)
-    assert (run_folder / "plots" / "reward.png").exists()
+    assert (complete / "plots" / "reward.png").exists()
 
 
-def test_text_from_the_run_cannot_inject_markup(run_folder: Path) -> None:
-    text, page = page_of(run_folder)
+def test_text_from_the_run_cannot_inject_markup(complete: Path) -> None:
+    text, page = read_page(complete)
     assert "<script>alert" not in text
     assert "<script>alert(1)</script>" in "".join(page.words)
 
@@ -107,8 +124,10 @@ def test_many_and_long_completions_are_thinned_out_and_shortened(run_folder: Pat
     assert "step <b>199</b>" in text
 
 
-def test_writing_again_replaces_the_page_and_leaves_nothing_behind(run_folder: Path) -> None:
-    write_report(run_folder)
-    before = {p.name for p in run_folder.iterdir()}
-    write_report(run_folder)
-    assert {p.name for p in run_folder.iterdir()} == before
+def test_writing_again_replaces_the_page_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"train_step": 1}\n', encoding="utf-8")
+    first = write_report(tmp_path).read_text(encoding="utf-8")
+    before = {p.name for p in tmp_path.iterdir()}
+    (tmp_path / "metrics.jsonl").write_text('{"train_step": 1}\n{"train_step": 2}\n', encoding="utf-8")
+    assert write_report(tmp_path).read_text(encoding="utf-8") != first
+    assert {p.name for p in tmp_path.iterdir()} == before

@@ -72,7 +72,8 @@ def test_titles_legends_and_panels_do_not_overlap(run_folder: Path) -> None:
 def test_a_plot_for_the_page_follows_its_colour_scheme_and_keeps_ids_apart(run_folder: Path) -> None:
     spec = next(s for s in plot_specs(RunFolder(run_folder)) if s.name == "reward")
     with style.style():
-        one, other = style.to_svg(spec.draw(), "one"), style.to_svg(spec.draw(), "other")
+        text = style.save(spec.draw(), run_folder, "plot")[0].read_text()
+    one, other = style.for_page(text, "one"), style.for_page(text, "other")
     assert "var(--plot-ink)" in one
     assert style.INK not in one and style.GRID not in one
     assert ">Reward<" in one
@@ -84,8 +85,8 @@ def test_a_long_run_stays_a_small_file(tmp_path: Path, make_run: Callable[..., P
     folder = make_run(tmp_path / "day", steps=400, seconds=20.0)
     specs = {s.name: s for s in plot_specs(RunFolder(folder))}
     with style.style():
-        assert len(style.to_svg(specs["in_flight"].draw(), "x")) < 600_000
-        assert len(style.to_svg(specs["queue"].draw(), "x")) < 200_000
+        assert style.save(specs["in_flight"].draw(), tmp_path, "in_flight")[0].stat().st_size < 600_000
+        assert style.save(specs["queue"].draw(), tmp_path, "queue")[0].stat().st_size < 200_000
 
 
 def test_the_bound_of_the_preset_is_drawn_even_if_the_run_file_leaves_it_null(run_folder: Path) -> None:

@@ -5,7 +5,6 @@ No pyplot: a ``Figure`` of its own per plot needs no display, no global state an
 
 from __future__ import annotations
 
-import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -186,7 +185,7 @@ def version_colours(versions: Sequence[int]) -> list[Any]:
     if len(versions) < 2:
         return [ramp(0.45)] * len(versions)
     low, high = versions[0], versions[-1]
-    return [ramp(0.04 + 0.88 * (v - low) / (high - low)) for v in versions]
+    return [ramp(0.1 + 0.84 * (v - low) / (high - low)) for v in versions]
 
 
 def version_bar(figure: Figure, axes: Axes, versions: Sequence[int]) -> None:
@@ -207,23 +206,23 @@ def version_bar(figure: Figure, axes: Axes, versions: Sequence[int]) -> None:
     bar.set_label("policy version", color=MUTED)
 
 
-def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an ``<svg>`` element for a page: scheme-aware colours, ids that start with ``name``."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
+def save(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
+    """Write ``name.svg`` and ``name.png`` (double density) and return their paths."""
+    # The layout does not depend on the format: solve it once.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    svg, png = folder / f"{name}.svg", folder / f"{name}.png"
+    figure.savefig(svg, format="svg", metadata={"Date": None})
+    figure.savefig(png, format="png", dpi=200)
+    return svg, png
+
+
+def for_page(svg: str, name: str) -> str:
+    """A saved plot as an ``<svg>`` element of a page: scheme-aware colours, ids that start with ``name``."""
+    text = svg[svg.index("<svg") :]
     for colour, variable in CSS_VARIABLES.items():
         text = text.replace(colour, variable)
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{name}-", text)
     # The page sets the width; the view box keeps the proportions.
     return re.sub(r'<svg ([^>]*?)width="[^"]*pt" height="[^"]*pt"', r"<svg \1", text, count=1)
-
-
-def save(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
-    """Write ``name.svg`` and ``name.png`` (double density) and return their paths."""
-    svg, png = folder / f"{name}.svg", folder / f"{name}.png"
-    figure.savefig(svg, format="svg", metadata={"Date": None})
-    figure.savefig(png, format="png", dpi=200)
-    return svg, png
