@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from rollmesh.algorithms.advantages.registry import Advantage
+from rollmesh.algorithms.masks import stale_mask
 from rollmesh.errors import DataError
 from rollmesh.types import Batch, FinishReason, Float32Array, Group, Int32Array, OutcomeKind, SegmentSource, Trajectory
 
@@ -100,7 +101,7 @@ def build_train_batch(
     flat = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
     lengths = np.array([len(c["token_ids"]) for c in columns], np.int64)
     policy_mask = flat["versions"] != NO_VERSION
-    fresh = True if max_token_staleness is None else flat["staleness"] <= max_token_staleness
+    loss_mask = stale_mask(torch.from_numpy(flat["staleness"]), torch.from_numpy(policy_mask), max_token_staleness)
     return TrainBatch(
         train_step=batch.train_step,
         trajectory_ids=ids,
@@ -114,7 +115,7 @@ def build_train_batch(
         truncated=np.array([t.finish_reason is FinishReason.LENGTH for _, t in members]),
         sequence_index=np.repeat(np.arange(len(members), dtype=np.int64), lengths),
         policy_mask=policy_mask,
-        loss_mask=policy_mask & fresh,
+        loss_mask=loss_mask.numpy(),
         unscored_trajectories=total - len(members),
         **flat,
     )
