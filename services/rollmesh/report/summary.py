@@ -27,7 +27,7 @@ from rollmesh.report.verdict import AuditResult, read_audit
 if TYPE_CHECKING:
     from rich.console import Console
 
-ALL_OR_NOTHING_VERIFIERS = frozenset({"exact", "numeric", "choice", "math", "countdown", "python_code"})
+ALL_OR_NOTHING_VERIFIERS = frozenset({"exact", "numeric", "choice", "math", "countdown"})
 """Verifiers that return 1 for a right answer and 0 for a wrong one: their mean is an accuracy."""
 
 LAST_STEPS = 5
