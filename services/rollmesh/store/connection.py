@@ -128,7 +128,7 @@ class Connection:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                return await call()
+                return await _cancellable(call)
             except _PERMANENT as error:
                 raise store_error(error, what) from error
             except _TRANSIENT as error:
@@ -140,6 +140,20 @@ class Connection:
                 raise store_error(error, what) from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+async def _cancellable(call: Callable[[], Awaitable[Reply]]) -> Reply:
+    """The result of ``call``, unless the task was cancelled meanwhile.
+
+    redis-py sends through ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that arrives when
+    the send has just completed; a worker would then never end.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    reply = await call()
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+    return reply
 
 
 def check_version(version: str) -> None:
