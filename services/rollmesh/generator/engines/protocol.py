@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -57,11 +57,17 @@ class Engine(Protocol):
     async def start(self, folder: Path, policy_version: int) -> None:
         """Load the first policy from a verified Hugging Face folder and begin to serve."""
 
-    def generate(self, call: GenerationCall) -> AsyncIterator[Chunk]:
-        """Stream the chunks of one call; closing the iterator early frees the slot."""
+    def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
+        """Stream the chunks of one call; closing the generator early frees the slot."""
 
     async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
         """End these calls (None: all) as ``interrupted``; returns how many."""
+
+    async def stage(self, folder: Path) -> None:
+        """Read the weights in ``folder`` beside the running calls, so that ``load`` of it only has to swap.
+
+        Raises EngineError when they do not fit; an engine that cannot stage does nothing.
+        """
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
         """Swap to the policy in ``folder``; returns the seconds during which decoding stood still.
@@ -79,7 +85,7 @@ class Engine(Protocol):
         """Continue decoding."""
 
     def status(self) -> EngineStatus:
-        """Load and counters, without waiting for a decode step."""
+        """Load and counters, without waiting for a decode step; EngineError when the engine has failed."""
 
     async def aclose(self) -> None:
         """End running calls as ``interrupted`` and stop."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from pathlib import Path
@@ -43,6 +43,7 @@ class TorchEngine:
         self._worker: Worker | None = None
         self._closed = False
         self._load_lock = asyncio.Lock()
+        self._staged: tuple[Path, Weights] | None = None
 
     async def start(self, folder: Path, policy_version: int) -> None:
         """Load the first policy and start the model thread; EngineError when the folder cannot be served."""
@@ -73,8 +74,8 @@ class TorchEngine:
         self._worker = Worker(make_batch, self._options, asyncio.get_running_loop())
         self._worker.start()
 
-    async def generate(self, call: GenerationCall) -> AsyncIterator[Chunk]:
-        """Stream the chunks of one call; closing the iterator early frees its slot."""
+    async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
+        """Stream the chunks of one call; closing the generator early frees its slot."""
         worker = self._serving()
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
         vocab = worker.batch.model.arch.vocab_size
@@ -97,14 +98,25 @@ class TorchEngine:
         worker = self._serving()
         return await self._call(worker, lambda: worker.interrupt(trajectory_ids))
 
+    async def stage(self, folder: Path) -> None:
+        """Read and pack the weights in ``folder`` beside the running calls; ``load`` of it then only swaps."""
+        self._serving()
+        async with self._load_lock:
+            self._staged = None
+            self._staged = folder, await asyncio.to_thread(self._read_compatible, folder)
+
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
         """Swap to the policy in ``folder``; returns the seconds during which decoding stood still.
 
-        Weights are read and packed beside the running calls; loads follow each other in the order of their calls.
+        Weights are read beside the running calls, unless they are staged; loads follow each other in order.
         """
         worker = self._serving()
         async with self._load_lock:
-            weights = await asyncio.to_thread(self._read_compatible, folder)
+            staged, self._staged = self._staged, None
+            if staged is not None and staged[0] == folder:
+                weights = staged[1]
+            else:
+                weights = await asyncio.to_thread(self._read_compatible, folder)
             swap = Swap(weights=weights, policy_version=policy_version, mode=mode, done=Future())
             self._post(worker, lambda: worker.request_swap(swap))
             return await asyncio.wrap_future(swap.done)
@@ -129,10 +141,12 @@ class TorchEngine:
         await self._set_paused(False)
 
     def status(self) -> EngineStatus:
-        """Load and counters, without waiting for a decode step."""
+        """Load and counters, without waiting for a decode step; EngineError when the model thread has failed."""
         worker = self._worker
         if worker is None:
             raise EngineError("the engine has not been started")
+        if worker.failure is not None:
+            raise worker.failure
         counters = worker.counters
         return EngineStatus(
             policy_version=worker.batch.policy_version,

@@ -107,10 +107,8 @@ class Model:
             qkv = qkv.view(len(x), arch.kv_head_count, group + 2, arch.head_size)
             self._norm_heads_(qkv[:, :, : group + 1], layer)
             rotate_(qkv[:, :, : group + 1], rotations)
-            heads = (
-                qkv[:count].view(batch, length, *qkv.shape[1:]).permute(0, 2, 3, 1, 4)
-            )  # [batch, kv, g + 2, length, d]
-            keys, values = heads[:, :, group], heads[:, :, group + 1]
+            heads = qkv[:count].view(batch, length, *qkv.shape[1:]).permute(0, 2, 3, 1, 4)
+            keys, values = heads[:, :, group], heads[:, :, group + 1]  # heads [batch, kv, g + 2, length, d]
             store(number, keys, values)
             if keys_only and number == arch.layer_count - 1:
                 break

@@ -32,6 +32,13 @@ class TorchEngineOptions:
     pace: tuple[tuple[int, float], ...] | None = None
     """Step-time curve [(running calls, seconds)], piecewise linear; None runs at full speed."""
 
+    def __post_init__(self) -> None:
+        if self.kv_tokens < self.max_context_tokens:
+            raise ConfigError(
+                f"generator.kv_token_capacity={self.kv_token_capacity} does not hold one call of "
+                f"generator.max_context_tokens={self.max_context_tokens}"
+            )
+
     @classmethod
     def from_config(cls, config: RunConfig) -> TorchEngineOptions:
         """Take the options from a run file."""
