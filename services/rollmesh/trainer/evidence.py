@@ -11,6 +11,7 @@ import torch
 
 from rollmesh.algorithms.old_logprobs import Evidence, OldLogprobs, OldLogprobSource
 from rollmesh.errors import CheckpointError
+from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.batch import BoolArray, Float64Array, TrainBatch
 from rollmesh.trainer.distributed import shard, sum_over_ranks
 from rollmesh.trainer.model import PolicyModel, load_policy_model
@@ -122,12 +123,23 @@ class EvidenceGatherer:
         return values, available
 
     def _load(self, version: int) -> PolicyModel | None:
-        folder = self._policy_folder(version) if self._policy_folder is not None else None
-        found = sum_over_ranks(torch.tensor([float(folder is not None)]), self._compute.gang)
-        if folder is None or int(found) < self._compute.gang.world:
+        """A frozen, sharded model of this version; None on every rank when any rank cannot have it."""
+        model = self._read(version)
+        found = sum_over_ranks(torch.tensor([float(model is not None)]), self._compute.gang)
+        if model is None or int(found) < self._compute.gang.world:
             return None
-        dtype = next(self._model.parameters()).dtype
-        model = load_policy_model(folder, dtype=dtype, device=self._compute.device)
         model.requires_grad_(False)
         shard(model, model.causal_lm, self._compute.gang, self._compute.device)
         return model
+
+    def _read(self, version: int) -> PolicyModel | None:
+        folder = self._policy_folder(version) if self._policy_folder is not None else None
+        if folder is None:
+            return None
+        dtype = next(self._model.parameters()).dtype
+        try:
+            return load_policy_model(folder, dtype=dtype, device=self._compute.device)
+        except CheckpointError as error:
+            # Pruned between the look-up and the read: the source falls back and counts it.
+            get_logger("evidence").warning("policy_not_loaded", policy_version=version, message=str(error))
+            return None

@@ -1,4 +1,4 @@
-"""The numbers of a train step, from flat columns: pure numpy, in float64."""
+"""The numbers of a train step, from flat columns, in float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from rollmesh.algorithms.kl import k1, k3
 from rollmesh.algorithms.losses.base import ClipReason
 from rollmesh.trainer.batch import BoolArray, Float64Array, Int64Array, TrainBatch
 from rollmesh.trainer.report import BatchStats, GapStats, PolicyStats, RatioStats, SpreadStats
@@ -66,7 +68,8 @@ def policy_stats(
     """
     mask = batch.loss_mask
     behavior = batch.behavior_logprobs.astype(np.float64)
-    difference = np.clip(results.logprobs - behavior, -20.0, 20.0)[mask]
+    policy = torch.from_numpy(results.logprobs[mask])
+    sampler = torch.from_numpy(behavior[mask])
     size = effective_sample_size((results.logprobs - behavior)[mask], batch.sequence_index[mask])
     in_loss = len(np.unique(batch.sequence_index[mask]))
     fresh = mask & results.before_any_update & (batch.versions == current_version)
@@ -75,15 +78,14 @@ def policy_stats(
     ratio, clip = results.ratio[mask], results.clip[mask]
     reference = None
     if results.reference_logprobs is not None:
-        toward = np.clip(results.reference_logprobs - results.logprobs, -20.0, 20.0)[mask]
-        reference = _mean(np.expm1(toward) - toward)
+        reference = _mean(k3(policy, torch.from_numpy(results.reference_logprobs[mask])).numpy())
     return PolicyStats(
         ratio=ratio_stats(ratio, clip),
         ratio_by_staleness={
             int(s): ratio_stats(ratio[staleness == s], clip[staleness == s]) for s in np.unique(staleness)
         },
-        kl_behavior_k1=_mean(-difference),
-        kl_behavior_k3=_mean(np.expm1(difference) - difference),
+        kl_behavior_k1=_mean(k1(sampler, policy).numpy()),
+        kl_behavior_k3=_mean(k3(sampler, policy).numpy()),
         effective_sample_size=size,
         effective_sample_share=size / in_loss if in_loss else 0.0,
         entropy=_mean(results.entropy[mask]),

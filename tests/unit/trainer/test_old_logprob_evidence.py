@@ -170,3 +170,9 @@ def test_a_reference_that_is_not_kept_is_an_error_that_names_it(run: Run) -> Non
     with pytest.raises(CheckpointError, match="policy_version 0: kl_reference_version is not kept"):
         trainer.train(run.batch, VERSIONS)
     assert trainer.train_step == 2
+
+
+def test_a_version_that_vanishes_while_it_is_read_falls_back(run: Run, tmp_path: Path) -> None:
+    trainer = replace(run, folders={**run.folders, 0: tmp_path / "pruned"}).trainer("snapshot")
+    report = trainer.train(run.batch, VERSIONS)
+    assert report.policy.old_logprob_fallbacks == {"mixed_cache": 4, "version_not_kept": 5}
