@@ -50,7 +50,7 @@ class LocalMesh:
     @contextlib.asynccontextmanager
     async def services(self, names: Sequence[str] = STOP_ORDER) -> AsyncIterator[None]:
         """Run these services; they are stopped in order at the end, whatever ended it."""
-        environment = child_environment(self.config, self.folder, self._redis_url)
+        environment = child_environment(self.config, self._redis_url)
         for spec in service_specs(self.config, self.folder, environment):
             if spec.service in names:
                 self.supervisor.start(spec)

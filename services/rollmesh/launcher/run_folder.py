@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,17 +74,6 @@ class RunFolder:
     def log_file(self, service: str, index: int) -> Path:
         """Log of one service process; restarts append."""
         return self.logs / f"{service}-{index}.log"
-
-    def secret(self) -> str:
-        """The run's HMAC key (hex), made on first use and readable by its owner only."""
-        file = self.path / "secret"
-        try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            return file.read_text(encoding="ascii").strip()
-        with os.fdopen(descriptor, "w") as handle:
-            handle.write(secrets.token_hex(32))
-        return file.read_text(encoding="ascii").strip()
 
 
 @contextmanager

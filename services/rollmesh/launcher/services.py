@@ -13,7 +13,7 @@ STOP_ORDER = ("rollout", "generator", "reward", "trainer")
 """Work stops at its source first, so that everything behind it can drain."""
 
 
-def child_environment(config: RunConfig, folder: RunFolder, redis_url: str) -> dict[str, str]:
+def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
     """Variables of every service process: secrets travel here, never in files or arguments."""
     threads = str(config.launcher.torch_threads)
     environment = {
@@ -22,17 +22,12 @@ def child_environment(config: RunConfig, folder: RunFolder, redis_url: str) -> d
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "ROLLMESH_STORE__URL": redis_url,
-        "ROLLMESH_CHECKPOINTS__SECRET": manifest_secret(config, folder),
     }
     if config.store.password is not None:
         environment["ROLLMESH_STORE__PASSWORD"] = config.store.password.get_secret_value()
+    if config.checkpoints.secret is not None:
+        environment["ROLLMESH_CHECKPOINTS__SECRET"] = config.checkpoints.secret.get_secret_value()
     return environment
-
-
-def manifest_secret(config: RunConfig, folder: RunFolder) -> str:
-    """HMAC key of the run's manifests."""
-    secret = config.checkpoints.secret
-    return secret.get_secret_value() if secret is not None else folder.secret()
 
 
 def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ServiceSpec]:

@@ -59,10 +59,9 @@ def open_checkpoints(folder: RunFolder) -> CheckpointStore:
     given = os.environ.get(SECRET_VARIABLE)
     if given:
         return CheckpointStore(folder.checkpoints, given.encode())
-    for name in ("secret", SECRET_FILE):
-        file = folder.path / name
-        if file.exists():
-            return CheckpointStore(folder.checkpoints, file.read_text(encoding="ascii").strip().encode())
+    file = folder.path / SECRET_FILE
+    if file.exists():
+        return CheckpointStore(folder.checkpoints, file.read_text(encoding="ascii").strip().encode())
     raise CheckpointError(f"{folder.path}: no secret in the run folder, and {SECRET_VARIABLE} is not set")
 
 
