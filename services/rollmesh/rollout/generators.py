@@ -32,8 +32,8 @@ class Seat:
     record: GeneratorRecord
     held: Held
     _generators: Generators
-    aborted: str = ""
-    """Why the call was cut off from this side; empty while it was not."""
+    aborted: bool = False
+    """Whether the call was cut off from this side."""
     _deadline: asyncio.Timeout | None = field(default=None)
 
     def __enter__(self) -> Seat:
@@ -49,9 +49,9 @@ class Seat:
         """Register the time-out that guards the next chunk; ``abort`` fires it early."""
         self._deadline = deadline
 
-    def abort(self, reason: str) -> None:
+    def abort(self) -> None:
         """End the call now: tokens after the last chunk are given up."""
-        self.aborted = self.aborted or reason
+        self.aborted = True
         if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
@@ -92,11 +92,8 @@ class Generators:
         return sum(1 for a in self._avoided.values() if a.until > now)
 
     async def refresh(self) -> None:
-        """Read the registry; calls on generators that are gone end at once."""
+        """Read the registry. Calls on a generator that has left it go on: it may be draining, with tokens to send."""
         found = {record.instance_id: record for record in await self._store.generators()}
-        for seat in list(self._seats):
-            if seat.record.instance_id not in found:
-                seat.abort("gone")
         self._records = found
         self._avoided = {name: a for name, a in self._avoided.items() if name in found}
         self.wake()

@@ -37,9 +37,14 @@ class Held:
         """Oldest policy version on which a trajectory without tokens may start (Desired.start_at_version)."""
         self.call_floor = 0
         """Oldest policy version for any call (Desired.interrupt_below_version)."""
-        self.finished = False
+        self.finish_reason = trajectory.finish_reason
         self._park: ReleaseReason | None = None
         self._lost = ""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the queue has its last token; what is left is the reward."""
+        return self.finish_reason is not None
 
     @property
     def trajectory_id(self) -> str:
@@ -89,7 +94,7 @@ class Held:
         self.newest_version = -1
 
     def result(self, reason: FinishReason) -> Trajectory:
-        """The finished trajectory, for scoring."""
+        """The trajectory as it ended, for scoring."""
         return replace(self.trajectory, segments=tuple(self.segments), finish_reason=reason)
 
     def park(self, reason: ReleaseReason) -> None:

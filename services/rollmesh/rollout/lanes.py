@@ -23,6 +23,7 @@ class Lane(Generic[T, R]):
         self._runners = runners
         self._items: list[tuple[T, asyncio.Future[R]]] = []
         self._running = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, item: T) -> R:
         """The result of one item; whatever the batched call raises, every item of the batch raises."""
@@ -42,19 +43,24 @@ class Lane(Generic[T, R]):
 
     def _start(self) -> None:
         task = asyncio.ensure_future(self._drain())
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running -= 1
+        self._tasks.discard(task)
         if not task.cancelled():
             task.result()
 
     async def _drain(self) -> None:
-        while self._items:
-            batch, self._items = self._items[: self._limit], self._items[self._limit :]
-            wanted = [(item, future) for item, future in batch if not future.cancelled()]
-            if wanted:
-                await self._run([item for item, _ in wanted], [future for _, future in wanted])
+        try:
+            while self._items:
+                batch, self._items = self._items[: self._limit], self._items[self._limit :]
+                wanted = [(item, future) for item, future in batch if not future.cancelled()]
+                if wanted:
+                    await self._run([item for item, _ in wanted], [future for _, future in wanted])
+        finally:
+            # In the same step as the last look at the items: whoever submits next must start a runner again.
+            self._running -= 1
 
     async def _run(self, items: list[T], futures: list[asyncio.Future[R]]) -> None:
         try:

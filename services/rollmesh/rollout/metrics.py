@@ -13,7 +13,6 @@ _CALL_ENDS = (
     "refused",
     "cut_off",
     "hung",
-    "gone",
     "broken",
     "lengths",
     "too_many_tokens",

@@ -59,14 +59,21 @@ class Saver:
             )
 
         await self._write(held, self._finishes, item)
-        held.finished = True
+        held.finish_reason = reason
 
-    async def score(
-        self, trajectory_id: str, outcome: RewardOutcome, shaped_reward: float, *, assigned: bool
-    ) -> WriteStatus:
-        """Record the outcome of a finished trajectory."""
-        score = Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=shaped_reward, assigned=assigned)
-        return (await self._scores.submit(score)).status
+    async def score(self, held: Held, outcome: RewardOutcome, shaped_reward: float, *, assigned: bool) -> None:
+        """Record the outcome of a finished trajectory. Raises LetGo when the queue does not want it."""
+        score = Score(trajectory_id=held.trajectory_id, outcome=outcome, shaped_reward=shaped_reward, assigned=assigned)
+        for _ in range(_RESENDS):
+            held.check_lost()
+            status = (await self._scores.submit(score)).status
+            if status.ok:
+                return
+            await self._session.confirm()
+            if status is WriteStatus.REFUSED and held.finish_reason is not None:
+                # Redis came back from before the end of the trajectory: end it again.
+                await self.finish(held, held.finish_reason)
+        raise LetGo("its score is not wanted")
 
     async def release(self, trajectory_id: str, reason: ReleaseReason) -> None:
         """Give the lease back."""
@@ -82,6 +89,7 @@ class Saver:
         held.restart()
 
     async def _write(self, held: Held, lane: Lane[T, AppendResult], item: Callable[[int], T]) -> None:
+        confirmed = False
         for _ in range(_RESENDS):
             held.check_lost()
             offset, end = held.saved_token_count, held.token_count
@@ -90,7 +98,11 @@ class Saver:
                 held.saved_token_count = end
                 return
             if result.status is WriteStatus.LOST:
-                break
+                if confirmed:
+                    break
+                await self._session.confirm()
+                confirmed = True
+                continue
             if result.saved_token_count == offset or result.saved_token_count > end:
                 break  # other tokens are there: someone else has continued the trajectory
             held.saved_token_count = result.saved_token_count
@@ -123,10 +135,12 @@ class Saver:
     async def _release(self, items: list[_Release]) -> Sequence[None]:
         for reason in ReleaseReason:
             ids = [item.trajectory_id for item in items if item.reason is reason]
+
+            async def release(session: str, ids: list[str] = ids, reason: ReleaseReason = reason) -> int:
+                return await self._store.release(session, ids, reason)
+
             if ids:
-                await self._session.call(
-                    lambda session, ids=ids, reason=reason: self._store.release(session, ids, reason)
-                )
+                await self._session.call(release)
         return [None] * len(items)
 
     async def _fail(self, items: list[tuple[str, str]]) -> Sequence[None]:

@@ -87,6 +87,17 @@ class WorkerSession:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
+    async def confirm(self) -> None:
+        """Make sure that the session lives: a write that was refused may mean that it does not."""
+        session = self._session
+        try:
+            server = await self._retrying(lambda: self._store.heartbeat(session))
+        except SessionLost:
+            await self.recover(session)
+        else:
+            if server != self._server:
+                await self.recover(session, server)
+
     async def recover(self, lost: str, server: str | None = None) -> None:
         """Replace session ``lost`` (or confirm it to a new server) and register everything held."""
         async with self._lock:
@@ -98,13 +109,13 @@ class WorkerSession:
             await self._retrying(self._register)
 
     async def _register(self) -> None:
+        stated = [(held.trajectory_id, held.saved_token_count) for held in self.held.values()]
         try:
-            self._server = await self._store.heartbeat(self._session)
+            answers = await self._store.reregister(self._session, stated, self._worker)
         except SessionLost:
             self._session = await self._store.open_session(self._worker)
-            self._server = await self._store.heartbeat(self._session)
-        stated = [(held.trajectory_id, held.saved_token_count) for held in self.held.values()]
-        answers = await self._store.reregister(self._session, stated)
+            answers = await self._store.reregister(self._session, stated, self._worker)
+        self._server = await self._store.heartbeat(self._session)
         kept = 0
         for answer in answers:
             held = self.held.get(answer.trajectory_id)

@@ -92,3 +92,19 @@ async def test_a_call_with_the_wrong_number_of_results_is_an_error():
     with pytest.raises(RuntimeError, match="2 items with 1 results"):
         lane = Lane(call, limit=10)
         await asyncio.gather(lane.submit(1), lane.submit(2))
+
+
+async def test_an_item_submitted_in_the_moment_a_runner_ends_is_not_forgotten():
+    async def call(items):
+        return items
+
+    lane = Lane(call, limit=10)
+
+    async def submit_in_a_chain(number):
+        for _ in range(200):
+            assert await lane.submit(number) == number
+            if number:
+                await asyncio.sleep(0)
+
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(submit_in_a_chain(number) for number in range(3)))

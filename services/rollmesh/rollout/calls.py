@@ -1,0 +1,178 @@
+"""Generation calls of one trajectory: as many as it takes, on whichever generators can continue it.
+
+A call ends because the answer is complete, its budget is used up, the generator was interrupted, or something went
+wrong. Whatever it was, tokens that arrived and passed the checks are kept and the next call goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from rollmesh.errors import EngineError, GenerationRefused
+from rollmesh.generator.engines.protocol import Chunk, GenerationCall
+from rollmesh.rollout.checks import Expected, GarbageAnswer, check_chunk
+from rollmesh.rollout.generators import Generators, Seat
+from rollmesh.rollout.held import Held
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.policies import Policies
+from rollmesh.rollout.ports import GenerationPort
+from rollmesh.rollout.routing import Need
+from rollmesh.runtime.logging import get_logger
+from rollmesh.types import FinishReason, SamplingParams, Segment
+
+GARBAGE_AVOID_SECONDS = 5.0
+"""How long a generator that answered nonsense, hung or broke is left alone at first."""
+
+SaveTokens = Callable[[Held], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallLimits:
+    """What every call of a run shares."""
+
+    vocab_size: int
+    max_context_tokens: int
+    chunk_token_count: int
+    chunk_timeout_seconds: float
+    """A generator that sends no chunk for so long has hung."""
+
+
+class Caller:
+    """Samples tokens for trajectories; used by programs and by evaluation."""
+
+    def __init__(
+        self,
+        client: GenerationPort,
+        generators: Generators,
+        policies: Policies,
+        limits: CallLimits,
+        metrics: RolloutMetrics,
+    ) -> None:
+        self._client = client
+        self._generators = generators
+        self._policies = policies
+        self._limits = limits
+        self._metrics = metrics
+        self._log = get_logger("calls")
+
+    async def sample(
+        self,
+        held: Held,
+        budget: int,
+        params: SamplingParams,
+        *,
+        save: SaveTokens,
+        pinned_version: int | None = None,
+    ) -> FinishReason:
+        """Append up to ``budget`` tokens to the trajectory; returns STOP or LENGTH.
+
+        ``save`` is called after every chunk but the last. Raises Parked or LetGo (``held.check``), and DataError when
+        the generator refuses the request itself as wrong.
+        """
+        goal = held.token_count + budget
+        while held.token_count < goal:
+            need = Need(min_version=held.min_version, pinned_version=pinned_version, group_id=held.trajectory.group_id)
+            with await self._generators.acquire(held, need) as seat:
+                reason = await self._call(seat, goal, params, need, save)
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                return reason
+        return FinishReason.LENGTH
+
+    async def _call(
+        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens
+    ) -> FinishReason | None:
+        """One call; None when it was given up."""
+        held, before = seat.held, seat.held.token_count
+        try:
+            return await self._stream(seat, goal, params, need, save)
+        except GenerationRefused as error:
+            # Not a fault: it drains, reloads or is full. A moment later the registry knows.
+            self._generators.avoid(seat.record.instance_id)
+            self._metrics.call_ended("refused")
+            self._log.debug("call_refused", generator=seat.record.instance_id, message=str(error))
+        except GarbageAnswer as error:
+            self._misbehaved(seat, error.reason, str(error))
+        except EngineError as error:
+            self._misbehaved(seat, "broken", str(error))
+        except TimeoutError:
+            if seat.aborted:
+                self._metrics.call_ended("cut_off")
+            else:
+                self._misbehaved(seat, "hung", f"no chunk for {self._limits.chunk_timeout_seconds:g} s")
+        self._metrics.wasted_call(held.token_count == before)
+        return None
+
+    def _misbehaved(self, seat: Seat, reason: str, message: str) -> None:
+        seconds = self._generators.avoid(seat.record.instance_id, GARBAGE_AVOID_SECONDS)
+        self._metrics.call_ended(reason)
+        self._log.warning(
+            "generator_misbehaved",
+            generator=seat.record.instance_id,
+            address=seat.record.address,
+            trajectory=seat.held.trajectory_id,
+            reason=reason,
+            message=message,
+            avoided_seconds=round(seconds, 1),
+        )
+
+    async def _stream(
+        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens
+    ) -> FinishReason | None:
+        held = seat.held
+        call = GenerationCall(
+            trajectory_id=held.trajectory_id,
+            context_ids=held.context_ids(),
+            prompt_token_count=held.prompt_token_count,
+            max_new_token_count=goal - held.token_count,
+            sampling=params,
+            chunk_token_count=self._limits.chunk_token_count,
+            group_id=held.trajectory.group_id,
+        )
+        chunks = self._client.generate(
+            seat.record,
+            call,
+            min_policy_version=need.min_version,
+            pinned_policy_version=need.pinned_version,
+            traceparent=held.trajectory.traceparent,
+        )
+        try:
+            while True:
+                async with asyncio.timeout(self._limits.chunk_timeout_seconds) as deadline:
+                    seat.waiting_until(deadline)
+                    chunk = await anext(chunks, None)
+                seat.waiting_until(None)
+                if chunk is None:
+                    raise GarbageAnswer("no_finish_reason", "the stream ended without a finish reason")
+                await self._keep(held, chunk, goal, params, need)
+                self._generators.answered_well(seat.record.instance_id)
+                if chunk.finish_reason is not None:
+                    self._metrics.call_ended(chunk.finish_reason.value)
+                    return chunk.finish_reason
+                await save(held)
+                held.check_lost()
+        finally:
+            await chunks.aclose()
+
+    async def _keep(self, held: Held, chunk: Chunk, goal: int, params: SamplingParams, need: Need) -> None:
+        expected = Expected(
+            vocab_size=self._limits.vocab_size,
+            min_version=max(need.min_version, held.newest_version),
+            newest_version=await self._policies.newest_at_least(chunk.policy_version),
+            pinned_version=need.pinned_version,
+            stop_token_ids=params.stop_token_ids,
+            max_context_tokens=self._limits.max_context_tokens,
+        )
+        context = held.prompt_token_count + held.token_count
+        check_chunk(chunk, expected, remaining=goal - held.token_count, context_tokens=context)
+        held.add(
+            Segment(
+                token_ids=chunk.token_ids,
+                behavior_logprobs=chunk.behavior_logprobs,
+                policy_version=chunk.policy_version,
+                kv_min_version=chunk.kv_min_version,
+                temperature=params.temperature,
+            )
+        )
+        self._metrics.sampled(len(chunk.token_ids), expected.newest_version - chunk.policy_version)

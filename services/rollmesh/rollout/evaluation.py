@@ -1,0 +1,197 @@
+"""Evaluations: a fixed set of prompts answered by one pinned policy version, scored, never trained on.
+
+They live outside admission and pool: the mesh's trajectory counts do not know them. While one runs, the policy is
+pinned, so that generators serve the version asked for; an answer counts only if every token carries it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rollmesh.config.services import EvalConfig
+from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
+from rollmesh.rollout.calls import Caller
+from rollmesh.rollout.generators import Generators
+from rollmesh.rollout.held import Held
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.programs import Program, Rollout
+from rollmesh.rollout.scoring import Scorer
+from rollmesh.rollout.sessions import WorkerSession
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.types import EvalRequest, EvalResult
+from rollmesh.tasks.sources.protocol import PromptSource
+from rollmesh.types import FinishReason, OutcomeKind, SamplingParams, Trajectory
+
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One scored answer of an evaluation."""
+
+    reward: float | None
+    """None when the verifier gave no value."""
+    token_count: int
+    truncated: bool
+    policy_versions: tuple[int, ...]
+
+
+def summarise(answers: Sequence[Answer], pinned_version: int) -> EvalResult:
+    """Mean reward, its standard error (sample standard deviation / sqrt(n)), lengths and truncated share."""
+    counted = [a for a in answers if a.reward is not None and a.policy_versions == (pinned_version,)]
+    rewards = [a.reward for a in counted if a.reward is not None]
+    n = len(rewards)
+    mean = sum(rewards) / n if n else 0.0
+    variance = sum((r - mean) ** 2 for r in rewards) / (n - 1) if n > 1 else 0.0
+    lengths = [a.token_count for a in counted]
+    details = {
+        "mean_length": sum(lengths) / n if n else 0.0,
+        "max_length": float(max(lengths, default=0)),
+        "truncated_share": sum(a.truncated for a in counted) / n if n else 0.0,
+    }
+    return EvalResult(
+        mean=mean,
+        standard_error=math.sqrt(variance / n) if n else 0.0,
+        sample_count=n,
+        discarded_count=len(answers) - n,
+        details=details,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatorParts:
+    """What an evaluator is made of."""
+
+    store: TrajectoryStore
+    session: WorkerSession
+    caller: Caller
+    generators: Generators
+    scorer: Scorer
+    program: Program
+    open_prompts: Callable[[], PromptSource]
+    """Opens the evaluation prompts, once the first evaluation needs them."""
+    metrics: RolloutMetrics
+
+
+class Evaluator:
+    """Claims evaluation requests and answers them."""
+
+    def __init__(
+        self, parts: EvaluatorParts, config: EvalConfig, *, budget: int, stop_token_ids: tuple[int, ...]
+    ) -> None:
+        self._parts = parts
+        self._config = config
+        self._budget = budget
+        self._params = SamplingParams(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            seed=config.seed,
+            stop_token_ids=stop_token_ids,
+        )
+        self._prompts: PromptSource | None = None
+        self._log = get_logger("evaluation")
+
+    async def run(self) -> None:
+        """Answer evaluations until cancelled; an unfinished one waits for another worker."""
+        while True:
+            try:
+                request = await self._parts.session.call(self._parts.store.claim_evaluation)
+                if request is not None:
+                    await self._evaluate(request)
+                    continue
+            except (SessionLost, StoreUnavailable, Conflict) as error:
+                self._log.warning("evaluation_failed", message=str(error))
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _evaluate(self, request: EvalRequest) -> None:
+        self._log.info("evaluation_starts", evaluation=request.evaluation_id, policy_version=request.policy_version)
+        store = self._parts.store
+        pinned_before = await store.pinned_policy()
+        if pinned_before != request.policy_version:
+            await store.pin_policy(request.policy_version)
+        try:
+            answers = await self._answers(request)
+        finally:
+            if pinned_before != request.policy_version:
+                await store.pin_policy(pinned_before)
+        result = summarise(answers, request.policy_version)
+        await store.finish_evaluation(self._parts.session.current, request.evaluation_id, result)
+        self._parts.metrics.evaluations.inc()
+        self._log.info(
+            "evaluation_done",
+            policy_version=request.policy_version,
+            mean=round(result.mean, 4),
+            standard_error=round(result.standard_error, 4),
+            n=result.sample_count,
+            discarded=result.discarded_count,
+        )
+
+    async def _answers(self, request: EvalRequest) -> list[Answer]:
+        if self._prompts is None:
+            self._prompts = self._parts.open_prompts()
+        count = min(request.prompt_count, self._prompts.epoch_size)
+        waiting = [(index, sample) for index in range(count) for sample in range(request.samples_per_prompt)]
+        waiting.reverse()
+        answers: list[Answer] = []
+
+        async def answer_some() -> None:
+            while waiting:
+                index, sample = waiting.pop()
+                answers.append(await self._answer(request, index, sample))
+
+        runners = max(1, min(len(waiting), self._parts.generators.serving_slots))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(runners):
+                group.create_task(answer_some())
+        return answers
+
+    async def _answer(self, request: EvalRequest, index: int, sample: int) -> Answer:
+        assert self._prompts is not None
+        # The noise is keyed by the trajectory's id: without the version in it, every version meets the same noise.
+        prompt = self._prompts.prompt(0, index)
+        held = Held(
+            Trajectory(
+                trajectory_id=f"eval-{index}.{sample}",
+                group_id=f"eval-{index}",
+                member_index=sample,
+                prompt=prompt,
+                birth_version=request.policy_version,
+            )
+        )
+        rollout = Rollout(
+            held=held,
+            caller=self._parts.caller,
+            params=replace(self._params, seed=self._config.seed),
+            budget=self._budget,
+            save=_nothing,
+            restart=_restart,
+            pinned_version=request.policy_version,
+        )
+        try:
+            ending = await self._parts.program.run(rollout)
+            trajectory = held.result(ending.reason)
+            outcome = (await self._parts.scorer.score(trajectory, ending.outcome)).outcome
+        except (StoreUnavailable, SessionLost):
+            raise
+        except RollmeshError as error:
+            self._log.warning("evaluation_answer_failed", prompt=prompt.prompt_id, message=str(error))
+            return Answer(reward=None, token_count=held.token_count, truncated=False, policy_versions=())
+        return Answer(
+            reward=outcome.value if outcome.kind is OutcomeKind.SCORED else None,
+            token_count=held.token_count,
+            truncated=ending.reason is FinishReason.LENGTH,
+            policy_versions=trajectory.policy_versions,
+        )
+
+
+async def _nothing(_held: Held) -> None:
+    """Answers of an evaluation are not saved."""
+
+
+async def _restart(held: Held) -> None:
+    held.restart()

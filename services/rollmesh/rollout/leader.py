@@ -1,0 +1,211 @@
+"""One replica leads: it looks at the mesh, decides, and writes the decisions to the store.
+
+Every write carries the leader's token, so a replica that was asleep and lost the lead changes nothing. Decisions need
+no memory: what a dying leader left half done, the next one decides again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
+from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.scheduling import Schedule, decide
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.types import NewGroup
+from rollmesh.tasks.sources.protocol import PromptSource
+
+_BUSY_SECONDS = 0.05
+_IDLE_SECONDS = 0.25
+_STANDBY_SECONDS = 1.0
+_REAP_SECONDS = 2.0
+_GROUPS_PER_ADMISSION = 64
+_LOOP_DEADLINE_SECONDS = 120.0
+
+
+class Leader:
+    """Candidate for the lead; leads while it holds the token."""
+
+    def __init__(
+        self,
+        store: TrajectoryStore,
+        schedule: Schedule,
+        open_prompts: Callable[[], PromptSource],
+        *,
+        candidate: str,
+        renew_seconds: float,
+        metrics: RolloutMetrics,
+        health: Health,
+    ) -> None:
+        self._store = store
+        self._schedule = schedule
+        self._open_prompts = open_prompts
+        self._candidate = candidate
+        self._renew_seconds = renew_seconds
+        self._metrics = metrics
+        self._health = health
+        self._prompts: PromptSource | None = None
+        self._token: str | None = None
+        self._written: tuple[Desired, bool] | None = None
+        self._renew_due = 0.0
+        self._reap_due = 0.0
+        self._failed = ""
+        self._reported: str | None = None
+        self._log = get_logger("leader")
+
+    async def run(self, shutdown: Shutdown) -> None:
+        """Stand for the lead and lead until ``shutdown``; resigns at the end."""
+        self._health.watch("leader", _LOOP_DEADLINE_SECONDS)
+        before: MeshView | None = None
+        while not shutdown.is_set():
+            self._health.beat("leader")
+            wait = _STANDBY_SECONDS
+            try:
+                if await self._leads():
+                    view = await self._store.view()
+                    wait = _BUSY_SECONDS if await self._act(view) or _changed(before, view) else _IDLE_SECONDS
+                    before = view
+            except SessionLost as error:
+                self._log.warning("lead_lost", message=str(error))
+                self._token = None
+            except Conflict as error:
+                self._log.info("decision_overtaken", message=str(error))
+            except StoreUnavailable as error:
+                self._log.warning("store_unavailable", message=str(error))
+            self._metrics.leader.set(0 if self._token is None else 1)
+            await wait_or_shutdown(shutdown, wait)
+        self._health.unwatch("leader")
+        if self._token is not None:
+            await self._store.resign(self._token)
+
+    async def _leads(self) -> bool:
+        now = time.monotonic()
+        if self._token is None:
+            self._token = await self._store.acquire_leadership(self._candidate)
+            self._written, self._reported = None, None
+            self._renew_due = now + self._renew_seconds
+            if self._token is not None:
+                self._log.info("leads", candidate=self._candidate)
+        elif now >= self._renew_due:
+            self._renew_due = now + self._renew_seconds
+            if not await self._store.renew_leadership(self._token):
+                raise SessionLost("another replica leads now")
+        return self._token is not None
+
+    async def _act(self, view: MeshView) -> bool:
+        """Apply the decisions on one view; returns whether anything but the desired state was changed."""
+        assert self._token is not None
+        self._metrics.mesh(view)
+        decisions = decide(self._schedule, view)
+        failure = decisions.fail or self._failed
+        if failure != self._reported:
+            await self._report(failure)
+        if failure:
+            stop = Desired(pool_size=self._schedule.pool_size, paused=True, reason=failure)
+            await self._write(stop, blocked=False)
+            return False
+        # The desired state first: groups must never be leased under a version floor from before their admission.
+        await self._write(decisions.desired, blocked=decisions.blocked)
+        await self._evict(decisions)
+        await self._cut(view, decisions)
+        if decisions.admit_groups:
+            await self._admit(decisions.admit_groups)
+        if time.monotonic() >= self._reap_due:
+            self._reap_due = time.monotonic() + _REAP_SECONDS
+            reaped = await self._store.reap(self._token)
+            if reaped:
+                self._log.warning("trajectories_of_dead_sessions_returned", count=reaped)
+        return bool(decisions.evict or decisions.cut or decisions.admit_groups)
+
+    async def _write(self, desired: Desired, *, blocked: bool) -> None:
+        assert self._token is not None
+        if self._written != (desired, blocked):
+            await self._store.set_desired(self._token, desired, blocked=blocked)
+            self._written = (desired, blocked)
+
+    async def _report(self, failure: str) -> None:
+        """Whoever supervises the run reads the failure; a leader that sees none takes an earlier one back."""
+        assert self._token is not None
+        if failure:
+            self._log.error("run_failed", message=failure)
+        await self._store.report_failure(self._token, failure)
+        self._reported = failure
+
+    async def _evict(self, decisions: Decisions) -> None:
+        assert self._token is not None
+        for reason in {eviction.reason for eviction in decisions.evict}:
+            ids = [eviction.group_id for eviction in decisions.evict if eviction.reason == reason]
+            dropped = await self._store.evict(self._token, ids, reason)
+            self._metrics.evicted(reason, dropped)
+            self._log.info("groups_evicted", reason=reason, count=dropped)
+
+    async def _cut(self, view: MeshView, decisions: Decisions) -> None:
+        assert self._token is not None
+        if decisions.cut is None:
+            return
+        step = view.cut_step + 1
+        await self._store.cut(self._token, step, decisions.cut)
+        steps = {group.group_id: group.min_train_step for group in view.ready}
+        staleness = [view.cut_step - oldest for i in decisions.cut if (oldest := steps[i]) is not None]
+        self._metrics.cut(staleness)
+        self._log.info("batch_cut", train_step=step, groups=len(decisions.cut), max_staleness=max(staleness, default=0))
+
+    async def _admit(self, count: int) -> None:
+        """Open groups at the cursor, a few prompts at a time so that the loop stays responsive."""
+        assert self._token is not None
+        if self._prompts is None:
+            self._prompts = self._open_prompts()
+        cursor = await self._store.cursor()
+        while count > 0:
+            groups: list[NewGroup] = []
+            before = cursor
+            try:
+                for _ in range(min(count, _GROUPS_PER_ADMISSION)):
+                    groups.append(self._new_group(cursor))
+                    cursor = _next(cursor, self._prompts.epoch_size)
+            except DataError as error:
+                self._failed = f"prompt (epoch {cursor.epoch}, index {cursor.index}): {error}"
+                return
+            opened = await self._store.admit(self._token, groups, before, cursor)
+            self._metrics.admitted(opened)
+            count -= len(groups)
+            await asyncio.sleep(0)
+
+    def _new_group(self, cursor: Cursor) -> NewGroup:
+        assert self._prompts is not None
+        return NewGroup(
+            group_id=f"e{cursor.epoch}-{cursor.index}",
+            prompt=self._prompts.prompt(cursor.epoch, cursor.index),
+            needed=self._schedule.group_size,
+            epoch=cursor.epoch,
+            index=cursor.index,
+        )
+
+
+def _next(cursor: Cursor, epoch_size: int) -> Cursor:
+    if cursor.index + 1 < epoch_size:
+        return Cursor(epoch=cursor.epoch, index=cursor.index + 1)
+    return Cursor(epoch=cursor.epoch + 1, index=0)
+
+
+def _changed(before: MeshView | None, view: MeshView) -> bool:
+    """Whether the mesh has moved since the last look."""
+    if before is None:
+        return True
+    watched = (
+        "trained_step",
+        "cut_step",
+        "policy_version",
+        "ready_groups",
+        "open_groups",
+        "finished",
+        "leased",
+        "partial",
+    )
+    return any(getattr(before, name) != getattr(view, name) for name in watched)

@@ -1,0 +1,38 @@
+"""What the rollout service needs of its neighbours; ``wire/`` implements both over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from rollmesh.generator.engines.protocol import Chunk, GenerationCall
+from rollmesh.types import GeneratorRecord, RewardOutcome, Trajectory
+
+
+class GenerationPort(Protocol):
+    """Calls on generators."""
+
+    def generate(
+        self,
+        record: GeneratorRecord,
+        call: GenerationCall,
+        *,
+        min_policy_version: int = 0,
+        pinned_policy_version: int | None = None,
+        traceparent: str = "",
+    ) -> AsyncGenerator[Chunk, None]:
+        """Stream the chunks of one call; the last one carries a finish reason.
+
+        Raises GenerationRefused (not now, not here), EngineError (the generator or the way to it is broken) or
+        DataError (the call can never work).
+        """
+
+    async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
+        """End these calls as ``interrupted`` with the tokens they have; returns how many were running."""
+
+
+class RewardPort(Protocol):
+    """Calls on reward services."""
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[RewardOutcome]:
+        """One outcome per finished trajectory, in order; raises RollmeshError when no reward service answers."""

@@ -1,0 +1,70 @@
+"""What a rollout program is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollmesh.rollout.calls import Caller
+from rollmesh.rollout.held import Held
+from rollmesh.types import FinishReason, RewardOutcome, SamplingParams, Trajectory
+
+HeldWrite = Callable[[Held], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a trajectory ended."""
+
+    reason: FinishReason
+    outcome: RewardOutcome | None = None
+    """Reward that the program itself knows; None asks the verifier."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One trajectory and the means to continue it."""
+
+    held: Held
+    caller: Caller
+    params: SamplingParams
+    budget: int
+    """Tokens of the whole response, environment tokens included."""
+    save: HeldWrite
+    """Make the tokens so far durable."""
+    restart: HeldWrite
+    """Drop all tokens, saved ones too."""
+    pinned_version: int | None = None
+
+    @property
+    def left(self) -> int:
+        """Tokens left of the budget."""
+        return max(0, self.budget - self.held.token_count)
+
+    async def sample(self, *, durable: bool = True) -> FinishReason:
+        """Let the policy continue until a stop token (STOP) or the end of the budget (LENGTH).
+
+        ``durable`` saves partial tokens on the way. Raises Parked or LetGo.
+        """
+        save = self.save if durable else _keep_in_memory
+        return await self.caller.sample(
+            self.held, self.left, self.params, save=save, pinned_version=self.pinned_version
+        )
+
+
+class Program(Protocol):
+    """Turns a leased trajectory, new or partial, into a finished one."""
+
+    async def run(self, rollout: Rollout) -> Ending:
+        """Continue the trajectory to its end.
+
+        Raises Parked when it comes to rest, LetGo when the queue gave it up, DataError when it can never work.
+        """
+
+    async def outcome_of(self, trajectory: Trajectory) -> RewardOutcome | None:
+        """Reward of a finished trajectory whose worker died before it was scored; None asks the verifier."""
+
+
+async def _keep_in_memory(_held: Held) -> None:
+    """A trajectory whose environment cannot be resumed saves nothing before its end."""

@@ -1,0 +1,55 @@
+"""The loops of one rollout process, from the first heartbeat to the last release."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollmesh.rollout.evaluation import Evaluator
+from rollmesh.rollout.leader import Leader
+from rollmesh.rollout.sessions import WorkerSession
+from rollmesh.rollout.worker import Worker
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.logging import get_logger
+
+_HEARTBEAT_DEADLINE_SECONDS = 120.0
+
+
+class Replica:
+    """The loops of one process, wired together."""
+
+    def __init__(
+        self, session: WorkerSession, worker: Worker, leader: Leader, evaluator: Evaluator, health: Health
+    ) -> None:
+        self._session = session
+        self._worker = worker
+        self._leader = leader
+        self._evaluator = evaluator
+        self._health = health
+
+    async def run(self, shutdown: Shutdown) -> None:
+        """Run every loop; one that fails ends the replica, and the drain still happens."""
+        await self._session.open()
+        self._health.watch("heartbeat", _HEARTBEAT_DEADLINE_SECONDS)
+        heartbeat = asyncio.create_task(
+            self._session.keep_alive(lambda: self._health.beat("heartbeat")), name="heartbeat"
+        )
+        evaluating = asyncio.create_task(self._evaluator.run(), name="evaluator")
+        loops = [
+            asyncio.create_task(self._worker.run(shutdown), name="worker"),
+            asyncio.create_task(self._leader.run(shutdown), name="leader"),
+        ]
+        try:
+            await asyncio.wait([heartbeat, evaluating, *loops], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            shutdown.set()
+            evaluating.cancel()
+            ended = await asyncio.gather(*loops, evaluating, return_exceptions=True)
+            heartbeat.cancel()
+            ended += await asyncio.gather(heartbeat, return_exceptions=True)
+            self._health.unwatch("heartbeat")
+            await self._session.close()
+        for result in ended:
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                raise result
+        get_logger("rollout").info("stopped")

@@ -1,0 +1,289 @@
+"""The worker: leases trajectories, runs one task per trajectory, and lets go of nothing that was saved.
+
+lease loop   takes work while the pool has room; woken by every trajectory that ends
+watch loop   desired state, newest policy, generators: parks, interrupts and raises version floors
+tasks        program -> finish -> reward -> score; what goes wrong in one of them stays there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from rollmesh.errors import DataError, RollmeshError, SessionLost, StoreUnavailable
+from rollmesh.mesh import Desired
+from rollmesh.rollout.calls import Caller
+from rollmesh.rollout.generators import Generators, Seat
+from rollmesh.rollout.held import Held, LetGo, Parked
+from rollmesh.rollout.interrupts import Interrupter
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.policies import Policies
+from rollmesh.rollout.programs import Program, Rollout
+from rollmesh.rollout.saving import Saver
+from rollmesh.rollout.scoring import Scorer
+from rollmesh.rollout.sessions import WorkerSession
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.types import LeasedTrajectory, ReleaseReason
+from rollmesh.types import OutcomeKind, RewardOutcome, SamplingParams, Trajectory
+
+_LEASES_AT_ONCE = 64
+_BUSY_SECONDS = 0.02
+_IDLE_SECONDS = 0.25
+_WATCH_SECONDS = 0.05
+_REGISTRY_SECONDS = 0.25
+_ORPHANS_SECONDS = 1.0
+_LOOP_DEADLINE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What a worker is made of."""
+
+    store: TrajectoryStore
+    session: WorkerSession
+    saver: Saver
+    generators: Generators
+    policies: Policies
+    caller: Caller
+    interrupter: Interrupter
+    scorer: Scorer
+    program: Program
+    metrics: RolloutMetrics
+    health: Health
+
+
+class Worker:
+    """Runs leased trajectories until shutdown."""
+
+    def __init__(
+        self, parts: WorkerParts, *, params: SamplingParams, budget: int, concurrency: int, drain_seconds: float
+    ) -> None:
+        self._parts = parts
+        self._params = params
+        self._budget = budget
+        self._concurrency = concurrency
+        self._drain_seconds = drain_seconds
+        self._desired = Desired(pool_size=0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Event()
+        self._orphans_due = 0.0
+        self._log = get_logger("worker")
+
+    async def run(self, shutdown: Shutdown) -> None:
+        """Work until ``shutdown``, then bring everything to rest and give it back."""
+        for name in ("lease", "watch"):
+            self._parts.health.watch(name, _LOOP_DEADLINE_SECONDS)
+        loops = [
+            asyncio.create_task(self._lease_loop(), name="lease"),
+            asyncio.create_task(self._watch_loop(), name="watch"),
+        ]
+        stopped = asyncio.ensure_future(shutdown.wait())
+        try:
+            done, _ = await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
+            for task in done - {stopped}:
+                task.result()
+        finally:
+            stopped.cancel()
+            loops[0].cancel()
+            await self._drain()
+            loops[1].cancel()
+            await asyncio.gather(*loops, return_exceptions=True)
+            for name in ("lease", "watch"):
+                self._parts.health.unwatch(name)
+
+    # -- work ------------------------------------------------------------------------------------------------------
+    async def _lease_loop(self) -> None:
+        while True:
+            self._parts.health.beat("lease")
+            taken = 0
+            try:
+                taken = await self._lease()
+            except StoreUnavailable as error:
+                self._log.warning("lease_failed", message=str(error))
+            except SessionLost:
+                await self._parts.session.recover(self._parts.session.current)
+            if taken == _LEASES_AT_ONCE:
+                continue
+            self._room.clear()
+            # A trajectory that ends makes room in the pool: look again soon, together with its neighbours.
+            try:
+                async with asyncio.timeout(_IDLE_SECONDS):
+                    await self._room.wait()
+            except TimeoutError:
+                continue
+            await asyncio.sleep(_BUSY_SECONDS)
+
+    async def _lease(self) -> int:
+        parts = self._parts
+        session = parts.session.current
+        if time.monotonic() >= self._orphans_due:
+            self._orphans_due = time.monotonic() + _ORPHANS_SECONDS
+            for leased in await parts.store.lease_scoring(session, _LEASES_AT_ONCE):
+                self._start(leased, self._score_only)
+        unfinished = sum(1 for held in parts.session.held.values() if not held.finished)
+        limit = min(_LEASES_AT_ONCE, self._concurrency - unfinished)
+        if self._desired.paused or limit < 1 or not parts.generators.serving_slots:
+            return 0
+        leased_now = await parts.store.lease(session, limit)
+        if leased_now:
+            # Groups may have been admitted under a higher floor than the one last seen: read it after the lease.
+            await self._look_at_desired()
+        for leased in leased_now:
+            self._start(leased, self._roll)
+            parts.metrics.leases.inc()
+            if leased.trajectory.segments:
+                parts.metrics.resumed.inc()
+        return len(leased_now)
+
+    def _start(self, leased: LeasedTrajectory, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
+        held = Held(leased.trajectory)
+        held.start_floor, held.call_floor = self._desired.start_at_version, self._desired.interrupt_below_version
+        self._parts.session.held[held.trajectory_id] = held
+        task = asyncio.create_task(self._guarded(held, work), name=held.trajectory_id)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
+        parts = self._parts
+        try:
+            try:
+                await work(held)
+            except Parked as stop:
+                await parts.saver.save(held)
+                await parts.saver.release(held.trajectory_id, stop.reason)
+                parts.metrics.parked(stop.reason.value)
+            except DataError as error:
+                self._log.warning("trajectory_is_dead", trajectory=held.trajectory_id, message=str(error))
+                parts.metrics.dropped("dead")
+                await parts.saver.fail(held.trajectory_id, str(error))
+            except LetGo:
+                raise
+            except RollmeshError as error:
+                self._log.warning("attempt_failed", trajectory=held.trajectory_id, message=str(error))
+                await self._give_up(held)
+            except Exception:
+                self._log.exception("attempt_failed", trajectory=held.trajectory_id)
+                await self._give_up(held)
+        except LetGo as error:
+            self._log.info("trajectory_let_go", trajectory=held.trajectory_id, message=str(error))
+            parts.metrics.dropped("lost")
+        finally:
+            if parts.session.held.get(held.trajectory_id) is held:
+                del parts.session.held[held.trajectory_id]
+            self._room.set()
+
+    async def _give_up(self, held: Held) -> None:
+        self._parts.metrics.dropped("failed")
+        await self._parts.saver.release(held.trajectory_id, ReleaseReason.FAILED)
+
+    async def _roll(self, held: Held) -> None:
+        parts = self._parts
+        rollout = Rollout(
+            held=held,
+            caller=parts.caller,
+            params=self._params,
+            budget=self._budget,
+            save=parts.saver.save,
+            restart=parts.saver.restart,
+        )
+        ending = await parts.program.run(rollout)
+        await parts.saver.finish(held, ending.reason)
+        self._room.set()
+        trajectory = held.result(ending.reason)
+        versions = trajectory.policy_versions
+        span = versions[-1] - versions[0] if versions else 0
+        parts.metrics.finished(ending.reason.value, held.token_count, span)
+        await self._score(held, trajectory, ending.outcome)
+
+    async def _score_only(self, held: Held) -> None:
+        """A trajectory whose worker died after its last token."""
+        await self._score(held, held.trajectory, await self._parts.program.outcome_of(held.trajectory))
+
+    async def _score(self, held: Held, trajectory: Trajectory, known: RewardOutcome | None) -> None:
+        result = await self._parts.scorer.score(trajectory, known)
+        await self._parts.saver.score(held, result.outcome, result.shaped_reward, assigned=result.assigned)
+        if result.outcome.kind is not OutcomeKind.SCORED and not result.assigned:
+            self._parts.metrics.dropped("unscorable")
+
+    # -- watching --------------------------------------------------------------------------------------------------
+    async def _watch_loop(self) -> None:
+        registry_due = 0.0
+        while True:
+            self._parts.health.beat("watch")
+            try:
+                await self._look_at_desired()
+                if time.monotonic() >= registry_due or self._parts.generators.waiting_count:
+                    registry_due = time.monotonic() + _REGISTRY_SECONDS
+                    await self._parts.policies.refresh()
+                    await self._parts.generators.refresh()
+            except StoreUnavailable as error:
+                self._log.warning("watch_failed", message=str(error))
+            self._observe()
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    async def _look_at_desired(self) -> None:
+        before, now = self._desired, await self._parts.store.desired()
+        if now == before:
+            return
+        self._desired = now
+        rolling = self._rolling()
+        for held in rolling:
+            held.start_floor, held.call_floor = now.start_at_version, now.interrupt_below_version
+        if now.paused and not before.paused:
+            self._park(ReleaseReason.PAUSED)
+        if before.paused and not now.paused:
+            for held in rolling:
+                held.unpark()
+            self._room.set()
+        if now.interrupt_below_version > before.interrupt_below_version:
+            records = self._parts.generators.records
+            old = [
+                seat
+                for seat in self._seats()
+                if (record := records.get(seat.record.instance_id)) is not None
+                and record.policy_version < now.interrupt_below_version
+            ]
+            self._parts.interrupter.start(old)
+
+    def _park(self, reason: ReleaseReason) -> None:
+        for held in self._rolling():
+            held.park(reason)
+        self._parts.generators.wake()
+        self._parts.interrupter.start(self._seats())
+
+    def _rolling(self) -> list[Held]:
+        return [held for held in self._parts.session.held.values() if not held.finished]
+
+    def _seats(self) -> list[Seat]:
+        """Calls of leased trajectories; evaluation has its own."""
+        held = self._parts.session.held
+        return [s for s in self._parts.generators.seats if held.get(s.held.trajectory_id) is s.held]
+
+    def _observe(self) -> None:
+        metrics, rolling = self._parts.metrics, len(self._rolling())
+        metrics.in_flight.set(rolling)
+        metrics.awaiting_reward.set(len(self._parts.session.held) - rolling)
+        metrics.awaiting_generator.set(self._parts.generators.waiting_count)
+        metrics.generators_avoided.set(self._parts.generators.avoided_count())
+
+    async def _drain(self) -> None:
+        """Tokens in flight are saved as partial trajectories; what has not come to rest in time is cut off."""
+        self._park(ReleaseReason.DRAINED)
+        rolling = [task for task in self._tasks if not self._is_finished(task)]
+        if rolling:
+            await asyncio.wait(rolling, timeout=self._drain_seconds)
+        left = [task for task in self._tasks if not task.done()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        self._log.info("drained", parked=len(rolling), cut_off=len(left))
+
+    def _is_finished(self, task: asyncio.Task[None]) -> bool:
+        held = self._parts.session.held.get(task.get_name())
+        return held is None or held.finished

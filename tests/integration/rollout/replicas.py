@@ -1,0 +1,161 @@
+"""Whole rollout replicas over scripted neighbours and a real store."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rollmesh.config.data import RewardConfig
+from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.config.services import EvalConfig
+from rollmesh.mesh import RunLimits
+from rollmesh.rollout.calls import Caller, CallLimits
+from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
+from rollmesh.rollout.generators import Generators
+from rollmesh.rollout.interrupts import Interrupter
+from rollmesh.rollout.leader import Leader
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.policies import Policies
+from rollmesh.rollout.ports import GenerationPort, RewardPort
+from rollmesh.rollout.programs import Program, SingleTurnProgram
+from rollmesh.rollout.replica import Replica
+from rollmesh.rollout.saving import Saver
+from rollmesh.rollout.scoring import Scorer
+from rollmesh.rollout.sessions import WorkerSession
+from rollmesh.rollout.worker import Worker, WorkerParts
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.scheduling import Schedule, resolve_schedule
+from rollmesh.store import TrajectoryStore
+from rollmesh.tasks.sources.protocol import PromptSource
+from rollmesh.types import SamplingParams
+
+from .scripted import STOP, VOCAB, ScriptedPrompts
+
+CONTEXT = 4096
+
+
+def schedule(preset: str = "copris", train_steps: int = 3, **overrides: object) -> Schedule:
+    values = {"preset": preset, "groups_per_batch": 2, "group_size": 4, **overrides}
+    return resolve_schedule(ScheduleConfig.model_validate(values), train_steps)
+
+
+def limits(plan: Schedule, **overrides: object) -> RunLimits:
+    values = {
+        "group_size": plan.group_size,
+        "groups_per_batch": plan.groups_per_batch,
+        "max_staleness": plan.max_staleness,
+        "max_attempts": 3,
+        "session_ttl_seconds": 2.0,
+        "filter_zero_variance": False,
+        "mask_old_segments": False,
+        "train_steps": plan.train_steps,
+    }
+    return RunLimits(**{**values, **overrides})  # type: ignore[arg-type]
+
+
+@dataclass
+class Running:
+    """One replica and what a test looks at."""
+
+    replica: Replica
+    metrics: Metrics
+    health: Health
+    session: WorkerSession
+    shutdown: asyncio.Event
+    task: asyncio.Task[None]
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    async def stop(self) -> None:
+        self.shutdown.set()
+        await asyncio.wait_for(self.task, 20)
+
+
+def build(
+    store: TrajectoryStore,
+    generation: GenerationPort,
+    reward: RewardPort,
+    plan: Schedule,
+    *,
+    index: int = 0,
+    budget: int = 64,
+    chunk: int = 8,
+    chunk_timeout: float = 5.0,
+    heartbeat: float = 0.5,
+    concurrency: int = 64,
+    program: Program | None = None,
+    prompts: PromptSource | None = None,
+    reward_config: RewardConfig | None = None,
+    evaluation: EvalConfig | None = None,
+) -> tuple[Replica, Metrics, Health, WorkerSession]:
+    registry, health = Metrics("rollout"), Health()
+    metrics = RolloutMetrics(registry)
+    session = WorkerSession(store, f"rollout-{index}", heartbeat, metrics)
+    generators, policies = Generators(store), Policies(store)
+    call_limits = CallLimits(
+        vocab_size=VOCAB, max_context_tokens=CONTEXT, chunk_token_count=chunk, chunk_timeout_seconds=chunk_timeout
+    )
+    caller = Caller(generation, generators, policies, call_limits, metrics)
+    scorer = Scorer(reward, reward_config or RewardConfig(), budget, metrics)
+    program = program or SingleTurnProgram()
+    source = prompts or ScriptedPrompts()
+    parts = WorkerParts(
+        store=store,
+        session=session,
+        saver=Saver(store, session),
+        generators=generators,
+        policies=policies,
+        caller=caller,
+        interrupter=Interrupter(generation, generators, 1.0),
+        scorer=scorer,
+        program=program,
+        metrics=metrics,
+        health=health,
+    )
+    params = SamplingParams(stop_token_ids=(STOP,))
+    worker = Worker(parts, params=params, budget=budget, concurrency=concurrency, drain_seconds=5.0)
+    leader = Leader(
+        store,
+        plan,
+        lambda: source,
+        candidate=f"rollout-{index}",
+        renew_seconds=heartbeat,
+        metrics=metrics,
+        health=health,
+    )
+    evaluator = Evaluator(
+        EvaluatorParts(
+            store=store,
+            session=session,
+            caller=caller,
+            generators=generators,
+            scorer=scorer,
+            program=program,
+            open_prompts=lambda: source,
+            metrics=metrics,
+        ),
+        evaluation or EvalConfig(),
+        budget=budget,
+        stop_token_ids=(STOP,),
+    )
+    return Replica(session, worker, leader, evaluator, health), registry, health, session
+
+
+@asynccontextmanager
+async def running(*arguments: object, **options: object) -> AsyncIterator[Running]:
+    """A replica at work; stopped in order at the end, unless the test has done so."""
+    replica, metrics, health, session = build(*arguments, **options)  # type: ignore[arg-type]
+    shutdown = asyncio.Event()
+    task = asyncio.create_task(replica.run(shutdown))
+    run = Running(replica, metrics, health, session, shutdown, task)
+    try:
+        yield run
+    finally:
+        if not task.done():
+            await run.stop()
+        elif not task.cancelled():
+            task.result()

@@ -1,0 +1,333 @@
+"""The rollout service on a real queue, with generators and rewards that follow a script."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rollmesh.config.data import RewardConfig
+from rollmesh.config.services import EvalConfig, StoreConfig
+from rollmesh.errors import DataError
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.types import EvalRequest
+from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
+
+from .replicas import limits, running, schedule
+from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedPrompts, ScriptedReward, ScriptedTrainer, answer_of
+
+
+async def until(condition, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while True:
+        result = condition()
+        result = await result if asyncio.iscoroutine(result) else result
+        if result:
+            return result
+        assert time.monotonic() < deadline, f"still waiting after {seconds} s"
+        await asyncio.sleep(0.02)
+
+
+def check_batch(batch, plan, longest=40):
+    assert len(batch.groups) == plan.groups_per_batch
+    for group in batch.groups:
+        assert len(group.trajectories) == plan.group_size
+        for trajectory in group.trajectories:
+            answer = answer_of(trajectory.trajectory_id, longest)
+            assert trajectory.response_ids.tolist() == answer
+            logprobs = np.concatenate([s.behavior_logprobs for s in trajectory.segments])
+            assert logprobs.tolist() == [-float(t) for t in answer]
+            versions = [s.policy_version for s in trajectory.segments]
+            assert versions == sorted(versions)
+            assert batch.train_step - 1 - versions[0] <= plan.max_staleness
+            assert trajectory.outcome.kind is OutcomeKind.SCORED
+
+
+def all_groups(trainer):
+    return [group.group_id for batch in trainer.batches for group in batch.groups]
+
+
+async def start(store, plan, *generators, **overrides):
+    await store.init_run(limits(plan, **overrides))
+    cluster = ScriptedCluster(store, generators)
+    trainer = ScriptedTrainer(store, cluster)
+    await trainer.start()
+    return cluster, trainer
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_step_off", "copris", "copris_paper", "areal"])
+async def test_every_preset_trains_its_steps_and_every_group_ends(store, preset):
+    plan = schedule(preset, train_steps=4)
+    cluster, trainer = await start(
+        store, plan, ScriptedGenerator("a", seconds_per_token=0.001), ScriptedGenerator("b", seconds_per_token=0.002)
+    )
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        for step in range(1, 5):
+            check_batch(await trainer.train(step), plan)
+        await until(lambda: store_is_empty(store))
+        assert run.value("rollmesh_rollout_leader") == 1
+    groups = all_groups(trainer)
+    assert len(groups) == len(set(groups)) == 8
+    counts = await store.counts()
+    assert set(counts.drops) <= {"run_complete"}
+    assert counts.dead_letters == 0
+
+
+async def store_is_empty(store):
+    view = await store.view()
+    return view.trained_enough and view.open_groups == view.ready_groups == view.leased == 0
+
+
+async def test_a_generator_that_dies_hands_its_trajectories_to_another_from_the_last_chunk(store):
+    plan = schedule("sync", train_steps=1)
+    dying = ScriptedGenerator("dying", seconds_per_token=0.01)
+    cluster, trainer = await start(store, plan, dying, ScriptedGenerator("other", seconds_per_token=0.005))
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        await until(lambda: len(dying.running) >= 2)
+        dying.dead = True
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason="broken") >= 1
+    assert cluster.generators["other"].calls > 0
+
+
+def wrong_version(chunk):
+    return replace(chunk, policy_version=chunk.policy_version + 7, kv_min_version=0)
+
+
+def not_a_number(chunk):
+    return replace(chunk, behavior_logprobs=np.full_like(chunk.behavior_logprobs, np.nan))
+
+
+def outside_the_vocabulary(chunk):
+    return replace(chunk, token_ids=chunk.token_ids + 1000)
+
+
+def early_end(chunk):
+    return replace(chunk, finish_reason=FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (wrong_version, "version"),
+        (not_a_number, "logprob"),
+        (outside_the_vocabulary, "token_id"),
+        (early_end, "finish_reason"),
+    ],
+)
+async def test_a_generator_that_answers_nonsense_is_avoided_and_nothing_of_it_is_kept(store, fault, reason):
+    plan = schedule("sync", train_steps=1)
+    bad = ScriptedGenerator("bad", fault=fault)
+    cluster, trainer = await start(store, plan, bad, ScriptedGenerator("good", seconds_per_token=0.001))
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason=reason) >= 1
+    assert bad.calls <= plan.pool_size
+
+
+async def test_a_generator_that_hangs_is_given_up_after_the_chunk_timeout(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("hangs", hang=True), ScriptedGenerator("works"))
+    async with running(store, cluster, ScriptedReward(), plan, chunk_timeout=0.3) as run:
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason="hung") >= 1
+
+
+async def test_a_trajectory_never_goes_back_to_an_older_version(store):
+    """The new trajectories of sync need the newest policy: a generator that stays behind gets none of them."""
+    plan = schedule("sync", train_steps=2)
+    slow = ScriptedGenerator("behind")
+    cluster, trainer = await start(store, plan, slow, ScriptedGenerator("current", seconds_per_token=0.001))
+    async with running(store, cluster, ScriptedReward(), plan):
+        check_batch(await trainer.train(1), plan)
+        slow.version = 0
+        calls = slow.calls
+        await cluster.register()
+        batch = await trainer.train(2)
+        check_batch(batch, plan)
+        assert {v for g in batch.groups for t in g.trajectories for v in t.policy_versions} == {1}
+        assert slow.calls == calls
+
+
+async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_were(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
+        first = run.session.current
+        await store.close_session(first)
+        check_batch(await trainer.train(1), plan)
+        assert run.session.current != first
+        assert run.value("rollmesh_rollout_sessions_lost_total") == 1
+    tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+    assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+
+
+async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
+        await store.set_user_paused(True)
+
+        async def at_rest():
+            await cluster.register()
+            return (await store.view()).leased == 0
+
+        await until(at_rest)
+        assert (await store.view()).partial > 0
+        assert run.value("rollmesh_rollout_trajectories_parked_total", reason="paused") > 0
+        await store.set_user_paused(False)
+        check_batch(await trainer.train(1), plan)
+        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+        sampled = run.value("rollmesh_rollout_sampled_tokens_total", age="0")
+        assert sampled == tokens
+
+
+async def test_a_drained_worker_leaves_partials_that_another_one_finishes(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
+    async with running(store, cluster, ScriptedReward(), plan) as first:
+        await until(lambda: first.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
+        await first.stop()
+        view = await store.view()
+        assert view.leased == 0
+        assert view.partial > 0
+        async with running(store, cluster, ScriptedReward(), plan, index=1) as second:
+            check_batch(await trainer.train(1), plan)
+            assert second.value("rollmesh_rollout_leases_resumed_total") == view.partial
+            sampled = sum(r.value("rollmesh_rollout_sampled_tokens_total", age="0") for r in (first, second))
+    assert sampled == sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+
+
+async def test_two_replicas_share_the_pool_and_one_leads(store):
+    plan = schedule("copris", train_steps=3)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.002))
+    async with (
+        running(store, cluster, ScriptedReward(), plan, concurrency=6) as one,
+        running(store, cluster, ScriptedReward(), plan, index=1, concurrency=6) as two,
+    ):
+        for step in range(1, 4):
+            check_batch(await trainer.train(step), plan)
+            assert (await store.view()).leased <= plan.pool_size
+        assert one.value("rollmesh_rollout_leader") + two.value("rollmesh_rollout_leader") == 1
+        assert one.value("rollmesh_rollout_leases_total") > 0
+        assert two.value("rollmesh_rollout_leases_total") > 0
+
+
+async def test_the_lead_passes_on_when_the_leader_resigns(store):
+    plan = schedule("copris", train_steps=3)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan) as one:
+        check_batch(await trainer.train(1), plan)
+        async with running(store, cluster, ScriptedReward(), plan, index=1) as two:
+            await one.stop()
+            check_batch(await trainer.train(2), plan)
+            check_batch(await trainer.train(3), plan)
+            assert two.value("rollmesh_rollout_leader") == 1
+
+
+async def test_outcomes_without_a_value_follow_the_policy_of_the_run(store):
+    broken = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="no")
+
+    def outcome(trajectory):
+        if trajectory.member_index == 0:
+            return broken
+        return RewardOutcome(kind=OutcomeKind.SCORED, value=float(trajectory.member_index))
+
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    config = RewardConfig(on_error="fixed", fixed_value=-2.0)
+    async with running(store, cluster, ScriptedReward(outcome), plan, reward_config=config):
+        batch = await trainer.train(1)
+    for group in batch.groups:
+        rewards = {t.member_index: t.shaped_reward for t in group.trajectories}
+        assert rewards == {0: -2.0, 1: 1.0, 2: 2.0, 3: 3.0}
+        assert group.trajectories[0].outcome.kind is OutcomeKind.VERIFIER_ERROR
+
+
+async def test_an_unscorable_member_is_replaced(store):
+    def outcome(trajectory):
+        if trajectory.member_index == 0:
+            return RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="slow")
+        return RewardOutcome(kind=OutcomeKind.SCORED, value=float(trajectory.member_index))
+
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(outcome), plan) as run:
+        batch = await trainer.train(1)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="unscorable") >= 2
+    for group in batch.groups:
+        assert sorted(t.member_index for t in group.trajectories) == [1, 2, 3, 4]
+
+
+async def test_scores_of_many_trajectories_travel_together(store):
+    plan = schedule("sync", train_steps=1, groups_per_batch=8)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", slots=64, longest=2))
+    reward = ScriptedReward()
+    async with running(store, cluster, reward, plan):
+        await trainer.train(1)
+    assert sum(reward.batches) == 32
+    assert max(reward.batches) >= 8
+
+
+class BadPrompts(ScriptedPrompts):
+    def prompt(self, epoch, index):
+        if index >= 3:
+            raise DataError("data.jsonl line 4: no field 'prompt'")
+        return super().prompt(epoch, index)
+
+
+async def test_a_bad_row_fails_the_run_with_its_place_and_stops_the_mesh(store):
+    plan = schedule("copris", train_steps=3)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan, prompts=BadPrompts()):
+        failure = await until(store.failure)
+        assert "index 3" in failure
+        assert "line 4: no field 'prompt'" in failure
+        await until(lambda: paused(store))
+    assert await store.failure() == ""
+
+
+async def paused(store):
+    return (await store.desired()).paused
+
+
+async def test_an_evaluation_counts_only_answers_of_the_pinned_version_and_leaves_the_pool_alone(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
+    await store.set_user_paused(True)
+    config = EvalConfig(prompt_count=12, samples_per_prompt=2)
+    async with running(store, cluster, ScriptedReward(), plan, evaluation=config):
+        request = EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=12, samples_per_prompt=2)
+        await store.request_evaluation(request)
+
+        async def result():
+            await cluster.register()
+            return (await store.evaluations())[0].result
+
+        done = await until(result)
+        assert (done.sample_count, done.discarded_count) == (24, 0)
+        assert done.mean == pytest.approx(0.5)
+        assert done.standard_error == pytest.approx(np.std([0, 1] * 12, ddof=1) / np.sqrt(24))
+        assert (await store.view()).leased == 0
+        assert await store.pinned_policy() is None
+    assert trainer.batches == []
+
+
+async def test_a_killed_redis_costs_time_and_nothing_else(own_server):
+    plan = schedule("sync", train_steps=2)
+    async with await TrajectoryStore.connect(StoreConfig(), run="killed", url=own_server.url, retry_seconds=1) as store:
+        cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
+        async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+            await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
+            own_server.kill()
+            await asyncio.sleep(2)
+            await asyncio.to_thread(own_server.start)
+            for step in (1, 2):
+                check_batch(await trainer.train(step), plan)
+            assert len(set(all_groups(trainer))) == 4
+            sampled = sum(run.value("rollmesh_rollout_sampled_tokens_total", age=str(age)) for age in range(3))
+        tokens = sum(len(t.response_ids) for b in trainer.batches for g in b.groups for t in g.trajectories)
+        assert sampled == tokens
