@@ -12,10 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.generator.engines.protocol import Chunk, GenerationCall
 from rollmesh.generator.engines.torch.engine import TorchEngine
 from rollmesh.generator.engines.torch.options import TorchEngineOptions
-from rollmesh.types import FinishReason, Float32Array, Int32Array, SamplingParams
+from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
 
 VOCAB = 61
 _SHAPE = {

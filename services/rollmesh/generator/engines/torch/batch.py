@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from rollmesh.errors import EngineError
-from rollmesh.generator.engines.protocol import Chunk
 from rollmesh.generator.engines.torch.admission import prefill_batches
 from rollmesh.generator.engines.torch.cache import KvCache, Tier
 from rollmesh.generator.engines.torch.counters import Counters
@@ -21,7 +20,7 @@ from rollmesh.generator.engines.torch.plan import Planner, StepPlan
 from rollmesh.generator.engines.torch.sampling import sample, uniforms
 from rollmesh.generator.engines.torch.sequence import Sequence
 from rollmesh.generator.engines.torch.slots import Int64Array, RowOrder, SlotTable
-from rollmesh.types import FinishReason, Int32Array
+from rollmesh.types import Chunk, FinishReason, Int32Array
 
 BoolArray = npt.NDArray[np.bool_]
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rollmesh.errors import DataError, EngineError, GenerationRefused
-from rollmesh.generator.engines.protocol import Chunk, EngineStatus, GenerationCall, OnNewVersion
+from rollmesh.generator.engines.protocol import EngineStatus, OnNewVersion
 from rollmesh.generator.engines.torch.admission import prefill_batches
 from rollmesh.generator.engines.torch.architecture import Architecture, difference, read_architecture
 from rollmesh.generator.engines.torch.batch import Batch, Emit
@@ -24,7 +24,7 @@ from rollmesh.generator.engines.torch.options import TorchEngineOptions
 from rollmesh.generator.engines.torch.sequence import make_sequence
 from rollmesh.generator.engines.torch.weights import Weights, load_weights
 from rollmesh.generator.engines.torch.worker import Swap, Worker
-from rollmesh.types import Float32Array, Int32Array
+from rollmesh.types import Chunk, Float32Array, GenerationCall, Int32Array
 
 T = TypeVar("T")
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmesh.errors import DataError
-from rollmesh.generator.engines.protocol import Chunk, GenerationCall
 from rollmesh.generator.engines.torch.sampling import noise_key
-from rollmesh.types import Int32Array
+from rollmesh.types import Chunk, GenerationCall, Int32Array
 
 Deliver = Callable[[Chunk | Exception], None]
 

@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollmesh.generator.engines.protocol import Chunk
 from rollmesh.generator.engines.torch.sampling import Restriction, StepSampling, UInt64Array
 from rollmesh.generator.engines.torch.sequence import Sequence
-from rollmesh.types import FinishReason
+from rollmesh.types import Chunk, FinishReason
 
 Int64Array = npt.NDArray[np.int64]
 

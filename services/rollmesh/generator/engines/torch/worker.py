@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rollmesh.errors import EngineError, GenerationRefused
-from rollmesh.generator.engines.protocol import Chunk, OnNewVersion
+from rollmesh.generator.engines.protocol import OnNewVersion
 from rollmesh.generator.engines.torch.admission import peak_tokens, remaining_estimate
 from rollmesh.generator.engines.torch.batch import Batch
 from rollmesh.generator.engines.torch.counters import Counters
@@ -28,7 +28,7 @@ from rollmesh.generator.engines.torch.options import TorchEngineOptions
 from rollmesh.generator.engines.torch.sequence import Sequence
 from rollmesh.generator.engines.torch.slots import Int64Array
 from rollmesh.generator.engines.torch.weights import Weights
-from rollmesh.types import FinishReason
+from rollmesh.types import Chunk, FinishReason
 
 _STRIDE = 4
 """Steps between two admissions and between two deliveries: batches prefills and wake-ups."""
