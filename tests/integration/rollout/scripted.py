@@ -66,6 +66,8 @@ class ScriptedGenerator:
     fault: Fault | None = None
     hang: bool = False
     dead: bool = False
+    stop_every: int | None = None
+    """Turns of so many tokens instead of one answer: a stop token at every multiple of this position."""
     keep_kv: bool = False
     """Swap versions under running calls instead of interrupting them."""
     running: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -90,12 +92,18 @@ class ScriptedGenerator:
             for stop in self.running.values():
                 stop.set()
 
+    def _continuation(self, trajectory_id: str, written: int) -> list[int]:
+        if self.stop_every is None:
+            return answer_of(trajectory_id, self.longest)[written:]
+        end = written - written % self.stop_every + self.stop_every
+        return [token_at(trajectory_id, i) for i in range(written, end - 1)] + [STOP]
+
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
         self.calls += 1
         stop = self.running[call.trajectory_id] = asyncio.Event()
         try:
             written = len(call.context_ids) - call.prompt_token_count
-            answer = answer_of(call.trajectory_id, self.longest)[written : written + call.max_new_token_count]
+            answer = self._continuation(call.trajectory_id, written)[: call.max_new_token_count]
             version, at = self.version, 0
             while True:
                 part = []

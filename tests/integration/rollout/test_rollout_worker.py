@@ -1,7 +1,6 @@
 """The rollout service on a real queue, with generators and rewards that follow a script."""
 
 import asyncio
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -16,17 +15,7 @@ from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
 from .replicas import limits, running, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedPrompts, ScriptedReward, ScriptedTrainer, answer_of
-
-
-async def until(condition, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while True:
-        result = condition()
-        result = await result if asyncio.iscoroutine(result) else result
-        if result:
-            return result
-        assert time.monotonic() < deadline, f"still waiting after {seconds} s"
-        await asyncio.sleep(0.02)
+from .waiting import until
 
 
 def check_batch(batch, plan, longest=40):

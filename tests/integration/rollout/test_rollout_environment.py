@@ -1,0 +1,181 @@
+"""Multi-turn rollouts on a real queue, with a real tokenizer and environments written for the test."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.programs.environment import EnvironmentProgram
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.tasks.environments.protocol import EnvironmentReply
+from rollmesh.text import Tokenizer
+from rollmesh.types import FinishReason, OutcomeKind, SegmentSource
+
+from .replicas import limits, running, schedule
+from .scripted import STOP, VOCAB, ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, token_at
+from .waiting import until
+
+TURN = 6
+REPLY = "w8 w9"
+
+
+class CountingEnvironment:
+    """Ends after three turns; its reward is the number of words that it was told."""
+
+    replayable = True
+
+    def __init__(self, log):
+        self.log = log
+        self.turns = []
+        self.open = True
+
+    async def reset(self, prompt):
+        self.prompt = prompt
+
+    async def step(self, response_text, idempotency_key):
+        self.turns.append(response_text)
+        self.log.append(idempotency_key)
+        if len(self.turns) == 3:
+            words = sum(len(t.split()) for t in self.turns)
+            return EnvironmentReply(text="", done=True, reward=float(words))
+        return EnvironmentReply(text=REPLY, done=False)
+
+    async def aclose(self):
+        self.open = False
+
+
+class ForgetfulEnvironment(CountingEnvironment):
+    replayable = False
+
+
+class HangingEnvironment(CountingEnvironment):
+    async def step(self, response_text, idempotency_key):
+        await asyncio.sleep(3600)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    RawTokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
+    raw.pre_tokenizer = WhitespaceSplit()
+    raw.add_special_tokens([f"w{STOP}"])
+    raw.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "eos_token_id": STOP}))
+    return Tokenizer(folder)
+
+
+def program_of(kind, tokenizer, log, *, timeout=5.0, max_turns=8):
+    return EnvironmentProgram(
+        lambda: kind(log),
+        tokenizer,
+        stop_token_ids=(STOP,),
+        max_turns=max_turns,
+        timeout_seconds=timeout,
+        metrics=RolloutMetrics(Metrics("rollout")),
+    )
+
+
+async def start(store, plan, generator):
+    await store.init_run(limits(plan))
+    cluster = ScriptedCluster(store, [generator])
+    trainer = ScriptedTrainer(store, cluster)
+    await trainer.start()
+    return cluster, trainer
+
+
+def expected_episode(trajectory_id):
+    """Three turns of the policy, each up to the next multiple of TURN, with two words in between."""
+    written = []
+    for turn in range(3):
+        end = len(written) - len(written) % TURN + TURN
+        written += [(token_at(trajectory_id, i), True) for i in range(len(written), end - 1)] + [(STOP, True)]
+        if turn < 2:
+            written += [(8, False), (9, False)]
+    return written
+
+
+def check(batch):
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            expected = expected_episode(trajectory.trajectory_id)
+            assert trajectory.response_ids.tolist() == [token for token, _ in expected]
+            for segment in trajectory.segments:
+                assert (segment.behavior_logprobs is None) == (segment.source is SegmentSource.ENVIRONMENT)
+            sources = np.concatenate([[s.source is SegmentSource.POLICY] * len(s) for s in trajectory.segments])
+            assert sources.tolist() == [own for _, own in expected]
+            assert trajectory.finish_reason is FinishReason.ENVIRONMENT
+            words = sum(own and token != STOP for token, own in expected)
+            assert trajectory.outcome.kind is OutcomeKind.SCORED
+            assert trajectory.shaped_reward == words
+
+
+async def test_turns_alternate_and_the_environments_reward_counts(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    log, reward = [], ScriptedReward()
+    async with running(store, cluster, reward, plan, program=program_of(CountingEnvironment, tokenizer, log), chunk=4):
+        check(await trainer.train(1))
+    assert reward.batches == []
+    ids = {key.rpartition(":")[0] for key in log}
+    assert sorted(log) == sorted(f"{i}:{turn}" for i in ids for turn in range(3))
+
+
+async def test_a_replayable_environment_is_played_again_after_a_lost_worker(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))
+    log = []
+    program = program_of(CountingEnvironment, tokenizer, log)
+    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
+        await until(lambda: len(log) >= 10)
+        await first.stop()
+        async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
+            check(await trainer.train(1))
+    assert len(log) > 3 * plan.pool_size, "finished turns were played again to a fresh environment"
+
+
+async def test_an_environment_that_cannot_be_replayed_starts_over_without_a_trace(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))
+    log = []
+    program = program_of(ForgetfulEnvironment, tokenizer, log)
+    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
+        await until(lambda: len(log) >= 10)
+        await first.stop()
+        view = await store.view()
+        assert (view.leased, view.partial) == (0, 0)
+        async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
+            check(await trainer.train(1))
+
+
+async def test_an_environment_that_hangs_ends_as_a_dead_letter_after_the_last_attempt(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    program = program_of(HangingEnvironment, tokenizer, [], timeout=0.05)
+    async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
+
+        async def letters():
+            await cluster.register()
+            return await store.dead_letters()
+
+        letter = (await until(letters))[0]
+        assert letter.reason == "max_attempts"
+        assert letter.attempts >= 3
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= 3
+
+
+async def test_turns_run_out(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    program = program_of(CountingEnvironment, tokenizer, [], max_turns=2)
+    async with running(store, cluster, ScriptedReward(), plan, program=program):
+        batch = await trainer.train(1)
+    for group in batch.groups:
+        for trajectory in group.trajectories:
+            assert trajectory.finish_reason is FinishReason.LENGTH
+            assert trajectory.response_ids.tolist().count(STOP) == 2
