@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rollmesh.errors import EngineError, GenerationRefused
-from rollmesh.generator.engines.protocol import Chunk, GenerationCall
 from rollmesh.rollout.checks import Expected, GarbageAnswer, check_chunk
 from rollmesh.rollout.generators import Generators, Seat
 from rollmesh.rollout.held import Held
@@ -20,7 +19,7 @@ from rollmesh.rollout.policies import Policies
 from rollmesh.rollout.ports import GenerationPort
 from rollmesh.rollout.routing import Need
 from rollmesh.runtime.logging import get_logger
-from rollmesh.types import FinishReason, SamplingParams, Segment
+from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, Segment
 
 GARBAGE_AVOID_SECONDS = 5.0
 """How long a generator that answered nonsense, hung or broke is left alone at first."""

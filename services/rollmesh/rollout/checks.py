@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollmesh.errors import RollmeshError
-from rollmesh.generator.engines.protocol import Chunk
-from rollmesh.types import FinishReason
+from rollmesh.types import Chunk, FinishReason
 
 LOGPROB_SLACK = 1e-4
 """A log-probability may exceed 0 by rounding."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from rollmesh.generator.engines.protocol import Chunk, GenerationCall
-from rollmesh.types import GeneratorRecord, RewardOutcome, Trajectory
+from rollmesh.types import Chunk, GenerationCall, GeneratorRecord, RewardOutcome, Trajectory
 
 
 class GenerationPort(Protocol):

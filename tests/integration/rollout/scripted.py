@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rollmesh.errors import EngineError, GenerationRefused, StoreUnavailable
-from rollmesh.generator.engines.protocol import Chunk, GenerationCall
 from rollmesh.mesh import Cursor
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import (
     Batch,
+    Chunk,
     FinishReason,
+    GenerationCall,
     GeneratorRecord,
     OutcomeKind,
     PolicyRecord,

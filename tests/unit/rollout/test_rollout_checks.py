@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from rollmesh.generator.engines.protocol import Chunk
 from rollmesh.rollout.checks import Expected, GarbageAnswer, check_chunk
-from rollmesh.types import FinishReason
+from rollmesh.types import Chunk, FinishReason
 
 EXPECTED = Expected(
     vocab_size=100,
