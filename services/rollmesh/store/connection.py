@@ -20,7 +20,7 @@ from redis.backoff import NoBackoff
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.keys import Keys
-from rollmesh.store.scripts import Script, load_scripts, store_error
+from rollmesh.store.scripts import RunUnknown, Script, load_scripts, store_error
 
 Argument = str | bytes | int | float
 Reply = Any
@@ -41,6 +41,8 @@ class Connection:
         self.keys = Keys(run)
         self._scripts = scripts
         self._retry_seconds = retry_seconds
+        self.write_limits_again: Callable[[], Awaitable[None]] | None = None
+        """Brings back a run that Redis has forgotten; set once the limits of the run are known."""
         self._execute = cast("Callable[..., Awaitable[Reply]]", client.execute_command)
 
     @classmethod
@@ -75,6 +77,16 @@ class Connection:
 
     async def run(self, name: str, *arguments: Argument) -> Reply:
         """Run one script; raises the errors of ``errors.py``."""
+        try:
+            return await self._run(name, *arguments)
+        except RunUnknown:
+            # Redis came back empty, and this client knows the limits of the run.
+            if self.write_limits_again is None:
+                raise
+            await self.write_limits_again()
+            return await self._run(name, *arguments)
+
+    async def _run(self, name: str, *arguments: Argument) -> Reply:
         script = self._scripts[name]
 
         async def call() -> Reply:
@@ -150,10 +162,11 @@ async def _cancellable(call: Callable[[], Awaitable[Reply]]) -> Reply:
     """
     task = asyncio.current_task()
     before = task.cancelling() if task is not None else 0
-    reply = await call()
-    if task is not None and task.cancelling() > before:
-        raise asyncio.CancelledError
-    return reply
+    try:
+        return await call()
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 def check_version(version: str) -> None:

@@ -17,6 +17,17 @@ class Limits:
 
     async def init_run(self, limits: RunLimits) -> None:
         """Write the limits of a new run; Conflict when the run exists with other ones."""
+        await self._write(limits, lost=False)
+        self._remember(limits)
+
+    def _remember(self, limits: RunLimits) -> None:
+        async def write_again() -> None:
+            await self._write(limits, lost=True)
+
+        self._limits = limits
+        self._connection.write_limits_again = write_again
+
+    async def _write(self, limits: RunLimits, *, lost: bool) -> None:
         fields = {
             "group_size": limits.group_size,
             "groups_per_batch": limits.groups_per_batch,
@@ -27,8 +38,7 @@ class Limits:
             "mask_old_segments": int(limits.mask_old_segments),
             "train_steps": limits.train_steps,
         }
-        await self._connection.run("init_run", *(word for item in fields.items() for word in item))
-        self._limits = limits
+        await self._connection.run("init_run", int(lost), *(word for item in fields.items() for word in item))
 
     async def get(self) -> RunLimits:
         """Limits of the run; StoreError before ``init_run``."""
@@ -37,7 +47,7 @@ class Limits:
             if not raw:
                 raise StoreError("the run has not been initialised: its leader or trainer calls init_run first")
             values = {name.decode(): int(value) for name, value in raw.items()}
-            self._limits = RunLimits(
+            limits = RunLimits(
                 group_size=values["group_size"],
                 groups_per_batch=values["groups_per_batch"],
                 max_staleness=values["max_staleness"],
@@ -47,6 +57,8 @@ class Limits:
                 mask_old_segments=bool(values["mask_old_segments"]),
                 train_steps=values["train_steps"],
             )
+            self._remember(limits)
+            return limits
         return self._limits
 
     async def groups_per_call(self) -> int:

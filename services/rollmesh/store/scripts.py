@@ -23,12 +23,16 @@ MAX_KEYS_PER_SCRIPT = 512
 """Callers slice their batches so that no script touches more keys."""
 
 _USES = re.compile(r"^-- uses: (.+)$", re.MULTILINE)
-_REFUSAL = re.compile(r"\b(SESSION_LOST|CONFLICT|RECOVERING|UPLOAD_EXPIRED) (.*)", re.DOTALL)
-_WHERE = re.compile(r"\s*script: \w+, on .*$", re.DOTALL)
+_REFUSAL = re.compile(r"\b(SESSION_LOST|CONFLICT|RECOVERING|UPLOAD_EXPIRED|RUN_UNKNOWN) (.*)", re.DOTALL)
+_WHERE = re.compile(r"\s*script: (\w+, )?on @user_script.*$", re.DOTALL)
 
 
 class UploadExpired(StoreError):
     """A payload over 64 KB was not linked in time; it has to be uploaded again (the store does so itself)."""
+
+
+class RunUnknown(StoreUnavailable):
+    """Nobody has initialised the run yet, or Redis came back empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,8 @@ def store_error(error: redis_errors.RedisError, what: str) -> StoreError:
             return Conflict(f"{what}: {reason}")
         if code == "UPLOAD_EXPIRED":
             return UploadExpired(f"{what}: {reason}")
+        if code == "RUN_UNKNOWN":
+            return RunUnknown(f"{what}: {reason}")
         return StoreUnavailable(f"{what}: {reason}; try again later")
     if isinstance(error, redis_errors.AuthenticationError) or text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
         return StoreUnavailable(f"Redis refuses the credentials ({text}): set ROLLMESH_STORE__PASSWORD or store.url")

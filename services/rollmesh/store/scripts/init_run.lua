@@ -1,19 +1,21 @@
 #!lua
 -- uses: fence
--- Writes the limits of a run once; a second start must bring the same ones. ARGV: (field, value) pairs.
+-- Writes the limits of a run once; a second start must bring the same ones.
+-- ARGV: '1' when a client brings back a run that Redis has lost, then (field, value) pairs.
 local there = call('HGETALL', K.limits)
 if #there > 0 then
   local old = {}
   for at = 1, #there, 2 do old[there[at]] = there[at + 1] end
-  for at = 1, #ARGV, 2 do
+  for at = 2, #ARGV, 2 do
     if old[ARGV[at]] ~= ARGV[at + 1] then
       fail('CONFLICT', ARGV[at] .. ': this run was started with ' .. tostring(old[ARGV[at]]) .. ', not ' .. ARGV[at + 1])
     end
   end
   return 0
 end
-call('HSET', K.limits, unpack(ARGV))
+call('HSET', K.limits, unpack(ARGV, 2))
 call('HSET', K.meta, 'run_id', server_run_id(), 'trained_step', 0, 'cut_step', 0, 'committed_step', 0,
   'policy_version', -1, 'policy_train_step', 0, 'cursor_epoch', 0, 'cursor_index', 0, 'admission_seq', 0,
   'filtered_in_a_row', 0)
+if ARGV[1] == '1' then open_recovery(server_run_id()) end
 return 1

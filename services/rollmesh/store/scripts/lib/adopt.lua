@@ -1,8 +1,9 @@
--- While Redis recovers, a trainer whose session was opened in the lost part is the newest one; a token that is
--- remembered and not current was fenced.
+-- A trainer whose session was opened in the part that Redis has lost is the newest one: nothing newer is known. A
+-- token that is remembered and not current was fenced.
 local function adopt_trainer(token)
-  if call('HGET', K.meta, 'trainer') == token then return end
-  if not recovering() or call('ZSCORE', K.trainers, token) then
+  local current = call('HGET', K.meta, 'trainer')
+  if current == token then return end
+  if call('ZSCORE', K.trainers, token) or (current and not recovering()) then
     fail('SESSION_LOST', 'a newer trainer session is open')
   end
   call('ZADD', K.trainers, now(), token)

@@ -18,6 +18,7 @@ end
 local function recovering()
   local run_id = server_run_id()
   local meta = call('HMGET', K.meta, 'run_id', 'recovering_until', 'trainer', 'reasserted', 'clean')
+  if not meta[1] then fail('RUN_UNKNOWN', 'the run has not been initialised (init_run), or Redis came back empty') end
   if meta[1] ~= run_id then
     if meta[5] then
       call('HSET', K.meta, 'run_id', run_id)

@@ -1,0 +1,343 @@
+"""A whole mesh under load in one process: workers, a leader and a trainer that follow the recovery protocol.
+
+Nothing here is trusted by the tests: what was trained is read from ``Trainer.files``, the stand-in for the batch
+files of the checkpoint store (they survive a crash of Redis and of the trainer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from dataclasses import dataclass, field
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.store import Append, Finish, Score, TrajectoryStore, WriteStatus
+from rollmesh.types import Batch, FinishReason, PolicyRecord, Segment
+
+from .store_mesh import UNSCORABLE, group, limits, policy, scored, segment
+
+GROUP_SIZE, BATCH, POOL, STALENESS = 3, 3, 12, 2
+
+
+@dataclass
+class Rollout:
+    """Tokens in the worker's memory; ``saved`` of them are in the queue."""
+
+    trajectory_id: str
+    target: int
+    segments: list[Segment] = field(default_factory=list)
+    saved: int = 0
+    finished: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.segments))
+
+    def unsaved(self) -> list[Segment]:
+        at, parts = 0, []
+        for part in self.segments:
+            skip = max(0, self.saved - at)
+            if skip < len(part):
+                parts.append(
+                    Segment(
+                        token_ids=part.token_ids[skip:],
+                        behavior_logprobs=None if part.behavior_logprobs is None else part.behavior_logprobs[skip:],
+                        policy_version=part.policy_version,
+                        kv_min_version=part.kv_min_version,
+                        source=part.source,
+                    )
+                )
+            at += len(part)
+        return parts
+
+
+@dataclass
+class Worker:
+    """Leases, writes, finishes and scores; dies when told to (its session is simply forgotten)."""
+
+    store: TrajectoryStore
+    rng: random.Random
+    session: str = ""
+    run_id: str = ""
+    held: dict[str, Rollout] = field(default_factory=dict)
+    waiting: list[str] = field(default_factory=list)
+    """Finished trajectories of dead workers, taken over for scoring."""
+
+    async def run(self) -> None:
+        await self.start()
+        while True:
+            try:
+                await self.step()
+            except SessionLost:
+                await self.start()
+                await self.register()
+            except (StoreUnavailable, Conflict):
+                await asyncio.sleep(0.01)
+
+    async def start(self) -> None:
+        self.session = await self.store.open_session("worker")
+        self.run_id = await self.store.heartbeat(self.session)
+
+    async def step(self) -> None:
+        run_id = await self.store.heartbeat(self.session)
+        if run_id != self.run_id:
+            await self.register()
+            self.run_id = run_id
+        for leased in await self.store.lease_scoring(self.session, 2):
+            self.waiting.append(leased.trajectory.trajectory_id)
+        for leased in await self.store.lease(self.session, self.rng.randint(1, 4)):
+            trajectory = leased.trajectory
+            done = trajectory.response_token_count
+            self.held[trajectory.trajectory_id] = Rollout(
+                trajectory.trajectory_id,
+                target=done + self.rng.choice([2, 4, 8, 30]),
+                segments=list(trajectory.segments),
+                saved=done,
+            )
+        newest = await self.store.latest_policy()
+        for rollout in list(self.held.values()):
+            await self.advance(rollout, newest.policy_version if newest else 0)
+        for trajectory_id in self.waiting:
+            await self.score(trajectory_id)
+        self.waiting.clear()
+        await asyncio.sleep(0.001)
+
+    async def advance(self, rollout: Rollout, version: int) -> None:
+        if rollout.finished:
+            await self.score(rollout.trajectory_id)
+            self.held.pop(rollout.trajectory_id, None)
+            return
+        if rollout.tokens < rollout.target:
+            rollout.segments.append(segment(self.rng.randint(1, 4), version, self.rng.randrange(1 << 20)))
+        last = rollout.tokens >= rollout.target
+        for _ in range(3):
+            result = await self.write(rollout, last)
+            if result.status.ok:
+                rollout.saved, rollout.finished = rollout.tokens, last
+                return
+            if result.status is WriteStatus.LOST or result.saved_token_count in (rollout.saved, rollout.tokens + 1):
+                break
+            rollout.saved = min(result.saved_token_count, rollout.tokens)
+        self.held.pop(rollout.trajectory_id, None)
+        await self.store.release(self.session, [rollout.trajectory_id], "failed")
+
+    async def write(self, rollout: Rollout, last: bool):  # type: ignore[no-untyped-def]
+        parts = rollout.unsaved()
+        if last:
+            finish = Finish(
+                trajectory_id=rollout.trajectory_id,
+                token_offset=rollout.saved,
+                segments=parts,
+                finish_reason=FinishReason.STOP,
+            )
+            return (await self.store.finish(self.session, [finish]))[0]
+        item = Append(trajectory_id=rollout.trajectory_id, token_offset=rollout.saved, segments=parts)
+        return (await self.store.append(self.session, [item]))[0]
+
+    async def score(self, trajectory_id: str) -> None:
+        value = self.rng.choice([0.0, 0.0, 1.0, 1.0, 0.5])
+        outcome = UNSCORABLE if self.rng.random() < 0.05 else scored(value)
+        await self.store.score(self.session, [Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)])
+
+    async def register(self) -> None:
+        answers = await self.store.reregister(self.session, [(r.trajectory_id, r.saved) for r in self.held.values()])
+        for answer in answers:
+            if answer.kept:
+                self.held[answer.trajectory_id].saved = min(
+                    answer.saved_token_count, self.held[answer.trajectory_id].tokens
+                )
+            else:
+                del self.held[answer.trajectory_id]
+
+
+async def lead(store: TrajectoryStore, ttl: float) -> None:
+    """Admit up to the capacity, cut the oldest ready groups, evict what is too stale, reap."""
+    token: str | None = None
+    while True:
+        await asyncio.sleep(0.003)
+        try:
+            if token is None or not await store.renew_leadership(token):
+                token = await store.acquire_leadership("leader")
+                continue
+            await store.set_desired(token, Desired(pool_size=POOL))
+            await look(store, token)
+        except (Conflict, StoreUnavailable):
+            continue
+        except SessionLost:
+            token = None
+
+
+async def look(store: TrajectoryStore, token: str) -> None:
+    await store.reap(token)
+    view = await store.view()
+    if view.recovering:
+        return
+    room = (STALENESS + 1) * BATCH - view.admitted_unconsumed
+    if room > 0:
+        at = await store.cursor()
+        groups = [group(at.index + i, GROUP_SIZE) for i in range(room)]
+        await store.admit(token, groups, at, Cursor(index=at.index + room))
+    step = view.cut_step + 1
+    oldest = step - 1 - STALENESS
+    stale = [
+        g.group_id
+        for g in (*view.ready, *view.stalest_open)
+        if g.min_train_step is not None and g.min_train_step < oldest
+    ]
+    if stale:
+        await store.evict(token, stale, "stale")
+    fresh = [g.group_id for g in view.ready if g.group_id not in stale]
+    if view.cut_step == view.trained_step and len(fresh) >= BATCH:
+        await store.cut(token, step, fresh[:BATCH])
+
+
+@dataclass
+class Trainer:
+    """Claims, writes the batch file, trains, publishes; committed every three steps."""
+
+    store: TrajectoryStore
+    files: dict[int, Batch] = field(default_factory=dict)
+    policies: list[PolicyRecord] = field(default_factory=list)
+    step: int = 0
+    committed: int = 0
+    token: str = ""
+    run_id: str = ""
+    trained: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def run(self) -> None:
+        self.token = await self.store.open_trainer_session("trainer")
+        await self.reassert()
+        while True:
+            try:
+                await self.train_one()
+            except StoreUnavailable:
+                continue
+            except (Conflict, SessionLost):
+                if await self.store.server_run_id() == self.run_id:
+                    raise
+                await self.reassert()
+
+    async def reassert(self) -> None:
+        run_id = await self.store.server_run_id()
+        batches = [(s, [g.group_id for g in b.groups]) for s, b in sorted(self.files.items())]
+        trained = max(self.step, max(self.files, default=1) - 1)
+        await self.store.reassert_training(self.token, self.committed, trained, batches, self.policies, Cursor(index=0))
+        self.run_id = run_id
+        if not self.policies:
+            self.policies.append(policy(0))
+            await self.store.announce_policy(self.token, policy(0))
+
+    async def train_one(self) -> None:
+        step = self.step + 1
+        if step not in self.files:
+            batch = await self.store.claim(self.token, step, 0.2)
+            if batch is None:
+                if await self.store.server_run_id() != self.run_id:
+                    await self.reassert()
+                return
+            self.files[step] = batch
+        await self.store.confirm_batch_file(self.token, step, f"digest-{step}")
+        await self.store.report_trained(self.token, step)
+        if len(self.policies) == step:
+            # The policy exists on disk before Redis hears of it.
+            self.policies.append(policy(step))
+            await self.store.announce_policy(self.token, policy(step))
+        self.step = step
+        if step % 3 == 0:
+            self.committed = step
+            await self.store.report_committed(self.token, step)
+        async with self.trained:
+            self.trained.notify_all()
+
+    async def until(self, step: int, deadline: float) -> None:
+        async with self.trained, asyncio.timeout(deadline):
+            await self.trained.wait_for(lambda: self.step >= step)
+
+
+@dataclass
+class LoadedMesh:
+    """Every role on its own connection; tasks are replaced to play a crash."""
+
+    url: str
+    run: str
+    ttl: float
+    rng: random.Random
+    stores: list[TrajectoryStore] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    trainer: Trainer = field(init=False)
+
+    async def __aenter__(self) -> LoadedMesh:
+        self.stores = [await self._connect() for _ in range(5)]
+        changes = {"group_size": GROUP_SIZE, "groups_per_batch": BATCH, "max_staleness": STALENESS}
+        await self.stores[0].init_run(
+            limits(**changes, session_ttl_seconds=self.ttl, filter_zero_variance=True, max_attempts=50)
+        )
+        self.trainer = Trainer(self.stores[1])
+        self.tasks["leader"] = asyncio.create_task(lead(self.stores[0], self.ttl))
+        self.tasks["trainer"] = asyncio.create_task(self.trainer.run())
+        for number in range(3):
+            self.start_worker(number)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            await self.stop()
+        finally:
+            for store in self.stores:
+                await store.aclose()
+
+    async def stop(self) -> None:
+        """End every role where it stands; an error of a role is raised here."""
+        for task in self.tasks.values():
+            task.cancel()
+        results = await asyncio.gather(*self.tasks.values(), return_exceptions=True)
+        self.tasks.clear()
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+
+    def start_worker(self, number: int) -> None:
+        worker = Worker(self.stores[2 + number], random.Random(self.rng.random()))
+        self.tasks[f"worker-{number}"] = asyncio.create_task(worker.run())
+
+    async def crash(self, role: str) -> None:
+        self.tasks[role].cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.tasks[role]
+        if role == "trainer":
+            old, self.trainer = self.trainer, Trainer(self.stores[1])
+            self.trainer.files, self.trainer.policies = old.files, old.policies
+            self.trainer.step = self.trainer.committed = old.committed
+            self.tasks[role] = asyncio.create_task(self.trainer.run())
+        elif role == "leader":
+            self.tasks[role] = asyncio.create_task(lead(self.stores[0], self.ttl))
+        else:
+            self.start_worker(int(role.rpartition("-")[2]))
+
+    async def _connect(self) -> TrajectoryStore:
+        return await TrajectoryStore.connect(StoreConfig(), run=self.run, url=self.url)
+
+    async def account(self) -> dict[str, int]:
+        """lost, trained twice, staleness violations: from batch files and the ledger, not from Redis's counters."""
+        batches = self.trainer.files
+        trained = [g.group_id for b in batches.values() for g in b.groups]
+        versions = {p.policy_version: p.train_step for p in self.trainer.policies}
+        violations = sum(
+            step - 1 - versions[version] > STALENESS
+            for step, batch in batches.items()
+            for g in batch.groups
+            for t in g.trajectories
+            for version in t.policy_versions
+        )
+        store = self.stores[0]
+        known = {*trained, *await store.live_groups(), *await store.dropped_groups()}
+        cursor = await store.cursor()
+        return {
+            "lost": sum(f"e0-{i}" not in known for i in range(cursor.index)),
+            "trained_twice": len(trained) - len(set(trained)),
+            "violations": violations,
+        }
