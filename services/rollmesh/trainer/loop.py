@@ -84,7 +84,7 @@ class TrainingLoop:
     async def run(self) -> None:
         """Publish what is missing, then train; returns at the last step or at shutdown."""
         place = self._place
-        place.records.start_after(self.train_step)
+        await asyncio.to_thread(place.records.tidy, self.train_step)
         await place.publisher.publish(self.train_step)
         last = place.config.trainer.train_steps
         waiting_since = time.monotonic()
@@ -98,6 +98,7 @@ class TrainingLoop:
             await self._step(claimed, waited, last)
             waiting_since = time.monotonic()
         await self._commit()
+        await asyncio.to_thread(place.records.tidy, self.train_step)
 
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
         place, step = self._place, claimed.batch.train_step
@@ -149,6 +150,8 @@ class TrainingLoop:
             "wait_seconds": waited,
         }
         samples = sample_completions(claimed.batch, place.config.trainer.sample_completions, place.decode)
+        # A trainer that was stalled here while another took over must not write the step a second time.
+        await place.session.check()
         await asyncio.to_thread(place.records.append, record, samples)
         place.metrics.observe_step(report, float(mesh["goodput"]))
         if claimed.replayed:
@@ -189,7 +192,7 @@ def load_newest_state(crew: Crew, checkpoints: CheckpointStore) -> dict[str, Any
 
 def mesh_numbers(counts: StoreCounts, trained_tokens: int) -> dict[str, Any]:
     """What the whole mesh made of its tokens so far."""
-    saved = counts.totals.get("saved_tokens", 0)
+    saved = counts.totals.get("saved_tokens_total", 0)
     return {
         "goodput": trained_tokens / saved if saved else 0.0,
         "saved_tokens": saved,

@@ -39,7 +39,7 @@ from rollmesh.trainer.step import PolicyTrainer
 from rollmesh.trainer.trackers import build_trackers
 
 _STALLED_AFTER_SECONDS = 3600.0
-_REDIS_RETRY_SECONDS = 10.0
+_REDIS_RETRY_SECONDS = 5.0
 
 
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:

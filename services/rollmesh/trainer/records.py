@@ -15,7 +15,8 @@ SAMPLES_FILE = "samples.jsonl"
 class StepRecords:
     """The two files of one run; only the trainer that holds the session writes them.
 
-    ``start_after`` drops the lines of steps that will be replayed, so every step has one line in the end.
+    ``tidy`` drops the lines of steps that will be replayed, and what a fenced trainer may have repeated, so every
+    step has one line in the end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -23,8 +24,8 @@ class StepRecords:
         self._metrics = folder / METRICS_FILE
         self._samples = folder / SAMPLES_FILE
 
-    def start_after(self, train_step: int) -> None:
-        """Forget lines of later steps, and a last line that a kill has cut off."""
+    def tidy(self, train_step: int) -> None:
+        """Forget lines of later steps, repeated ones, and a last line that a kill has cut off."""
         for file in (self._metrics, self._samples):
             keep_lines_up_to(file, train_step)
 
@@ -44,29 +45,34 @@ def append_lines(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def keep_lines_up_to(file: Path, train_step: int) -> None:
-    """Rewrite a file without the lines of steps above ``train_step`` and without unreadable ones."""
+    """Rewrite a file without lines of steps above ``train_step``, without unreadable and without repeated ones."""
     if not file.exists():
         return
     before = file.read_bytes()
-    kept = [line for line in before.splitlines(keepends=True) if _step_of(line) <= train_step]
-    if b"".join(kept) == before:
+    kept: dict[tuple[int, str], bytes] = {}
+    for line in before.splitlines(keepends=True):
+        identity = _identity(line)
+        if identity is not None and identity[0] <= train_step:
+            kept[identity] = line
+    after = b"".join(kept.values())
+    if after == before:
         return
     temporary = file.with_name(f".{file.name}.tmp")
     with temporary.open("wb") as stream:
-        stream.writelines(kept)
+        stream.write(after)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(temporary, file)
 
 
-def _step_of(line: bytes) -> float:
-    """Train step of a complete line; infinity for anything else."""
+def _identity(line: bytes) -> tuple[int, str] | None:
+    """Train step (and trajectory, for a sample) of a complete line."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
-        return float("inf")
+        return None
     step = record.get("train_step") if isinstance(record, dict) else None
-    return step if isinstance(step, int) else float("inf")
+    return (step, str(record.get("trajectory_id", ""))) if isinstance(step, int) else None
 
 
 def _finite(value: Any) -> Any:

@@ -123,6 +123,11 @@ class TrainingSession:
         self.committed_step = train_step
         await self.patiently("report_committed", lambda: self.store.report_committed(self.token, train_step))
 
+    async def check(self) -> None:
+        """Raise SessionLost when a newer trainer has taken over."""
+        committed = self.committed_step
+        await self.patiently("check_session", lambda: self.store.report_committed(self.token, committed))
+
     async def _server_changed(self) -> bool:
         """Whether Redis is another server than before; then it has been told what is trained."""
         async with self._lock:

@@ -1,0 +1,29 @@
+"""A real server and a tiny random model for the trainer's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.store import EmbeddedOptions, EmbeddedServer
+
+from .trainer_run import write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen2 with a few thousand parameters."""
+    folder = tmp_path_factory.mktemp("model")
+    write_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server of the test's own, that it may kill."""
+    embedded = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
+    embedded.start()
+    yield embedded
+    embedded.kill()

@@ -1,0 +1,197 @@
+"""kill -9 between any two steps of the trainer's protocol: nothing lost, nothing trained twice, no version reused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from rollmesh.store import EmbeddedServer
+from rollmesh.types import PolicyRecord
+
+from .trainer_run import TrainerRun, opened_run, write_run_file
+
+Moment = Callable[[TrainerRun, int], bool | Awaitable[bool]]
+
+
+def _exists(pattern: str) -> Moment:
+    return lambda run, step: any(run.checkpoints.root.glob(pattern.format(step=step)))
+
+
+async def _confirmed(run: TrainerRun, step: int) -> bool:
+    connection = run.store.connection
+    return await connection.command("HGET", connection.keys.of("batch", str(step)), "digest") is not None
+
+
+async def _trained(run: TrainerRun, step: int) -> bool:
+    return (await run.store.training_state()).trained_step >= step
+
+
+async def _committed(run: TrainerRun, step: int) -> bool:
+    return (await run.store.training_state()).committed_step >= step
+
+
+async def _announced(run: TrainerRun, step: int) -> bool:
+    latest = await run.store.latest_policy()
+    return latest is not None and latest.train_step >= step
+
+
+MOMENTS: list[tuple[str, Moment]] = [
+    ("the batch file is being written", _exists("batches/.{step:08d}.pb.*")),
+    ("the state is being saved", _exists("states/{step:08d}-*")),
+    ("the batch file is complete", _exists("batches/{step:08d}.pb")),
+    ("the state is committed", _exists("states/{step:08d}-*/COMMITTED")),
+    ("the batch is confirmed", _confirmed),
+    ("the commit is reported", _committed),
+    ("the batch is reported as trained", _trained),
+    ("the policy folder is begun", _exists("policies/{step:08d}-*")),
+    ("the manifest is written", _exists("policies/{step:08d}-*/manifest.json")),
+    ("the policy is announced", _announced),
+]
+STEPS = len(MOMENTS) + 1
+
+
+async def _uninterrupted(folder: Path, model: Path, server: EmbeddedServer) -> bytes:
+    config = write_run_file(folder, model, server, trainer={"train_steps": STEPS}, checkpoints={"state_every_steps": 2})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(STEPS):
+            await run.until_finished()
+        return await last_weights(run)
+
+
+async def last_weights(run: TrainerRun) -> bytes:
+    latest = await run.store.latest_policy()
+    assert latest is not None
+    assert latest.train_step == run.config.trainer.train_steps
+    return (run.checkpoints.open(latest).folder / "model.safetensors").read_bytes()
+
+
+async def assert_every_batch_counts_once(run: TrainerRun, seen: dict[int, PolicyRecord]) -> None:
+    """Ledger, registry, folders and metrics agree that every step happened once."""
+    steps = run.config.trainer.train_steps
+    ledger = run.checkpoints.ledger()
+    assert (ledger.committed_step, dict(ledger.damaged), dict(ledger.trained_twice)) == (steps, {}, {})
+    assert run.checkpoints.trained_groups() == {s: run.cuts[s - 1] for s in range(1, steps + 1)}
+    records = await run.store.policies()
+    assert [(r.policy_version, r.train_step) for r in records] == [(v, v) for v in range(steps + 1)]
+    for record in records:
+        assert seen.get(record.policy_version, record) == record
+        run.checkpoints.open(record)
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert [m["train_step"] for m in lines] == list(range(1, steps + 1))
+    assert [m["policy_version"] for m in lines] == list(range(1, steps + 1))
+
+
+@pytest.mark.timeout(600)
+async def test_a_trainer_killed_at_every_moment_ends_where_an_uninterrupted_one_does(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    expected = await _uninterrupted(tmp_path / "calm", tiny_model, server)
+    config = write_run_file(
+        tmp_path / "killed", tiny_model, server, trainer={"train_steps": STEPS}, checkpoints={"state_every_steps": 2}
+    )
+    seen: dict[int, PolicyRecord] = {}
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(STEPS):
+            for step, (name, moment) in enumerate(MOMENTS, start=1):
+                await run.until(f"step {step}: {name}", lambda m=moment, s=step: m(run, s))
+                run.kill()
+                for record in await run.store.policies():
+                    assert seen.setdefault(record.policy_version, record) == record
+                run.start()
+            await run.until_finished()
+        await assert_every_batch_counts_once(run, seen)
+        assert await last_weights(run) == expected
+
+
+async def test_a_redis_that_forgot_the_newest_writes_is_told_what_was_trained(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 6})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(6):
+            await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
+            before = aof_size(server)
+            await run.until("step 4", lambda: _announced(run, 4), pause=0.01)
+            trained = (await run.store.training_state()).trained_step
+            server.kill()
+            cut_aof(server, before)
+            server.start()
+            await run.until("the re-assertion", lambda: _trained(run, trained), pause=0.05)
+            await run.until_finished()
+        await assert_every_batch_counts_once(run, {})
+        assert "training_reasserted" in run.log()
+
+
+async def test_a_trainer_that_dies_with_its_redis_comes_back_with_every_version(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 6})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(6):
+            await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
+            before = aof_size(server)
+            await run.until("step 4", lambda: _announced(run, 4), pause=0.01)
+            seen = {r.policy_version: r for r in await run.store.policies()}
+            run.kill()
+            server.kill()
+            cut_aof(server, before)
+            server.start()
+            run.start()
+            await run.until_finished()
+        await assert_every_batch_counts_once(run, seen)
+
+
+async def test_redis_may_be_away_for_a_while_and_the_trainer_waits(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server)
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(4):
+            await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
+            server.stop()
+            await run.until("a note that Redis is away", lambda: "waiting_for_redis" in run.log(), pause=0.05)
+            server.start()
+            await run.until_finished()
+        await assert_every_batch_counts_once(run, {})
+
+
+async def test_the_older_of_two_trainers_stops_and_says_why(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server)
+    async with opened_run(config) as run:
+        older = run.start()
+        async with run.fed(4):
+            await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
+            os.kill(older.pid, signal.SIGSTOP)
+            run.start()
+            await run.until("step 3", lambda: _announced(run, 3), pause=0.01)
+            os.kill(older.pid, signal.SIGCONT)
+            assert older.wait(30) == 1
+            await run.until_finished()
+        assert "two trainers on one run" in run.log()
+        await assert_every_batch_counts_once(run, {})
+
+
+def aof_size(server: EmbeddedServer) -> int:
+    """Bytes of the newest incremental append-only file."""
+    return _aof(server).stat().st_size
+
+
+def cut_aof(server: EmbeddedServer, size: int) -> None:
+    """Lose everything that was appended after it had ``size`` bytes."""
+    os.truncate(_aof(server), size)
+
+
+def _aof(server: EmbeddedServer) -> Path:
+    return max(server.folder.glob("appendonlydir/*.incr.aof"), key=lambda p: p.stat().st_mtime)

@@ -1,0 +1,73 @@
+"""The trainer as a process: what it leaves behind when nothing goes wrong, and when it is asked to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import httpx
+from safetensors.numpy import load_file
+
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.store import EmbeddedServer
+
+from .trainer_run import GROUPS, opened_run, write_run_file
+
+
+async def test_a_run_trains_every_batch_once_and_publishes_every_version(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server)
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(4):
+            await run.until_finished()
+        records = await run.store.policies()
+        state = await run.store.training_state()
+        assert [(r.policy_version, r.train_step) for r in records] == [(v, v) for v in range(5)]
+        assert (state.trained_step, state.committed_step) == (4, 4)
+        assert run.checkpoints.trained_groups() == {s: run.cuts[s - 1] for s in range(1, 5)}
+        first = run.checkpoints.open(records[0]).manifest
+        for record in records:
+            manifest = run.checkpoints.open(record, like=first).manifest
+            assert manifest.parent == (record.policy_version - 1 if record.policy_version else None)
+            assert len(manifest.canary) == 8
+        initial, last = (
+            load_file(run.checkpoints.open(r).folder / "model.safetensors") for r in (records[0], records[-1])
+        )
+        assert any((initial[name] != last[name]).any() for name in initial)
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        assert [(m["train_step"], m["policy_version"]) for m in lines] == [(s, s) for s in range(1, 5)]
+        assert lines[-1]["batch"]["groups"] == GROUPS
+        assert lines[-1]["mesh"]["goodput"] > 0.9
+        samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
+        assert {s["train_step"] for s in samples} == {1, 2, 3, 4}
+
+
+async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 3})
+    async with opened_run(config) as run:
+        process = run.start()
+        async with run.fed(4):
+            await run.until("version 2", lambda: _announced(run.folder, 2))
+            (endpoint,) = read_endpoints(run.folder, "trainer")
+            async with httpx.AsyncClient() as client:
+                metrics = (await client.get(f"http://{endpoint.admin}/metrics")).text
+            assert "rollmesh_trainer_train_step" in metrics
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+            stopped = run.checkpoints.latest_committed()
+            assert stopped is not None
+            assert stopped.train_step >= 2
+            assert read_endpoints(run.folder, "trainer") == []
+            run.start()
+            await run.until_finished()
+        assert [r.train_step for r in await run.store.policies()] == [0, 1, 2, 3, 4]
+        assert run.checkpoints.ledger().committed_step == 4
+
+
+def _announced(folder: Path, step: int) -> bool:
+    return any((folder / "checkpoints" / "policies").glob(f"{step:08d}-*/ANNOUNCED"))

@@ -1,0 +1,211 @@
+"""A run whose rollouts are made by hand: a real server, a real trainer process, and batches that never change."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.errors import Conflict, RollmeshError
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.scheduling.limits import run_limits
+from rollmesh.store import EmbeddedServer, Finish, NewGroup, Score, TrajectoryStore
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
+
+GROUPS, MEMBERS, VOCABULARY = 2, 3, 32
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+def write_tiny_model(folder: Path) -> None:
+    """A random Qwen2 with 5,000 parameters."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        tie_word_embeddings=True,
+        max_position_embeddings=256,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def write_run_file(folder: Path, model: Path, server: EmbeddedServer, **sections: dict[str, Any]) -> RunConfig:
+    """The run file of ``folder``; keyword arguments replace values of its sections."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = {
+        "name": folder.name,
+        "folder": str(folder),
+        "model": {"path": str(model)},
+        "data": {"max_prompt_tokens": 16},
+        "rollout": {"max_new_tokens": 64},
+        "schedule": {"groups_per_batch": GROUPS, "group_size": MEMBERS, "pool_size": MEMBERS, "max_staleness": 20},
+        "trainer": {"train_steps": 4, "learning_rate": 1e-3, "device": "cpu", "tokens_per_microbatch": 64},
+        "checkpoints": {"keep_last": 50, "secret": SECRET},
+        "store": {"url": server.url, "heartbeat_seconds": 0.2, "session_ttl_seconds": 1.0},
+    }
+    for section, values in sections.items():
+        data[section] = data[section] | values
+    (folder / "run.yaml").write_text(yaml.safe_dump(data))
+    return load_run_config(folder / "run.yaml", environ={})
+
+
+@dataclass(slots=True)
+class TrainerRun:
+    """Feeds one run and starts, kills and questions its trainer."""
+
+    config: RunConfig
+    store: TrajectoryStore
+    checkpoints: CheckpointStore
+    process: subprocess.Popen[bytes] | None = None
+    leader: str = ""
+    cuts: list[list[str]] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.folder)
+
+    def start(self, ranks: int = 1) -> subprocess.Popen[bytes]:
+        script = [str(Path(__file__).with_name("trainer_process.py")), str(self.folder / "run.yaml")]
+        gang = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with (self.folder / "trainer.log").open("ab") as log:
+            self.process = subprocess.Popen([sys.executable, *gang, *script], stdout=log, stderr=log, env=environment)
+        return self.process
+
+    def kill(self) -> None:
+        """SIGKILL the trainer, if it runs."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def log(self) -> str:
+        return (self.folder / "trainer.log").read_text()
+
+    async def until(
+        self, what: str, condition: Callable[[], bool | Awaitable[bool]], seconds: float = 60.0, pause: float = 0.0
+    ) -> None:
+        """Wait for a condition while batches are cut; a trainer that fails ends the wait."""
+        deadline = time.monotonic() + seconds
+        while True:
+            holds = condition()
+            if holds if isinstance(holds, bool) else await holds:
+                return
+            if self.process is not None and self.process.poll() not in (None, 0):
+                raise AssertionError(f"{what}: the trainer ended with {self.process.returncode}\n{self.log()[-4000:]}")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{what}: not within {seconds} s\n{self.log()[-4000:]}")
+            await asyncio.sleep(pause)
+
+    async def until_finished(self, seconds: float = 120.0) -> None:
+        """The trainer has trained the last step and ended by itself."""
+        process = self.process
+        assert process is not None
+        await self.until("the end of the run", lambda: process.poll() == 0, seconds, pause=0.01)
+
+    async def feed(self, steps: int) -> None:
+        """Admit, roll out and score the groups of all steps; needs an announced version 0."""
+        token = await self.store.acquire_leadership("feeder")
+        assert token is not None
+        self.leader = token
+        await self.store.set_desired(token, Desired(pool_size=MEMBERS * GROUPS * steps))
+        groups = [self._group(index) for index in range(GROUPS * steps)]
+        await self.store.admit(token, groups, Cursor(), Cursor(epoch=0, index=len(groups)))
+        session = await self.store.open_session("feeder")
+        ids: list[str] = []
+        while leased := await self.store.lease(session, len(groups) * MEMBERS):
+            ids += [item.trajectory.trajectory_id for item in leased]
+        assert len(ids) == len(groups) * MEMBERS
+        await self.store.finish(session, [_finish(i) for i in ids])
+        await self.store.score(session, [_score(i) for i in ids])
+        await self.store.close_session(session)
+        self.cuts = [[g.group_id for g in groups[GROUPS * s : GROUPS * (s + 1)]] for s in range(steps)]
+
+    async def cut_forever(self) -> None:
+        """The leader's part: cut the next batch as soon as the last one is trained."""
+        while True:
+            with suppress(RollmeshError):
+                state = await self.store.training_state()
+                if state.cut_step == state.trained_step < len(self.cuts):
+                    with suppress(Conflict):
+                        await self.store.cut(self.leader, state.cut_step + 1, self.cuts[state.cut_step])
+                if not await self.store.renew_leadership(self.leader):
+                    self.leader = await self.store.acquire_leadership("feeder") or self.leader
+            await asyncio.sleep(0.005)
+
+    @asynccontextmanager
+    async def fed(self, steps: int) -> AsyncIterator[None]:
+        """Feed all batches once version 0 is announced, and cut them while the block runs."""
+
+        async def announced() -> bool:
+            return await self.store.latest_policy() is not None
+
+        await self.until("the initial policy", announced, pause=0.05)
+        await self.feed(steps)
+        task = asyncio.create_task(self.cut_forever())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            self.kill()
+
+    def _group(self, index: int) -> NewGroup:
+        group_id = f"e0-{index}"
+        noise = np.random.default_rng(index)
+        prompt = Prompt(
+            prompt_id=group_id, token_ids=noise.integers(0, VOCABULARY, 5).astype(np.int32), verifier="exact"
+        )
+        return NewGroup(group_id=group_id, prompt=prompt, needed=MEMBERS, epoch=0, index=index)
+
+
+@asynccontextmanager
+async def opened_run(config: RunConfig) -> AsyncIterator[TrainerRun]:
+    """A run whose limits Redis knows."""
+    async with await TrajectoryStore.connect(config.store, run=config.name, retry_seconds=5.0) as store:
+        await store.init_run(run_limits(config))
+        run = TrainerRun(config=config, store=store, checkpoints=CheckpointStore.from_config(config))
+        try:
+            yield run
+        finally:
+            run.kill()
+
+
+def _finish(trajectory_id: str) -> Finish:
+    group, member = trajectory_id.removeprefix("e0-").split(".")
+    noise = np.random.default_rng([int(group), int(member)])
+    count = int(noise.integers(4, 20))
+    segment = Segment(
+        token_ids=noise.integers(0, VOCABULARY, count).astype(np.int32),
+        behavior_logprobs=(-3.4 - 0.2 * noise.random(count)).astype(np.float32),
+        policy_version=0,
+        kv_min_version=0,
+    )
+    return Finish(trajectory_id=trajectory_id, token_offset=0, segments=[segment], finish_reason=FinishReason.STOP)
+
+
+def _score(trajectory_id: str) -> Score:
+    value = float(int(trajectory_id.rpartition(".")[2]) % 2)
+    return Score(
+        trajectory_id=trajectory_id,
+        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=value),
+        shaped_reward=value,
+    )
