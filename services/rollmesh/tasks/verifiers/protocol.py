@@ -43,8 +43,14 @@ class AsyncVerifier(Verifier, Protocol):
     Many of its calls run at once in the service's own loop, outside the process pool: it must not compute.
     """
 
+    concurrency: int
+    """Most calls of ``verify_async`` at once."""
+
     async def verify_async(self, response: str, prompt_metadata: Mapping[str, Any]) -> float | RewardParts:
-        """Like ``verify``."""
+        """Like ``verify``; every call comes from one event loop."""
+
+    async def aclose(self) -> None:
+        """Give connections back."""
 
 
 def checked_reward(result: object, verifier: str) -> RewardParts:

@@ -40,7 +40,7 @@ def build_verifier(name: str, options: Mapping[str, Any]) -> Verifier:
             f"reward.verifier: {name!r} is none of {', '.join(BUILT_IN)}, and not module:function of your own"
         )
     verifier_class = built_in_class(name)
-    signature = inspect.signature(verifier_class)
+    signature = inspect.signature(verifier_class, eval_str=True)
     try:
         signature.bind(**options)
     except TypeError as error:

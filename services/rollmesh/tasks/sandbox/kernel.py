@@ -1,0 +1,72 @@
+"""The few Linux calls that Python has no name for; elsewhere each raises OSError(ENOSYS)."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import signal
+import sys
+from functools import lru_cache
+from typing import Any
+
+CLONE_NEWNS = 0x0002_0000
+CLONE_NEWUTS = 0x0400_0000
+CLONE_NEWIPC = 0x0800_0000
+CLONE_NEWUSER = 0x1000_0000
+CLONE_NEWPID = 0x2000_0000
+CLONE_NEWNET = 0x4000_0000
+
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x4_0000
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_NO_NEW_PRIVS = 38
+
+
+def unshare(flags: int) -> None:
+    """Leave the namespaces in ``flags`` for new ones."""
+    _checked(_libc().unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """Mount ``source`` at ``target``."""
+    result = _libc().mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode())
+    _checked(result, f"mount {target}")
+
+
+def die_with_parent() -> None:
+    """Be killed when the parent process (the thread that forked) ends."""
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def set_dumpable(dumpable: bool) -> None:
+    """Whether processes of the same uid may look into this one (ptrace, /proc/<pid>/fd)."""
+    _prctl(_PR_SET_DUMPABLE, int(dumpable))
+
+
+def refuse_new_privileges() -> None:
+    """Make setuid programs ordinary programs, for this process and all it starts."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    unused = ctypes.c_ulong(0)
+    _checked(_libc().prctl(option, ctypes.c_ulong(value), unused, unused, unused), f"prctl {option}")
+
+
+def _checked(result: int, call: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{call}: {os.strerror(number)}")
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, f"not on {sys.platform}")
+    return ctypes.CDLL(None, use_errno=True)

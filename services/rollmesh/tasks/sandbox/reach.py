@@ -1,0 +1,66 @@
+"""Make a few folders reachable for a uid that may not enter the folders above them.
+
+An interpreter installed below a private home (mode 700) cannot be started by any other uid. In a mount namespace of
+our own the private folder is covered by an empty one in which only the wanted folders appear. Needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import site
+import stat
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollmesh.tasks.sandbox import kernel
+
+
+def interpreter_folders() -> list[Path]:
+    """Folders that this interpreter loads code from."""
+    named = [sys.base_prefix, sys.prefix, *sys.path, *site.getsitepackages()]
+    folders = {Path(name).resolve() for name in named if name and Path(name).is_dir()}
+    return [f for f in sorted(folders) if not any(other in f.parents for other in folders)]
+
+
+def blocked_folder(path: Path) -> Path | None:
+    """The topmost folder on the way to ``path`` (itself included) that other uids may not enter."""
+    for folder in (*reversed(path.parents), path):
+        if not os.stat(folder).st_mode & stat.S_IXOTH:
+            return folder
+    return None
+
+
+def expose(folders: Iterable[Path]) -> None:
+    """Move to a new mount namespace in which every uid can reach ``folders``; does nothing if all can already.
+
+    Raises OSError where that is impossible (no privilege, or a wanted folder is private itself).
+    """
+    covered: dict[Path, list[Path]] = defaultdict(list)
+    for folder in folders:
+        blocked = blocked_folder(folder)
+        if blocked == folder:
+            raise PermissionError(f"{folder}: no other uid may enter it")
+        if blocked is not None:
+            covered[blocked].append(folder)
+    if not covered:
+        return
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    for blocked, wanted in covered.items():
+        _cover(blocked, wanted)
+
+
+def _cover(blocked: Path, wanted: list[Path]) -> None:
+    descriptors = [os.open(folder, os.O_PATH | os.O_DIRECTORY) for folder in wanted]
+    umask = os.umask(0o022)
+    try:
+        kernel.mount("tmpfs", str(blocked), "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=1m")
+        for folder, descriptor in zip(wanted, descriptors, strict=True):
+            folder.mkdir(parents=True, exist_ok=True)
+            kernel.mount(f"/proc/self/fd/{descriptor}", str(folder), flags=kernel.MS_BIND | kernel.MS_REC)
+    finally:
+        os.umask(umask)
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,116 @@
+"""The tests of a code prompt, in the forms that public data sets use."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollmesh.errors import VerifierError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTest:
+    """Call the entry point; the result is compared outside the sandbox."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    expected: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramTest:
+    """Run the answer as a program; its standard output is compared outside the sandbox."""
+
+    stdin: str
+    stdout: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeTests:
+    """All tests of one prompt."""
+
+    entry_point: str
+    calls: tuple[CallTest, ...]
+    statements: tuple[str, ...]
+    """Python statements, usually ``assert``; an answer that knows of them could fool them."""
+    programs: tuple[ProgramTest, ...]
+
+    def __len__(self) -> int:
+        return len(self.calls) + len(self.statements) + len(self.programs)
+
+
+def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
+    """Read ``tests`` (a list, or its JSON text) and ``entry_point`` of a prompt's metadata.
+
+    A test is a statement (text), ``{"input", "output"}`` for a program, or ``{"args", "kwargs", "expected"}`` for a
+    call of ``entry_point`` (``function`` or ``Class.method``). Raises VerifierError naming what is wrong.
+    """
+    tests = metadata.get("tests")
+    if isinstance(tests, str):
+        try:
+            tests = json.loads(tests)
+        except ValueError as error:
+            raise VerifierError(f"python_code: field 'tests' is no JSON: {error}") from error
+    if not isinstance(tests, list) or not tests:
+        raise VerifierError(f"python_code: the prompt's metadata needs a list 'tests', got {type(tests).__name__}")
+    entry_point = metadata.get("entry_point", "")
+    calls: list[CallTest] = []
+    statements: list[str] = []
+    programs: list[ProgramTest] = []
+    for number, test in enumerate(tests):
+        where = f"python_code: tests[{number}]"
+        if isinstance(test, str):
+            statements.append(test)
+        elif isinstance(test, Mapping) and {"input", "output"} <= set(test):
+            programs.append(ProgramTest(stdin=_lines(test["input"], where), stdout=_lines(test["output"], where)))
+        elif isinstance(test, Mapping) and "expected" in test:
+            calls.append(_call(test, where))
+        else:
+            raise VerifierError(f"{where}: expected a statement, input and output, or args and expected")
+    if calls and not (isinstance(entry_point, str) and entry_point):
+        raise VerifierError("python_code: tests with args need the field 'entry_point' (function or Class.method)")
+    return CodeTests(
+        entry_point=str(entry_point), calls=tuple(calls), statements=tuple(statements), programs=tuple(programs)
+    )
+
+
+def same_value(expected: Any, got: Any) -> bool:
+    """JSON equality with tolerant floats (1e-6 relative, 1e-9 absolute); true is not 1."""
+    if isinstance(expected, bool) or isinstance(got, bool):
+        return expected is got
+    if isinstance(expected, int | float) and isinstance(got, int | float):
+        if isinstance(expected, int) and isinstance(got, int):
+            return expected == got
+        return math.isclose(expected, got, rel_tol=1e-6, abs_tol=1e-9)
+    if isinstance(expected, list) and isinstance(got, list):
+        return len(expected) == len(got) and all(map(same_value, expected, got))
+    if isinstance(expected, Mapping) and isinstance(got, Mapping):
+        return expected.keys() == got.keys() and all(same_value(expected[key], got[key]) for key in expected)
+    return bool(expected == got)
+
+
+def same_output(expected: str, got: str) -> bool:
+    """Equality of printed text, spaces at line ends and blank lines at the end aside."""
+    return _trimmed(expected) == _trimmed(got)
+
+
+def _trimmed(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _lines(value: Any, where: str) -> str:
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value) + "\n"
+    if not isinstance(value, str):
+        raise VerifierError(f"{where}: input and output must be text or lists of lines, got {type(value).__name__}")
+    return value
+
+
+def _call(test: Mapping[str, Any], where: str) -> CallTest:
+    args, kwargs = test.get("args", []), test.get("kwargs", {})
+    if not isinstance(args, list) or not isinstance(kwargs, Mapping):
+        raise VerifierError(f"{where}: args must be a list and kwargs a mapping")
+    return CallTest(args=args, kwargs=dict(kwargs), expected=test["expected"])

@@ -1,0 +1,214 @@
+"""A judge or reward model behind HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import random
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import httpx
+
+from rollmesh.errors import ConfigError, VerifierError
+from rollmesh.tasks.verifiers.protocol import RewardParts
+
+LARGEST_REPLY_BYTES = 1 << 20
+_FIRST_PAUSE_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 5.0
+
+
+class HttpJudgeVerifier:
+    """Posts each answer and reads a number from the reply.
+
+    ``format: score`` posts ``{"prompt", "response", "metadata"}`` and expects ``{"score": number, "parts": {...}}``.
+    ``format: chat`` asks an OpenAI-compatible ``/chat/completions`` endpoint: ``template`` is filled with {prompt},
+    {response} and {answer}, and ``score_pattern`` finds the number in what the model writes (its last match, group 1).
+    Connection errors and the replies 408, 425, 429 and 5xx are tried again, within ``timeout_seconds`` overall.
+    """
+
+    timeout_means_wrong = False
+    needs_prompt = True
+
+    def __init__(
+        self,
+        url: str,
+        format: Literal["score", "chat"] = "score",
+        timeout_seconds: float = 30.0,
+        retries: int = 3,
+        scale: float = 1.0,
+        headers: Mapping[str, str] | None = None,
+        api_key_env: str | None = None,
+        model: str = "",
+        template: str = "",
+        score_pattern: str = r"(-?\d+(?:\.\d+)?)",
+        concurrency: int = 64,
+    ) -> None:
+        """``scale`` multiplies the number; ``api_key_env`` names the variable that holds a bearer token.
+
+        Raises ConfigError naming the option that is wrong.
+        """
+        _check_options(url, format, timeout_seconds, retries, scale, model, template, concurrency)
+        self._url = url
+        self._chat = format == "chat"
+        self._timeout_seconds = timeout_seconds
+        self._attempts = retries + 1
+        self._scale = scale
+        self._model = model
+        self._template = template
+        try:
+            self._score_pattern = re.compile(score_pattern)
+        except re.error as error:
+            raise ConfigError(f"reward.options.score_pattern: {score_pattern!r}: {error}") from error
+        if self._score_pattern.groups < 1:
+            raise ConfigError(f"reward.options.score_pattern: {score_pattern!r} needs a group around the number")
+        self._headers = {**(headers or {}), **_authorization(api_key_env)}
+        self.concurrency = concurrency
+        """Most calls of ``verify_async`` at once."""
+        self._tls = httpx.create_ssl_context()
+        self._client: httpx.AsyncClient | None = None
+
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
+        """Score one response, blocking; raises TimeoutError or VerifierError."""
+
+        async def once() -> RewardParts:
+            async with self._new_client() as client:
+                return await self._judge(client, response, prompt_metadata)
+
+        return asyncio.run(once())
+
+    async def verify_async(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
+        """Score one response over kept connections; raises TimeoutError or VerifierError."""
+        if self._client is None:
+            self._client = self._new_client()
+        return await self._judge(self._client, response, prompt_metadata)
+
+    async def aclose(self) -> None:
+        """Close the kept connections."""
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+
+    def _new_client(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=self.concurrency)
+        return httpx.AsyncClient(headers=self._headers, verify=self._tls, limits=limits)
+
+    async def _judge(self, client: httpx.AsyncClient, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
+        payload = self._payload(response, prompt_metadata)
+        async with asyncio.timeout(self._timeout_seconds):
+            for attempt in range(1, self._attempts + 1):
+                reply = await self._post(client, payload, last=attempt == self._attempts)
+                if isinstance(reply, bytes):
+                    return self._reward(reply)
+                await asyncio.sleep(_pause_seconds(attempt, reply))
+        raise VerifierError(f"http_judge: {self._url}: no attempt was made")
+
+    async def _post(self, client: httpx.AsyncClient, payload: Any, *, last: bool) -> bytes | float:
+        """The body of a good reply, or the seconds that the server asks to wait before another try."""
+        try:
+            async with client.stream("POST", self._url, json=payload, timeout=self._timeout_seconds) as reply:
+                body = await _read_bounded(reply)
+        except httpx.TimeoutException as error:
+            raise TimeoutError(f"http_judge: {self._url}: {type(error).__name__}") from error
+        except httpx.TransportError as error:
+            if last:
+                raise VerifierError(f"http_judge: {self._url}: {type(error).__name__}: {error}") from error
+            return 0.0
+        if reply.is_success:
+            return body
+        if last or not (reply.status_code in (408, 425, 429) or reply.status_code >= 500):
+            text = body[:200].decode("utf-8", "replace")
+            raise VerifierError(f"http_judge: {self._url}: status {reply.status_code}: {text!r}")
+        return _retry_after_seconds(reply)
+
+    def _payload(self, response: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        prompt = str(metadata.get("prompt", ""))
+        if not self._chat:
+            rest = {name: value for name, value in metadata.items() if name != "prompt"}
+            return {"prompt": prompt, "response": response, "metadata": rest}
+        fields = {"prompt": prompt, "response": response, "answer": str(metadata.get("answer", ""))}
+        # One pass, so that braces inside an answer are text.
+        content = re.sub(r"\{(prompt|response|answer)\}", lambda found: fields[found[1]], self._template)
+        return {"model": self._model, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+
+    def _reward(self, body: bytes) -> RewardParts:
+        try:
+            reply = json.loads(body)
+            if self._chat:
+                return RewardParts(value=self._scale * self._number_in(reply["choices"][0]["message"]["content"]))
+            parts = reply.get("parts") or {}
+            return RewardParts(value=self._scale * _number(reply["score"]), parts=dict(parts))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            text = body[:200].decode("utf-8", "replace")
+            raise VerifierError(
+                f"http_judge: {self._url}: no score in the reply {text!r}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _number_in(self, text: str) -> float:
+        found = None
+        for match in self._score_pattern.finditer(text):
+            found = match
+        if found is None:
+            raise ValueError(f"{self._score_pattern.pattern!r} does not match {text[:80]!r}")
+        return float(found[1])
+
+
+def _check_options(
+    url: str,
+    format: str,
+    timeout_seconds: float,
+    retries: int,
+    scale: float,
+    model: str,
+    template: str,
+    concurrency: int,
+) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"reward.options.url: {url!r} is not an http(s) address")
+    if format not in ("score", "chat"):
+        raise ConfigError(f"reward.options.format: {format!r} is none of score, chat")
+    if format == "chat" and (not model or "{response}" not in template):
+        raise ConfigError("reward.options: format=chat needs model, and template with {response} in it")
+    if not timeout_seconds > 0 or retries < 0 or concurrency < 1 or not math.isfinite(scale):
+        raise ConfigError(
+            f"reward.options: timeout_seconds={timeout_seconds} (> 0), retries={retries} (>= 0), "
+            f"concurrency={concurrency} (>= 1), scale={scale} (finite)"
+        )
+
+
+def _authorization(variable: str | None) -> dict[str, str]:
+    if variable is None:
+        return {}
+    if variable not in os.environ:
+        raise ConfigError(f"reward.options.api_key_env: the environment has no {variable}")
+    return {"Authorization": f"Bearer {os.environ[variable]}"}
+
+
+async def _read_bounded(reply: httpx.Response) -> bytes:
+    body = bytearray()
+    async for part in reply.aiter_bytes():
+        body += part
+        if len(body) > LARGEST_REPLY_BYTES:
+            raise VerifierError(f"http_judge: {reply.url}: the reply is over {LARGEST_REPLY_BYTES} bytes")
+    return bytes(body)
+
+
+def _retry_after_seconds(reply: httpx.Response) -> float:
+    try:
+        return max(0.0, float(reply.headers.get("Retry-After", "0")))
+    except ValueError:  # the date form; the back-off is close enough
+        return 0.0
+
+
+def _pause_seconds(attempt: int, asked_seconds: float) -> float:
+    backoff: float = _FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+    return max(asked_seconds, min(backoff, _LONGEST_PAUSE_SECONDS))
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"score is {value!r}, not a number")
+    return float(value)

@@ -1,0 +1,143 @@
+"""Runs the Python code of an answer against tests, confined (see ``tasks.sandbox``); Linux only."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from typing import Any
+
+from rollmesh.errors import ConfigError
+from rollmesh.tasks.sandbox.command import Sandbox
+from rollmesh.tasks.sandbox.limits import ResourceLimits
+from rollmesh.tasks.verifiers.code_tests import CodeTests, read_tests, same_output, same_value
+from rollmesh.tasks.verifiers.protocol import RewardParts
+
+LONGEST_CODE = 200_000
+"""Characters; longer code is wrong."""
+
+_FENCE = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+
+
+class PythonCodeVerifier:
+    """1 when the code passes every test (or the share it passes), 0 for no code, wrong code and code out of time.
+
+    The last fenced block of the response is the code; without one, the whole response. It sees the standard library
+    only. Results of calls and programs are compared outside the sandbox; ``assert`` statements run inside it.
+    """
+
+    timeout_means_wrong = True
+
+    def __init__(
+        self,
+        timeout_seconds: float = 5.0,
+        partial_credit: bool = False,
+        memory_bytes: int = 512 << 20,
+        process_count: int = 16,
+    ) -> None:
+        """``timeout_seconds`` is for all tests of one answer together; keep it below reward.timeout_seconds.
+
+        ``process_count``: processes and threads that an answer may have at once.
+        """
+        if sys.platform != "linux":
+            raise ConfigError("verifier python_code needs Linux: it confines code by namespaces and resource limits")
+        if not timeout_seconds > 0 or memory_bytes < 64 << 20 or process_count < 1:
+            raise ConfigError(
+                f"reward.options: timeout_seconds={timeout_seconds} (> 0), memory_bytes={memory_bytes} (>= 64 MiB), "
+                f"process_count={process_count} (>= 1)"
+            )
+        limits = ResourceLimits(
+            address_space_bytes=memory_bytes,
+            cpu_seconds=int(timeout_seconds) + 1,
+            process_count=process_count,
+            file_bytes=16 << 20,
+            open_file_count=64,
+        )
+        self.sandbox = Sandbox(limits=limits)
+        """Where answers run."""
+        self._timeout_seconds = timeout_seconds
+        self._partial_credit = partial_credit
+        self._runner = (resources.files("rollmesh.tasks.verifiers") / "code_runner.py").read_bytes()
+
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
+        """Score one response; raises VerifierError when the tests are wrong or the machine cannot confine code."""
+        tests = read_tests(prompt_metadata)
+        code = extract_code(response)
+        if not code.strip() or len(code) > LONGEST_CODE:
+            return self._reward(0, len(tests), timed_out=False)
+        passed, timed_out = 0, False
+        try:
+            for good in self._results(code, tests, time.monotonic() + self._timeout_seconds):
+                passed += good
+                if not good and not self._partial_credit:
+                    break
+        except TimeoutError:
+            timed_out = True
+        return self._reward(passed, len(tests), timed_out=timed_out)
+
+    def _results(self, code: str, tests: CodeTests, deadline: float) -> Iterator[bool]:
+        """Whether each test passed, in order; raises TimeoutError once the time is up."""
+        if tests.calls or tests.statements:
+            yield from self._results_inside(code, tests, deadline)
+        for test in tests.programs:
+            result = self.sandbox.run(code.encode("utf-8", "replace"), test.stdin.encode(), _remaining(deadline))
+            if result.timed_out:
+                raise TimeoutError
+            yield result.exit_status == 0 and same_output(test.stdout, result.stdout.decode("utf-8", "replace"))
+
+    def _results_inside(self, code: str, tests: CodeTests, deadline: float) -> Iterator[bool]:
+        nonce = secrets.token_hex(16)
+        job = {
+            "code": code,
+            "entry_point": tests.entry_point,
+            "calls": [{"args": test.args, "kwargs": test.kwargs} for test in tests.calls],
+            "statements": tests.statements,
+            "nonce": nonce,
+        }
+        result = self.sandbox.run(self._runner, json.dumps(job).encode(), _remaining(deadline))
+        reports = _reports(result.stdout, nonce)
+        for number in range(len(tests.calls) + len(tests.statements)):
+            if number not in reports and result.timed_out:
+                raise TimeoutError
+            report = reports.get(number, {})
+            expected = tests.calls[number].expected if number < len(tests.calls) else None
+            yield "value" in report and same_value(expected, report["value"])
+
+    def _reward(self, passed: int, total: int, *, timed_out: bool) -> RewardParts:
+        value = passed / total if self._partial_credit else float(passed == total)
+        return RewardParts(value=value, parts={"tests_passed": passed, "tests": total, "timed_out": float(timed_out)})
+
+
+def extract_code(response: str) -> str:
+    """The last fenced block, or the whole response."""
+    found = None
+    for match in _FENCE.finditer(response[-2 * LONGEST_CODE :]):
+        found = match
+    return found[1] if found is not None else response
+
+
+def _remaining(deadline: float) -> float:
+    remaining = deadline - time.monotonic()
+    if remaining <= 0:
+        raise TimeoutError
+    return remaining
+
+
+def _reports(output: bytes, nonce: str) -> dict[int, dict[str, Any]]:
+    """Results by test number; lines without the nonce were not written by the runner."""
+    reports: dict[int, dict[str, Any]] = {}
+    for line in output.decode("utf-8", "replace").splitlines():
+        given, _, rest = line.partition(" ")
+        number, _, result = rest.partition(" ")
+        if given == nonce and number.isdigit():
+            try:
+                report = json.loads(result)
+            except ValueError:
+                continue
+            if isinstance(report, dict):
+                reports.setdefault(int(number), report)
+    return reports

@@ -1,0 +1,47 @@
+"""Scores an answer with the reasoning-gym task that posed the question (extra: reward)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from rollmesh.errors import ConfigError, DataError, VerifierError
+from rollmesh.tasks.entries import entry_from_text
+from rollmesh.tasks.verifiers.extraction import last_tag
+
+LONGEST_ANSWER = 20_000
+"""Characters; a longer answer is cut to its end."""
+
+
+class ReasoningGymVerifier:
+    """The task's own score, usually 0 to 1, of ``<answer>...</answer>`` or, without the tag, of the whole response."""
+
+    timeout_means_wrong = True
+
+    def __init__(self) -> None:
+        """Raises ConfigError without the extra."""
+        try:
+            import reasoning_gym
+        except ImportError as error:
+            raise ConfigError("verifier reasoning_gym needs its package: pip install 'rollmesh[reward]'") from error
+        self._create = reasoning_gym.create_dataset
+        self._task = lru_cache(maxsize=64)(self._make_task)
+
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
+        """Score one response; raises VerifierError when the metadata is not what the source wrote."""
+        try:
+            name, options, text = (str(prompt_metadata[field]) for field in ("task", "options", "entry"))
+            entry = entry_from_text(text)
+            task = self._task(name, options)
+        except KeyError as error:
+            raise VerifierError(f"reasoning_gym: the prompt's metadata has no field {error}") from error
+        except (DataError, ValueError, TypeError, AssertionError) as error:
+            raise VerifierError(f"reasoning_gym: the prompt's metadata names no task: {error}") from error
+        answer = last_tag(response, "answer")
+        answer = response.strip() if answer is None else answer
+        return float(task.score_answer(answer[-LONGEST_ANSWER:], entry))
+
+    def _make_task(self, name: str, options: str) -> Any:
+        return self._create(name, size=1, seed=0, **json.loads(options))

@@ -1,0 +1,182 @@
+"""The HTTP judge against a real server on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from rollmesh.errors import VerifierError
+from rollmesh.tasks.verifiers.http_judge import HttpJudgeVerifier
+from rollmesh.tasks.verifiers.protocol import AsyncVerifier, checked_reward
+from rollmesh.tasks.verifiers.registry import build_verifier
+
+Reply = tuple[int, dict[str, str], bytes]
+
+
+@dataclass
+class JudgeServer:
+    """A small HTTP/1.1 server: every request is kept, every reply is what ``answer`` says."""
+
+    url: str = ""
+    answer: Callable[[int, dict[str, Any]], Reply | float] = lambda number, body: (200, {}, b'{"score": 1}')
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    most_at_once: int = 0
+    _at_once: int = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = head.decode().split("\r\n")[1:-2]
+                headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
+                body = json.loads(await reader.readexactly(int(headers["content-length"])))
+                self.requests.append(body)
+                self.headers.append(headers)
+                self._at_once += 1
+                self.most_at_once = max(self.most_at_once, self._at_once)
+                reply = self.answer(len(self.requests), body)
+                if isinstance(reply, float):
+                    await asyncio.sleep(reply)
+                    reply = (200, {}, b'{"score": 1}')
+                self._at_once -= 1
+                status, extra, content = reply
+                lines = [f"HTTP/1.1 {status} X", f"content-length: {len(content)}"]
+                lines += [f"{k}: {v}" for k, v in extra.items()]
+                writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + content)
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+async def judge() -> AsyncIterator[JudgeServer]:
+    judge = JudgeServer()
+    server = await asyncio.start_server(judge.serve, "127.0.0.1", 0)
+    judge.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/score"
+    async with server:
+        yield judge
+
+
+async def judged(
+    judge: JudgeServer, response: str = "r", metadata: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    verifier = HttpJudgeVerifier(judge.url, **options)
+    try:
+        reward = await verifier.verify_async(response, metadata or {"prompt": "p", "answer": "a", "level": 2})
+        return checked_reward(reward, "http_judge")
+    finally:
+        await verifier.aclose()
+
+
+async def test_the_judge_sees_the_answer_and_its_score_and_parts_come_back(judge: JudgeServer) -> None:
+    judge.answer = lambda number, body: (200, {}, b'{"score": 0.5, "parts": {"style": 0.25}}')
+    reward = await judged(judge, "my answer", scale=2.0)
+    assert judge.requests == [{"prompt": "p", "response": "my answer", "metadata": {"answer": "a", "level": 2}}]
+    assert (reward.value, dict(reward.parts)) == (1.0, {"style": 0.25})
+
+
+async def test_a_chat_model_is_asked_with_the_template_and_its_last_number_counts(judge: JudgeServer) -> None:
+    content = "I compare 3 and 4.\nScore: 7.5"
+    judge.answer = lambda number, body: (200, {}, json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+    template = "Q: {prompt}\nA: {response}\nTruth: {answer} {unknown}"
+    reward = await judged(judge, "{prompt} braces", format="chat", model="m", template=template, scale=0.1)
+    assert judge.requests[0]["messages"][0]["content"] == "Q: p\nA: {prompt} braces\nTruth: a {unknown}"
+    assert judge.requests[0]["model"] == "m"
+    assert reward.value == pytest.approx(0.75)
+
+
+async def test_overload_and_server_errors_are_tried_again(judge: JudgeServer) -> None:
+    replies: list[Reply] = [(503, {}, b"busy"), (429, {"Retry-After": "0.05"}, b""), (200, {}, b'{"score": 1}')]
+    judge.answer = lambda number, body: replies[number - 1]
+    assert (await judged(judge)).value == 1.0
+    assert len(judge.requests) == 3
+
+
+async def test_retries_end(judge: JudgeServer) -> None:
+    judge.answer = lambda number, body: (500, {}, b"broken")
+    with pytest.raises(VerifierError, match="status 500: 'broken'"):
+        await judged(judge, retries=1)
+    assert len(judge.requests) == 2
+
+
+async def test_a_refusal_is_not_tried_again(judge: JudgeServer) -> None:
+    judge.answer = lambda number, body: (401, {}, b"no key")
+    with pytest.raises(VerifierError, match="status 401: 'no key'"):
+        await judged(judge)
+    assert len(judge.requests) == 1
+
+
+async def test_a_slow_judge_is_a_time_out_not_a_zero(judge: JudgeServer) -> None:
+    judge.answer = lambda number, body: 30.0
+    start = time.monotonic()
+    with pytest.raises(TimeoutError):
+        await judged(judge, timeout_seconds=0.3)
+    assert time.monotonic() - start < 2.0
+
+
+async def test_a_judge_that_asks_to_wait_longer_than_the_limit_is_a_time_out(judge: JudgeServer) -> None:
+    judge.answer = lambda number, body: (429, {"Retry-After": "3600"}, b"")
+    with pytest.raises(TimeoutError):
+        await judged(judge, timeout_seconds=0.3)
+
+
+async def test_a_judge_that_is_not_there_is_an_error(judge: JudgeServer) -> None:
+    judge.url = "http://127.0.0.1:1/score"
+    with pytest.raises(VerifierError, match="ConnectError"):
+        await judged(judge, retries=1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"garbage",
+        b"[]",
+        b'{"value": 1}',
+        b'{"score": "1"}',
+        b'{"score": true}',
+        b'{"score": null}',
+        b'{"score": NaN}',
+        b'{"score": 1e999}',
+        b'{"score": 1, "parts": {"a": "b"}}',
+        b'{"score": 1, "parts": [1]}',
+        b"x" * (2 << 20),
+    ],
+)
+async def test_a_reply_without_a_number_is_an_error_never_a_zero(judge: JudgeServer, body: bytes) -> None:
+    judge.answer = lambda number, _: (200, {}, body)
+    with pytest.raises(VerifierError):
+        await judged(judge)
+
+
+async def test_the_key_comes_from_the_environment(judge: JudgeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TEST_KEY", "secret")
+    await judged(judge, api_key_env="JUDGE_TEST_KEY", headers={"x-team": "mesh"})
+    assert judge.headers[0]["authorization"] == "Bearer secret"
+    assert judge.headers[0]["x-team"] == "mesh"
+
+
+async def test_many_answers_are_judged_at_once_up_to_the_concurrency(judge: JudgeServer) -> None:
+    judge.answer = lambda number, body: 0.1
+    verifier = HttpJudgeVerifier(judge.url, concurrency=8)
+    start = time.monotonic()
+    await asyncio.gather(*(verifier.verify_async(str(n), {}) for n in range(32)))
+    await verifier.aclose()
+    assert time.monotonic() - start < 2.0
+    assert judge.most_at_once == 8
+
+
+async def test_the_blocking_form_gives_the_same(judge: JudgeServer) -> None:
+    verifier = build_verifier("http_judge", {"url": judge.url})
+    assert isinstance(verifier, AsyncVerifier)
+    reward = await asyncio.to_thread(verifier.verify, "r", {"prompt": "p"})
+    assert checked_reward(reward, "http_judge").value == 1.0
+    assert not verifier.timeout_means_wrong

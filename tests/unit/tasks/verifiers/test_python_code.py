@@ -1,0 +1,228 @@
+"""Code against tests: right, wrong, cheating and poisonous, in a real sandbox."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+
+from rollmesh.errors import VerifierError
+from rollmesh.tasks.sandbox.identity import own_uid
+from rollmesh.tasks.verifiers.code_tests import same_output, same_value
+from rollmesh.tasks.verifiers.protocol import RewardParts
+from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier, extract_code
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and resource limits are Linux's")
+
+ADD = {"entry_point": "add", "tests": [{"args": [1, 2], "expected": 3}, {"args": [-1, 1], "expected": 0}]}
+ASSERTED = {"tests": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
+DOUBLE = {"tests": [{"input": "3\n", "output": "6"}, {"input": ["4"], "output": ["8"]}]}
+METHOD = {"entry_point": "Solution.add", "tests": [{"args": [1], "kwargs": {"b": 2}, "expected": 3}]}
+
+
+def run(code: str, metadata: dict[str, Any], **options: Any) -> RewardParts:
+    return PythonCodeVerifier(**{"timeout_seconds": 3.0, **options}).verify(code, metadata)
+
+
+@pytest.mark.parametrize(
+    ("code", "metadata", "expected"),
+    [
+        ("def add(a, b): return a + b", ADD, 1.0),
+        ("def add(a, b): return a + b", ASSERTED, 1.0),
+        ("def add(a, b): return 3", ADD, 0.0),
+        ("def add(a, b): return 3", ASSERTED, 0.0),
+        ("def add(a, b): return '3'", ADD, 0.0),
+        ("def add(a, b): print('noise'); return a + b", ADD, 1.0),
+        ("class Solution:\n    def add(self, a, b): return a + b", METHOD, 1.0),
+        ("print(int(input()) * 2)", DOUBLE, 1.0),
+        ("print(int(input()) + 3)", DOUBLE, 0.0),
+        ("import math, heapq, collections\ndef add(a, b): return math.fsum([a, b])", ADD, 1.0),
+        ("Here it is:\n```python\ndef add(a, b):\n    return a + b\n```\nDone.", ADD, 1.0),
+        ("", ADD, 0.0),
+        ("not python at all", ADD, 0.0),
+        ("def other(): pass", ADD, 0.0),
+        ("raise SystemExit(0)", ADD, 0.0),
+        ("import numpy", ADD, 0.0),
+    ],
+)
+def test_code_is_worth_one_when_all_tests_pass(code: str, metadata: dict[str, Any], expected: float) -> None:
+    assert run(code, metadata).value == expected
+
+
+def test_partial_credit_is_the_share_of_passed_tests() -> None:
+    reward = run("def add(a, b): return 3", ADD, partial_credit=True)
+    assert (reward.value, reward.parts["tests_passed"], reward.parts["tests"]) == (0.5, 1, 2)
+
+
+def test_tests_may_come_as_json_text() -> None:
+    assert run("def add(a, b): return a + b", {"tests": '["assert add(2, 2) == 4"]'}).value == 1.0
+
+
+CHEATS = {
+    "exits before the tests": "import os; os._exit(0)",
+    "prints a result": "print('0 {\"value\": 3}')\ndef add(a, b): pass",
+    "prints to every descriptor": (
+        "import os\nfor n in range(1, 9):\n    try: os.write(n, b'x 0 {\"value\": 3}\\n')\n    except OSError: pass"
+    ),
+    "returns an object equal to all": (
+        "class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()"
+    ),
+    "kills its parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    "kills all it may": "import os, signal\nos.kill(-1, signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS.keys())
+def test_cheating_at_calls_earns_nothing(code: str) -> None:
+    assert run(code, ADD).value == 0.0
+
+
+POISON = {
+    "megabyte": "x" * 1_000_000,
+    "deep brackets": "(" * 100_000,
+    "infinite loop": "while True: pass",
+    "sleep": "import time; time.sleep(1000)",
+    "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "thread bomb": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()",
+    "memory bomb": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "disk bomb": "n = 0\nwhile True:\n    n += 1\n    open(f'f{n}', 'wb').write(bytes(1 << 20))",
+    "output bomb": "while True: print('x' * 100000)",
+    "descriptor bomb": "import os\nwhile True: os.open('/dev/null', 0)",
+    "daemon": (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(1000)\n"
+        "else: time.sleep(1000)"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", POISON.values(), ids=POISON.keys())
+def test_poison_is_wrong_in_time_and_leaves_nothing_behind(code: str) -> None:
+    start = time.monotonic()
+    reward = run(code, ADD, timeout_seconds=0.5)
+    assert reward.value == 0.0
+    assert time.monotonic() - start < 3.0
+    wait_until_nothing_is_left()
+
+
+@pytest.mark.parametrize("name", ["output bomb", "daemon"])
+def test_a_poisonous_program_is_wrong_in_time_too(name: str) -> None:
+    assert run(POISON[name], DOUBLE, timeout_seconds=0.5).value == 0.0
+    wait_until_nothing_is_left()
+
+
+def wait_until_nothing_is_left() -> None:
+    deadline = time.monotonic() + 5.0
+    while left := processes_of_our_sandboxes():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+def processes_of_our_sandboxes() -> list[psutil.Process]:
+    """Living processes of the uid that this process gives to code; without root, its children."""
+    uid = own_uid(0) if os.geteuid() == 0 else None
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            ours = process.uids().real == uid if uid is not None else process.ppid() == os.getpid()
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def test_a_time_out_is_wrong_and_marked() -> None:
+    reward = run(
+        "def add(a, b):\n    while a < 0: pass\n    return a + b", ADD, timeout_seconds=0.5, partial_credit=True
+    )
+    assert reward.parts["timed_out"] == 1.0
+    assert reward.value == 0.5, "the test that finished still counts"
+
+
+PROBE = """
+import json, os, resource, time
+children = 0
+try:
+    while children < 99:
+        if os.fork() == 0:
+            time.sleep(30)
+        children += 1
+except OSError:
+    pass
+print(json.dumps({
+    "uid": os.getuid(), "children": children, "files": sorted(os.listdir(".")), "environment": sorted(os.environ),
+    "memory": resource.getrlimit(resource.RLIMIT_AS)[1], "last_descriptor": max(map(int, os.listdir("/proc/self/fd")))
+}), flush=True)
+os._exit(0)
+"""
+
+
+def test_what_code_can_see_and_use_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMESH_STORE__PASSWORD", "secret")
+    verifier = PythonCodeVerifier(process_count=8)
+    result = verifier.sandbox.run(PROBE.encode(), b"", 5.0)
+    seen = json.loads(result.stdout)
+    assert seen["uid"] == (own_uid(0) if os.geteuid() == 0 else os.getuid())
+    assert seen["children"] <= 8
+    assert seen["memory"] == 512 << 20
+    assert seen["files"] == ["answer.py"]
+    assert not any("ROLLMESH" in name for name in seen["environment"])
+    assert seen["last_descriptor"] < 8
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "needs a list 'tests', got NoneType"),
+        ({"tests": []}, "needs a list 'tests'"),
+        ({"tests": "[1"}, "field 'tests' is no JSON"),
+        ({"tests": [7]}, r"tests\[0\]: expected a statement"),
+        ({"tests": [{"input": "1"}]}, r"tests\[0\]: expected a statement"),
+        ({"tests": [{"input": 1, "output": "2"}]}, r"tests\[0\]: input and output must be text"),
+        ({"tests": [{"args": [1], "expected": 2}]}, "need the field 'entry_point'"),
+        ({"tests": [{"args": 1, "expected": 2}], "entry_point": "f"}, r"tests\[0\]: args must be a list"),
+    ],
+)
+def test_wrong_tests_are_an_error_never_a_zero(metadata: dict[str, Any], message: str) -> None:
+    with pytest.raises(VerifierError, match=re.compile(message)):
+        run("x = 1", metadata)
+
+
+def test_the_last_fenced_block_is_the_code() -> None:
+    assert extract_code("```py\na\n```\ntext\n```\nb\n```") == "b\n"
+    assert extract_code("no fence") == "no fence"
+    assert extract_code("```python\nopen") == "```python\nopen"
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "same"),
+    [
+        (1, 1, True),
+        (1, 1.0, True),
+        (0.1, 0.1 + 1e-9, True),
+        (0.1, 0.2, False),
+        (True, 1, False),
+        (1, True, False),
+        (None, None, True),
+        ([1, [2.0]], [1, [2]], True),
+        ([1], [1, 2], False),
+        ({"a": 1}, {"a": 1.0}, True),
+        ({"a": 1}, {"b": 1}, False),
+        ("1", 1, False),
+        (10**18 + 1, 10**18, False),
+    ],
+)
+def test_values_are_compared_as_json(expected: Any, got: Any, same: bool) -> None:
+    assert same_value(expected, got) is same
+
+
+def test_printed_text_is_compared_without_trailing_space() -> None:
+    assert same_output("a \nb\n", "a\nb")
+    assert same_output("", "\n\n")
+    assert not same_output("a\n\nb", "a\nb")
+    assert not same_output(" a", "a")

@@ -1,0 +1,237 @@
+"""Exact, numeric, choice, regex, composite: what is right, what is wrong, and what is an error."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.errors import ConfigError, VerifierError
+from rollmesh.tasks.verifiers.extraction import make_extractor
+from rollmesh.tasks.verifiers.protocol import RewardParts, checked_reward
+from rollmesh.tasks.verifiers.registry import BUILT_IN, build_verifier
+
+
+def score(name: str, response: str, answer: Any, **options: Any) -> float:
+    return checked_reward(build_verifier(name, options).verify(response, {"answer": answer}), name).value
+
+
+@pytest.mark.parametrize(
+    ("how", "response", "found"),
+    [
+        ("whole", "  a b \n", "a b"),
+        ("last_line", "one\ntwo\n\n", "two"),
+        ("last_line", " \n ", None),
+        ("last_number", "from 3 to -1,234.5e2 apples", "-1,234.5e2"),
+        ("last_number", "it is 3/4.", "3/4"),
+        ("last_number", "no digits", None),
+        ("boxed", r"so \boxed{1} and \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        ("boxed", r"\boxed{never closed", None),
+        ("boxed", "nothing", None),
+        ("tag:answer", "<answer>a</answer> then <answer> b </answer>", "b"),
+        ("tag:answer", "<answer>open", None),
+        ("tag:answer", "closed</answer>", None),
+        ("after:####", "x #### 41\n#### 42 \nrest", "42"),
+        ("after:####", "no mark", None),
+    ],
+)
+def test_the_answer_is_found_where_it_stands(how: str, response: str, found: str | None) -> None:
+    assert make_extractor(how)(response) == found
+
+
+@pytest.mark.parametrize("how", ["", "boxes", "tag:", "after:", "tag"])
+def test_an_unknown_place_is_refused(how: str) -> None:
+    with pytest.raises(ConfigError, match="extract: "):
+        make_extractor(how)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "options", "expected"),
+    [
+        ("Paris", "Paris", {}, 1.0),
+        (" Paris \n", "Paris", {}, 1.0),
+        ("paris", "Paris", {}, 0.0),
+        ("paris", "Paris", {"ignore_case": True}, 1.0),
+        ("New  York", "New York", {}, 1.0),
+        ("Rome", ["Paris", "Rome"], {}, 1.0),
+        ("", "Paris", {}, 0.0),
+        ("42", 42, {}, 1.0),
+        ("42", 42.0, {}, 1.0),
+        ("4.5", 4.5, {}, 1.0),
+        ("so <answer>b</answer>", "b", {"extract": "tag:answer"}, 1.0),
+        ("b", "b", {"extract": "tag:answer"}, 0.0),
+    ],
+)
+def test_exact(response: str, answer: Any, options: dict[str, Any], expected: float) -> None:
+    assert score("exact", response, answer, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "options", "expected"),
+    [
+        ("the answer is 42", 42, {}, 1.0),
+        ("the answer is 42.", "42", {}, 1.0),
+        ("1,234", 1234, {}, 1.0),
+        ("41 or 42", 42, {}, 1.0),
+        ("42 or 41", 42, {}, 0.0),
+        ("0.3333333", "1/3", {}, 1.0),
+        ("0.333", "1/3", {}, 0.0),
+        ("0.333", "1/3", {"tolerance": 0.01}, 1.0),
+        ("1/0", 1, {}, 0.0),
+        ("5", "first 3, then\n#### 5", {}, 1.0),
+        ("100000000000000000001", "100000000000000000002", {"tolerance": 0}, 0.0),
+        ("1e400", "1e400", {}, 1.0),
+        ("1e400", "1e401", {}, 0.0),
+        ("nothing", 1, {}, 0.0),
+        ("9" * 5000, 9, {}, 0.0),
+        (r"\boxed{7} not 8", 7, {"extract": "boxed"}, 1.0),
+        ("0.0000000001", 0, {}, 1.0),
+        ("0.01", 0, {}, 0.0),
+    ],
+)
+def test_numeric(response: str, answer: Any, options: dict[str, Any], expected: float) -> None:
+    assert score("numeric", response, answer, **options) == expected
+
+
+@given(st.integers(-(10**30), 10**30))
+def test_every_whole_number_equals_itself_and_not_its_neighbour(number: int) -> None:
+    verifier = build_verifier("numeric", {"tolerance": 0, "absolute_tolerance": 0})
+    assert verifier.verify(f"= {number}", {"answer": str(number)}) == 1.0
+    assert verifier.verify(f"= {number + 1}", {"answer": str(number)}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("The answer is (C).", "C", 1.0),
+        ("A looks good, but the answer is C", "C", 1.0),
+        ("answer: b", "B", 0.0),
+        ("Answer: B", "b", 1.0),
+        ("<answer>D</answer> because A", "D", 1.0),
+        (r"\boxed{A}", "A", 1.0),
+        (r"\boxed{\text{A}}", "A", 1.0),
+        ("maybe A, no: B", "B", 1.0),
+        ("B", 1, 1.0),
+        ("B", 1.0, 1.0),
+        ("C", "(C)", 1.0),
+        ("Because I'm sure", "B", 0.0),
+        ("", "A", 0.0),
+        ("I'd say A", "A", 1.0),
+    ],
+)
+def test_choice(response: str, answer: Any, expected: float) -> None:
+    assert score("choice", response, answer, letters="ABCD") == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "response", "expected"),
+    [
+        ({"pattern": "<think>.*</think>.+"}, "<think>\n</think>yes", 1.0),
+        ({"pattern": "<think>.*</think>.+"}, "well <think></think>yes", 0.0),
+        ({"pattern": "<think>", "full": False}, "well <think>", 1.0),
+        ({"pattern": "YES", "ignore_case": True}, " yes ", 1.0),
+    ],
+)
+def test_regex(options: dict[str, Any], response: str, expected: float) -> None:
+    assert score("regex", response, None, **options) == expected
+
+
+@pytest.mark.parametrize("name", ["exact", "numeric", "choice", "math"])
+@pytest.mark.parametrize("metadata", [{}, {"answer": None}, {"answer": True}, {"answer": {"a": 1}}, {"answer": []}])
+def test_a_prompt_without_a_usable_answer_is_an_error_never_a_zero(name: str, metadata: Mapping[str, Any]) -> None:
+    with pytest.raises(VerifierError, match=f"{name}: the prompt's"):
+        build_verifier(name, {}).verify("1", metadata)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"), [("numeric", "none"), ("numeric", ""), ("choice", "Z"), ("choice", "12"), ("choice", "AB")]
+)
+def test_an_answer_of_the_wrong_kind_is_an_error(name: str, answer: str) -> None:
+    with pytest.raises(VerifierError, match=f"{name}: the prompt's answer"):
+        build_verifier(name, {"letters": "ABCD"} if name == "choice" else {}).verify("1", {"answer": answer})
+
+
+def test_a_composite_is_the_weighted_sum_and_shows_its_parts() -> None:
+    parts = {
+        "answer": {"verifier": "numeric", "weight": 1.0},
+        "form": {"verifier": "regex", "weight": 0.25, "options": {"pattern": "<a>.*</a>"}},
+        "inner": {"verifier": "composite", "weight": -0.5, "options": {"parts": {"x": {"verifier": "exact"}}}},
+    }
+    verifier = build_verifier("composite", {"parts": parts})
+    reward = checked_reward(verifier.verify("<a>7</a>", {"answer": 7}), "composite")
+    assert reward == RewardParts(value=1.25, parts={"answer": 1.0, "form": 1.0, "inner": 0.0, "inner.x": 0.0})
+    assert not verifier.timeout_means_wrong
+    counted = build_verifier("composite", {"parts": {"a": {"verifier": "countdown"}}})
+    assert counted.timeout_means_wrong, "a composite of verifiers whose time-out means wrong means the same"
+
+
+def test_a_part_that_fails_fails_the_whole() -> None:
+    parts = {"a": {"verifier": "exact"}, "b": {"verifier": "numeric"}}
+    with pytest.raises(VerifierError, match="numeric: the prompt's answer holds no number"):
+        build_verifier("composite", {"parts": parts}).verify("x", {"answer": "x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("exakt", {}, "reward.verifier: 'exakt' is none of exact, numeric"),
+        ("exact", {"extrakt": "whole"}, r"reward.options: exact .*extrakt.*allowed: extract: str = 'whole'"),
+        ("exact", {"extract": "nowhere"}, "extract: 'nowhere' is none of whole"),
+        ("countdown", {"hint": 1}, "reward.options: countdown .*allowed: none"),
+        ("numeric", {"tolerance": -1}, "reward.options.tolerance: -1"),
+        ("numeric", {"tolerance": math.nan}, "reward.options.tolerance: nan"),
+        ("choice", {"letters": "aab"}, "reward.options.letters"),
+        ("regex", {}, "reward.options: regex missing a required argument: 'pattern'"),
+        ("regex", {"pattern": "("}, "reward.options.pattern: '\\('"),
+        ("composite", {"parts": {}}, "reward.options.parts: expected a mapping"),
+        ("composite", {"parts": {"a": {}}}, "reward.options.parts.a: expected verifier"),
+        ("composite", {"parts": {"a": {"verifier": "exact", "weight": "1"}}}, "reward.options.parts.a.weight: '1'"),
+        ("composite", {"parts": {"a": {"verifier": "exakt"}}}, "'exakt' is none of"),
+        ("http_judge", {"url": "ftp://x"}, "reward.options.url"),
+        ("http_judge", {"url": "http://x", "format": "chat"}, "format=chat needs model, and template"),
+        ("http_judge", {"url": "http://x", "timeout_seconds": 0}, "timeout_seconds=0"),
+        ("http_judge", {"url": "http://x", "api_key_env": "NO_SUCH_KEY_X"}, "the environment has no NO_SUCH_KEY_X"),
+        ("http_judge", {"url": "http://x", "score_pattern": "\\d"}, "needs a group around the number"),
+        ("python_code", {"timeout_seconds": 0}, "timeout_seconds=0"),
+    ],
+)
+def test_wrong_options_name_the_option_and_what_is_allowed(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_verifier(name, options)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [math.nan, math.inf, -math.inf, "1", "", None, True, False, np.bool_(True), 1j, [1.0], {"value": 1}, 10**400, b"1"],
+)
+def test_a_result_that_is_no_finite_number_is_an_error_never_a_zero(result: object) -> None:
+    with pytest.raises(VerifierError, match="mine: "):
+        checked_reward(result, "mine")
+    with pytest.raises(VerifierError, match="mine: part 'a'"):
+        checked_reward(RewardParts(value=1.0, parts={"a": result}), "mine")  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("result", [1, 0.5, np.float32(0.5), np.int64(3), -2])
+def test_every_kind_of_real_number_is_a_reward(result: Any) -> None:
+    assert checked_reward(result, "mine").value == float(result)
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"http_judge", "composite", "python_code", "reasoning_gym"}))
+@pytest.mark.parametrize(
+    "response",
+    ["x" * 1_000_000, "(" * 100_000, "{" * 100_000 + "}" * 100_000, "1 " * 500_000, r"\boxed{" * 100_000, "\x00" * 10],
+    ids=["megabyte", "open brackets", "braces", "numbers", "boxes", "nul"],
+)
+def test_poisonous_text_is_wrong_and_cheap(name: str, response: str) -> None:
+    options = {"pattern": "a+b"} if name == "regex" else {}
+    verifier = build_verifier(name, options)
+    metadata = {"answer": "B", "numbers": [1, 2], "target": 3} if name != "numeric" else {"answer": 5}
+    start = time.monotonic()
+    assert checked_reward(verifier.verify(response, metadata), name).value == 0.0
+    assert time.monotonic() - start < 1.0
