@@ -1,0 +1,114 @@
+"""The generator process: an engine, its gRPC server, the policy watcher, the registration and the admin port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig
+from rollmesh.errors import RollmeshError
+from rollmesh.generator.engines.factory import build_engine
+from rollmesh.generator.engines.protocol import Engine, OnNewVersion
+from rollmesh.generator.metrics import EngineCollector, GeneratorMetrics
+from rollmesh.generator.policies import PolicyWatcher
+from rollmesh.generator.registration import Registration
+from rollmesh.generator.rotation import Rotation
+from rollmesh.generator.service import GenerationService
+from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.grpc import HealthReporter, create_server
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.store import TrajectoryStore
+from rollmesh.v1 import generation_service_pb2_grpc as stubs
+
+_STRAGGLER_SECONDS = 0.2
+SERVICE_NAME = "rollmesh.v1.GenerationService"
+
+
+async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
+    """Serve the run's policies until ``shutdown``, then deregister, end streams as interrupted and stop the engine.
+
+    Raises ConfigError for options that cannot work here, StoreUnavailable when Redis does not answer at the start,
+    EngineError when the engine fails while it serves.
+    """
+    host = config.launcher.host
+    metrics, health, rotation = Metrics("generator"), Health(), Rotation()
+    async with AsyncExitStack() as stack:
+        engine = build_engine(config)
+        stack.push_async_callback(engine.aclose)
+        metrics.registry.register(EngineCollector(engine.status, rotation))
+        admin_port = await stack.enter_async_context(admin_server(metrics, health, host))
+        store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
+        own = GeneratorMetrics(metrics)
+        watcher = PolicyWatcher(
+            engine,
+            store,
+            CheckpointStore.from_config(config),
+            rotation,
+            own,
+            health,
+            mode=OnNewVersion(config.generator.on_new_version),
+            canary_threshold=config.generator.canary_threshold,
+            max_context_tokens=config.generator.max_context_tokens,
+        )
+        server = create_server()
+        service = GenerationService(engine, rotation, own, watcher.load_version)
+        stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+        reporter = HealthReporter(server, SERVICE_NAME)
+        rotation.address = f"{host}:{server.add_insecure_port(f'{host}:0')}"
+        await server.start()
+        # Handlers that still run at the end have streams to close: they get the time that the run file grants.
+        stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
+        admin = f"{host}:{admin_port}"
+        stack.enter_context(
+            published_endpoint(
+                Path(config.folder), service="generator", index=index, grpc=rotation.address, admin=admin
+            )
+        )
+        registration = Registration(store, engine, rotation, own, health, reporter, config.store)
+        await _run(shutdown, engine, rotation, watcher, registration)
+
+
+async def _run(
+    shutdown: Shutdown, engine: Engine, rotation: Rotation, watcher: PolicyWatcher, registration: Registration
+) -> None:
+    """Run the loops until shutdown or until one fails; then leave the mesh with every sampled token delivered."""
+    log = get_logger("generator")
+    waiting = asyncio.create_task(shutdown.wait(), name="shutdown")
+    loops = [
+        asyncio.create_task(watcher.run(), name="policies"),
+        asyncio.create_task(registration.run(), name="heartbeat"),
+    ]
+    try:
+        await asyncio.wait([waiting, *loops], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        rotation.drain()
+        for task in (waiting, *loops):
+            task.cancel()
+        ended = await asyncio.gather(*loops, return_exceptions=True)
+        await registration.leave()
+        interrupted = await _interrupt_all(engine, rotation) if rotation.started else 0
+        log.info("left_the_mesh", interrupted_calls=interrupted)
+    for result in ended:
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
+
+
+async def _interrupt_all(engine: Engine, rotation: Rotation) -> int:
+    """End all calls as interrupted, those too that were admitted a moment ago and had not reached the engine."""
+    count = 0
+    while rotation.call_count:
+        try:
+            count += await engine.interrupt()
+        except RollmeshError as error:  # a failed engine has told its callers already
+            get_logger("generator").warning("interrupt_failed", message=str(error))
+            break
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(rotation.until_idle(), _STRAGGLER_SECONDS)
+    return count

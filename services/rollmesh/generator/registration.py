@@ -1,0 +1,92 @@
+"""The generator's entry in the registry: who it is, what it serves, how busy it is; renewed with every heartbeat."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.errors import StoreUnavailable
+from rollmesh.generator.engines.protocol import Engine
+from rollmesh.generator.metrics import GeneratorMetrics
+from rollmesh.generator.rotation import Rotation
+from rollmesh.runtime.grpc import HealthReporter
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store import TrajectoryStore
+from rollmesh.types import GeneratorRecord
+
+LOOP_NAME = "heartbeat"
+_MISSED_HEARTBEATS = 12
+
+
+class Registration:
+    """Registers one generator until it leaves."""
+
+    def __init__(
+        self,
+        store: TrajectoryStore,
+        engine: Engine,
+        rotation: Rotation,
+        metrics: GeneratorMetrics,
+        health: Health,
+        reporter: HealthReporter,
+        config: StoreConfig,
+    ) -> None:
+        self._store = store
+        self._engine = engine
+        self._rotation = rotation
+        self._metrics = metrics
+        self._health = health
+        self._reporter = reporter
+        self._heartbeat_seconds = config.heartbeat_seconds
+        self._ttl_seconds = config.session_ttl_seconds
+        self._log = get_logger("registration")
+
+    def record(self) -> GeneratorRecord:
+        """The entry as of now; EngineError when the engine has failed."""
+        rotation = self._rotation
+        status = self._engine.status() if rotation.started else None
+        return GeneratorRecord(
+            instance_id=rotation.instance_id,
+            address=rotation.address,
+            policy_version=-1 if status is None else status.policy_version,
+            running_count=0 if status is None else status.running_count,
+            waiting_count=0 if status is None else status.waiting_count,
+            slot_count=0 if status is None else status.slot_count,
+            kv_token_capacity=0 if status is None else status.kv_token_capacity,
+            serving=not rotation.reason,
+            reason=rotation.reason,
+        )
+
+    async def run(self) -> None:
+        """Renew until cancelled, at once after every change; a failed engine ends the loop with its EngineError."""
+        self._health.watch(LOOP_NAME, _MISSED_HEARTBEATS * self._heartbeat_seconds)
+        while True:
+            self._rotation.changed.clear()
+            await self.renew()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._rotation.changed.wait(), self._heartbeat_seconds)
+
+    async def renew(self) -> None:
+        """Write the entry now; an unreachable store is logged and counted, the calls go on meanwhile."""
+        record = self.record()
+        self._health.set_ready(record.serving, record.reason)
+        await self._reporter.set_serving(record.serving)
+        self._metrics.heartbeats.inc()
+        try:
+            await self._store.register_generator(record, self._ttl_seconds)
+        except StoreUnavailable as error:
+            self._metrics.heartbeat_failures.inc()
+            self._log.warning("heartbeat_failed", message=str(error))
+        self._health.beat(LOOP_NAME)
+
+    async def leave(self) -> None:
+        """Take the entry out; if the store is away, it disappears after its time to live."""
+        self._health.unwatch(LOOP_NAME)
+        self._health.set_ready(False, "draining")
+        await self._reporter.set_serving(False)
+        try:
+            await self._store.deregister_generator(self._rotation.instance_id)
+        except StoreUnavailable as error:
+            self._log.warning("deregistration_failed", message=str(error), gone_after_seconds=self._ttl_seconds)

@@ -1,0 +1,86 @@
+"""Whether this generator takes calls, and who it is: shared by the service, the policy watcher and the registration."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rollmesh.errors import GenerationRefused
+
+
+@dataclass(slots=True)
+class Rotation:
+    """State that decides on admission; changed in one asyncio loop."""
+
+    address: str = ""
+    """host:port of the gRPC server."""
+    instance_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    """New at every start: addresses are reused, instances are not."""
+    draining: bool = False
+    """The process ends or a person asked for it: no new calls, for good."""
+    reloading: bool = False
+    """The running calls finish before the next policy is loaded: no new calls until then."""
+    started: bool = False
+    """The engine runs."""
+    out_of_rotation: str = "no policy has been loaded yet"
+    """Why the policy in the engine must not be served; empty when it may."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set on every change: the registry should know at once."""
+    _call_count: int = 0
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def reason(self) -> str:
+        """Why no call is taken; empty while the generator serves."""
+        if self.draining:
+            return "draining"
+        return self.out_of_rotation or ("waiting for running calls before a reload" if self.reloading else "")
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Take one call in for the length of the block; GenerationRefused unless calls are taken."""
+        if self.reason:
+            raise GenerationRefused(f"generator {self.instance_id} takes no calls: {self.reason}")
+        self._call_count += 1
+        try:
+            yield
+        finally:
+            self._call_count -= 1
+            if not self._call_count:
+                self._idle.set()
+
+    @property
+    def call_count(self) -> int:
+        """Calls admitted and not ended."""
+        return self._call_count
+
+    async def until_idle(self) -> None:
+        """Wait until no admitted call is left."""
+        while self._call_count:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def drain(self) -> None:
+        """Take no more calls."""
+        self.draining = True
+        self.changed.set()
+
+    def set_reloading(self, reloading: bool) -> None:
+        """Close or open the door around a draining reload."""
+        self.reloading = reloading
+        self.changed.set()
+
+    def put_in(self) -> None:
+        """A checked policy is in the engine."""
+        self.started = True
+        self.out_of_rotation = ""
+        self.changed.set()
+
+    def take_out(self, reason: str) -> None:
+        """The engine runs, but must not be used."""
+        self.started = True
+        self.out_of_rotation = reason
+        self.changed.set()

@@ -1,0 +1,126 @@
+"""Generation calls, chunks and refusals to protobuf and gRPC status, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from rollmesh.errors import DataError, EngineError, GenerationRefused
+from rollmesh.types import Chunk, GenerationCall
+from rollmesh.v1 import generation_service_pb2 as pb
+from rollmesh.wire.codec import (
+    finish_from_pb,
+    finish_to_pb,
+    floats_from_pb,
+    ids_from_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+    tensor_to_pb,
+)
+
+ERROR_KEY = "rollmesh-error"
+"""Trailing metadata with the error's class: a refusal on purpose and a broken connection share gRPC codes."""
+
+_ERRORS: dict[str, type[DataError | EngineError | GenerationRefused]] = {
+    e.__name__: e for e in (DataError, EngineError, GenerationRefused)
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionNeed:
+    """Which generator and which policy versions may serve a call."""
+
+    instance_id: str
+    min_policy_version: int = 0
+    pinned_policy_version: int | None = None
+
+
+def request_to_pb(call: GenerationCall, need: VersionNeed) -> pb.GenerateRequest:
+    """Encode a call."""
+    pinned = need.pinned_policy_version
+    return pb.GenerateRequest(
+        trajectory_id=call.trajectory_id,
+        context_ids=tensor_to_pb(call.context_ids),
+        prompt_token_count=call.prompt_token_count,
+        max_new_token_count=call.max_new_token_count,
+        sampling=sampling_to_pb(call.sampling),
+        chunk_token_count=call.chunk_token_count,
+        group_id=call.group_id,
+        instance_id=need.instance_id,
+        min_policy_version=need.min_policy_version,
+        pinned_policy_version_plus_one=0 if pinned is None else pinned + 1,
+    )
+
+
+def request_from_pb(request: pb.GenerateRequest) -> tuple[GenerationCall, VersionNeed]:
+    """Decode a call; DataError names the field that is wrong."""
+    call = GenerationCall(
+        trajectory_id=request.trajectory_id,
+        context_ids=ids_from_pb(request.context_ids, "context_ids"),
+        prompt_token_count=request.prompt_token_count,
+        max_new_token_count=request.max_new_token_count,
+        sampling=sampling_from_pb(request.sampling),
+        chunk_token_count=request.chunk_token_count,
+        group_id=request.group_id,
+    )
+    pinned = request.pinned_policy_version_plus_one
+    need = VersionNeed(
+        instance_id=request.instance_id,
+        min_policy_version=request.min_policy_version,
+        pinned_policy_version=pinned - 1 if pinned else None,
+    )
+    return call, need
+
+
+def chunk_to_pb(chunk: Chunk) -> pb.GenerateResponse:
+    """Encode a chunk."""
+    return pb.GenerateResponse(
+        token_ids=tensor_to_pb(chunk.token_ids),
+        behavior_logprobs=tensor_to_pb(chunk.behavior_logprobs),
+        policy_version=chunk.policy_version,
+        kv_min_version=chunk.kv_min_version,
+        finish_reason=finish_to_pb(chunk.finish_reason),
+        cached_token_count=chunk.cached_token_count,
+    )
+
+
+def chunk_from_pb(response: pb.GenerateResponse) -> Chunk:
+    """Decode a chunk; EngineError when the message is no chunk."""
+    try:
+        return Chunk(
+            token_ids=ids_from_pb(response.token_ids),
+            behavior_logprobs=floats_from_pb(response.behavior_logprobs),
+            policy_version=response.policy_version,
+            kv_min_version=response.kv_min_version,
+            finish_reason=finish_from_pb(response.finish_reason),
+            cached_token_count=response.cached_token_count,
+        )
+    except DataError as error:
+        raise EngineError(f"the generator sent a malformed chunk: {error}") from error
+
+
+def status_of(error: DataError | EngineError | GenerationRefused) -> grpc.StatusCode:
+    """The canonical code of an error that no more special one fits."""
+    if isinstance(error, DataError):
+        return grpc.StatusCode.INVALID_ARGUMENT
+    if isinstance(error, GenerationRefused):
+        return grpc.StatusCode.UNAVAILABLE
+    return grpc.StatusCode.INTERNAL
+
+
+def error_from_rpc(
+    error: grpc.aio.AioRpcError, address: str, received: bool
+) -> DataError | EngineError | GenerationRefused:
+    """What a failed call means to the caller.
+
+    Only an error that the generator raised on purpose, before its first token, is a refusal or a wrong call; a lost
+    connection, a time-out or anything after a token is an EngineError.
+    """
+    text = error.details() or error.code().name
+    name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
+    kind = _ERRORS.get(str(name), EngineError)
+    if kind is EngineError or received:
+        return EngineError(f"generator {address}: {error.code().name}: {text}")
+    return kind(text)
