@@ -155,6 +155,8 @@ class Caller:
             await chunks.aclose()
 
     async def _keep(self, held: Held, chunk: Chunk, goal: int, params: SamplingParams, need: Need) -> None:
+        if need.pinned_version is not None and chunk.policy_version > need.pinned_version:
+            raise GenerationRefused(f"swapped to policy version {chunk.policy_version} under the call")
         expected = Expected(
             vocab_size=self._limits.vocab_size,
             min_version=max(need.min_version, held.newest_version),

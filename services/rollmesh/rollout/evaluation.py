@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rollmesh.config.services import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
@@ -111,14 +111,12 @@ class Evaluator:
     async def _evaluate(self, request: EvalRequest) -> None:
         self._log.info("evaluation_starts", evaluation=request.evaluation_id, policy_version=request.policy_version)
         store = self._parts.store
-        pinned_before = await store.pinned_policy()
-        if pinned_before != request.policy_version:
-            await store.pin_policy(request.policy_version)
-        try:
-            answers = await self._answers(request)
-        finally:
-            if pinned_before != request.policy_version:
-                await store.pin_policy(pinned_before)
+        answers: list[Answer] = []
+        if await self._pin(request):
+            try:
+                answers = await self._answers(request)
+            finally:
+                await store.pin_policy(None, owner=request.evaluation_id)
         result = summarise(answers, request.policy_version)
         await store.finish_evaluation(self._parts.session.current, request.evaluation_id, result)
         self._parts.metrics.evaluations.inc()
@@ -130,6 +128,24 @@ class Evaluator:
             n=result.sample_count,
             discarded=result.discarded_count,
         )
+
+    async def _pin(self, request: EvalRequest) -> bool:
+        """Have the version served; False when there is no such version.
+
+        Waits while a person or another evaluation has pinned a different one.
+        """
+        waiting = False
+        while True:
+            try:
+                await self._parts.store.pin_policy(request.policy_version, owner=request.evaluation_id)
+                return True
+            except Conflict as error:
+                if not waiting:
+                    self._log.warning("evaluation_waits", evaluation=request.evaluation_id, message=str(error))
+                waiting = True
+                if await self._parts.store.policy(request.policy_version) is None:
+                    return False
+            await asyncio.sleep(_LOOK_SECONDS)
 
     async def _answers(self, request: EvalRequest) -> list[Answer]:
         if self._prompts is None:
@@ -152,7 +168,7 @@ class Evaluator:
 
     async def _answer(self, request: EvalRequest, index: int, sample: int) -> Answer:
         assert self._prompts is not None
-        # The noise is keyed by the trajectory's id: without the version in it, every version meets the same noise.
+        # The noise is keyed by the trajectory's id. The version is not in it: every version meets the same noise.
         prompt = self._prompts.prompt(0, index)
         held = Held(
             Trajectory(
@@ -166,7 +182,7 @@ class Evaluator:
         rollout = Rollout(
             held=held,
             caller=self._parts.caller,
-            params=replace(self._params, seed=self._config.seed),
+            params=self._params,
             budget=self._budget,
             save=_nothing,
             restart=_restart,

@@ -53,9 +53,13 @@ class Registry:
             return None
         return await self.latest_policy()
 
-    async def pin_policy(self, version: int | None) -> None:
-        """Serve this version whatever is newest; None unpins. Conflict when it does not exist."""
-        await self._connection.run("pin_policy", "" if version is None else version)
+    async def pin_policy(self, version: int | None, owner: str = "") -> None:
+        """Serve this version whatever is newest; None unpins. Conflict when it does not exist.
+
+        Without an ``owner`` a person pins, and overrides everyone. An evaluation pins as an owner: Conflict while
+        another version is pinned by somebody else, and unpinning takes back only its own pin.
+        """
+        await self._connection.run("pin_policy", "" if version is None else version, owner)
 
     async def pinned_policy(self) -> int | None:
         """The pinned version."""

@@ -320,3 +320,42 @@ async def test_a_killed_redis_costs_time_and_nothing_else(own_server):
             sampled = sum(run.value("rollmesh_rollout_sampled_tokens_total", age=str(age)) for age in range(3))
         tokens = sum(len(t.response_ids) for b in trainer.batches for g in b.groups for t in g.trajectories)
         assert sampled == tokens
+
+
+async def test_an_evaluation_waits_for_the_pin_of_a_person_and_takes_back_only_its_own(store):
+    plan = schedule("sync", train_steps=2)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan):
+        await trainer.train(1)
+        await store.pin_policy(0)
+        await store.request_evaluation(EvalRequest(evaluation_id="v1", policy_version=1, prompt_count=2))
+
+        async def claimed():
+            return (await store.evaluations())[0].claimed
+
+        async def result():
+            await cluster.register()
+            return (await store.evaluations())[0].result
+
+        await until(claimed)
+        assert await store.pinned_policy() == 0
+        await store.pin_policy(None)
+        assert (await until(result)).sample_count == 2
+        assert await store.pinned_policy() is None
+        await store.pin_policy(1)
+        await store.request_evaluation(EvalRequest(evaluation_id="again", policy_version=1, prompt_count=2))
+        await until(lambda: evaluated(store, "again"))
+        assert await store.pinned_policy() == 1
+
+
+async def evaluated(store, evaluation_id):
+    return any(r.request.evaluation_id == evaluation_id and r.result for r in await store.evaluations())
+
+
+async def test_an_evaluation_of_a_version_that_does_not_exist_ends_without_scores(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan):
+        await store.request_evaluation(EvalRequest(evaluation_id="v9", policy_version=9, prompt_count=2))
+        await until(lambda: evaluated(store, "v9"))
+    assert (await store.evaluations())[0].result.sample_count == 0

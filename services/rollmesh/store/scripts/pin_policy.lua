@@ -1,10 +1,18 @@
 #!lua flags=allow-oom
--- ARGV: version, or '' to unpin.
-if ARGV[1] == '' then
-  call('HDEL', K.meta, 'pinned')
-elseif call('HEXISTS', K.versions, ARGV[1]) == 0 then
-  fail('CONFLICT', 'policy version ' .. ARGV[1] .. ' has not been announced')
-else
-  call('HSET', K.meta, 'pinned', ARGV[1])
+-- ARGV: version, or '' to unpin; owner: '' is a person, who overrides everyone, else an evaluation, which overrides
+-- no other owner and takes back its own pin only.
+local version, owner = ARGV[1], ARGV[2]
+local pin = call('HMGET', K.meta, 'pinned', 'pin_owner')
+local foreign = owner ~= '' and pin[1] and pin[2] ~= owner
+if version == '' then
+  if not foreign then call('HDEL', K.meta, 'pinned', 'pin_owner') end
+  return 1
 end
+if call('HEXISTS', K.versions, version) == 0 then
+  fail('CONFLICT', 'policy version ' .. version .. ' has not been announced')
+end
+if foreign and pin[1] ~= version then
+  fail('CONFLICT', 'policy version ' .. pin[1] .. ' is pinned by ' .. ((pin[2] or '') == '' and 'a person' or pin[2]))
+end
+if not foreign then call('HSET', K.meta, 'pinned', version, 'pin_owner', owner) end
 return 1
