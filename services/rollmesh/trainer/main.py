@@ -13,6 +13,7 @@ from typing import Any
 from rollmesh.checkpoints.describe import architecture_of, read_json
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import SessionLost
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
@@ -65,7 +66,7 @@ def build_crew(config: RunConfig, checkpoints: CheckpointStore) -> Crew:
     shelf = PolicyShelf(checkpoints)
     schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
     trainer = PolicyTrainer.from_folder(
-        config.model.path,
+        resolve_model(config.model.path),
         config.trainer,
         dtype=config.model.dtype,
         gang=gang,
@@ -99,8 +100,8 @@ async def _lead(
         patience = Patience(trainer_metrics, health, shutdown)
         with contextlib.suppress(Stopped):
             extra = await _take_over(config, session, checkpoints, crew, executor)
-            model = Path(config.model.path)
-            vocab_size = architecture_of(read_json(model / "config.json"), config.model.path).vocab_size
+            model = resolve_model(config.model.path)
+            vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
             publisher = Publisher(
                 config, crew, session, checkpoints, patience, trainer_metrics, executor, canary_sequences(vocab_size)
             )

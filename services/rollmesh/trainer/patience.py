@@ -22,15 +22,22 @@ _LONGEST_PAUSE_SECONDS = 60.0
 class Patience:
     """Repeats a write that failed for want of room; generators keep serving what they have meanwhile."""
 
-    def __init__(self, metrics: TrainerMetrics, health: Health, shutdown: Shutdown) -> None:
+    def __init__(
+        self,
+        metrics: TrainerMetrics,
+        health: Health,
+        shutdown: Shutdown,
+        first_pause_seconds: float = _FIRST_PAUSE_SECONDS,
+    ) -> None:
         self._metrics = metrics
         self._health = health
         self._shutdown = shutdown
+        self._first_pause_seconds = first_pause_seconds
         self._log = get_logger("patience")
 
     async def with_room(self, what: str, write: Callable[[], Awaitable[T]]) -> T:
         """The result of ``write``; raises Stopped at shutdown and any CheckpointError but disk_full."""
-        pause = _FIRST_PAUSE_SECONDS
+        pause = self._first_pause_seconds
         while True:
             try:
                 result = await write()

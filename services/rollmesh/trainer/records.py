@@ -71,8 +71,9 @@ def _identity(line: bytes) -> tuple[int, str] | None:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
-    step = record.get("train_step") if isinstance(record, dict) else None
-    return (step, str(record.get("trajectory_id", ""))) if isinstance(step, int) else None
+    if not isinstance(record, dict) or not isinstance(step := record.get("train_step"), int):
+        return None
+    return step, str(record.get("trajectory_id", ""))
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,62 @@
+"""Waiting for room on the disk."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.trainer.metrics import TrainerMetrics
+from rollmesh.trainer.patience import Patience
+from rollmesh.trainer.session import Stopped
+
+
+def full() -> CheckpointError:
+    return CheckpointError("disk full", reason=Reason.DISK_FULL)
+
+
+async def test_a_full_disk_is_waited_for_and_counted() -> None:
+    metrics, health = Metrics("trainer"), Health()
+    patience = Patience(TrainerMetrics(metrics), health, asyncio.Event(), first_pause_seconds=0.001)
+    ready: list[bool] = []
+
+    async def write() -> str:
+        ready.append(health.ready()[0])
+        if len(ready) < 3:
+            raise full()
+        return "written"
+
+    assert await patience.with_room("publish", write) == "written"
+    assert health.ready() == (True, "")
+    assert ready == [False, False, False]
+    assert b'rollmesh_trainer_checkpoint_failures_total{reason="disk_full"} 2.0' in metrics.exposition()
+
+
+async def test_any_other_failure_is_not_repeated() -> None:
+    patience = Patience(TrainerMetrics(Metrics("trainer")), Health(), asyncio.Event(), first_pause_seconds=0.001)
+    calls = 0
+
+    async def write() -> None:
+        nonlocal calls
+        calls += 1
+        raise CheckpointError("tampered", reason=Reason.TAMPERED)
+
+    with pytest.raises(CheckpointError, match="tampered"):
+        await patience.with_room("publish", write)
+    assert calls == 1
+
+
+async def test_shutdown_ends_the_wait() -> None:
+    shutdown = asyncio.Event()
+    patience = Patience(TrainerMetrics(Metrics("trainer")), Health(), shutdown, first_pause_seconds=60.0)
+
+    async def write() -> None:
+        shutdown.set()
+        raise full()
+
+    with pytest.raises(Stopped):
+        await patience.with_room("publish", write)
