@@ -19,10 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollmesh.config.run import RunConfig
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.errors import ConfigError
-from rollmesh.mesh import RunLimits
 from rollmesh.scheduling.schedule import AdmissionRule, OnStale, Schedule
 
 
@@ -93,18 +91,3 @@ def expected_staleness(schedule: Schedule) -> float:
     if schedule.max_staleness == 0:
         return 0.0
     return min(float(schedule.max_staleness), schedule.pool_size / (schedule.groups_per_batch * schedule.group_size))
-
-
-def run_limits(config: RunConfig) -> RunLimits:
-    """What the store enforces by itself, whoever leads; every service that starts a run writes the same limits."""
-    schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
-    return RunLimits(
-        group_size=schedule.group_size,
-        groups_per_batch=schedule.groups_per_batch,
-        max_staleness=schedule.max_staleness,
-        max_attempts=config.rollout.max_attempts,
-        session_ttl_seconds=config.store.session_ttl_seconds,
-        filter_zero_variance=config.schedule.filter_zero_variance,
-        mask_old_segments=schedule.on_stale is OnStale.MASK_OLD_SEGMENTS,
-        train_steps=schedule.train_steps,
-    )
