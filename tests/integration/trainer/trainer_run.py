@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import yaml
 
 from rollmesh.checkpoints.store import CheckpointStore
@@ -91,10 +92,19 @@ class TrainerRun:
         return self.process
 
     def kill(self) -> None:
-        """SIGKILL the trainer, if it runs."""
+        """SIGKILL the trainer and all its ranks, if they run."""
         if self.process is not None:
+            for rank in self.ranks():
+                rank.kill()
             self.process.kill()
             self.process.wait()
+
+    def ranks(self) -> list[psutil.Process]:
+        """Processes below torchrun, by rank."""
+        if self.process is None or self.process.poll() is not None:
+            return []
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return sorted((c for c in children if "RANK" in c.environ()), key=lambda c: int(c.environ()["RANK"]))
 
     def log(self) -> str:
         return (self.folder / "trainer.log").read_text()
