@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
+from rollmesh.errors import StoreUnavailable
 from rollmesh.store import TrajectoryStore
+
+_PAUSE_SECONDS = 0.5
 
 
 class Policies:
@@ -24,7 +29,11 @@ class Policies:
             self._newest = max(self._newest, latest.policy_version)
 
     async def newest_at_least(self, version: int) -> int:
-        """The newest version; asks the store when ``version`` is newer than what is known here."""
-        if version > self._newest:
-            await self.refresh()
+        """The newest version; asks the store when ``version`` is newer than what is known here, and waits for it."""
+        while version > self._newest:
+            try:
+                await self.refresh()
+                break
+            except StoreUnavailable:
+                await asyncio.sleep(_PAUSE_SECONDS)
         return self._newest

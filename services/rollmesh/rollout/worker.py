@@ -147,7 +147,13 @@ class Worker:
         self._parts.session.held[held.trajectory_id] = held
         task = asyncio.create_task(self._guarded(held, work), name=held.trajectory_id)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nothing of one trajectory may stop the worker; its lease ends with the session at the latest."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("trajectory_task_failed", trajectory=task.get_name(), exc_info=error)
 
     async def _guarded(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
         parts = self._parts

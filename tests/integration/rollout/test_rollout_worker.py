@@ -359,3 +359,34 @@ async def test_an_evaluation_of_a_version_that_does_not_exist_ends_without_score
         await store.request_evaluation(EvalRequest(evaluation_id="v9", policy_version=9, prompt_count=2))
         await until(lambda: evaluated(store, "v9"))
     assert (await store.evaluations())[0].result.sample_count == 0
+
+
+async def test_versions_swapped_under_running_calls_continue_the_same_call(store):
+    plan = schedule("copris", train_steps=4)
+    generators = [ScriptedGenerator(name, seconds_per_token=0.01, keep_kv=True) for name in ("a", "b")]
+    cluster, trainer = await start(store, plan, *generators)
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        for step in range(1, 5):
+            check_batch(await trainer.train(step), plan)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason="interrupted") == 0
+    spans = [len(t.policy_versions) for b in trainer.batches for g in b.groups for t in g.trajectories]
+    assert max(spans) > 1
+
+
+async def test_a_generator_that_ignores_the_interrupt_is_cut_off_and_the_pause_happens(store):
+    plan = schedule("sync", train_steps=1)
+    stuck = ScriptedGenerator("stuck", hang=True)
+    cluster, trainer = await start(store, plan, stuck)
+    async with running(store, cluster, ScriptedReward(), plan, chunk_timeout=60) as run:
+        await until(lambda: len(stuck.running) == plan.pool_size)
+        await store.set_user_paused(True)
+
+        async def at_rest():
+            await cluster.register()
+            return (await store.view()).leased == 0
+
+        await until(at_rest)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason="cut_off") == plan.pool_size
+        stuck.hang = False
+        await store.set_user_paused(False)
+        check_batch(await trainer.train(1), plan)
