@@ -17,6 +17,7 @@ from rollmesh.store.registry import Registry
 from rollmesh.store.sessions import Sessions
 from rollmesh.store.training import Training
 from rollmesh.store.trajectories import TrajectoryQueue
+from rollmesh.store.unclaimed import Unclaimed
 from rollmesh.store.view import View
 
 
@@ -91,6 +92,7 @@ class TrajectoryStore:
         self.report_committed = training.report_committed
         self.reassert_training = training.reassert_training
         self.rollback = training.rollback
+        self.unclaimed_trajectories = Unclaimed(connection).unclaimed_trajectories
 
         self.view = view.view
         self.counts = view.counts

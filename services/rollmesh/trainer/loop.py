@@ -2,6 +2,7 @@
 
     batch file, or claim -> batch file      both fsynced before anything is trained on
     confirm                                 Redis may drop the payloads
+    stage end                               only with old_logprobs=stage_end, at its barrier
     train
     report_trained                          the batch's capacity is refunded
     record                                  one line in metrics.jsonl
@@ -37,6 +38,7 @@ from rollmesh.trainer.records import StepRecords
 from rollmesh.trainer.report import StepReport
 from rollmesh.trainer.samples import Decode, sample_completions
 from rollmesh.trainer.session import TrainingSession
+from rollmesh.trainer.stages import StageEnds
 from rollmesh.trainer.trackers import Tracker, flatten
 
 T = TypeVar("T")
@@ -62,6 +64,8 @@ class Workplace:
     trackers: list[Tracker]
     decode: Decode
     health: Health
+    stages: StageEnds | None
+    """Only with the old-logprob source ``stage_end``."""
     executor: Executor
     """One thread: every torch call of this process happens there, in order."""
 
@@ -104,6 +108,8 @@ class TrainingLoop:
         place, step = self._place, claimed.batch.train_step
         place.metrics.phase_seconds.labels(phase="wait").observe(waited)
         place.crew.shelf.update(await place.session.patiently("policies", place.session.store.policies))
+        if place.stages is not None:
+            await place.stages.record(claimed.batch)
         report = await self._in_thread(lambda: place.crew.train(claimed.batch))
         await place.session.report_trained(step)
         await self._record(claimed, report, waited)

@@ -36,6 +36,7 @@ from rollmesh.trainer.records import StepRecords
 from rollmesh.trainer.samples import decoder
 from rollmesh.trainer.session import Stopped, TrainingSession
 from rollmesh.trainer.shelf import PolicyShelf
+from rollmesh.trainer.stages import StageEnds
 from rollmesh.trainer.step import PolicyTrainer
 from rollmesh.trainer.trackers import build_trackers
 
@@ -105,6 +106,7 @@ async def _lead(
             publisher = Publisher(
                 config, crew, session, checkpoints, patience, trainer_metrics, executor, canary_sequences(vocab_size)
             )
+            stage_end = config.trainer.algorithm.old_logprobs == "stage_end"
             place = Workplace(
                 config=config,
                 crew=crew,
@@ -118,6 +120,7 @@ async def _lead(
                 trackers=build_trackers(config),
                 decode=decoder(model),
                 health=health,
+                stages=StageEnds(crew, session, executor, shutdown) if stage_end else None,
                 executor=executor,
             )
             health.set_ready(True)

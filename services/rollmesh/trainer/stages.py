@@ -1,0 +1,56 @@
+"""The end of a stage: what the old-logprob source ``stage_end`` needs before the weights change.
+
+At the barrier no rollout runs. Tokens that the present weights have just sampled, in trajectories that go on after
+the update, are scored now, because these weights are gone afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import Executor
+
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.trainer.crew import Crew
+from rollmesh.trainer.session import TrainingSession
+from rollmesh.types import Batch
+
+_POLL_SECONDS = 0.05
+_PARKING_SECONDS = 30.0
+
+
+class StageEnds:
+    """Records log-probabilities of unfinished work at each barrier."""
+
+    def __init__(self, crew: Crew, session: TrainingSession, executor: Executor, shutdown: Shutdown) -> None:
+        self._crew = crew
+        self._session = session
+        self._executor = executor
+        self._shutdown = shutdown
+        self._log = get_logger("stages")
+
+    async def record(self, batch: Batch) -> int:
+        """Score what is generated and not in ``batch``; returns how many trajectories.
+
+        Nothing is recorded during a replay, when newer policies exist already: those tokens are not of these weights.
+        """
+        newest = self._crew.shelf.newest
+        if newest is None or newest.train_step != self._crew.trainer.train_step:
+            return 0
+        await self._until_parked()
+        store = self._session.store
+        unclaimed = await self._session.patiently("unclaimed_trajectories", store.unclaimed_trajectories)
+        in_batch = {t.trajectory_id for g in batch.groups for t in g.trajectories}
+        others = [t for t in unclaimed if t.trajectory_id not in in_batch]
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._crew.end_stage, others)
+
+    async def _until_parked(self) -> None:
+        """Wait until no rollout runs; what a worker has not saved by then falls back to the sampler's logprobs."""
+        deadline = time.monotonic() + _PARKING_SECONDS
+        while (leased := (await self._session.patiently("view", self._session.store.view)).leased) > 0:
+            if time.monotonic() > deadline:
+                self._log.warning("rollouts_still_run_at_the_barrier", leased=leased, seconds=_PARKING_SECONDS)
+                return
+            if await wait_or_shutdown(self._shutdown, _POLL_SECONDS):
+                return
