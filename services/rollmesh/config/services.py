@@ -40,7 +40,7 @@ class GeneratorConfig(Section):
     canary_threshold: float = Field(default=5e-3, gt=0)
     """Largest logprob gap on the manifest's canary sequences before the generator leaves the rotation."""
     drain_timeout_seconds: float = Field(default=20.0, gt=0)
-    """Grace for running calls at SIGTERM before their streams end as interrupted."""
+    """Time that SIGTERM leaves for running streams to end as interrupted; no sampled token is lost."""
     pace: list[tuple[int, float]] | None = None
     """Step-time curve [(running calls, seconds)]: sleeps every decode step to it. Emulated latency, for experiments."""
 

@@ -110,5 +110,6 @@ async def _interrupt_all(engine: Engine, rotation: Rotation) -> int:
             get_logger("generator").warning("interrupt_failed", message=str(error))
             break
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(rotation.until_idle(), _STRAGGLER_SECONDS)
+            async with asyncio.timeout(_STRAGGLER_SECONDS):
+                await rotation.until_idle()
     return count

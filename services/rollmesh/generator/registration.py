@@ -65,8 +65,10 @@ class Registration:
         while True:
             self._rotation.changed.clear()
             await self.renew()
+            # Not wait_for: when the event and a cancellation meet, Python 3.11's swallows the cancellation.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._rotation.changed.wait(), self._heartbeat_seconds)
+                async with asyncio.timeout(self._heartbeat_seconds):
+                    await self._rotation.changed.wait()
 
     async def renew(self) -> None:
         """Write the entry now; an unreachable store is logged and counted, the calls go on meanwhile."""

@@ -1,0 +1,262 @@
+"""A run with real policies, a real registry and real generator processes; the trainer's part is played here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.generator.main import serve
+from rollmesh.scheduling.limits import run_limits
+from rollmesh.store import EmbeddedServer, TrajectoryStore
+from rollmesh.types import (
+    Chunk,
+    FinishReason,
+    Float32Array,
+    GenerationCall,
+    GeneratorRecord,
+    Int32Array,
+    SamplingParams,
+)
+from rollmesh.wire.generation_client import GenerationClient
+
+VOCAB = 61
+SECRET = "0123456789abcdef0123456789abcdef"
+SLOW = [[1, 0.004]]
+"""A pace at which a call of a hundred tokens can be met half-way."""
+
+
+def write_model(folder: Path, seed: int, hidden_size: int = 32) -> Path:
+    """A random Qwen2 whose distributions differ from token to token."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden_size,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def hf_logprobs(folder: Path, ids: Int32Array) -> Float32Array:
+    """log_softmax of every token after the first, by plain teacher forcing."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        logprobs = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)
+        return logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
+
+
+def make_config(folder: Path, server: EmbeddedServer, **generator: Any) -> RunConfig:
+    folder.mkdir(parents=True, exist_ok=True)
+    data = {
+        "name": folder.name,
+        "folder": str(folder),
+        "model": {"path": str(folder / "model")},
+        "data": {"max_prompt_tokens": 16},
+        "rollout": {"max_new_tokens": 200},
+        "checkpoints": {"secret": SECRET},
+        "store": {"url": server.url, "heartbeat_seconds": 0.2, "session_ttl_seconds": 1.5},
+        "generator": {
+            "slots": 8,
+            "max_context_tokens": 256,
+            "device": "cpu",
+            "drain_timeout_seconds": 5.0,
+            **generator,
+        },
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(data))
+    return load_run_config(folder / "run.yaml", environ={})
+
+
+def prompt_ids(seed: int, count: int = 12) -> Int32Array:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).astype(np.int32)
+
+
+def make_call(name: str = "t", context: Int32Array | None = None, **changes: Any) -> GenerationCall:
+    ids = prompt_ids(0) if context is None else context
+    fields: dict[str, Any] = {
+        "prompt_token_count": len(ids),
+        "max_new_token_count": 150,
+        "chunk_token_count": 8,
+        "sampling": SamplingParams(seed=3),
+        **changes,
+    }
+    return GenerationCall(trajectory_id=name, context_ids=ids, **fields)
+
+
+@dataclass
+class Stream:
+    """A call under way, and its chunks so far."""
+
+    task: asyncio.Task[None]
+    chunks: list[Chunk]
+
+    @property
+    def tokens(self) -> Int32Array:
+        return np.concatenate([np.empty(0, np.int32), *(c.token_ids for c in self.chunks)])
+
+    @property
+    def logprobs(self) -> Float32Array:
+        return np.concatenate([np.empty(0, np.float32), *(c.behavior_logprobs for c in self.chunks)])
+
+    @property
+    def versions(self) -> set[int]:
+        return {c.policy_version for c in self.chunks if len(c.token_ids)}
+
+    async def end(self) -> FinishReason | None:
+        await self.task
+        return self.chunks[-1].finish_reason
+
+
+@dataclass
+class Inside:
+    """A generator served in this process."""
+
+    task: asyncio.Task[None]
+    shutdown: asyncio.Event
+
+    async def stop(self) -> None:
+        self.shutdown.set()
+        await self.task
+
+
+@dataclass
+class GeneratorRun:
+    """Publishes policies and starts, calls and kills generators."""
+
+    config: RunConfig
+    store: TrajectoryStore
+    checkpoints: CheckpointStore
+    client: GenerationClient
+    models: dict[int, Path] = field(default_factory=dict)
+    session: str = ""
+    inside: list[Inside] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.folder)
+
+    async def publish(
+        self, version: int, *, seed: int | None = None, hidden_size: int = 32, canary_error: float = 0.0
+    ) -> Path:
+        """Publish and announce a random policy with a true canary (or one that is wrong by ``canary_error``)."""
+        if not self.session:
+            await self.store.init_run(run_limits(self.config))
+            self.session = await self.store.open_trainer_session("test")
+        source = write_model(self.folder / f"model-{version}", version if seed is None else seed, hidden_size)
+        canary = [
+            CanarySequence(
+                token_ids=prompt_ids(90 + i, 20).tolist(),
+                logprobs=(hf_logprobs(source, prompt_ids(90 + i, 20)) - canary_error).tolist(),
+            )
+            for i in range(2)
+        ]
+        record = self.checkpoints.publish(
+            session=self.session,
+            policy_version=version,
+            train_step=version,
+            parent=version - 1 if version else None,
+            write=lambda folder: [shutil.copy(f, folder) for f in source.iterdir()] and None,
+            canary=canary,
+        )
+        await self.store.announce_policy(self.session, record)
+        self.models[version] = source
+        return self.checkpoints.root / record.path
+
+    def start(self, index: int = 0) -> Inside:
+        """Serve a generator in this process."""
+        shutdown = asyncio.Event()
+        generator = Inside(asyncio.create_task(serve(self.config, index, shutdown)), shutdown)
+        self.inside.append(generator)
+        return generator
+
+    def start_process(self, index: int) -> subprocess.Popen[bytes]:
+        """Start a real generator process."""
+        command = [sys.executable, "-m", "rollmesh.cli.main", "generator", str(self.folder / "run.yaml")]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with (self.folder / f"generator-{index}.log").open("ab") as log:
+            process = subprocess.Popen([*command, "--index", str(index)], stdout=log, stderr=log, env=environment)
+        self.processes.append(process)
+        return process
+
+    async def until(self, what: str, condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not await condition():
+            for generator in self.inside:
+                if generator.task.done() and not generator.shutdown.is_set():
+                    generator.task.result()
+            if time.monotonic() > deadline:
+                logs = "".join(f.read_text()[-3000:] for f in self.folder.glob("generator-*.log"))
+                raise AssertionError(
+                    f"{what}: not within {seconds} s; registry {await self.store.generators()}\n{logs}"
+                )
+            await asyncio.sleep(0.01)
+
+    async def serving(self, version: int, count: int = 1) -> list[GeneratorRecord]:
+        """Wait until ``count`` generators serve ``version``; their records, ordered by address."""
+        found: list[GeneratorRecord] = []
+
+        async def there() -> bool:
+            found[:] = [g for g in await self.store.generators() if g.serving and g.policy_version == version]
+            return len(found) >= count
+
+        await self.until(f"{count} generators serving {version}", there)
+        return sorted(found, key=lambda g: g.address)
+
+    def stream(self, record: GeneratorRecord, call: GenerationCall, **need: Any) -> Stream:
+        """Start a call."""
+        chunks: list[Chunk] = []
+
+        async def read() -> None:
+            async for chunk in self.client.generate(record, call, **need):
+                chunks.append(chunk)
+
+        return Stream(asyncio.create_task(read()), chunks)
+
+    async def under_way(self, record: GeneratorRecord, call: GenerationCall, chunks: int = 2, **need: Any) -> Stream:
+        """Start a call and wait for its first chunks."""
+        stream = self.stream(record, call, **need)
+
+        async def begun() -> bool:
+            if stream.task.done():
+                stream.task.result()
+            return len(stream.chunks) >= chunks
+
+        await self.until("the first chunks", begun)
+        return stream
+
+    async def aclose(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+        for generator in self.inside:
+            generator.shutdown.set()
+        await asyncio.gather(*(g.task for g in self.inside), return_exceptions=True)

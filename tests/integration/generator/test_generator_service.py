@@ -1,0 +1,338 @@
+"""Generators over real gRPC with a real registry and real policy folders."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from dataclasses import replace
+
+import grpc.aio
+import httpx
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from rollmesh.errors import DataError, EngineError, GenerationRefused
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.grpc import create_channel
+from rollmesh.types import FinishReason
+from rollmesh.v1 import generation_service_pb2 as pb
+from rollmesh.v1 import generation_service_pb2_grpc as stubs
+
+from .generator_run import SLOW, hf_logprobs, make_call, prompt_ids
+
+
+async def test_a_stream_interrupted_on_one_generator_continues_on_another_token_for_token(make_run):
+    run = await make_run(pace=SLOW)
+    await run.publish(0)
+    run.start(0), run.start(1)
+    first, second = await run.serving(0, count=2)
+    whole = run.stream(second, make_call("t"))
+    begun = await run.under_way(first, make_call("t"))
+    assert await run.client.interrupt(first, ["t"]) == 1
+    assert await begun.end() is FinishReason.INTERRUPTED
+    assert 0 < len(begun.tokens) < 150
+    rest_call = make_call(
+        "t",
+        np.concatenate((prompt_ids(0), begun.tokens)),
+        prompt_token_count=12,
+        max_new_token_count=150 - len(begun.tokens),
+    )
+    rest = run.stream(second, rest_call, min_policy_version=0)
+    assert await rest.end() is FinishReason.LENGTH
+    assert await whole.end() is FinishReason.LENGTH
+    np.testing.assert_array_equal(np.concatenate((begun.tokens, rest.tokens)), whole.tokens)
+    wanted = hf_logprobs(run.models[0], np.concatenate((prompt_ids(0), whole.tokens)))[11:]
+    np.testing.assert_allclose(np.concatenate((begun.logprobs, rest.logprobs)), wanted, atol=1e-4)
+
+
+async def test_a_generator_follows_announced_policies_and_skips_to_the_newest(make_run):
+    run = await make_run()
+    generator = run.start()
+    await run.until("a registration", lambda: _registered(run))
+    assert not (await run.store.generators())[0].serving
+    for version in range(4):
+        await run.publish(version)
+    (record,) = await run.serving(3)
+    stream = run.stream(record, make_call())
+    await stream.end()
+    assert stream.versions == {3}
+    wanted = hf_logprobs(run.models[3], np.concatenate((prompt_ids(0), stream.tokens)))[11:]
+    np.testing.assert_allclose(stream.logprobs, wanted, atol=1e-4)
+    assert await _metric(run, "rollmesh_generator_policy_version") == 3
+    assert await _metric(run, "rollmesh_generator_generated_tokens_total") == 150
+    assert await _metric(run, "rollmesh_generator_reload_bytes_total") > 10_000
+    await generator.stop()
+    assert await run.store.generators() == []
+
+
+async def _registered(run):
+    return len(await run.store.generators()) == 1
+
+
+async def _metric(run, name):
+    (endpoint,) = read_endpoints(run.folder, "generator")
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{endpoint.admin}/metrics")).text
+    (line,) = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
+    return float(line.split()[-1])
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
+async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, mode):
+    run = await make_run(pace=SLOW, on_new_version=mode)
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    stream = await run.under_way(record, make_call())
+    await run.publish(1)
+    reason = await stream.end()
+    await run.serving(1)
+    if mode == "interrupt":
+        assert (reason, stream.versions) == (FinishReason.INTERRUPTED, {0})
+    elif mode == "drain":
+        assert (reason, stream.versions) == (FinishReason.LENGTH, {0})
+    else:
+        assert (reason, stream.versions) == (FinishReason.LENGTH, {0, 1})
+        assert {c.kv_min_version for c in stream.chunks} == {0}
+    fresh = run.stream(record, make_call("fresh"), min_policy_version=1)
+    await fresh.end()
+    assert {(c.policy_version, c.kv_min_version) for c in fresh.chunks} == {(1, 1)}
+
+
+async def test_a_generator_that_drains_for_a_reload_refuses_calls_instead_of_holding_them(make_run):
+    run = await make_run(pace=[[1, 0.02]], on_new_version="drain")
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    stream = await run.under_way(record, make_call())
+    await run.publish(1)
+
+    async def closed() -> bool:
+        return any("reload" in g.reason for g in await run.store.generators())
+
+    await run.until("the door to close", closed)
+    with pytest.raises(GenerationRefused, match="waiting for running calls"):
+        await run.stream(record, make_call("late")).end()
+    assert await stream.end() is FinishReason.LENGTH
+
+
+async def test_a_pinned_version_is_served_until_it_is_unpinned(make_run):
+    run = await make_run()
+    await run.publish(0)
+    await run.publish(1)
+    run.start()
+    (record,) = await run.serving(1)
+    await run.store.pin_policy(0)
+    await run.serving(0)
+    pinned = run.stream(record, make_call(), pinned_policy_version=0)
+    await pinned.end()
+    assert pinned.versions == {0}
+    with pytest.raises(GenerationRefused, match="pinned policy version 1"):
+        await run.stream(record, make_call(), pinned_policy_version=1).end()
+    await run.store.pin_policy(None)
+    await run.serving(1)
+
+
+async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_old_weights_stay(make_run):
+    run = await make_run(pace=SLOW, on_new_version="keep_kv")
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    stream = await run.under_way(record, make_call(max_new_token_count=200))
+    await run.publish(1, canary_error=0.5)
+
+    async def out() -> bool:
+        return any("canary" in g.reason and not g.serving for g in await run.store.generators())
+
+    await run.until("the generator to leave the rotation", out)
+    assert await stream.end() is FinishReason.LENGTH
+    assert stream.versions == {0}
+    with pytest.raises(GenerationRefused, match="canary"):
+        await run.stream(record, make_call("late")).end()
+    await run.publish(2)
+    await run.serving(2)
+    assert (await run.client.status(record)).out_of_rotation_reason == ""
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("tamper", "tampered"),
+        ("truncate", "truncated"),
+        ("no_manifest", "torn"),
+        ("foreign", "foreign_architecture"),
+    ],
+)
+async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_serve(make_run, damage, reason):
+    run = await make_run()
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    await run.store.pin_policy(0)
+    folder = await run.publish(1, hidden_size=64 if damage == "foreign" else 32)
+    weights = folder / "model.safetensors"
+    if damage == "tamper":
+        data = bytearray(weights.read_bytes())
+        data[-5] ^= 1
+        weights.write_bytes(data)
+    elif damage == "truncate":
+        weights.write_bytes(weights.read_bytes()[:-100])
+    elif damage == "no_manifest":
+        (folder / "manifest.json").unlink()
+    await run.store.pin_policy(None)
+
+    async def refused() -> bool:
+        return await _failures(run, reason) >= 1
+
+    await run.until(f"a refusal as {reason}", refused)
+    stream = run.stream(record, make_call())
+    assert await stream.end() is FinishReason.LENGTH
+    assert stream.versions == {0}
+    await run.publish(2)
+    await run.serving(2)
+
+
+async def _failures(run, reason):
+    (endpoint,) = read_endpoints(run.folder, "generator")
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{endpoint.admin}/metrics")).text
+    wanted = f'rollmesh_generator_reload_failures_total{{reason="{reason}"}}'
+    (line,) = [line for line in text.splitlines() if line.startswith(wanted)]
+    return float(line.split()[-1])
+
+
+async def test_wrong_calls_and_wrong_addressees_get_their_own_errors(make_run):
+    run = await make_run(slots=1, pace=SLOW)
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    with pytest.raises(DataError, match=r"context_ids\[0\]=99"):
+        await run.stream(record, make_call(context=np.array([99], np.int32))).end()
+    with pytest.raises(DataError, match="context_ids: 256 tokens"):
+        await run.stream(record, make_call(context=prompt_ids(0, 256))).end()
+    with pytest.raises(GenerationRefused, match="instance_id=gone"):
+        await run.stream(replace(record, instance_id="gone"), make_call()).end()
+    with pytest.raises(GenerationRefused, match="min_policy_version=4"):
+        await run.stream(record, make_call(), min_policy_version=4).end()
+    running = await run.under_way(record, make_call("running"))
+    waiting = run.stream(record, make_call("waiting"))
+    await run.until("a full generator", lambda: _waiting(run, record, 1))
+    with pytest.raises(GenerationRefused, match="1 calls wait for 1 slots"):
+        await run.stream(record, make_call("surplus")).end()
+    await running.end()
+    await waiting.end()
+
+
+async def _waiting(run, record, count):
+    return (await run.client.status(record)).waiting_count == count
+
+
+async def test_codes_on_the_wire_are_the_canonical_ones(make_run):
+    run = await make_run()
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    async with create_channel(record.address) as channel:
+        stub = stubs.GenerationServiceStub(channel)
+        for request, code in (
+            (pb.GenerateRequest(instance_id="other"), grpc.StatusCode.INVALID_ARGUMENT),
+            (_request(instance_id="other"), grpc.StatusCode.FAILED_PRECONDITION),
+            (_request(instance_id=record.instance_id, max_new_token_count=0), grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(request).read()
+            assert caught.value.code() is code
+        with pytest.raises(grpc.aio.AioRpcError, match="policy_version=7"):
+            await stub.LoadPolicy(pb.LoadPolicyRequest(policy_version=7))
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(service="rollmesh.v1.GenerationService"))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        assert (await stub.Drain(pb.DrainRequest())).interrupted_count == 0
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(_request(instance_id=record.instance_id)).read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def _request(**changes):
+    context = pb.GenerateRequest().context_ids
+    context.dtype, context.data = 1, prompt_ids(0).tobytes()
+    sampling = {"temperature": 1.0, "top_p": 1.0}
+    fields = {"max_new_token_count": 5, "chunk_token_count": 4, "prompt_token_count": 12, **changes}
+    return pb.GenerateRequest(context_ids=context, sampling=sampling, **fields)
+
+
+async def test_pause_and_resume_over_the_wire_hold_a_stream(make_run):
+    run = await make_run(pace=SLOW)
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    stream = await run.under_way(record, make_call())
+    async with create_channel(record.address) as channel:
+        stub = stubs.GenerationServiceStub(channel)
+        await stub.Pause(pb.PauseRequest())
+        assert (await run.client.status(record)).paused
+        await run.publish(1)
+        await run.serving(1)
+        assert (await run.client.status(record)).paused
+        assert await stream.end() is FinishReason.INTERRUPTED
+        held = run.stream(record, make_call("held"))
+        await run.until("a held call", lambda: _waiting(run, record, 1))
+        await stub.Resume(pb.ResumeRequest())
+        assert await held.end() is FinishReason.LENGTH
+
+
+async def test_a_caller_that_goes_away_frees_its_slot(make_run):
+    run = await make_run(slots=1, pace=SLOW)
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    stream = await run.under_way(record, make_call())
+    stream.task.cancel()
+
+    async def free() -> bool:
+        return (await run.client.status(record)).running_count == 0
+
+    await run.until("the slot to be free", free)
+
+
+async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_rest_goes_on_elsewhere(make_run):
+    run = await make_run(pace=SLOW)
+    await run.publish(0)
+    processes = [run.start_process(index) for index in range(2)]
+    run.start(index=2)
+    by_address = {e.grpc: e.index for e in await _endpoints(run, 3)}
+    records = {by_address[r.address]: r for r in await run.serving(0, count=3)}
+    calls = {index: make_call(f"t{index}", prompt_ids(index)) for index in range(2)}
+    streams = [await run.under_way(records[index], calls[index]) for index in range(2)]
+    processes[0].send_signal(signal.SIGTERM)
+    processes[1].kill()
+    assert await streams[0].end() is FinishReason.INTERRUPTED
+    with pytest.raises(EngineError, match="UNAVAILABLE"):
+        await streams[1].end()
+    for index, stream in enumerate(streams):
+        whole = run.stream(records[2], calls[index])
+        assert await whole.end() is FinishReason.LENGTH
+        rest_call = replace(
+            calls[index],
+            context_ids=np.concatenate((calls[index].context_ids, stream.tokens)),
+            max_new_token_count=150 - len(stream.tokens),
+        )
+        rest = run.stream(records[2], rest_call)
+        await rest.end()
+        assert len(stream.tokens) > 0
+        np.testing.assert_array_equal(np.concatenate((stream.tokens, rest.tokens)), whole.tokens)
+    assert await asyncio.to_thread(processes[0].wait, 20) == 0
+
+    async def only_the_living() -> bool:
+        return [g.instance_id for g in await run.store.generators()] == [records[2].instance_id]
+
+    await run.until("the dead to leave the registry", only_the_living)
+
+
+async def _endpoints(run, count):
+    async def there() -> bool:
+        return len(read_endpoints(run.folder, "generator")) == count
+
+    await run.until(f"{count} endpoints", there)
+    return read_endpoints(run.folder, "generator")
