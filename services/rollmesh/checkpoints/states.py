@@ -82,7 +82,12 @@ def save_state(
         if isinstance(error, CheckpointException):  # a BaseException in torch
             raise CheckpointError(f"{folder}: the trainer state cannot be saved: {error}") from error
         raise
-    return next(s for s in committed.committed_states(root, secret) if s.folder == folder)
+    for state in committed.committed_states(root, secret):
+        if state.folder == folder:
+            return state
+    raise CheckpointError(
+        f"{folder}: gone right after it was committed: another trainer prunes here", reason=Reason.TORN
+    )
 
 
 def load_state(state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -93,16 +98,28 @@ def load_state(state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> di
     rank, world = _rank_and_world()
     committed.verify_files(state, part=rank, parts=world)
     _barrier()
+    _fill(state.folder, tensors)
+    return dict(state.record.extra)
+
+
+def load_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill (possibly sharded) parameters in place from a verified Hugging Face folder; every rank calls this.
+
+    Raises CheckpointError when the folder has not the weights asked for.
+    """
+    _fill(folder, tensors)
+
+
+def _fill(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    _, world = _rank_and_world()
     try:
         with _single_process_is_fine():
-            dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(state.folder)), no_dist=world == 1)
+            dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world == 1)
     except CheckpointException as error:
         # A BaseException in torch; it means that the tensors asked for are not those that were saved.
         raise CheckpointError(
-            f"{state.folder}: the state does not fit this model and optimizer: {error}",
-            reason=Reason.FOREIGN_ARCHITECTURE,
+            f"{folder}: does not fit this model and optimizer: {error}", reason=Reason.FOREIGN_ARCHITECTURE
         ) from error
-    return dict(state.record.extra)
 
 
 def _rank_and_world() -> tuple[int, int]:

@@ -14,6 +14,7 @@ from rollmesh.store.evaluations import Evaluations
 from rollmesh.store.leader import Leader
 from rollmesh.store.limits import Limits
 from rollmesh.store.registry import Registry
+from rollmesh.store.rollbacks import Rollbacks
 from rollmesh.store.sessions import Sessions
 from rollmesh.store.training import Training
 from rollmesh.store.trajectories import TrajectoryQueue
@@ -92,6 +93,10 @@ class TrajectoryStore:
         self.report_committed = training.report_committed
         self.reassert_training = training.reassert_training
         self.rollback = training.rollback
+        rollbacks = Rollbacks(connection)
+        self.request_rollback = rollbacks.request_rollback
+        self.rollback_request = rollbacks.rollback_request
+        self.finish_rollback = rollbacks.finish_rollback
         self.unclaimed_trajectories = Unclaimed(connection).unclaimed_trajectories
 
         self.view = view.view

@@ -213,3 +213,11 @@ class TrainingState:
     cut_step: int
     committed_step: int
     recovering: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollbackRequest:
+    """A person's wish to go on from an older policy."""
+
+    request_id: str
+    policy_version: int

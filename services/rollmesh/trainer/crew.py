@@ -17,6 +17,7 @@ import numpy as np
 from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.checkpoints.frames import batch_from_bytes, batch_to_bytes
 from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.states import load_weights
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.trainer.distributed import Gang, broadcast_bytes
@@ -69,6 +70,13 @@ class Crew:
         self._order({"do": "load", "folder": state.folder.name})
         return self._load(state)
 
+    def take_weights(self, policy_version: int) -> None:
+        """Take the weights of a published policy and forget the optimizer's moments; CheckpointError if it is gone."""
+        if self.shelf.folder(policy_version) is None:
+            raise CheckpointError(f"policy version {policy_version} is not kept any more")
+        self._order({"do": "take_weights", "policy_version": policy_version, "policies": self._news()})
+        self._take_weights(policy_version)
+
     def canary(self, sequences: Sequence[Int32Array]) -> list[CanarySequence]:
         """The fixed sequences with the log-probabilities of the present weights."""
         self._order({"do": "canary", "sequences": [s.tolist() for s in sequences]})
@@ -113,6 +121,9 @@ class Crew:
                 self._save(order)
             case "load":
                 self._load(self._find(order["folder"]))
+            case "take_weights":
+                self.shelf.update(PolicyRecord(**record) for record in order["policies"])
+                self._take_weights(order["policy_version"])
             case "canary":
                 self.trainer.logprobs([np.array(ids, np.int32) for ids in order["sequences"]])
             case "export":
@@ -145,6 +156,16 @@ class Crew:
         extra = self._checkpoints.load_state(state, self.trainer.state_tensors())
         self.trainer.restore_extra(extra)
         return extra
+
+    def _take_weights(self, policy_version: int) -> None:
+        folder = self.shelf.folder(policy_version)
+        if folder is None:
+            raise CheckpointError(f"policy version {policy_version} is not kept any more")
+        tensors = self.trainer.state_tensors()
+        load_weights(folder, {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+        for name, tensor in tensors.items():
+            if name.startswith("optimizer."):
+                tensor.zero_()
 
     def _find(self, name: str) -> CommittedState:
         for state in self._checkpoints.committed_states():

@@ -24,7 +24,6 @@ from typing import Any, TypeVar
 
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
-from rollmesh.errors import CheckpointError
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
@@ -33,9 +32,11 @@ from rollmesh.trainer.claims import BatchClaims, ClaimedBatch
 from rollmesh.trainer.crew import Crew
 from rollmesh.trainer.metrics import TrainerMetrics
 from rollmesh.trainer.patience import Patience
+from rollmesh.trainer.progress import Progress
 from rollmesh.trainer.publishing import Publisher
 from rollmesh.trainer.records import StepRecords
 from rollmesh.trainer.report import StepReport
+from rollmesh.trainer.rollback import Rollbacks
 from rollmesh.trainer.samples import Decode, sample_completions
 from rollmesh.trainer.session import TrainingSession
 from rollmesh.trainer.stages import StageEnds
@@ -57,6 +58,8 @@ class Workplace:
     session: TrainingSession
     claims: BatchClaims
     publisher: Publisher
+    rollbacks: Rollbacks
+    progress: Progress
     checkpoints: CheckpointStore
     patience: Patience
     metrics: TrainerMetrics
@@ -73,11 +76,9 @@ class Workplace:
 class TrainingLoop:
     """Trains until the last step of the run or shutdown."""
 
-    def __init__(self, place: Workplace, shutdown: Shutdown, extra: dict[str, Any]) -> None:
+    def __init__(self, place: Workplace, shutdown: Shutdown) -> None:
         self._place = place
         self._shutdown = shutdown
-        self._trained_tokens = int(extra.get("trained_token_total", 0))
-        self._rollback_count = int(extra.get("rollback_count", 0))
         self._log = get_logger("training")
 
     @property
@@ -94,6 +95,7 @@ class TrainingLoop:
         waiting_since = time.monotonic()
         while self.train_step < last and not self._shutdown.is_set():
             place.health.beat(LOOP_NAME)
+            await place.rollbacks.carry_out(self._save)
             claimed = await place.claims.next(self.train_step + 1, _CLAIM_SECONDS)
             if claimed is None:
                 await self._in_thread(place.crew.idle)
@@ -131,25 +133,27 @@ class TrainingLoop:
 
     async def _commit(self) -> None:
         """Save the trainer state, unless it is committed already."""
-        place = self._place
-        if self.train_step <= place.session.committed_step:
-            return
+        if self.train_step > self._place.session.committed_step:
+            await self._save()
+
+    async def _save(self) -> None:
+        place, progress = self._place, self._place.progress
         started = time.monotonic()
-        extra = {"trained_token_total": self._trained_tokens, "rollback_count": self._rollback_count}
-        token = place.session.token
+        label = progress.label(place.session.token)
         await place.patience.with_room(
-            "save_state", lambda: self._in_thread(lambda: place.crew.save(token, self._rollback_count, extra))
+            "save_state",
+            lambda: self._in_thread(lambda: place.crew.save(label, progress.rollback_count, progress.to_extra())),
         )
         await place.session.report_committed(self.train_step)
         place.metrics.committed_step.set(self.train_step)
         place.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
-        await asyncio.to_thread(place.checkpoints.prune_states, keep_last=_KEPT_STATES, session=token)
+        await asyncio.to_thread(place.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
 
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
         place = self._place
-        self._trained_tokens += report.batch.trained_tokens
+        place.progress.trained_token_total += report.batch.trained_tokens
         counts = await place.session.patiently("counts", place.session.store.counts)
-        mesh = mesh_numbers(counts, self._trained_tokens)
+        mesh = mesh_numbers(counts, place.progress.trained_token_total)
         record = step_record(report, mesh) | {
             "policy_version": place.crew.shelf.version_of(report.train_step),
             "replayed": claimed.replayed,
@@ -167,33 +171,6 @@ class TrainingLoop:
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._place.executor, call)
-
-
-def load_newest_state(crew: Crew, checkpoints: CheckpointStore) -> dict[str, Any]:
-    """Take over the newest committed state that can be read; returns its ``extra``, empty for the initial model.
-
-    An older state is no loss: the batch files after it are replayed. Raises CheckpointError when states exist and
-    none after the last rollback can be read.
-    """
-    log = get_logger("training")
-    states = checkpoints.committed_states()
-    refused: list[str] = []
-    for state in states:
-        if state.record.rollback_count < states[0].record.rollback_count:
-            break
-        try:
-            extra = crew.load(state)
-        except CheckpointError as error:
-            if crew.gang.world > 1:
-                raise
-            refused.append(str(error))
-            log.error("state_refused", folder=state.folder.name, reason=error.reason, message=str(error))
-            continue
-        log.info("state_loaded", train_step=state.train_step, folder=state.folder.name)
-        return dict(extra)
-    if refused and states[0].record.rollback_count > 0:
-        raise CheckpointError(f"no trainer state after the last rollback can be read: {'; '.join(refused)}")
-    return {}
 
 
 def mesh_numbers(counts: StoreCounts, trained_tokens: int) -> dict[str, Any]:

@@ -8,13 +8,12 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from rollmesh.checkpoints.describe import architecture_of, read_json
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.errors import SessionLost
+from rollmesh.errors import CheckpointError, SessionLost
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.http import admin_server
@@ -28,11 +27,13 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.trainer.claims import BatchClaims
 from rollmesh.trainer.crew import Crew
 from rollmesh.trainer.distributed import join_gang, leave_gang, pick_device
-from rollmesh.trainer.loop import LOOP_NAME, TrainingLoop, Workplace, load_newest_state
+from rollmesh.trainer.loop import LOOP_NAME, TrainingLoop, Workplace
 from rollmesh.trainer.metrics import TrainerMetrics
 from rollmesh.trainer.patience import Patience
+from rollmesh.trainer.progress import Progress, load_newest_state
 from rollmesh.trainer.publishing import Publisher, canary_sequences
 from rollmesh.trainer.records import StepRecords
+from rollmesh.trainer.rollback import Rollbacks
 from rollmesh.trainer.samples import decoder
 from rollmesh.trainer.session import Stopped, TrainingSession
 from rollmesh.trainer.shelf import PolicyShelf
@@ -100,11 +101,19 @@ async def _lead(
         session = TrainingSession(store, checkpoints, crew.shelf, trainer_metrics, shutdown)
         patience = Patience(trainer_metrics, health, shutdown)
         with contextlib.suppress(Stopped):
-            extra = await _take_over(config, session, checkpoints, crew, executor)
+            progress = await _take_over(config, session, checkpoints, crew, executor)
             model = resolve_model(config.model.path)
             vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
             publisher = Publisher(
-                config, crew, session, checkpoints, patience, trainer_metrics, executor, canary_sequences(vocab_size)
+                config,
+                crew,
+                session,
+                checkpoints,
+                patience,
+                trainer_metrics,
+                executor,
+                canary_sequences(vocab_size),
+                progress,
             )
             stage_end = config.trainer.algorithm.old_logprobs == "stage_end"
             place = Workplace(
@@ -113,6 +122,8 @@ async def _lead(
                 session=session,
                 claims=BatchClaims(session, checkpoints, patience),
                 publisher=publisher,
+                rollbacks=Rollbacks(crew, session, publisher, checkpoints, progress, executor),
+                progress=progress,
                 checkpoints=checkpoints,
                 patience=patience,
                 metrics=trainer_metrics,
@@ -124,7 +135,7 @@ async def _lead(
                 executor=executor,
             )
             health.set_ready(True)
-            await _run(TrainingLoop(place, shutdown, extra), place)
+            await _run(TrainingLoop(place, shutdown), place)
 
 
 async def _take_over(
@@ -133,11 +144,11 @@ async def _take_over(
     checkpoints: CheckpointStore,
     crew: Crew,
     executor: ThreadPoolExecutor,
-) -> dict[str, Any]:
-    """Fence older trainers, then continue from what the checkpoint store holds; returns the state's ``extra``."""
+) -> Progress:
+    """Fence older trainers, then continue from what the checkpoint store holds."""
     await session.open(f"{socket.gethostname()}-{os.getpid()}", run_limits(config))
     leftovers = await asyncio.to_thread(checkpoints.remove_unfinished_batches)
-    extra = await asyncio.get_running_loop().run_in_executor(executor, load_newest_state, crew, checkpoints)
+    progress = await asyncio.get_running_loop().run_in_executor(executor, load_newest_state, crew, checkpoints)
     await session.begin(crew.trainer.train_step)
     get_logger("trainer").info(
         "trainer_takes_over",
@@ -146,7 +157,7 @@ async def _take_over(
         ranks=crew.gang.world,
         unfinished_batch_files=leftovers,
     )
-    return extra
+    return progress
 
 
 async def _run(training: TrainingLoop, place: Workplace) -> None:
@@ -160,10 +171,14 @@ async def _run(training: TrainingLoop, place: Workplace) -> None:
             if task.done() and not task.cancelled():
                 task.result()
     except SessionLost as error:
-        raise SessionLost(
-            f"another trainer has taken over run {place.config.name}, so this one stops at train step "
-            f"{training.train_step}: two trainers on one run ({error})"
-        ) from error
+        raise _superseded(training, place) from error
+    except (CheckpointError, OSError) as error:
+        # A newer trainer tidies away what an older one was writing; then this is no trouble with the disk.
+        try:
+            await place.session.check()
+        except SessionLost:
+            raise _superseded(training, place) from error
+        raise
     finally:
         watch.cancel()
         train.cancel()
@@ -171,3 +186,10 @@ async def _run(training: TrainingLoop, place: Workplace) -> None:
         for tracker in place.trackers:
             tracker.close()
     await place.session.close()
+
+
+def _superseded(training: TrainingLoop, place: Workplace) -> SessionLost:
+    return SessionLost(
+        f"another trainer has taken over run {place.config.name}, so this one stops at train step "
+        f"{training.train_step}: two trainers on one run"
+    )

@@ -22,6 +22,7 @@ from rollmesh.scheduling.presets import resolve_schedule
 from rollmesh.trainer.crew import Crew
 from rollmesh.trainer.metrics import TrainerMetrics
 from rollmesh.trainer.patience import Patience
+from rollmesh.trainer.progress import Progress
 from rollmesh.trainer.session import TrainingSession
 from rollmesh.types import Int32Array, PolicyRecord
 
@@ -51,6 +52,7 @@ class Publisher:
         metrics: TrainerMetrics,
         executor: Executor,
         canary: list[Int32Array],
+        progress: Progress,
     ) -> None:
         self._config = config
         self._crew = crew
@@ -60,6 +62,7 @@ class Publisher:
         self._metrics = metrics
         self._executor = executor
         self._canary = canary
+        self._progress = progress
         self._log = get_logger("publisher")
 
     async def publish(self, train_step: int) -> PolicyRecord:
@@ -68,12 +71,16 @@ class Publisher:
         if newest is not None:
             self._crew.shelf.update([newest])
             self._metrics.policy_version.set(newest.policy_version)
-            if newest.train_step >= train_step:
+            if newest.train_step > train_step:
+                return newest
+            if newest.train_step == train_step and self._progress.published(newest.path):
                 return newest
         version = newest.policy_version + 1 if newest else 0
         record = await self._whole_folder(version, train_step)
         if record is None:
             parent = newest.policy_version if newest else None
+            if newest is not None and newest.train_step == train_step:
+                parent = self._progress.rolled_back_to
             record = await self._patience.with_room(
                 "publish", lambda: self._in_thread(lambda: self._write(version, train_step, parent))
             )
@@ -99,7 +106,8 @@ class Publisher:
 
     async def _whole_folder(self, version: int, train_step: int) -> PolicyRecord | None:
         for record in await asyncio.to_thread(self._checkpoints.complete_policies):
-            if (record.policy_version, record.train_step) == (version, train_step):
+            known = (record.policy_version, record.train_step) == (version, train_step)
+            if known and self._progress.published(record.path):
                 try:
                     await asyncio.to_thread(self._checkpoints.open, record)
                 except CheckpointError as error:
@@ -111,7 +119,7 @@ class Publisher:
     def _write(self, version: int, train_step: int, parent: int | None) -> PolicyRecord:
         canary = self._crew.canary(self._canary)
         return self._checkpoints.publish(
-            session=self._session.token,
+            session=self._progress.label(self._session.token),
             policy_version=version,
             train_step=train_step,
             parent=parent,
@@ -137,7 +145,7 @@ class Publisher:
             keep_last=kept_policies(self._config),
             pinned=kept,
             in_use=in_use,
-            session=self._session.token,
+            session=self._progress.label(self._session.token),
         )
         if removed:
             self._log.info("policies_pruned", paths=removed)

@@ -131,13 +131,14 @@ class TrainerRun:
         await self.until("the end of the run", lambda: process.poll() == 0, seconds, pause=0.01)
 
     async def feed(self, steps: int) -> None:
-        """Admit, roll out and score the groups of all steps; needs an announced version 0."""
-        token = await self.store.acquire_leadership("feeder")
-        assert token is not None
-        self.leader = token
-        await self.store.set_desired(token, Desired(pool_size=MEMBERS * GROUPS * steps))
-        groups = [self._group(index) for index in range(GROUPS * steps)]
-        await self.store.admit(token, groups, Cursor(), Cursor(epoch=0, index=len(groups)))
+        """Admit, roll out and score the groups of the next steps; needs an announced version 0."""
+        if not self.leader:
+            self.leader = await self.store.acquire_leadership("feeder") or ""
+            assert self.leader
+        await self.store.set_desired(self.leader, Desired(pool_size=MEMBERS * GROUPS * steps))
+        before = await self.store.cursor()
+        groups = [self._group(before.index + at) for at in range(GROUPS * steps)]
+        await self.store.admit(self.leader, groups, before, Cursor(epoch=0, index=before.index + len(groups)))
         session = await self.store.open_session("feeder")
         ids: list[str] = []
         while leased := await self.store.lease(session, len(groups) * MEMBERS):
@@ -146,7 +147,9 @@ class TrainerRun:
         await self.store.finish(session, [_finish(i) for i in ids])
         await self.store.score(session, [_score(i) for i in ids])
         await self.store.close_session(session)
-        self.cuts = [[g.group_id for g in groups[GROUPS * s : GROUPS * (s + 1)]] for s in range(steps)]
+        trained = (await self.store.training_state()).trained_step
+        fresh = [[g.group_id for g in groups[GROUPS * s : GROUPS * (s + 1)]] for s in range(steps)]
+        self.cuts = self.cuts[:trained] + fresh
 
     async def cut_forever(self) -> None:
         """The leader's part: cut the next batch as soon as the last one is trained."""

@@ -1,0 +1,33 @@
+"""A person's request to go on from an older policy; the trainer carries it out between two steps."""
+
+from __future__ import annotations
+
+import secrets
+
+from rollmesh.store.connection import Connection
+from rollmesh.store.types import RollbackRequest
+
+
+class Rollbacks:
+    """The pending request, if there is one."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def request_rollback(self, version: int) -> RollbackRequest:
+        """Ask the trainer to continue from this policy; Conflict when it was never announced."""
+        request = RollbackRequest(request_id=secrets.token_hex(8), policy_version=version)
+        await self._connection.run("request_rollback", request.request_id, version)
+        return request
+
+    async def rollback_request(self) -> RollbackRequest | None:
+        """The pending request."""
+        meta = self._connection.keys.single("meta")
+        request_id, version = await self._connection.command("HMGET", meta, "rollback_id", "rollback_version")
+        if request_id is None:
+            return None
+        return RollbackRequest(request_id=request_id.decode(), policy_version=int(version))
+
+    async def finish_rollback(self, trainer_session: str, request: RollbackRequest) -> None:
+        """The request has been carried out, or cannot be; idempotent."""
+        await self._connection.run("finish_rollback", trainer_session, request.request_id)

@@ -1,0 +1,71 @@
+"""What the trainer state holds beside tensors, and finding the state to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.errors import CheckpointError
+from rollmesh.runtime.logging import get_logger
+from rollmesh.trainer.crew import Crew
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """Totals of the run and its rollbacks; saved with every state, so that they are as old as its weights."""
+
+    trained_token_total: int = 0
+    """Tokens in the numerators of all losses."""
+    rollback_count: int = 0
+    """Rollbacks carried out; a state after one outranks every state before it."""
+    rollback_id: str = ""
+    """The newest request carried out."""
+    rolled_back_to: int | None = None
+    """Policy version that the newest rollback went back to."""
+
+    def to_extra(self) -> dict[str, Any]:
+        """JSON values for the trainer state."""
+        return {"progress": asdict(self)}
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> Self:
+        """Back from ``to_extra``; a fresh one for the initial model."""
+        return cls(**extra.get("progress", {}))
+
+    def label(self, session: str) -> str:
+        """Session part of folder names: a rollback publishes and saves a train step anew."""
+        return f"{session}r{self.rollback_count}" if self.rollback_count else session
+
+    def published(self, path: str) -> bool:
+        """Whether a policy folder was written after as many rollbacks as this trainer knows (tokens are hex)."""
+        _, mark, count = path.rpartition("-")[2].partition("r")
+        return int(count) == self.rollback_count if mark else self.rollback_count == 0
+
+
+def load_newest_state(crew: Crew, checkpoints: CheckpointStore) -> Progress:
+    """Take over the newest committed state that can be read; a fresh Progress for the initial model.
+
+    An older state is no loss: the batch files after it are replayed. Raises CheckpointError when states exist and
+    none after the last rollback can be read.
+    """
+    log = get_logger("training")
+    states = checkpoints.committed_states()
+    refused: list[str] = []
+    for state in states:
+        if state.record.rollback_count < states[0].record.rollback_count:
+            break
+        try:
+            extra = crew.load(state)
+        except CheckpointError as error:
+            if crew.gang.world > 1:
+                raise
+            refused.append(str(error))
+            log.error("state_refused", folder=state.folder.name, reason=error.reason, message=str(error))
+            continue
+        log.info("state_loaded", train_step=state.train_step, folder=state.folder.name)
+        return Progress.from_extra(extra)
+    if refused and states[0].record.rollback_count > 0:
+        raise CheckpointError(f"no trainer state after the last rollback can be read: {'; '.join(refused)}")
+    return Progress()

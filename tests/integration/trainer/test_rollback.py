@@ -1,0 +1,85 @@
+"""Going back to an older policy on purpose, through a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollmesh.errors import Conflict
+from rollmesh.store import EmbeddedServer
+from rollmesh.types import PolicyRecord
+
+from .trainer_run import TrainerRun, opened_run, write_run_file
+
+STEPS = 6
+
+
+@pytest.mark.parametrize("moment", ["", "states/*r1/COMMITTED", "policies/*r1", "policies/*r1/manifest.json"])
+async def test_a_rollback_publishes_the_old_weights_once_and_drops_unclaimed_work(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, moment: str
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": STEPS})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(3):
+            await run.until("version 3", lambda: _announced(run, 3), pause=0.01)
+            await run.feed(2)
+            run.cuts = run.cuts[:3]
+            with pytest.raises(Conflict, match="not been announced"):
+                await run.store.request_rollback(99)
+            await run.store.request_rollback(1)
+            if moment:
+                await run.until(moment, lambda: any(run.checkpoints.root.glob(moment)))
+                run.kill()
+                run.start()
+            await run.until("the end of the rollback", lambda: _rolled_back(run), pause=0.01)
+            assert (await run.store.counts()).drops["rolled_back"] == 4
+            await run.feed(3)
+            await run.until_finished()
+        records = await run.store.policies()
+        assert [(r.policy_version, r.train_step) for r in records] == [
+            (0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (6, 5), (7, 6)
+        ]  # fmt: skip
+        manifests = [run.checkpoints.open(r).manifest for r in records]
+        assert [m.parent for m in manifests] == [None, 0, 1, 2, 1, 4, 5, 6]
+        assert _weights(run, records[4]) == _weights(run, records[1])
+        assert _weights(run, records[5]) != _weights(run, records[4])
+        ledger = run.checkpoints.ledger()
+        assert (ledger.committed_step, dict(ledger.damaged), dict(ledger.trained_twice)) == (STEPS, {}, {})
+
+
+async def test_a_rollback_to_a_policy_that_is_gone_is_refused_and_the_run_goes_on(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"keep_last": 2})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(4):
+            await run.until("version 4", lambda: _announced(run, 4), pause=0.01)
+        gone = (await run.store.policies())[1]
+        assert not (run.checkpoints.root / gone.path).exists()
+    config = write_run_file(tmp_path / "again", tiny_model, server, checkpoints={"keep_last": 2})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(3):
+            await run.until("version 3", lambda: _announced(run, 3), pause=0.01)
+            await run.store.request_rollback(1)
+            await run.until("the refusal", lambda: _rolled_back(run), pause=0.01)
+            await run.feed(1)
+            await run.until_finished()
+        assert "rollback_refused" in run.log()
+        assert [r.train_step for r in await run.store.policies()] == [0, 1, 2, 3, 4]
+
+
+def _weights(run: TrainerRun, record: PolicyRecord) -> bytes:
+    return (run.checkpoints.open(record).folder / "model.safetensors").read_bytes()
+
+
+async def _announced(run: TrainerRun, version: int) -> bool:
+    latest = await run.store.latest_policy()
+    return latest is not None and latest.policy_version >= version
+
+
+async def _rolled_back(run: TrainerRun) -> bool:
+    return await run.store.rollback_request() is None
