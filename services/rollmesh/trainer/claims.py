@@ -59,7 +59,12 @@ class BatchClaims:
             batch = await asyncio.to_thread(self._checkpoints.read_batch, train_step)
             footer = await asyncio.to_thread(self._checkpoints.batch_footer, train_step)
         except CheckpointError as error:
-            if error.reason not in _REWRITABLE or train_step <= self._session.trained_step:
+            if train_step <= self._session.trained_step:
+                raise CheckpointError(
+                    f"train step {train_step} has been trained on before, but cannot be replayed: {error}",
+                    reason=error.reason,
+                ) from error
+            if error.reason not in _REWRITABLE:
                 raise
             if error.reason != Reason.MISSING:
                 self._log.warning("batch_file_torn", train_step=train_step, message=str(error))

@@ -181,6 +181,7 @@ def mesh_numbers(counts: StoreCounts, trained_tokens: int) -> dict[str, Any]:
         "saved_tokens": saved,
         "trained_token_total": trained_tokens,
         "dropped_groups": dict(counts.drops),
+        "dropped_groups_by_reason_and_length_decile": dict(counts.drop_deciles),
         "wasted_tokens": dict(counts.dropped_tokens),
         "totals": dict(counts.totals),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -148,6 +149,24 @@ async def test_a_trainer_that_dies_with_its_redis_comes_back_with_every_version(
             run.start()
             await run.until_finished()
         await assert_every_batch_counts_once(run, seen)
+
+
+async def test_a_redis_that_lost_everything_learns_what_was_trained_and_published(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 9})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(3):
+            await run.until("step 3", lambda: _announced(run, 3), pause=0.01)
+            records = await run.store.policies()
+            server.kill()
+            shutil.rmtree(server.folder / "appendonlydir")
+            server.start()
+            await run.until("the re-assertion", lambda: _announced(run, 3), pause=0.05)
+        assert await run.store.policies() == records
+        state = await run.store.training_state()
+        assert (state.trained_step, state.cut_step, state.committed_step) == (3, 3, 3)
 
 
 async def test_redis_may_be_away_for_a_while_and_the_trainer_waits(
