@@ -10,7 +10,8 @@
     ├── CheckpointError        a checkpoint is torn, truncated, tampered with or foreign          (RuntimeError)
     ├── EngineError            the generation engine cannot serve a request                      (RuntimeError)
     ├── GenerationRefused      a generator refused a call before sampling a token                (RuntimeError)
-    └── VerifierError          a verifier failed or returned something that is not a number      (RuntimeError)
+    ├── VerifierError          a verifier failed or returned something that is not a number      (RuntimeError)
+    └── RewardUnavailable      no reward service answered in time                                (RuntimeError)
 
 Messages name the field or the key, the value seen, and what to do about it.
 """
@@ -67,3 +68,7 @@ class GenerationRefused(RollmeshError, RuntimeError):
 
 class VerifierError(RollmeshError, RuntimeError):
     """A verifier failed or returned something that is not a finite number."""
+
+
+class RewardUnavailable(RollmeshError, RuntimeError):
+    """No reward service answered in time; nothing was scored and the same call may be made again."""

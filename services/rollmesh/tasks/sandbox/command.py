@@ -46,8 +46,6 @@ class Sandbox:
     """Most standard output that is read."""
     scratch_bytes: int = 64 << 20
     """Private space for files, in memory where the machine allows it."""
-    own_uid: bool = False
-    """Whether this process's uid runs nothing else (set by the reward service's workers)."""
 
     def run(self, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
         """Run ``script`` with the interpreter of this process, without site-packages.
@@ -61,7 +59,6 @@ class Sandbox:
             confinement = Confinement(
                 limits=self.limits,
                 uid=uid,
-                own_uid=self.own_uid or uid is not None,
                 folder=folder,
                 scratch_bytes=self.scratch_bytes,
             )

@@ -25,9 +25,7 @@ class Confinement:
 
     limits: ResourceLimits
     uid: int | None
-    """Uid to become; None when this process cannot, or already has one of its own."""
-    own_uid: bool
-    """Whether the child's uid, however it got it, runs nothing else."""
+    """Uid to become, one that runs nothing else; None keeps the uid of this process."""
     folder: str
     """Working folder on disk, used when the child cannot have private scratch space in memory."""
     scratch_bytes: int
@@ -43,7 +41,7 @@ def enter(confinement: Confinement, script_name: str, script: bytes) -> None:
     with suppress(OSError):
         kernel.refuse_new_privileges()
     folder = confinement.folder
-    own_process_count = confinement.own_uid
+    own_process_count = confinement.uid is not None
     if _new_namespaces():
         own_process_count = True
         _become_first_process()

@@ -7,14 +7,15 @@ from pathlib import Path
 
 from rollmesh.tasks.sandbox import kernel
 
-_SLOTS_PER_PROCESS = 64
+SLOTS_PER_PROCESS = 256
+"""Uids that one process can tell apart."""
 
 
 def own_uid(slot: int, owner_pid: int | None = None) -> int:
     """A uid that nothing else uses: from the upper half of the ids that exist here, by owner process and slot."""
     half = min(_mapped_ids(), 2**31) // 2
     pid = os.getpid() if owner_pid is None else owner_pid
-    return half + (pid * _SLOTS_PER_PROCESS + slot) % half
+    return half + (pid * SLOTS_PER_PROCESS + slot % SLOTS_PER_PROCESS) % half
 
 
 def become(uid: int) -> None:

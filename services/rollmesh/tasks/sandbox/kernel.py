@@ -25,6 +25,7 @@ MS_PRIVATE = 0x4_0000
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 
 
@@ -42,6 +43,11 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 def die_with_parent() -> None:
     """Be killed when the parent process (the thread that forked) ends."""
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that its remains can be reaped."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def set_dumpable(dumpable: bool) -> None:

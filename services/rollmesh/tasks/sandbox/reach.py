@@ -18,16 +18,25 @@ from rollmesh.tasks.sandbox import kernel
 
 
 def interpreter_folders() -> list[Path]:
-    """Folders that this interpreter loads code from."""
-    named = [sys.base_prefix, sys.prefix, *sys.path, *site.getsitepackages()]
-    folders = {Path(name).resolve() for name in named if name and Path(name).is_dir()}
+    """Folders that this interpreter loads code from.
+
+    A private folder on ``sys.path`` is left out: what was imported from it is there, the rest stays private.
+    """
+    needed = [sys.base_prefix, sys.prefix, *site.getsitepackages()]
+    folders = {Path(name).resolve() for name in needed if Path(name).is_dir()}
+    folders |= {path for name in sys.path if name and (path := Path(name).resolve()).is_dir() and not is_private(path)}
     return [f for f in sorted(folders) if not any(other in f.parents for other in folders)]
 
 
+def is_private(folder: Path) -> bool:
+    """Whether other uids may not enter the folder itself."""
+    return not os.stat(folder).st_mode & stat.S_IXOTH
+
+
 def blocked_folder(path: Path) -> Path | None:
-    """The topmost folder on the way to ``path`` (itself included) that other uids may not enter."""
-    for folder in (*reversed(path.parents), path):
-        if not os.stat(folder).st_mode & stat.S_IXOTH:
+    """The topmost folder on the way to ``path`` that other uids may not enter."""
+    for folder in reversed(path.parents):
+        if is_private(folder):
             return folder
     return None
 
@@ -39,9 +48,9 @@ def expose(folders: Iterable[Path]) -> None:
     """
     covered: dict[Path, list[Path]] = defaultdict(list)
     for folder in folders:
-        blocked = blocked_folder(folder)
-        if blocked == folder:
+        if is_private(folder):
             raise PermissionError(f"{folder}: no other uid may enter it")
+        blocked = blocked_folder(folder)
         if blocked is not None:
             covered[blocked].append(folder)
     if not covered:

@@ -1,0 +1,61 @@
+"""Verifiers that wait for a reply from elsewhere; they run in the service's own loop, many at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollmesh.errors import DataError, VerifierError
+from rollmesh.reward.handler import prompt_metadata
+from rollmesh.reward.outcomes import timed_out, verifier_error
+from rollmesh.tasks.verifiers.protocol import AsyncVerifier, checked_reward
+from rollmesh.tasks.verifiers.registry import BUILT_IN, build_verifier, built_in_class
+from rollmesh.text import Tokenizer
+from rollmesh.types import OutcomeKind, RewardOutcome
+from rollmesh.wire.reward_messages import score_item_from_bytes
+
+
+class Judge:
+    """One such verifier, with a limit on its calls at once."""
+
+    def __init__(self, name: str, verifier: AsyncVerifier, tokenizer: Tokenizer, timeout_seconds: float) -> None:
+        self._name = name
+        self._verifier = verifier
+        self._tokenizer = tokenizer
+        self._timeout_seconds = timeout_seconds
+        self._slots = asyncio.Semaphore(verifier.concurrency)
+
+    async def score(self, payload: bytes) -> RewardOutcome:
+        """Score one encoded item; the time counts from when the call starts."""
+        try:
+            item = score_item_from_bytes(payload)
+            response = self._tokenizer.decode(item.response_ids)
+            metadata = prompt_metadata(item.prompt, self._verifier, self._tokenizer)
+        except DataError as error:
+            return verifier_error(str(error))
+        async with self._slots:
+            try:
+                async with asyncio.timeout(self._timeout_seconds):
+                    result = await self._verifier.verify_async(response, metadata)
+                reward = checked_reward(result, self._name)
+            except TimeoutError as error:
+                message = str(error) or f"{self._name}: no reply within {self._timeout_seconds:g} s"
+                return timed_out(message, self._verifier.timeout_means_wrong)
+            except VerifierError as error:
+                return verifier_error(str(error))
+        return RewardOutcome(kind=OutcomeKind.SCORED, value=reward.value, parts=reward.parts)
+
+    async def aclose(self) -> None:
+        """Close its connections."""
+        await self._verifier.aclose()
+
+
+def build_judge(name: str, options: dict[str, object], tokenizer: Tokenizer, timeout_seconds: float) -> Judge | None:
+    """The judge called ``name``, or None if that verifier computes and belongs into the pool.
+
+    Only built-in verifiers run here: code of the user stays in the confined processes.
+    """
+    if name not in BUILT_IN or not hasattr(built_in_class(name), "verify_async"):
+        return None
+    verifier = build_verifier(name, options)
+    assert isinstance(verifier, AsyncVerifier)
+    return Judge(name, verifier, tokenizer, timeout_seconds)

@@ -1,0 +1,106 @@
+"""The reward process: a pool of verifier processes behind gRPC, and the admin port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
+from rollmesh.errors import RollmeshError
+from rollmesh.reward.connection import WorkerDied, WorkerTimedOut
+from rollmesh.reward.isolation import IsolationLevel
+from rollmesh.reward.judges import Judge, build_judge
+from rollmesh.reward.metrics import RewardMetrics
+from rollmesh.reward.pool import WorkerPool
+from rollmesh.reward.scoring import Scoring
+from rollmesh.reward.service import SERVICE_NAME, RewardService
+from rollmesh.reward.spec import worker_spec
+from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.grpc import HealthReporter, create_server
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.text import Tokenizer
+from rollmesh.v1 import reward_service_pb2_grpc as stubs
+
+_BEAT_SECONDS = 2.0
+_DEADLINE_SECONDS = 30.0
+
+
+async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
+    """Score answers until ``shutdown``; answers that are in the service by then are finished first.
+
+    Raises ConfigError for a verifier that cannot be loaded, RollmeshError when workers cannot be started any more.
+    """
+    host = config.launcher.host
+    registry, health = Metrics("reward"), Health()
+    metrics = RewardMetrics(registry)
+    failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async with AsyncExitStack() as stack:
+        admin_port = await stack.enter_async_context(admin_server(registry, health, host))
+        spec = worker_spec(config)
+        pool = await stack.enter_async_context(
+            WorkerPool(spec, config.reward.workers, metrics, lambda error: _fail(failure, error))
+        )
+        judges = await _open_judges(config, stack)
+        metrics.expect([*pool.timeout_means_wrong, *judges, "unknown"])
+        await _measure_isolation(pool, metrics)
+        scoring = Scoring(
+            pool,
+            judges,
+            metrics,
+            default_verifier=config.reward.verifier,
+            timeout_seconds=config.reward.timeout_seconds,
+        )
+        server = create_server()
+        stubs.add_RewardServiceServicer_to_server(RewardService(scoring), server)  # type: ignore[no-untyped-call]
+        reporter = HealthReporter(server, SERVICE_NAME)
+        address = f"{host}:{server.add_insecure_port(f'{host}:0')}"
+        await server.start()
+        stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
+        admin = f"{host}:{admin_port}"
+        with published_endpoint(Path(config.folder), service="reward", index=index, grpc=address, admin=admin):
+            await reporter.set_serving(True)
+            health.set_ready(True)
+            await _until_shutdown(shutdown, failure, health)
+        health.set_ready(False, "shutting down")
+        await reporter.set_serving(False)
+
+
+async def _open_judges(config: RunConfig, stack: AsyncExitStack) -> dict[str, Judge]:
+    """The run's verifier, if it is one that waits rather than computes."""
+    tokenizer = Tokenizer(resolve_model(config.model.path))
+    judge = build_judge(config.reward.verifier, config.reward.options, tokenizer, config.reward.timeout_seconds)
+    if judge is None:
+        return {}
+    stack.push_async_callback(judge.aclose)
+    return {config.reward.verifier: judge}
+
+
+async def _measure_isolation(pool: WorkerPool, metrics: RewardMetrics) -> None:
+    try:
+        level = IsolationLevel.from_report(json.loads(await pool.probe()))
+    except (WorkerDied, WorkerTimedOut) as error:
+        raise RollmeshError(f"reward: a worker process does not survive its start: {error}") from error
+    metrics.isolated(level)
+    get_logger("reward").info("isolation_measured", isolation=str(level), note="no security boundary")
+
+
+async def _until_shutdown(shutdown: Shutdown, failure: asyncio.Future[None], health: Health) -> None:
+    health.watch("reward", _DEADLINE_SECONDS)
+    while not await wait_or_shutdown(shutdown, _BEAT_SECONDS):
+        if failure.done():
+            failure.result()
+        health.beat("reward")
+
+
+def _fail(failure: asyncio.Future[None], error: BaseException) -> None:
+    if not failure.done():
+        wrapped = error if isinstance(error, RollmeshError) else RollmeshError(f"reward: the pool failed: {error!r}")
+        failure.set_exception(wrapped)
+        failure.exception()  # heard by the loop above; at shutdown nobody needs it

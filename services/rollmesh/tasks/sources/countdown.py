@@ -1,0 +1,147 @@
+"""Countdown search: the demo task, generated without end.
+
+A puzzle is a set of distinct digits and a target; two of the digits, added or subtracted, give the target. The model
+searches in the open, one trial after the other, and says how far off each trial is. A prompt and its response::
+
+    9 8 7 4 5 6 1 > 12 :   1 + 7 = 8 ~ 12 = 4 , 9 - 6 = 3 ~ 12 = 9 , 4 + 8 = 12 ~ 12 = 0 !
+
+Grammar, one token per number and per sign, separated by spaces::
+
+    prompt   = digit { digit } ">" target ":"
+    response = trial { "," trial } ( "!" | "?" )
+    trial    = number ( "+" | "-" ) number "=" result "~" target "=" difference
+
+``difference`` is ``|result - target|``; ``!`` claims that the trial just written hits the target, ``?`` gives up.
+A trial with the mark behind it is 10 tokens, so the length of a response is 10 times a roughly geometric number of
+trials. What counts as correct is said in ``rollmesh.tasks.verifiers.countdown``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rollmesh.errors import ConfigError
+from rollmesh.types import Prompt
+
+Split = Literal["train", "eval"]
+
+SMALLEST_DIGIT = 1
+LARGEST_DIGIT = 9
+EPOCH_SIZE = 1 << 20
+_HELD_OUT_ONE_IN = 8
+_FEWEST_SOLUTIONS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Puzzle:
+    """Distinct digits in the order shown, and the target that some pair of them reaches."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+    @property
+    def text(self) -> str:
+        """The prompt as the model reads it, for example ``9 8 7 4 5 > 12 :``."""
+        return f"{' '.join(map(str, self.numbers))} > {self.target} :"
+
+    @property
+    def solution_count(self) -> int:
+        """Pairs and signs that reach the target; a sum counts once, a difference larger digit first."""
+        pairs = itertools.combinations(self.numbers, 2)
+        return sum((a + b == self.target) + (abs(a - b) == self.target) for a, b in pairs)
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the puzzle belongs to the eval split: one in eight (set of digits, target), whatever the order."""
+        name = f"{sorted(self.numbers)}>{self.target}".encode()
+        return hashlib.blake2b(name, digest_size=8).digest()[0] % _HELD_OUT_ONE_IN == 0
+
+
+def draw_puzzle(rng: random.Random, split: Split, min_numbers: int, max_numbers: int) -> Puzzle:
+    """Draw a puzzle of one split: a random pair and sign make the target, which some other pair must reach too."""
+    while True:
+        count = min_numbers + _below(rng, max_numbers - min_numbers + 1)
+        digits = _shuffled(rng, range(SMALLEST_DIGIT, LARGEST_DIGIT + 1))[:count]
+        low, high = sorted(_shuffled(rng, digits)[:2])
+        target = low + high if rng.random() < 0.5 else high - low
+        puzzle = Puzzle(numbers=tuple(digits), target=target)
+        if puzzle.solution_count >= _FEWEST_SOLUTIONS and puzzle.held_out == (split == "eval"):
+            return puzzle
+
+
+class CountdownPrompts:
+    """Deterministic random access to countdown prompts: the same (seed, split, epoch, index) is the same prompt.
+
+    The splits share no (set of digits, target), so no evaluation puzzle is ever trained on, whatever the seeds.
+    ``metadata`` carries what the verifier needs: ``{"numbers": [...], "target": t}``.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], Sequence[int]],
+        *,
+        seed: int,
+        split: Split = "train",
+        min_numbers: int = 5,
+        max_numbers: int = 8,
+        verifier: str = "countdown",
+    ) -> None:
+        """``encode`` turns text into token ids; raises ConfigError when the sizes make no puzzle."""
+        if not 2 <= min_numbers <= max_numbers <= LARGEST_DIGIT:
+            raise ConfigError(
+                f"data.source: min_numbers={min_numbers}, max_numbers={max_numbers}: "
+                f"need 2 <= min_numbers <= max_numbers <= {LARGEST_DIGIT}"
+            )
+        self._encode = encode
+        self._key = f"countdown:{split}:{seed}"
+        self._split: Split = split
+        self._sizes = (min_numbers, max_numbers)
+        self._verifier = verifier
+
+    def __len__(self) -> int:
+        """Prompts of one epoch; every epoch has new ones."""
+        return EPOCH_SIZE
+
+    @property
+    def epoch_size(self) -> int:
+        """Prompts of one epoch."""
+        return EPOCH_SIZE
+
+    def __iter__(self) -> Iterator[Prompt]:
+        """The first epoch, in order."""
+        return (self.prompt(0, index) for index in range(EPOCH_SIZE))
+
+    def puzzle(self, epoch: int, index: int) -> Puzzle:
+        """The puzzle at a position of the cursor."""
+        digest = hashlib.blake2b(f"{self._key}:{epoch}:{index}".encode(), digest_size=16).digest()
+        return draw_puzzle(random.Random(int.from_bytes(digest, "big")), self._split, *self._sizes)
+
+    def prompt(self, epoch: int, index: int) -> Prompt:
+        """The prompt at a position of the cursor, encoded as int32 [prompt_tokens]."""
+        puzzle = self.puzzle(epoch, index)
+        return Prompt(
+            prompt_id=f"{self._key}:{epoch}:{index}",
+            token_ids=np.asarray(self._encode(puzzle.text), np.int32),
+            verifier=self._verifier,
+            metadata={"numbers": list(puzzle.numbers), "target": puzzle.target},
+        )
+
+
+def _below(rng: random.Random, bound: int) -> int:
+    # Only Random.random() is promised to give the same numbers in every Python release.
+    return int(rng.random() * bound)
+
+
+def _shuffled(rng: random.Random, items: Sequence[int]) -> list[int]:
+    pool = list(items)
+    for last in range(len(pool) - 1, 0, -1):
+        other = _below(rng, last + 1)
+        pool[last], pool[other] = pool[other], pool[last]
+    return pool

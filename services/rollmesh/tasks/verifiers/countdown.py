@@ -1,0 +1,60 @@
+"""Exact check of a countdown response: only its last trial counts, and only if it claims success.
+
+A response is correct when all of this holds (the grammar is in ``rollmesh.tasks.sources.countdown``):
+
+* it ends with ``!``;
+* the words after the last ``,`` are one trial, ``a + b = r ~ t = d`` or ``a - b = r ~ t = d``, and nothing else;
+* ``a`` and ``b`` are two different digits of the puzzle, so that no digit is used twice;
+* the sum or difference ``r`` is right and equals the puzzle's target, ``t`` repeats that target, and ``d`` is 0.
+
+Giving up, a false claim, running out of tokens and text outside the grammar are all worth 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from rollmesh.errors import VerifierError
+
+_TRIAL = re.compile(
+    r"\s*(?P<first>[0-9]{1,4})\s+(?P<sign>[+-])\s+(?P<second>[0-9]{1,4})\s+=\s+(?P<result>[0-9]{1,4})"
+    r"\s+~\s+(?P<target>[0-9]{1,4})\s+=\s+(?P<difference>[0-9]{1,4})\s*!\s*"
+)
+_LONGEST_TRIAL_CHARACTERS = 128
+
+
+class CountdownVerifier:
+    """1 for a response whose final trial is an exact, claimed solution, else 0."""
+
+    timeout_means_wrong = True
+
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
+        """Score one response; raises VerifierError when ``numbers`` or ``target`` is missing or no integer."""
+        numbers, target = _puzzle(prompt_metadata)
+        # Cut before matching: the cost must not grow with what a model wrote.
+        last = response[-_LONGEST_TRIAL_CHARACTERS:].rpartition(",")
+        if not last[1] and len(response) > _LONGEST_TRIAL_CHARACTERS:
+            return 0.0
+        match = _TRIAL.fullmatch(last[2])
+        return float(match is not None and _hits(match, numbers, target))
+
+
+def _hits(trial: re.Match[str], numbers: frozenset[int], target: int) -> bool:
+    first, second = int(trial["first"]), int(trial["second"])
+    result = first + second if trial["sign"] == "+" else first - second
+    digits_used_once = first != second and first in numbers and second in numbers
+    written_right = int(trial["result"]) == result and int(trial["target"]) == target
+    return digits_used_once and written_right and result == target and int(trial["difference"]) == 0
+
+
+def _puzzle(metadata: Mapping[str, Any]) -> tuple[frozenset[int], int]:
+    numbers, target = metadata.get("numbers"), metadata.get("target")
+    if not isinstance(target, int) or not isinstance(numbers, list | tuple) or not numbers:
+        raise VerifierError(
+            f"countdown: metadata needs numbers (a list) and target (an integer), got {dict(metadata)!r}"
+        )
+    if not all(isinstance(number, int) for number in numbers):
+        raise VerifierError(f"countdown: numbers must be integers, got {numbers!r}")
+    return frozenset(numbers), target

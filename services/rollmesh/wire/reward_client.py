@@ -1,0 +1,203 @@
+"""The caller's side of RewardService: coalesced calls, a deadline, and patience with a service that is away."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+
+from rollmesh.config import RunConfig
+from rollmesh.errors import RewardUnavailable
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.grpc import call_metadata, create_channel
+from rollmesh.types import RewardOutcome, Trajectory
+from rollmesh.v1 import reward_service_pb2 as pb
+from rollmesh.v1 import reward_service_pb2_grpc as stubs
+from rollmesh.wire.codec import outcome_from_pb
+from rollmesh.wire.reward_messages import score_item_to_pb
+
+MOST_ITEMS_PER_CALL = 64
+MOST_BYTES_PER_CALL = 8 << 20
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 2.0
+_ADDRESSES_FRESH_SECONDS = 5.0
+_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+"""Codes after which the same call may succeed, here or at another replica; scoring twice is harmless."""
+
+
+@dataclass(slots=True)
+class _Line:
+    channel: grpc.aio.Channel
+    stub: stubs.RewardServiceStub
+    address: str
+    item_count: int = 0
+    """Items in calls under way."""
+    failed: bool = False
+    """Whether it is to be closed once idle: a new channel connects at once, an old one backs off for minutes."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    item: pb.ScoreItem
+    traceparent: str
+    result: asyncio.Future[RewardOutcome]
+
+
+class RewardClient:
+    """Scores trajectories at the least busy reward service of a run; any number of concurrent calls in one loop."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        addresses: Callable[[], Sequence[str]] | None = None,
+        token: str | None = None,
+        deadline_seconds: float = 300.0,
+    ) -> None:
+        """``addresses`` gives the host:port of the services; by default they are found in the run folder.
+
+        ``deadline_seconds`` bounds a call with all its retries, the waiting behind other answers included.
+        """
+        self._addresses = addresses or (lambda: [e.grpc for e in read_endpoints(Path(config.folder), "reward")])
+        self._token = token
+        self._deadline_seconds = deadline_seconds
+        self._lines: dict[str, _Line] = {}
+        self._read_at = -_ADDRESSES_FRESH_SECONDS
+        self._pending: list[_Waiting] = []
+        self._calls: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Future[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel the calls under way (they raise RewardUnavailable) and close the channels."""
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        _fail(self._pending, RewardUnavailable("reward: the client has been closed"))
+        self._pending = []
+        await asyncio.gather(*self._closing, *(line.channel.close() for line in self._lines.values()))
+        self._lines.clear()
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[RewardOutcome]:
+        """One outcome per finished trajectory, in order.
+
+        Calls of one loop tick travel together. Raises RewardUnavailable when no service answers before the deadline,
+        DataError when a prompt's metadata cannot travel.
+        """
+        loop = asyncio.get_running_loop()
+        waiting = [
+            _Waiting(item=score_item_to_pb(t), traceparent=t.traceparent, result=loop.create_future())
+            for t in trajectories
+        ]
+        if waiting and not self._pending:
+            loop.call_soon(self._flush)
+        self._pending += waiting
+        return list(await asyncio.gather(*(w.result for w in waiting)))
+
+    def _flush(self) -> None:
+        pending, self._pending = self._pending, []
+        batch: list[_Waiting] = []
+        size = 0
+        for waiting in pending:
+            item_bytes = waiting.item.ByteSize()
+            if batch and (len(batch) >= MOST_ITEMS_PER_CALL or size + item_bytes > MOST_BYTES_PER_CALL):
+                self._start(batch)
+                batch, size = [], 0
+            batch.append(waiting)
+            size += item_bytes
+        if batch:
+            self._start(batch)
+
+    def _start(self, batch: list[_Waiting]) -> None:
+        task = asyncio.create_task(self._deliver(batch), name="reward-call")
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    async def _deliver(self, batch: list[_Waiting]) -> None:
+        try:
+            outcomes = await self._call(batch, time.monotonic() + self._deadline_seconds)
+        except asyncio.CancelledError:
+            _fail(batch, RewardUnavailable("reward: the client has been closed"))
+            raise
+        except Exception as error:
+            _fail(batch, error)
+            return
+        for waiting, outcome in zip(batch, outcomes, strict=True):
+            if not waiting.result.done():
+                waiting.result.set_result(outcome)
+
+    async def _call(self, batch: list[_Waiting], deadline: float) -> list[RewardOutcome]:
+        request = pb.ScoreRequest(items=[w.item for w in batch])
+        metadata = call_metadata(traceparent=batch[0].traceparent, token=self._token)
+        pause, reason = _FIRST_PAUSE_SECONDS, "none is registered in the run folder"
+        while (remaining := deadline - time.monotonic()) > 0:
+            line = self._least_busy()
+            if line is not None:
+                line.item_count += len(batch)
+                try:
+                    response = await line.stub.Score(request, timeout=remaining, metadata=metadata)
+                    return _outcomes(response, len(batch))
+                except grpc.aio.AioRpcError as error:
+                    reason = f"{error.code().name}: {error.details()}"
+                    if error.code() not in _AGAIN:
+                        raise RewardUnavailable(f"reward: {reason}") from error
+                    line.failed = True
+                finally:
+                    line.item_count -= len(batch)
+                    self._retire(line)
+            await asyncio.sleep(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        raise RewardUnavailable(f"reward: no service answered within {self._deadline_seconds:g} s; {reason}")
+
+    def _least_busy(self) -> _Line | None:
+        now = time.monotonic()
+        usable = [line for line in self._lines.values() if not line.failed]
+        if not usable or now - self._read_at >= _ADDRESSES_FRESH_SECONDS:
+            self._read_at = now
+            self._refresh(set(self._addresses()))
+            usable = [line for line in self._lines.values() if not line.failed]
+        return min(usable, key=lambda line: line.item_count, default=None)
+
+    def _refresh(self, addresses: set[str]) -> None:
+        for address in addresses - self._lines.keys():
+            channel = create_channel(address)
+            stub = stubs.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
+            self._lines[address] = _Line(channel=channel, stub=stub, address=address)
+        for address in self._lines.keys() - addresses:
+            self._lines[address].failed = True
+            self._retire(self._lines[address])
+
+    def _retire(self, line: _Line) -> None:
+        if not line.failed or line.item_count or self._lines.get(line.address) is not line:
+            return
+        del self._lines[line.address]
+        closing = asyncio.ensure_future(line.channel.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
+
+def _outcomes(response: pb.ScoreResponse, count: int) -> list[RewardOutcome]:
+    if len(response.outcomes) != count:
+        raise RewardUnavailable(f"reward: the service gave {len(response.outcomes)} outcomes for {count} answers")
+    return [outcome_from_pb(outcome) for outcome in response.outcomes]
+
+
+def _fail(batch: Sequence[_Waiting], error: BaseException) -> None:
+    for waiting in batch:
+        if not waiting.result.done():
+            waiting.result.set_exception(error)

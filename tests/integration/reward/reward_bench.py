@@ -1,0 +1,219 @@
+"""What the reward tests share: a model folder, verifiers that misbehave, a pool, a running service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from rollmesh.config.load import validate_run_config
+from rollmesh.config.run import RunConfig
+from rollmesh.reward.main import serve
+from rollmesh.reward.metrics import RewardMetrics
+from rollmesh.reward.pool import WorkerPool
+from rollmesh.reward.scoring import Scoring
+from rollmesh.reward.spec import worker_spec
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.text import Tokenizer
+from rollmesh.types import FinishReason, Prompt, RewardOutcome, Segment, Trajectory
+from rollmesh.wire.reward_messages import score_item_to_pb
+
+POISONOUS = '''
+"""A verifier that does what the answer says."""
+import ctypes, math, os, re, signal, sys, time
+from rollmesh.tasks.verifiers.protocol import RewardParts
+
+def verify(response, metadata):
+    word, _, rest = response.partition(" ")
+    match word:
+        case "value": return float(rest)
+        case "parts": return RewardParts(value=1.0, parts={"a": 0.25, "length": len(rest)})
+        case "pid": return os.getpid()
+        case "uid": return os.getuid()
+        case "length": return len(response)
+        case "metadata": return metadata["n"] * 2 if type(metadata["n"]) is int else -1
+        case "sleep": time.sleep(float(rest)); return 1.0
+        case "read": return len(open(rest).read())
+        case "signal": os.kill(int(rest), 0); return 1.0
+        case "children":
+            count = 0
+            try:
+                while count < 500:
+                    if os.fork() == 0: time.sleep(30)
+                    count += 1
+            except OSError: pass
+            return count
+        case "loop":
+            while True: pass
+        case "stuck": return 9 ** 9 ** 8 % 7
+        case "backtrack": return bool(re.match(r"(a+)+$", "a" * 64 + "b"))
+        case "memory":
+            hoard = []
+            while True: hoard.append(bytearray(1 << 24))
+        case "fork":
+            while True:
+                try: os.fork()
+                except OSError: pass
+        case "daemon":
+            if os.fork() == 0:
+                os.setsid()
+                if os.fork() == 0: time.sleep(1000)
+                os._exit(0)
+            time.sleep(1000)
+        case "crash": ctypes.string_at(0)
+        case "kill": os.kill(os.getpid(), signal.SIGKILL)
+        case "exit": sys.exit(0)
+        case "hard_exit": os._exit(0)
+        case "close": os.closerange(3, 99); time.sleep(1000)
+        case "garbage":
+            for n in range(3, 99):
+                try: os.write(n, b"\\xff" * 4096)
+                except OSError: pass
+            time.sleep(1000)
+        case "nan": return math.nan
+        case "string": return "1.0"
+        case "none": return None
+        case "true": return True
+        case "raise": raise RuntimeError("on purpose: " + rest)
+        case "deep":
+            def down(n): return down(n + 1)
+            return down(0)
+        case "timeout": raise TimeoutError("my own limit")
+        case "print": print("x" * 100000); return 1.0
+    return 0.0
+
+def wrong_when_late(response, metadata):
+    return verify(response, metadata)
+wrong_when_late.timeout_means_wrong = True
+'''
+
+
+def make_model(folder: Path) -> Path:
+    """A model folder whose tokenizer has one token per byte."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    folder.mkdir(parents=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": len(alphabet)}))
+    return folder
+
+
+def make_config(folder: Path, source: dict[str, Any] | None = None, **reward: Any) -> RunConfig:
+    """A run whose reward section is the point."""
+    model = folder / "model"
+    if not model.is_dir():
+        make_model(model)
+    settings = {
+        "name": "reward-test",
+        "folder": str(folder / "run"),
+        "model": {"path": str(model)},
+        "reward": {"timeout_seconds": 1.0, "workers": 2, "memory_limit_bytes": 256 << 20, **reward},
+        "data": {"source": source or {"type": "jsonl", "path": "unused"}},
+    }
+    return validate_run_config(settings, "test")
+
+
+class Answers:
+    """Makes trajectories and encoded items from text."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._tokenizer = Tokenizer(config.model.path)
+
+    def trajectory(self, response: str, metadata: dict[str, Any] | None = None, verifier: str = "") -> Trajectory:
+        """A finished trajectory whose policy wrote ``response``."""
+        ids = self._tokenizer.encode(response)
+        segment = Segment(
+            token_ids=ids, behavior_logprobs=np.zeros(len(ids), np.float32), policy_version=0, kv_min_version=0
+        )
+        prompt = Prompt(
+            prompt_id="p", token_ids=self._tokenizer.encode("question"), verifier=verifier, metadata=metadata or {}
+        )
+        return Trajectory(
+            trajectory_id="g.0",
+            group_id="g",
+            member_index=0,
+            prompt=prompt,
+            segments=(segment,),
+            finish_reason=FinishReason.STOP,
+        )
+
+    def payload(self, response: str, metadata: dict[str, Any] | None = None, verifier: str = "") -> bytes:
+        """The same, as a worker gets it."""
+        return score_item_to_pb(self.trajectory(response, metadata, verifier)).SerializeToString()
+
+
+class ScoringBench:
+    """A real pool of worker processes and the scoring in front of it."""
+
+    def __init__(self, config: RunConfig, pool: WorkerPool, scoring: Scoring, metrics: Metrics) -> None:
+        self.pool = pool
+        self.failures: list[BaseException] = []
+        self._scoring = scoring
+        self._metrics = metrics
+        self._answers = Answers(config)
+
+    async def score(self, response: str, metadata: dict[str, Any] | None = None, verifier: str = "") -> RewardOutcome:
+        """Score one answer."""
+        return await self._scoring.score(verifier, self._answers.payload(response, metadata, verifier))
+
+    async def score_all(self, responses: Sequence[str]) -> list[RewardOutcome]:
+        """Score answers at once."""
+        return list(await asyncio.gather(*(self.score(response) for response in responses)))
+
+    def sample(self, name: str, **labels: str) -> float:
+        """A metric's value."""
+        return self._metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def scoring_bench(config: RunConfig) -> AsyncIterator[ScoringBench]:
+    """Run a pool for ``config``."""
+    registry = Metrics("reward")
+    metrics = RewardMetrics(registry)
+    failures: list[BaseException] = []
+    async with WorkerPool(worker_spec(config), config.reward.workers, metrics, failures.append) as pool:
+        scoring = Scoring(
+            pool,
+            {},
+            metrics,
+            default_verifier=config.reward.verifier,
+            timeout_seconds=config.reward.timeout_seconds,
+        )
+        bench = ScoringBench(config, pool, scoring, registry)
+        bench.failures = failures
+        yield bench
+
+
+@asynccontextmanager
+async def running_service(config: RunConfig, index: int = 0) -> AsyncIterator[Endpoint]:
+    """Run a whole reward service in this process until the block ends."""
+    shutdown = asyncio.Event()
+    task = asyncio.create_task(serve(config, index, shutdown))
+    try:
+        yield await endpoint_of(config, index, task)
+    finally:
+        shutdown.set()
+        await asyncio.wait_for(task, 30)
+
+
+async def endpoint_of(config: RunConfig, index: int, task: asyncio.Task[None]) -> Endpoint:
+    """Wait until the service has published its address."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = [e for e in read_endpoints(Path(config.folder), "reward") if e.index == index]
+        if found:
+            return found[0]
+        if task.done():
+            task.result()
+        assert time.monotonic() < deadline, "the service did not come up"
+        await asyncio.sleep(0.02)

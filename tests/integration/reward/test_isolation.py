@@ -1,0 +1,115 @@
+"""The level of isolation that the service prints is the level that holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.reward.isolation import IsolationLevel
+from rollmesh.types import OutcomeKind
+
+from .reward_bench import ScoringBench, make_config, running_service, scoring_bench
+
+AS_ROOT = os.geteuid() == 0
+
+
+async def measured(bench: ScoringBench) -> IsolationLevel:
+    return IsolationLevel.from_report(json.loads(await bench.pool.probe()))
+
+
+async def test_a_worker_with_a_uid_of_its_own_reaches_nothing_of_the_service(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("token")
+    secret.chmod(0o600)
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify")) as bench:
+        level = await measured(bench)
+        print(level)
+        assert level.own_uid == (AS_ROOT and level.uid != os.geteuid())
+        assert (await bench.score("uid")).value == level.uid or level.own_uid
+        if not level.own_uid:
+            return
+        uids = {o.value for o in await bench.score_all(["uid"] * 40)}
+        assert os.geteuid() not in uids
+        for answer in (f"read {secret}", f"signal {os.getpid()}"):
+            outcome = await bench.score(answer)
+            assert outcome.kind is OutcomeKind.VERIFIER_ERROR
+            assert "PermissionError" in outcome.message or "FileNotFoundError" in outcome.message
+
+
+async def test_limits_that_are_printed_bind(tmp_path: Path) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify", timeout_seconds=5.0)) as bench:
+        level = await measured(bench)
+        if level.memory_limited:
+            assert "MemoryError" in (await bench.score("memory")).message
+        if level.processes_limited and level.own_uid:
+            assert 0 < (await bench.score("children")).value <= 64
+        assert level.processes_limited or os.geteuid() == 0, "only root escapes a limit on processes"
+
+
+REACH_OUT = """
+import socket
+try:
+    socket.create_connection(("127.0.0.1", {port}), 2).close()
+    print("connected")
+except OSError:
+    print("refused")
+"""
+LOOK_AROUND = """
+import os
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+print("seen" if alive({pid}) else "alone")
+"""
+WRITE = "open('{path}', 'w').write('x'); print('written')"
+
+
+async def test_code_is_confined_as_printed(tmp_path: Path) -> None:
+    async def hello(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    config = make_config(tmp_path, verifier="python_code", timeout_seconds=10.0)
+    async with scoring_bench(config) as bench, await asyncio.start_server(hello, "127.0.0.1", 0) as server:
+        level = (await measured(bench)).code
+        port = server.sockets[0].getsockname()[1]
+
+        async def prints(code: str, output: str) -> bool:
+            tests: dict[str, Any] = {"tests": [{"input": "", "output": output}]}
+            outcome = await bench.score(f"```python\n{code}\n```", tests)
+            assert outcome.kind is (OutcomeKind.SCORED if level.available else OutcomeKind.VERIFIER_ERROR)
+            return outcome.value == 1.0
+
+        if not level.available:
+            assert not await prints("print(1)", "1")
+            return
+        assert await prints("print(1)", "1")
+        assert await prints(REACH_OUT.format(port=port), "refused" if level.own_network else "connected")
+        assert await prints(LOOK_AROUND.format(pid=os.getpid()), "alone" if level.own_processes else "seen")
+        left = Path("/tmp") / f"rollmesh-test-{os.getpid()}"
+        assert await prints(WRITE.format(path=left), "written")
+        assert left.exists() != level.own_scratch
+        left.unlink(missing_ok=True)
+        if level.memory_limited:
+            assert not await prints("x = bytearray(1 << 30); print(1)", "1")
+
+
+async def test_the_level_is_logged_and_exported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    httpx = pytest.importorskip("httpx")
+    config = make_config(tmp_path, verifier="poisonous:verify")
+    async with running_service(config) as endpoint, httpx.AsyncClient() as client:
+        text = (await client.get(f"http://{endpoint.admin}/metrics")).text
+    logged = "".join(capfd.readouterr())
+    assert "isolation_measured" in logged
+    for name in ("own_uid", "memory_limited", "processes_limited", "code_own_network", "code_available"):
+        value = next(line for line in text.splitlines() if f'isolation_enforced{{property="{name}"}}' in line)[-3:]
+        assert (value == "1.0") == (name.replace("_", " ") in logged.partition("lacks:")[0])

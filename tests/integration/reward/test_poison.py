@@ -1,0 +1,167 @@
+"""Poisonous answers cost their own time and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from rollmesh.types import OutcomeKind
+
+from .reward_bench import ScoringBench, make_config, scoring_bench
+
+SCORED, TIMED_OUT, ERROR = OutcomeKind.SCORED, OutcomeKind.TIMED_OUT, OutcomeKind.VERIFIER_ERROR
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="a fork bomb is let loose only under a uid of its own")
+
+POISON = [
+    ("loop", TIMED_OUT, "no answer within 1 s"),
+    ("stuck", TIMED_OUT, "no answer within 1 s"),
+    ("backtrack", TIMED_OUT, "no answer within 1 s"),
+    ("sleep 1000", TIMED_OUT, "no answer within 1 s"),
+    ("daemon", TIMED_OUT, "no answer within 1 s"),
+    pytest.param("fork", TIMED_OUT, "no answer within 1 s", marks=as_root),
+    ("memory", ERROR, "MemoryError: over the memory limit"),
+    ("crash", ERROR, "ended twice; the last time: killed by signal 11"),
+    ("kill", ERROR, "ended twice; the last time: killed by signal 9"),
+    ("hard_exit", ERROR, "ended twice; the last time: ended with status 0"),
+    ("close", ERROR, "ended twice; the last time: "),
+    ("garbage", ERROR, "ended twice; the last time: the worker sent what is no answer"),
+    ("exit", ERROR, "poisonous:verify: SystemExit"),
+    ("deep", ERROR, "poisonous:verify: RecursionError"),
+    ("raise \x00 oh", ERROR, "poisonous:verify: RuntimeError: on purpose"),
+    ("nan", ERROR, "poisonous:verify: returned nan, expected a finite number"),
+    ("value inf", ERROR, "poisonous:verify: returned inf, expected a finite number"),
+    ("string", ERROR, r"poisonous:verify: returned '1.0' (str), expected a finite number"),
+    ("none", ERROR, "poisonous:verify: returned None (NoneType)"),
+    ("true", ERROR, "poisonous:verify: returned True (bool)"),
+    ("timeout", TIMED_OUT, "my own limit"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ScoringBench]:
+    """One pool for all poison: what one answer breaks, the next one would find."""
+    async with scoring_bench(make_config(tmp_path_factory.mktemp("shared"), verifier="poisonous:verify")) as bench:
+        yield bench
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(("answer", "kind", "message"), POISON)
+async def test_a_poisonous_answer_gets_a_typed_outcome_and_its_neighbours_their_score(
+    shared: ScoringBench, answer: str, kind: OutcomeKind, message: str
+) -> None:
+    start = time.monotonic()
+    outcomes = await shared.score_all(["value 1", "value 2", answer, "value 3"])
+    assert time.monotonic() - start < 6.0
+    assert [(o.kind, o.value) for o in (*outcomes[:2], outcomes[3])] == [(SCORED, 1.0), (SCORED, 2.0), (SCORED, 3.0)]
+    assert outcomes[2].kind is kind
+    assert message in outcomes[2].message
+    assert outcomes[2].value == 0.0
+    assert (await shared.score("value 4")).value == 4.0, "the pool is whole again"
+    assert not shared.failures
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    "answer",
+    ["length " + "x" * 1_000_000, "length " + "(" * 100_000, "print"],
+    ids=["megabyte", "deep brackets", "output"],
+)
+async def test_a_large_answer_is_just_an_answer(shared: ScoringBench, answer: str) -> None:
+    outcome = await shared.score(answer)
+    assert (outcome.kind, outcome.value) == (SCORED, 1.0 if answer == "print" else len(answer))
+
+
+async def test_neighbours_do_not_wait_for_a_poisonous_answer(tmp_path: Path) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify", timeout_seconds=3.0)) as bench:
+        await bench.score("value 0")
+        poison = asyncio.create_task(bench.score("loop"))
+        start = time.monotonic()
+        outcomes = await bench.score_all([f"value {n}" for n in range(50)])
+        assert time.monotonic() - start < 2.0
+        assert [o.value for o in outcomes] == list(range(50))
+        assert (await poison).kind is TIMED_OUT
+
+
+async def test_a_time_out_is_wrong_where_the_verifier_says_so_and_marked(tmp_path: Path) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:wrong_when_late")) as bench:
+        for answer in ("loop", "timeout"):
+            outcome = await bench.score(answer)
+            assert (outcome.kind, outcome.value, dict(outcome.parts)) == (SCORED, 0.0, {"timed_out": 1.0})
+            assert outcome.message
+        assert bench.sample("rollmesh_reward_timeouts_scored_wrong_total") == 2
+        assert bench.sample("rollmesh_reward_workers_replaced_total", reason="timed_out") == 1
+
+
+@pytest.mark.parametrize("answer", ["daemon", pytest.param("fork", marks=as_root), "sleep 1000"])
+async def test_nothing_that_a_killed_worker_started_lives_on(tmp_path: Path, answer: str) -> None:
+    others = _descendants()
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify", workers=1)) as bench:
+        assert (await bench.score(answer)).kind is TIMED_OUT
+        assert (await bench.score("value 1")).value == 1.0
+        await _until_as_many_are_left(2, others)  # the template and its one worker
+    await _until_as_many_are_left(0, others)
+
+
+async def _until_as_many_are_left(expected: int, others: set[psutil.Process]) -> None:
+    deadline = time.monotonic() + 5.0
+    while len(left := _descendants() - others) != expected:
+        assert time.monotonic() < deadline, left
+        await asyncio.sleep(0.02)
+
+
+def _descendants() -> set[psutil.Process]:
+    """All below this process, zombies included; the template adopts what its workers orphan."""
+    return set(psutil.Process().children(recursive=True))
+
+
+async def test_a_worker_killed_from_outside_costs_no_answer(tmp_path: Path) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify", workers=1)) as bench:
+        pid = int((await bench.score("pid")).value)
+        slow = asyncio.create_task(bench.score("sleep 0.5"))
+        waiting = asyncio.create_task(bench.score("value 7"))
+        while psutil.Process(pid).status() == psutil.STATUS_RUNNING:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        psutil.Process(pid).kill()
+        assert [(o.kind, o.value) for o in (await slow, await waiting)] == [(SCORED, 1.0), (SCORED, 7.0)]
+        assert int((await bench.score("pid")).value) != pid
+        assert bench.sample("rollmesh_reward_workers_replaced_total", reason="died") == 1
+
+
+async def test_an_idle_worker_killed_from_outside_is_replaced_unseen(tmp_path: Path) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify", workers=1)) as bench:
+        pid = int((await bench.score("pid")).value)
+        psutil.Process(pid).kill()
+        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=5)
+        assert (await bench.score("value 1")).value == 1.0
+
+
+async def test_a_killed_template_is_replaced_and_no_answer_is_lost(tmp_path: Path) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify")) as bench:
+        pid = int((await bench.score("pid")).value)
+        slow = [asyncio.create_task(bench.score("sleep 0.3")) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        psutil.Process(pid).parent().kill()  # type: ignore[union-attr]
+        assert [(o.kind, o.value) for o in await asyncio.gather(*slow)] == [(SCORED, 1.0)] * 2
+        assert (await bench.score("value 1")).value == 1.0
+
+
+async def test_what_a_caller_gives_up_on_is_not_started(tmp_path: Path) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify", workers=1)) as bench:
+        running = asyncio.create_task(bench.score("sleep 0.4"))
+        given_up = [asyncio.create_task(bench.score("sleep 0.9")) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        for task in given_up:
+            task.cancel()
+        start = time.monotonic()
+        assert (await bench.score("value 1")).value == 1.0
+        assert time.monotonic() - start < 2.0
+        assert (await running).value == 1.0

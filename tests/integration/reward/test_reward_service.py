@@ -1,0 +1,367 @@
+"""The whole service over gRPC: outcomes, coalescing, restarts, draining, what it exports."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from rollmesh.config.load import write_run_config
+from rollmesh.errors import ConfigError, RewardUnavailable
+from rollmesh.reward.main import serve
+from rollmesh.reward.service import RewardService
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.runtime.grpc import create_channel, create_server
+from rollmesh.tasks.sources.factory import build_prompt_source
+from rollmesh.text import Tokenizer
+from rollmesh.types import OutcomeKind, RewardOutcome, Segment, Trajectory
+from rollmesh.v1 import reward_service_pb2 as pb
+from rollmesh.v1 import reward_service_pb2_grpc as stubs
+from rollmesh.wire.reward_client import RewardClient
+
+from .reward_bench import Answers, endpoint_of, make_config, running_service
+
+SCORED = OutcomeKind.SCORED
+
+
+async def test_answers_are_scored_over_grpc_and_errors_are_typed(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify")
+    answers = Answers(config)
+    async with running_service(config), RewardClient(config) as client:
+        trajectories = [answers.trajectory(text) for text in ("value 2.5", "parts abc", "nan", "loop", "value -1")]
+        outcomes = await client.score(trajectories)
+        assert outcomes[0] == RewardOutcome(kind=SCORED, value=2.5)
+        assert outcomes[1] == RewardOutcome(kind=SCORED, value=1.0, parts={"a": 0.25, "length": 3.0})
+        assert [o.kind for o in outcomes[2:]] == [OutcomeKind.VERIFIER_ERROR, OutcomeKind.TIMED_OUT, SCORED]
+        assert await client.score([]) == []
+        whole = await client.score([answers.trajectory("metadata", {"n": 21})])
+        assert whole[0].value == 42.0, "whole numbers arrive as integers"
+        unknown = await client.score([answers.trajectory("x", verifier="nonsense")])
+        assert "this run has no verifier 'nonsense'" in unknown[0].message
+
+
+async def test_a_token_outside_the_vocabulary_is_an_error_of_its_answer_alone(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify")
+    answers = Answers(config)
+    ids = np.array([1, 70_000], np.int32)
+    wrong = Segment(token_ids=ids, behavior_logprobs=np.zeros(2, np.float32), policy_version=0, kv_min_version=0)
+    good = answers.trajectory("value 1")
+    bad = Trajectory(
+        trajectory_id="g.1", group_id="g", member_index=1, prompt=good.prompt, segments=(wrong,), finish_reason=None
+    )
+    async with running_service(config), RewardClient(config) as client:
+        outcomes = await client.score([bad, good])
+    assert outcomes[0].kind is OutcomeKind.VERIFIER_ERROR
+    assert "token_ids[1]: id 70000 is outside the vocabulary" in outcomes[0].message
+    assert outcomes[1].value == 1.0
+
+
+async def test_a_reasoning_gym_prompt_is_scored_by_its_task(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    config = make_config(tmp_path, {"type": "reasoning_gym", "task": "chain_sum", "size": 4}, verifier="exact")
+    source = build_prompt_source(config.data, Tokenizer(config.model.path), 1)
+    answers = Answers(config)
+    async with running_service(config), RewardClient(config) as client:
+        for index in range(source.epoch_size):
+            prompt = source.prompt(0, index)
+            answer = str(prompt.metadata["entry"]).partition('"answer": "')[2].partition('"')[0]
+            metadata = dict(prompt.metadata)
+            outcomes = await client.score(
+                [answers.trajectory(text, metadata, prompt.verifier) for text in (answer, "wrong")]
+            )
+            assert outcomes[0].value == 1.0
+            assert outcomes[1].value < 0.1
+
+
+async def test_rows_choose_among_the_verifiers_when_the_source_says_so(tmp_path: Path) -> None:
+    source = {"type": "jsonl", "path": "unused", "verifier_field": "by"}
+    config = make_config(tmp_path, source, verifier="exact", timeout_seconds=10.0)
+    answers = Answers(config)
+    cases = [
+        ("math", r"\boxed{\frac{2}{4}}", {"answer": "1/2"}, 1.0),
+        ("numeric", "it is 42", {"answer": 42}, 1.0),
+        ("countdown", "1 + 2 = 3 ~ 3 = 0 !", {"numbers": [1, 2], "target": 3}, 1.0),
+        ("python_code", "def f(x): return x + 1", {"entry_point": "f", "tests": [{"args": [1], "expected": 2}]}, 1.0),
+        ("", "same", {"answer": "same"}, 1.0),
+    ]
+    async with running_service(config), RewardClient(config) as client:
+        outcomes = await client.score([answers.trajectory(text, data, name) for name, text, data, _ in cases])
+    assert [(o.kind, o.value) for o in outcomes] == [(SCORED, value) for *_, value in cases], outcomes
+
+
+async def test_a_judge_is_asked_for_many_answers_at_once(tmp_path: Path) -> None:
+    async def judge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readline():
+            length = 0
+            while head.strip():
+                name, _, value = head.partition(b": ")
+                length = int(value) if name.lower() == b"content-length" else length
+                head = await reader.readline()
+            body = await reader.readexactly(length)
+            with suppress(TimeoutError):  # ends early when the caller hangs up
+                await asyncio.wait_for(reader.read(1), 0.2 if b"slow" not in body else 30)
+            reply = b'{"score": 0.5}' if b'"prompt":"question"' in body.replace(b": ", b":") else b'{"score": -1}'
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(reply), reply))
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(judge, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        config = make_config(tmp_path, verifier="http_judge", options={"url": url}, workers=1)
+        answers = Answers(config)
+        async with running_service(config), RewardClient(config) as client:
+            start = time.monotonic()
+            outcomes = await client.score([answers.trajectory(str(n)) for n in range(40)])
+            assert time.monotonic() - start < 4.0, "forty calls of 0.2 s ran side by side"
+            assert {(o.kind, o.value) for o in outcomes} == {(SCORED, 0.5)}
+            late = await client.score([answers.trajectory("slow")])
+            assert late[0].kind is OutcomeKind.TIMED_OUT
+
+
+class CountingService(stubs.RewardServiceServicer):
+    """A reward service that notes its calls and fails when told to."""
+
+    def __init__(self, failures: list[grpc.StatusCode] | None = None, answer_count: int | None = None) -> None:
+        self.calls: list[int] = []
+        self._failures = failures or []
+        self._answer_count = answer_count
+
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+        self.calls.append(len(request.items))
+        if self._failures:
+            await context.abort(self._failures.pop(0), "told to fail")
+        count = len(request.items) if self._answer_count is None else self._answer_count
+        response = pb.ScoreResponse()
+        for item in request.items[:count]:
+            response.outcomes.add(kind=1, value=float(len(item.response_ids.data)))
+        return response
+
+
+async def score_with(
+    service: CountingService, tmp_path: Path, responses: list[str], *, deadline_seconds: float = 5.0
+) -> list[RewardOutcome]:
+    config = make_config(tmp_path)
+    answers = Answers(config)
+    server = create_server()
+    stubs.add_RewardServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with RewardClient(config, addresses=lambda: [address], deadline_seconds=deadline_seconds) as client:
+            each = await asyncio.gather(*(client.score([answers.trajectory(text)]) for text in responses))
+            return [outcomes[0] for outcomes in each]
+    finally:
+        await server.stop(None)
+
+
+async def test_calls_of_one_tick_travel_together_and_come_back_to_their_callers(tmp_path: Path) -> None:
+    service = CountingService()
+    outcomes = await score_with(service, tmp_path, ["x" * n for n in range(1, 151)])
+    assert service.calls == [64, 64, 22]
+    assert [o.value for o in outcomes] == [4.0 * n for n in range(1, 151)]
+
+
+async def test_large_answers_are_spread_over_calls(tmp_path: Path) -> None:
+    service = CountingService()
+    await score_with(service, tmp_path, ["x" * 1_000_000] * 5)
+    assert service.calls == [2, 2, 1]
+
+
+async def test_a_service_that_is_away_or_full_is_tried_again(tmp_path: Path) -> None:
+    service = CountingService([grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
+    assert (await score_with(service, tmp_path, ["abc"]))[0].value == 12.0
+    assert service.calls == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("service", "message"),
+    [
+        (CountingService([grpc.StatusCode.INVALID_ARGUMENT]), "INVALID_ARGUMENT: told to fail"),
+        (CountingService(answer_count=0), "gave 0 outcomes for 1 answers"),
+        (CountingService([grpc.StatusCode.UNAVAILABLE] * 99), "no service answered within 0.5 s; UNAVAILABLE"),
+    ],
+)
+async def test_a_service_that_cannot_answer_is_an_error_of_rollmesh(
+    tmp_path: Path, service: CountingService, message: str
+) -> None:
+    with pytest.raises(RewardUnavailable, match=message):
+        await score_with(service, tmp_path, ["abc"], deadline_seconds=0.5)
+
+
+async def test_without_a_service_the_client_waits_until_the_deadline_or_until_one_comes(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify")
+    answers = Answers(config)
+    async with RewardClient(config, deadline_seconds=0.3) as client:
+        with pytest.raises(RewardUnavailable, match=r"within 0\.3 s; none is registered"):
+            await client.score([answers.trajectory("value 1")])
+    async with RewardClient(config) as client:
+        early = asyncio.create_task(client.score([answers.trajectory("value 1")]))
+        async with running_service(config):
+            assert (await early)[0].value == 1.0
+
+
+async def test_closing_the_client_ends_its_calls_with_an_error(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    answers = Answers(config)
+    async with RewardClient(config) as client:
+        call = asyncio.create_task(client.score([answers.trajectory("value 1")]))
+        await asyncio.sleep(0.05)
+    with pytest.raises(RewardUnavailable, match="closed"):
+        await call
+
+
+async def test_calls_go_to_the_least_busy_service_and_survive_the_loss_of_one(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify", workers=1, timeout_seconds=5.0)
+    answers = Answers(config)
+    async with running_service(config, 0) as first, RewardClient(config) as client:
+        async with running_service(config, 1) as second:
+            assert first.grpc != second.grpc
+            slow = asyncio.create_task(client.score([answers.trajectory("sleep 1.0")]))
+            await asyncio.sleep(0.1)
+            start = time.monotonic()
+            assert (await client.score([answers.trajectory("value 1")]))[0].value == 1.0
+            assert time.monotonic() - start < 0.8, "the other service was free"
+            assert (await slow)[0].value == 1.0
+        outcomes = await asyncio.gather(*(client.score([answers.trajectory("value 2")]) for _ in range(5)))
+        assert {o[0].value for o in outcomes} == {2.0}
+
+
+async def test_a_full_service_refuses_and_says_so(tmp_path: Path) -> None:
+    class Never:
+        async def score(self, verifier: str, payload: bytes) -> RewardOutcome:
+            return RewardOutcome(kind=SCORED, value=1.0)
+
+    server = create_server()
+    stubs.add_RewardServiceServicer_to_server(RewardService(Never(), most_items=2), server)  # type: ignore[no-untyped-call, arg-type]
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with create_channel(address) as channel:
+        stub = stubs.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
+        assert len((await stub.Score(pb.ScoreRequest(items=[pb.ScoreItem()] * 2))).outcomes) == 2
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Score(pb.ScoreRequest(items=[pb.ScoreItem()] * 3))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await server.stop(None)
+
+
+async def test_health_and_metrics_tell_what_happened(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify")
+    answers = Answers(config)
+    async with running_service(config) as endpoint, RewardClient(config) as client, httpx.AsyncClient() as http:
+        assert (await http.get(f"http://{endpoint.admin}/readyz")).status_code == 200
+        assert (await http.get(f"http://{endpoint.admin}/healthz")).status_code == 200
+        await client.score([answers.trajectory(text) for text in ("value 1", "value 2", "nan", "loop")])
+        await client.score([answers.trajectory("x", verifier="nonsense")])
+        text = (await http.get(f"http://{endpoint.admin}/metrics")).text
+    for line in (
+        'rollmesh_reward_outcomes_total{kind="scored",verifier="poisonous:verify"} 2.0',
+        'rollmesh_reward_outcomes_total{kind="verifier_error",verifier="poisonous:verify"} 1.0',
+        'rollmesh_reward_outcomes_total{kind="timed_out",verifier="poisonous:verify"} 1.0',
+        'rollmesh_reward_outcomes_total{kind="verifier_error",verifier="unknown"} 1.0',
+        'rollmesh_reward_score_seconds_count{verifier="poisonous:verify"} 4.0',
+        'rollmesh_reward_workers_replaced_total{reason="timed_out"} 1.0',
+        'rollmesh_reward_workers_replaced_total{reason="died"} 0.0',
+        'rollmesh_reward_items{state="running"} 0.0',
+        'rollmesh_reward_items{state="waiting"} 0.0',
+    ):
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"verifier": "nonsense"}, "reward.verifier: 'nonsense' is none of exact"),
+        ({"verifier": "no_such_module_w:f"}, "reward.verifier: no module 'no_such_module_w'"),
+        ({"verifier": "numeric", "options": {"tolerance": -1}}, "reward.options.tolerance"),
+        ({"verifier": "poisonous:missing"}, "has no 'missing'"),
+    ],
+)
+async def test_a_verifier_that_cannot_be_loaded_ends_the_start_with_its_reason(
+    tmp_path: Path, reward: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await asyncio.wait_for(serve(make_config(tmp_path, **reward), 0, asyncio.Event()), 30)
+
+
+def start_process(config_file: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "rollmesh.cli.main", "reward", str(config_file)])
+
+
+async def published(folder: Path, process: subprocess.Popen[bytes]) -> Endpoint:
+    deadline = time.monotonic() + 30
+    while not (found := [e for e in read_endpoints(folder, "reward") if e.pid == process.pid]):
+        assert process.poll() is None and time.monotonic() < deadline, "the service did not come up"
+        await asyncio.sleep(0.05)
+    return found[0]
+
+
+async def test_sigterm_finishes_what_is_in_the_service_and_kill_leaves_no_process(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify", timeout_seconds=5.0)
+    config_file = tmp_path / "run.yaml"
+    (tmp_path / "run").mkdir()
+    write_run_config(config, config_file)
+    answers = Answers(config)
+    first = start_process(config_file)
+    try:
+        await published(Path(config.folder), first)
+        async with RewardClient(config) as client:
+            late = asyncio.create_task(client.score([answers.trajectory("sleep 0.7")]))
+            await asyncio.sleep(0.2)
+            first.send_signal(signal.SIGTERM)
+            assert (await late)[0].value == 1.0
+            assert await asyncio.to_thread(first.wait, 20) == 0
+            assert not read_endpoints(Path(config.folder), "reward")
+            await _kill_in_the_middle(config_file, Path(config.folder), client, answers)
+    finally:
+        first.kill()
+        first.wait()
+
+
+async def _kill_in_the_middle(config_file: Path, folder: Path, client: RewardClient, answers: Answers) -> None:
+    """kill -9 of the service: its workers end with it, and the call goes on at its successor."""
+    second, third = start_process(config_file), None
+    try:
+        await published(folder, second)
+        family = psutil.Process(second.pid).children(recursive=True)
+        assert len(family) >= 3, "a template and two workers"
+        call = asyncio.create_task(client.score([answers.trajectory("sleep 0.5")]))
+        await asyncio.sleep(0.2)
+        second.kill()
+        third = start_process(config_file)
+        assert (await call)[0].value == 1.0
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, family, 5)
+        assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert gone or os.geteuid() != 0
+    finally:
+        for process in (second, third):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+
+async def test_many_callers_get_their_own_outcomes(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="exact")
+    answers = Answers(config)
+    shutdown = asyncio.Event()
+    task = asyncio.create_task(serve(config, 3, shutdown))
+    endpoint = await endpoint_of(config, 3, task)
+    async with RewardClient(config) as one, RewardClient(config, addresses=lambda: [endpoint.grpc]) as other:
+        right, wrong = await asyncio.gather(
+            one.score([answers.trajectory("a", {"answer": "a"})] * 100),
+            other.score([answers.trajectory("b", {"answer": "a"})] * 100),
+        )
+    shutdown.set()
+    await task
+    assert ({o.value for o in right}, {o.value for o in wrong}) == ({1.0}, {0.0})
