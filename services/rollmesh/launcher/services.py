@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from rollmesh.config import RunConfig
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
+from rollmesh.runtime.processor import compute_environment
 
 STOP_ORDER = ("rollout", "generator", "reward", "trainer")
 """Work stops at its source first, so that everything behind it can drain."""
@@ -15,10 +16,8 @@ STOP_ORDER = ("rollout", "generator", "reward", "trainer")
 
 def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
     """Variables of every service process: secrets travel here, never in files or arguments."""
-    threads = str(config.launcher.torch_threads)
     environment = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+        **compute_environment(config.launcher.torch_threads),
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "ROLLMESH_STORE__URL": redis_url,

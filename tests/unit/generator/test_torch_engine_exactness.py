@@ -8,11 +8,19 @@ import numpy as np
 import pytest
 
 from rollmesh.generator.engines.protocol import OnNewVersion
+from rollmesh.generator.engines.torch.multiply import NumpyMultiply, TorchMultiply
 from rollmesh.types import FinishReason
 
 from .conftest import CONFIGS, collect, hf_logprobs, make_call, prompt_ids
 
 
+@pytest.fixture(params=[TorchMultiply, NumpyMultiply])
+def _either_multiply(request, monkeypatch):
+    """Both ways to multiply, whichever this machine would prefer."""
+    monkeypatch.setattr("rollmesh.generator.engines.torch.model.fastest_multiply", lambda *_: request.param())
+
+
+@pytest.mark.usefixtures("_either_multiply")
 @pytest.mark.parametrize("name", CONFIGS)
 async def test_logprobs_match_teacher_forcing_while_rows_grow_through_length_tiers(engine_of, model_folder, name):
     engine = await engine_of(name)
@@ -23,9 +31,10 @@ async def test_logprobs_match_teacher_forcing_while_rows_grow_through_length_tie
         np.testing.assert_allclose(rollout.logprobs, wanted[len(call.context_ids) - 1 :], atol=1e-4)
 
 
+@pytest.mark.usefixtures("_either_multiply")
 @pytest.mark.parametrize("name", CONFIGS)
 async def test_scores_match_teacher_forcing_for_ragged_sequences(engine_of, model_folder, name):
-    engine = await engine_of(name, prefill_token_budget=64)
+    engine = await engine_of(name, forward_token_limit=64)
     sequences = [prompt_ids(i, count) for i, count in enumerate((40, 3, 17, 1, 100))]
     for ids, scores in zip(sequences, await engine.score(sequences), strict=True):
         assert len(scores) == len(ids) - 1

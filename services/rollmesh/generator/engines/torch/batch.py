@@ -17,7 +17,7 @@ from rollmesh.generator.engines.torch.cache import KvCache, Tier
 from rollmesh.generator.engines.torch.counters import Counters
 from rollmesh.generator.engines.torch.model import Model
 from rollmesh.generator.engines.torch.plan import Planner, StepPlan
-from rollmesh.generator.engines.torch.sampling import sample, uniforms
+from rollmesh.generator.engines.torch.sampling import sample
 from rollmesh.generator.engines.torch.sequence import Sequence
 from rollmesh.generator.engines.torch.slots import Int64Array, RowOrder, SlotTable
 from rollmesh.types import Chunk, FinishReason, Int32Array
@@ -36,14 +36,17 @@ class Batch:
     So every token is sampled in a decode step, and calls with the same context share one prefill by copying rows.
     """
 
-    def __init__(self, model: Model, cache: KvCache, slots: int, counters: Counters, emit: Emit) -> None:
+    def __init__(
+        self, model: Model, cache: KvCache, slots: int, forward_tokens: int, counters: Counters, emit: Emit
+    ) -> None:
         self.model = model
         self.cache = cache
         self.policy_version = 0
         self.response_lengths: deque[int] = deque(maxlen=_HISTORY)
         """Lengths of finished responses, for the admission's estimate."""
         self._slots = SlotTable(slots, model.arch.vocab_size, model.device)
-        self._planner = Planner(model.arch, slots, model.weights.embedding.dtype, model.device)
+        self._planner = Planner(model.arch, slots, model.multiply, model.weights.embedding.dtype, model.device)
+        self._forward_tokens = forward_tokens
         self._counters = counters
         self._emit = emit
         self._step = 0
@@ -79,7 +82,7 @@ class Batch:
         slots = [s.slot for s in self._slots.running()]
         return self._slots.lengths[slots] + self._step, positions, budgets
 
-    def admit(self, sequences: Many[Sequence], token_budget: int) -> None:
+    def admit(self, sequences: Many[Sequence]) -> None:
         """Prefill calls and put them into slots; the caller has checked slots and cache room."""
         self._disband()
         contexts = {s: s.context_ids() for s in sequences}
@@ -99,16 +102,16 @@ class Batch:
                 followers.append((sequence, donor))
             self._donors.setdefault(key, set()).add(slot)
             self._donated[slot] = key
-        self._prefill([(s, contexts[s]) for s in leaders.values()], token_budget)
+        self._prefill([(s, contexts[s]) for s in leaders.values()])
         for sequence, donor in followers:
             count = len(contexts[sequence]) - 1
             self.cache.write(sequence.slot, *self.cache.read(donor, count))
             sequence.cached_token_count = count
             self._counters.cached_tokens += count
 
-    def _prefill(self, calls: list[tuple[Sequence, Int32Array]], token_budget: int) -> None:
+    def _prefill(self, calls: list[tuple[Sequence, Int32Array]]) -> None:
         calls = [(s, context) for s, context in calls if len(context) > 1]
-        for batch in prefill_batches([len(context) - 1 for _, context in calls], token_budget):
+        for batch in prefill_batches([len(context) - 1 for _, context in calls], self._forward_tokens):
             chosen = [calls[i] for i in batch]
             longest = len(chosen[0][1]) - 1
             tokens = np.zeros((len(chosen), longest), np.int64)
@@ -139,17 +142,15 @@ class Batch:
     def step(self) -> None:
         """Sample one token for every running call and deliver what is due."""
         order, plan = self._ready()
-        noise = torch.from_numpy(uniforms(order.keys, order.positions)).unsqueeze(1).to(self.model.device)
-        order.positions += 1
         logits = self.model.decode(self._tokens, plan)
-        self._tokens, drawn = sample(logits, noise, order.sampling)
+        self._tokens, drawn = sample(logits, order.noise_at(self._step), order.sampling)
         tokens, logprobs = self._tokens.cpu().numpy(), drawn.cpu().numpy()
-        self._slots.record(order.slots, self._step, tokens, logprobs)
+        self._slots.record(tokens, logprobs)
         self._step += 1
         self._counters.decode_steps += 1
         self._counters.generated_tokens += len(tokens)
-        stopped = (order.stops == tokens[:, None]).any(axis=1)
-        if self._step >= order.next_event or stopped.any() or not np.isfinite(logprobs.sum()):
+        stopped = order.stopped(tokens)
+        if self._step >= order.next_event or stopped.any() or not logprobs.min() > -np.inf:  # NaN compares as False
             self._handle_events(order, stopped, np.isfinite(logprobs))
 
     def _handle_events(self, order: RowOrder, stopped: BoolArray, finite: BoolArray) -> None:

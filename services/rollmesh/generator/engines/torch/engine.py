@@ -66,7 +66,8 @@ class TorchEngine:
                 device=self._device,
             )
             model = Model(arch, weights, self._options.max_context_tokens, self._device)
-            batch = Batch(model, cache, self._options.slots, counters, emit)
+            forward_tokens = self._options.forward_tokens(self._device)
+            batch = Batch(model, cache, self._options.slots, forward_tokens, counters, emit)
             batch.policy_version = policy_version
             return batch
 
@@ -220,7 +221,7 @@ class TorchEngine:
 
     def _score(self, model: Model, sequences: Many[Int32Array]) -> list[Float32Array]:
         results: list[Float32Array] = [np.empty(0, np.float32) for _ in sequences]
-        for batch in prefill_batches([len(ids) for ids in sequences], self._options.prefill_token_budget):
+        for batch in prefill_batches([len(ids) for ids in sequences], self._options.forward_tokens(self._device)):
             width = len(sequences[batch[0]])
             if width < 2:
                 continue

@@ -29,6 +29,8 @@ class TorchEngineOptions:
     """``float32`` or ``bfloat16``."""
     prefill_token_budget: int = 2048
     """Prefilled tokens (padding included) between two decode steps."""
+    forward_token_limit: int | None = None
+    """Tokens of one prefill or scoring pass; None takes 256 on a CPU, where they stay in its cache, else 8192."""
     pace: tuple[tuple[int, float], ...] | None = None
     """Step-time curve [(running calls, seconds)], piecewise linear; None runs at full speed."""
 
@@ -56,6 +58,10 @@ class TorchEngineOptions:
     def kv_tokens(self) -> int:
         """Tokens of key-value cache."""
         return self.kv_token_capacity or self.slots * self.max_context_tokens
+
+    def forward_tokens(self, device: torch.device) -> int:
+        """Tokens of one prefill or scoring pass on ``device``."""
+        return self.forward_token_limit or (256 if device.type == "cpu" else 8192)
 
     def torch_device(self) -> torch.device:
         """Resolve ``auto``; ConfigError when CUDA is asked for and absent."""

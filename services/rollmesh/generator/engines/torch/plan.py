@@ -1,7 +1,8 @@
 """Views of one decode step, made once for a set of rows and reused until the rows change.
 
 Slicing a tensor costs about as much as multiplying two small ones, so a step only does arithmetic: every view that it
-reads or writes hangs in the plan, and one in-place addition moves all positions forward.
+reads or writes hangs in the plan, and one in-place addition moves all positions forward. Fields named ``..._op`` are
+operands of the run's ``Multiply`` over the memory of the tensor named before them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rollmesh.generator.engines.torch.architecture import Architecture
 from rollmesh.generator.engines.torch.cache import KvCache, Tier
+from rollmesh.generator.engines.torch.multiply import Multiply, Operand
 from rollmesh.generator.engines.torch.rope import as_pairs
 
 _SPAN = 16
@@ -31,11 +33,15 @@ class TierPlan:
     mask: Tensor  # [n, width]
     new_key: Tensor  # [n, d]
     new_value: Tensor  # [n, d]
-    query: Tensor  # [n, g, d]
-    span_keys: tuple[Tensor, ...]  # per layer [n, d, span]
-    span_values: tuple[Tensor, ...]  # per layer [n, span, d]
+    query_op: Operand  # [n, g, d]
+    span_key_ops: tuple[Operand, ...]  # per layer [n, d, span]
+    span_value_ops: tuple[Operand, ...]  # per layer [n, span, d]
     span_mask: Tensor  # [n, 1, span]
-    attended: Tensor  # [n, g, d]
+    scores: Tensor  # [n, g, span]
+    scores_op: Operand
+    shares: Tensor  # [n, g, span], softmax of the scores
+    shares_op: Operand
+    attended_op: Operand  # [n, g, d]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +53,58 @@ class StepPlan:
     tiers: tuple[TierPlan, ...]
     counters: Tensor  # int64 [rows * kv_heads], next position of each: advanced by one a step
     positions: Tensor  # int64 [rows]
+    states: Tensor  # [rows, hidden], the residual stream
+    normed: Tensor  # [rows, hidden]
+    normed_op: Operand
     qkv: Tensor  # [rows, kv_heads * (g + 2) * d]
+    qkv_op: Operand
     heads: Tensor  # [rows, kv_heads, g + 1, d], queries and keys
-    pairs: Tensor | None  # the same as complex pairs, [rows, kv_heads, g + 1, d / 2]; None where there are none
-    attended: Tensor  # [rows, heads * d]
+    pairs: Tensor | None  # the same as complex pairs, [rows, kv_heads, g + 1, d / 2]; float32 only
+    attended_op: Operand  # [rows, heads * d]
+    gate_up_op: Operand  # [rows, 2 * mlp]
+    gate: Tensor  # [rows, mlp]
+    up: Tensor  # [rows, mlp]
+    gated: Tensor  # [rows, mlp]
+    gated_op: Operand
+    change: Tensor  # [rows, hidden], what a block adds to the residual stream
+    change_op: Operand
+    logits: Tensor  # [rows, vocab]
+    logits_op: Operand
 
 
 class Planner:
     """Owns the step buffers and cuts plans out of them."""
 
-    def __init__(self, arch: Architecture, slot_count: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        slot_count: int,
+        multiply: Multiply,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self._arch = arch
-        self._device = device
+        self._multiply = multiply
         heads, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
-        self._qkv = torch.empty((slot_count, heads, group + 2, size), dtype=dtype, device=device)
-        self._attended = torch.empty((slot_count, heads, group, size), dtype=dtype, device=device)
+
+        def buffer(*shape: int) -> Tensor:
+            return torch.empty((slot_count, *shape), dtype=dtype, device=device)
+
+        self._states = buffer(arch.hidden_size)
+        self._normed = buffer(arch.hidden_size)
+        self._change = buffer(arch.hidden_size)
+        self._qkv = buffer(heads, group + 2, size)
+        self._attended = buffer(heads, group, size)
+        self._gate_up = buffer(2 * arch.mlp_size)
+        self._gated = buffer(arch.mlp_size)
+        self._logits = buffer(arch.vocab_size)
         self._rows = torch.arange(slot_count * heads, device=device)
 
     def plan(self, cache: KvCache, lengths: npt.NDArray[np.int64]) -> StepPlan:
         """Plan steps for the rows of all tiers in order; ``lengths`` [rows] are their cached tokens."""
-        arch, heads = self._arch, self._arch.kv_head_count
+        arch, op, heads = self._arch, self._multiply.operand, self._arch.kv_head_count
         count = len(lengths)
-        counters = torch.from_numpy(np.repeat(lengths, heads)).to(self._device)
+        counters = torch.from_numpy(np.repeat(lengths, heads)).to(self._rows.device)
         parts: list[TierPlan] = []
         steps, start = cache.longest, 0
         for tier in cache.tiers:
@@ -80,25 +116,41 @@ class Planner:
             steps = min(steps, span - longest)
             parts.append(self._tier(tier, start, stop, span, counters))
             start = stop
-        qkv = self._qkv[:count]
-        rotated = qkv[:, :, : arch.heads_per_kv + 1]
+        qkv, gate_up, gated = self._qkv[:count], self._gate_up[:count], self._gated[:count]
+        normed, change, logits = self._normed[:count], self._change[:count], self._logits[:count]
+        flat, rotated = qkv.view(count, -1), qkv[:, :, : arch.heads_per_kv + 1]
         return StepPlan(
             step_count=steps,
             tiers=tuple(parts),
             counters=counters,
             positions=counters[::heads],
-            qkv=qkv.view(count, -1),
+            states=self._states[:count],
+            normed=normed,
+            normed_op=op(normed),
+            qkv=flat,
+            qkv_op=op(flat),
             heads=rotated,
             pairs=as_pairs(rotated) if rotated.dtype == torch.float32 else None,
-            attended=self._attended[:count].view(count, -1),
+            attended_op=op(self._attended[:count].view(count, -1)),
+            gate_up_op=op(gate_up),
+            gate=gate_up[:, : arch.mlp_size],
+            up=gate_up[:, arch.mlp_size :],
+            gated=gated,
+            gated_op=op(gated),
+            change=change,
+            change_op=op(change),
+            logits=logits,
+            logits_op=op(logits),
         )
 
     def _tier(self, tier: Tier, start: int, stop: int, span: int, counters: Tensor) -> TierPlan:
-        arch, heads, group = self._arch, self._arch.kv_head_count, self._arch.heads_per_kv
+        arch, op, group = self._arch, self._multiply.operand, self._arch.heads_per_kv
+        heads = arch.kv_head_count
         used = (stop - start) * heads
         qkv = self._qkv[start:stop].view(used, group + 2, arch.head_size)
         # Layers stay together until the end: one unbind instead of one slice per layer.
         keys, values, mask = tier.keys[:, :used], tier.values[:, :used], tier.mask[:used]
+        scores, shares = qkv.new_empty((2, used, group, span)).unbind(0)
         return TierPlan(
             place=(self._rows[:used], counters[start * heads : stop * heads]),
             keys=keys.transpose(2, 3).unbind(0),
@@ -106,9 +158,13 @@ class Planner:
             mask=mask[:, 0],
             new_key=qkv[:, group],
             new_value=qkv[:, group + 1],
-            query=qkv[:, :group],
-            span_keys=keys[..., :span].unbind(0),
-            span_values=values[:, :, :span].unbind(0),
+            query_op=op(qkv[:, :group]),
+            span_key_ops=tuple(op(layer) for layer in keys[..., :span].unbind(0)),
+            span_value_ops=tuple(op(layer) for layer in values[:, :, :span].unbind(0)),
             span_mask=mask[..., :span],
-            attended=self._attended[start:stop].view(used, group, arch.head_size),
+            scores=scores,
+            scores_op=op(scores),
+            shares=shares,
+            shares_op=op(shares),
+            attended_op=op(self._attended[start:stop].view(used, group, arch.head_size)),
         )

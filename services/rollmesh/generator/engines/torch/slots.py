@@ -12,14 +12,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollmesh.generator.engines.torch.sampling import Restriction, StepSampling, UInt64Array
+from rollmesh.generator.engines.torch.sampling import Restriction, StepSampling, UInt64Array, uniforms
 from rollmesh.generator.engines.torch.sequence import Sequence
 from rollmesh.types import Chunk, FinishReason
 
+BoolArray = npt.NDArray[np.bool_]
+Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
 
 HISTORY = 256
 """Tokens of a slot kept until they are delivered; also the longest chunk."""
+
+
+_NOISE_STEPS = 8
+"""Steps whose noise is computed at once."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,13 +34,37 @@ class RowOrder:
 
     slots: Int64Array  # [rows]
     keys: UInt64Array  # [rows]
-    positions: Int64Array  # [rows], positions of the tokens to be drawn next
-    stops: npt.NDArray[np.int64]  # [rows, most stop ids], -1 where unused
+    positions: Int64Array  # [rows], positions of the tokens to be drawn next, minus the step count
+    stops: Int64Array  # [rows, most stop ids], -1 where unused
+    common_stop: np.int64 | None
+    """The one stop id of every row, if there is just one: compared without a second dimension."""
     emit_at: Int64Array  # [rows]
     finish_at: Int64Array  # [rows]
     sampling: StepSampling
     next_event: int
     """Step count at which the next chunk is due or a budget ends."""
+    noise: torch.Tensor  # float64 [steps, rows, 1]
+    noise_from: int
+    """Step count of the first row of ``noise``."""
+
+    def noise_at(self, step: int) -> torch.Tensor:
+        """Uniform numbers of one step, float64 [rows, 1]."""
+        ahead = step - self.noise_from
+        if ahead >= len(self.noise):
+            steps = step + np.arange(_NOISE_STEPS)[:, None]
+            self.noise = (
+                torch.from_numpy(uniforms(self.keys, self.positions + steps)).unsqueeze(2).to(self.noise.device)
+            )
+            self.noise_from, ahead = step, 0
+        return self.noise[ahead]
+
+    def stopped(self, tokens: Int64Array) -> BoolArray:
+        """Which rows drew one of their stop ids, [rows]."""
+        if self.common_stop is not None:
+            found: BoolArray = tokens == self.common_stop
+        else:
+            found = (self.stops == tokens[:, None]).any(axis=1)
+        return found
 
     def schedule(self) -> None:
         """Recompute ``next_event``."""
@@ -65,6 +95,9 @@ class SlotTable:
         self._finish_at = np.zeros(count, np.int64)
         self._tokens = np.zeros((count, HISTORY), np.int32)
         self._logprobs = np.zeros((count, HISTORY), np.float32)
+        self._unfiled: list[tuple[Int64Array, Float32Array]] = []
+        self._unfiled_slots = np.zeros(0, np.int64)
+        self._unfiled_from = 0
 
     def running(self) -> list[Sequence]:
         """The running calls, in slot order."""
@@ -99,11 +132,21 @@ class SlotTable:
         self.sequences[slot] = None
         self.free.append(slot)
 
-    def record(self, slots: Int64Array, step: int, tokens: Int64Array, logprobs: npt.NDArray[np.float32]) -> None:
-        """Keep the tokens of one step, [rows] each."""
-        column = step % HISTORY
-        self._tokens[slots, column] = tokens
-        self._logprobs[slots, column] = logprobs
+    def record(self, tokens: Int64Array, logprobs: Float32Array) -> None:
+        """Keep the tokens of one step, [rows] each, in the order of the last ``arrange``."""
+        self._unfiled.append((tokens, logprobs))
+
+    def _file(self) -> None:
+        """Move what was recorded in row order to the slots; many steps cost little more than one."""
+        if not self._unfiled:
+            return
+        tokens, logprobs = (np.stack(column, axis=1) for column in zip(*self._unfiled, strict=True))
+        columns = np.arange(self._unfiled_from, self._unfiled_from + len(self._unfiled)) % HISTORY
+        place = (self._unfiled_slots[:, None], columns)
+        self._tokens[place] = tokens
+        self._logprobs[place] = logprobs
+        self._unfiled_from += len(self._unfiled)
+        self._unfiled.clear()
 
     def undelivered(self, slot: int, step: int) -> int:
         """Tokens sampled for a slot and not yet in a chunk."""
@@ -111,6 +154,7 @@ class SlotTable:
 
     def take_chunk(self, sequence: Sequence, step: int, version: int, reason: FinishReason | None) -> Chunk:
         """Cut a chunk from the tokens not yet delivered."""
+        self._file()
         slot = sequence.slot
         columns = np.arange(self._sent_at[slot], step) % HISTORY
         chunk = Chunk(
@@ -130,15 +174,21 @@ class SlotTable:
 
     def arrange(self, slots: Int64Array, step: int) -> RowOrder:
         """Gather the arrays in the order of ``slots`` (the rows of the cache)."""
+        self._file()
+        self._unfiled_slots, self._unfiled_from = slots, step
+        stops = self._stops[slots]
         order = RowOrder(
             slots=slots,
             keys=self._keys[slots],
-            positions=self._positions[slots] + step,
-            stops=self._stops[slots],
+            positions=self._positions[slots],
+            stops=stops,
+            common_stop=stops[0, 0] if stops.shape[1] == 1 and (stops == stops[0, 0]).all() else None,
             emit_at=self._emit_at[slots],
             finish_at=self._finish_at[slots],
             sampling=self._step_sampling(slots),
             next_event=0,
+            noise=torch.empty(0, dtype=torch.float64, device=self._device),
+            noise_from=step,
         )
         order.schedule()
         return order

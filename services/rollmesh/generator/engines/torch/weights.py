@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.torch.architecture import Architecture
-from rollmesh.generator.engines.torch.matmul import Matrix
 from rollmesh.generator.engines.torch.rope import pair_order
 
 
@@ -29,13 +28,13 @@ from rollmesh.generator.engines.torch.rope import pair_order
 class Layer:
     """One transformer block; shapes are [in, out]."""
 
-    qkv: Matrix  # [hidden, kv_heads * (heads_per_kv + 2) * head_size], norm folded in
+    qkv: Tensor  # [hidden, kv_heads * (heads_per_kv + 2) * head_size], norm folded in
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [heads_per_kv + 1, head_size], times sqrt(head_size)
-    output: Matrix  # [heads * head_size, hidden]
+    output: Tensor  # [heads * head_size, hidden]
     output_bias: Tensor | None
-    gate_up: Matrix  # [hidden, 2 * mlp], norm folded in
-    down: Matrix  # [mlp, hidden]
+    gate_up: Tensor  # [hidden, 2 * mlp], norm folded in
+    down: Tensor  # [mlp, hidden]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +44,7 @@ class Weights:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
     norm: Tensor  # [hidden], times sqrt(hidden)
-    head: Matrix  # [hidden, vocab]
+    head: Tensor  # [hidden, vocab]; a view of the embedding where it is tied
 
     @property
     def byte_count(self) -> int:
@@ -56,11 +55,11 @@ class Weights:
         """Every tensor once, in a fixed order."""
         yield self.embedding
         for layer in self.layers:
-            yield from (m.tensor for m in (layer.qkv, layer.output, layer.gate_up, layer.down))
-            yield from (t for t in (layer.qkv_bias, layer.qk_norm, layer.output_bias) if t is not None)
+            parts = (layer.qkv, layer.qkv_bias, layer.qk_norm, layer.output, layer.output_bias)
+            yield from (t for t in (*parts, layer.gate_up, layer.down) if t is not None)
         yield self.norm
-        if self.head.plain is None or self.head.plain.data_ptr() != self.embedding.data_ptr():
-            yield self.head.tensor
+        if self.head.data_ptr() != self.embedding.data_ptr():
+            yield self.head
 
 
 def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -76,18 +75,18 @@ def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: t
 
         def place(packed: Tensor) -> Tensor:
             # A copy: safetensors may hand out views of a mapped file that is pruned while the policy serves.
-            return packed.to(device=device, dtype=dtype, copy=True).contiguous()
+            return packed.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
         embedding = place(tensor("model.embed_tokens.weight", arch.vocab_size, hidden))
-        head = embedding
+        head = embedding.t()
         if not arch.tied_head:
-            head = place(tensor("lm_head.weight", arch.vocab_size, hidden))
+            head = place(tensor("lm_head.weight", arch.vocab_size, hidden).t())
         root = math.sqrt(hidden)
         return Weights(
             embedding=embedding,
             layers=tuple(_pack_layer(arch, f"model.layers.{i}.", tensor, place) for i in range(arch.layer_count)),
             norm=place(tensor("model.norm.weight", hidden) * root),
-            head=Matrix.pack(head),
+            head=head,
         )
 
 
@@ -126,13 +125,13 @@ def _pack_layer(
     gate = tensor(f"{prefix}mlp.gate_proj.weight", arch.mlp_size, hidden)
     up = tensor(f"{prefix}mlp.up_proj.weight", arch.mlp_size, hidden)
     return Layer(
-        qkv=Matrix.pack(place(qkv * input_norm)),
+        qkv=place((qkv * input_norm).t()),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
-        output=Matrix.pack(place(tensor(f"{prefix}self_attn.o_proj.weight", hidden, arch.head_count * size))),
+        output=place(tensor(f"{prefix}self_attn.o_proj.weight", hidden, arch.head_count * size).t()),
         output_bias=output_bias,
-        gate_up=Matrix.pack(place(torch.cat((gate, up)) * mlp_norm)),
-        down=Matrix.pack(place(tensor(f"{prefix}mlp.down_proj.weight", hidden, arch.mlp_size))),
+        gate_up=place((torch.cat((gate, up)) * mlp_norm).t()),
+        down=place(tensor(f"{prefix}mlp.down_proj.weight", hidden, arch.mlp_size).t()),
     )
 
 

@@ -14,7 +14,7 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from rollmesh.types import Chunk, FinishReason
 
 _STRIDE = 4
 """Steps between two admissions and between two deliveries: batches prefills and wake-ups."""
+_QUIET_SECONDS = 0.0005
+_LONGEST_GATHERING_SECONDS = 0.01
 _FILL = 0.85
 """Share of the cache that an estimated peak may take; tier widths and estimates both round."""
 
@@ -148,6 +150,17 @@ class Worker:
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
+        if idle and self.waiting:
+            self._gather()
+
+    def _gather(self) -> None:
+        """Let calls that arrive together start together: wait for a quiet moment after the first of them."""
+        deadline = time.monotonic() + _LONGEST_GATHERING_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                self._commands.get(timeout=_QUIET_SECONDS)()
+            except Empty:
+                return
 
     def _iterate(self) -> None:
         started = time.perf_counter()
@@ -192,7 +205,7 @@ class Worker:
             prefill += count
         if chosen:
             del self.waiting[: len(chosen)]
-            batch.admit(chosen, self._options.prefill_token_budget)
+            batch.admit(chosen)
 
     def _expected_to_fit(self, candidates: list[Sequence]) -> bool:
         """Whether the estimated peak of running and candidate calls stays within the cache."""
