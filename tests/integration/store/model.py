@@ -1,0 +1,154 @@
+"""The state graph of the queue in plain Python: what the scripts must agree with after every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ModelMember:
+    state: str = "pending"
+    session: str | None = None
+    tokens: int = 0
+    step: int | None = None
+    attempts: int = 0
+    mark: int = -1
+    """Tokens at the last lease; -1 before the first."""
+    reward: float = 0.0
+
+
+@dataclass
+class ModelGroup:
+    index: int
+    needed: int
+    members: list[ModelMember] = field(default_factory=list)
+    state: str = "open"
+
+    @property
+    def lowest_step(self) -> int | None:
+        steps = [m.step for m in self.members if m.step is not None and m.state not in ("unscorable", "dead")]
+        return min(steps, default=None)
+
+
+@dataclass
+class Model:
+    """States of every group and trajectory; mirrors the rules of design, not of the scripts."""
+
+    max_attempts: int
+    filter_zero_variance: bool
+    groups: dict[str, ModelGroup] = field(default_factory=dict)
+    gone: dict[str, str] = field(default_factory=dict)
+    """Why each group left: consumed, filtered, dead or the reason of an eviction."""
+    pool_size: int = 0
+    paused: bool = False
+    trained_step: int = 0
+    cut_step: int = 0
+    cut_groups: list[str] = field(default_factory=list)
+    cursor: int = 0
+    sequence: int = 0
+    version_steps: list[int] = field(default_factory=list)
+
+    def member(self, trajectory_id: str) -> ModelMember | None:
+        gid, _, number = trajectory_id.rpartition(".")
+        group = self.groups.get(gid)
+        return group.members[int(number)] if group and int(number) < len(group.members) else None
+
+    def ids(self, *states: str, session: str | None = None) -> list[str]:
+        """Trajectories in some state, oldest group first."""
+        return [
+            f"{gid}.{number}"
+            for gid, group in sorted(self.groups.items(), key=lambda item: item[1].index)
+            for number, m in enumerate(group.members)
+            if m.state in states and (session is None or m.session == session)
+        ]
+
+    def leased(self) -> int:
+        return len(self.ids("leased"))
+
+    def admit(self, gid: str, needed: int) -> None:
+        self.sequence += 1
+        self.groups[gid] = ModelGroup(self.sequence, needed, [ModelMember() for _ in range(needed)])
+
+    def lease(self, session: str, limit: int) -> list[str]:
+        taken: list[str] = []
+        room = 0 if self.paused else min(limit, self.pool_size - self.leased())
+        while len(taken) < room:
+            waiting = self.ids("partial") or self.ids("pending")
+            if not waiting:
+                break
+            m = self.member(waiting[0])
+            assert m is not None
+            m.attempts = m.attempts + 1 if m.mark == m.tokens else 1
+            if m.attempts > self.max_attempts:
+                self.lose_member(waiting[0], "dead")
+                continue
+            m.state, m.session, m.mark = "leased", session, m.tokens
+            taken.append(waiting[0])
+        return taken
+
+    def save(self, trajectory_id: str, tokens: int, version: int) -> None:
+        m = self.member(trajectory_id)
+        assert m is not None
+        if tokens:
+            step = self.version_steps[version]
+            m.step = step if m.step is None else min(m.step, step)
+        m.tokens += tokens
+
+    def give_back(self, trajectory_id: str, *, free_attempt: bool) -> None:
+        m = self.member(trajectory_id)
+        assert m is not None
+        m.session = None
+        if m.state == "leased":
+            m.state = "partial" if m.tokens else "pending"
+            if free_attempt:
+                m.attempts = max(0, m.attempts - 1)
+
+    def score(self, trajectory_id: str, reward: float | None) -> None:
+        m = self.member(trajectory_id)
+        assert m is not None
+        if reward is None:
+            self.lose_member(trajectory_id, "unscorable")
+        else:
+            m.state, m.reward = "scored", reward
+            self.settle(trajectory_id.rpartition(".")[0])
+
+    def lose_member(self, trajectory_id: str, state: str) -> None:
+        gid = trajectory_id.rpartition(".")[0]
+        group, m = self.groups[gid], self.member(trajectory_id)
+        assert m is not None
+        m.state, m.step = state, None if state == "dead" else m.step
+        if len(group.members) < 2 * group.needed:
+            group.members.append(ModelMember())
+        self.settle(gid)
+
+    def settle(self, gid: str) -> None:
+        group = self.groups[gid]
+        if any(m.state not in ("scored", "unscorable", "dead") for m in group.members):
+            return
+        rewards = [m.reward for m in group.members if m.state == "scored"]
+        if len(rewards) < 2:
+            self.drop(gid, "too_few_scored")
+        elif self.filter_zero_variance and min(rewards) == max(rewards):
+            self.drop(gid, "filtered_all_right" if rewards[0] > 0 else "filtered_all_wrong")
+        else:
+            group.state = "ready"
+
+    def drop(self, gid: str, reason: str) -> None:
+        del self.groups[gid]
+        self.gone[gid] = reason
+
+    def ready(self) -> list[str]:
+        ready = [gid for gid, g in self.groups.items() if g.state == "ready"]
+        return sorted(ready, key=lambda gid: self.groups[gid].index)
+
+    def cut(self, gids: list[str]) -> None:
+        self.cut_step += 1
+        self.cut_groups = gids
+        for gid in gids:
+            self.groups[gid].state = "cut"
+
+    def trained(self) -> None:
+        self.trained_step = self.cut_step
+        for gid in self.cut_groups:
+            self.drop(gid, "consumed")
+        self.cut_groups = []
