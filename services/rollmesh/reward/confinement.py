@@ -37,7 +37,7 @@ class WorkerConfinement:
 
 def prepare(memory_limit_bytes: int) -> WorkerConfinement:
     """Make ready for workers of other uids, in the template process; falls back to none."""
-    own_uids = identity.is_root()
+    own_uids = identity.can_become(identity.own_uid(0))
     if own_uids:
         try:
             reach.expose(reach.interpreter_folders())
@@ -58,6 +58,7 @@ def confine_worker(confinement: WorkerConfinement, birth: int) -> None:
         kernel.refuse_new_privileges()
         kernel.set_dumpable(False)
         kernel.die_with_parent()
+        kernel.adopt_orphans()
     limits = ResourceLimits(
         address_space_bytes=own_address_space_bytes() + confinement.memory_limit_bytes,
         cpu_seconds=resource.RLIM_INFINITY,

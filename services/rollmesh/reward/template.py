@@ -25,7 +25,7 @@ from rollmesh.reward.handler import RewardHandler
 from rollmesh.reward.isolation import probe_worker
 from rollmesh.reward.spec import WorkerSpec
 from rollmesh.reward.worker import run_worker
-from rollmesh.tasks.sandbox import kernel
+from rollmesh.tasks.sandbox import kernel, leftovers
 from rollmesh.tasks.verifiers.protocol import Verifier
 from rollmesh.tasks.verifiers.registry import build_verifier
 from rollmesh.text import Tokenizer
@@ -123,7 +123,7 @@ class Template:
         sweep(pid, self._confinement.uid(self._workers[pid]))
 
     def _reap(self) -> None:
-        """Bury ended workers, and what they orphaned."""
+        """Bury ended workers and all that they leave."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -137,6 +137,8 @@ class Template:
                 self._kill(pid)
             _, status = os.waitpid(pid, 0)
             if self._workers.pop(pid, None) is not None:
+                # A worker's orphans are its children; with it gone they are ours, and strangers.
+                leftovers.clear(frozenset(self._workers))
                 self._say({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _say(self, message: Mapping[str, Any]) -> None:

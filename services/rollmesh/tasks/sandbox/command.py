@@ -12,15 +12,15 @@ import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO
 
 from rollmesh.errors import VerifierError
-from rollmesh.tasks.sandbox import identity
-from rollmesh.tasks.sandbox.enter import Confinement, preparation
+from rollmesh.tasks.sandbox import identity, leftovers
+from rollmesh.tasks.sandbox.enter import Confinement, enter, namespaces_allowed
 from rollmesh.tasks.sandbox.limits import ResourceLimits
 
 _SCRIPT_NAME = "answer.py"
-_CONFINEMENT_FAILED = 125
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 
@@ -47,6 +47,15 @@ class Sandbox:
     scratch_bytes: int = 64 << 20
     """Private space for files, in memory where the machine allows it."""
 
+    @staticmethod
+    def danger() -> str:
+        """Why code should not run here: it could reach processes that are not its own. Empty where it cannot."""
+        if identity.is_root():
+            return "" if identity.can_become(identity.own_uid(0)) else "root here cannot take another uid"
+        if identity.has_own_uid() or namespaces_allowed(None):
+            return ""
+        return "code would share its uid with other processes, and this machine allows no user namespaces"
+
     def run(self, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
         """Run ``script`` with the interpreter of this process, without site-packages.
 
@@ -59,31 +68,38 @@ class Sandbox:
             confinement = Confinement(
                 limits=self.limits,
                 uid=uid,
+                namespaces=namespaces_allowed(uid),
                 folder=folder,
                 scratch_bytes=self.scratch_bytes,
             )
-            return self._run_in(confinement, script, stdin, timeout_seconds)
+            if confinement.namespaces:
+                return self._run_in(confinement, script, stdin, timeout_seconds)
+            others = leftovers.watch()
+            try:
+                return self._run_in(confinement, script, stdin, timeout_seconds)
+            finally:
+                leftovers.clear(others)
 
     def _run_in(self, confinement: Confinement, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
         # The interpreter below a virtual environment: the environment itself is not needed and may be private.
         interpreter = os.path.realpath(sys.executable)
-        process = subprocess.Popen(
-            [interpreter, "-I", "-S", "-B", _SCRIPT_NAME],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**_ENVIRONMENT, "HOME": confinement.folder},
-            start_new_session=True,
-            preexec_fn=preparation(confinement, _SCRIPT_NAME, script),
-        )
+        try:
+            process = subprocess.Popen(
+                [interpreter, "-I", "-S", "-B", _SCRIPT_NAME],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={**_ENVIRONMENT, "HOME": confinement.folder},
+                start_new_session=True,
+                preexec_fn=partial(enter, confinement, _SCRIPT_NAME, script),
+            )
+        except (subprocess.SubprocessError, OSError) as error:
+            raise VerifierError(f"python_code: this machine does not let code be confined: {error}") from error
         with process:
             try:
-                result = _Conversation(process, stdin, self.output_bytes).run(time.monotonic() + timeout_seconds)
+                return _Conversation(process, stdin, self.output_bytes).run(time.monotonic() + timeout_seconds)
             finally:
                 _end(process)
-        if result.exit_status == _CONFINEMENT_FAILED and result.stderr.startswith(b"confinement failed"):
-            raise VerifierError(f"python_code: {result.stderr.decode('utf-8', 'replace').strip()}")
-        return result
 
 
 class _Conversation:

@@ -1,19 +1,28 @@
-"""What a child does between fork and exec to confine itself; every step that the machine refuses is left out."""
+"""What a child does between fork and exec to confine itself."""
 
 from __future__ import annotations
 
 import os
 import resource
-import signal
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
 from rollmesh.tasks.sandbox import identity, kernel, reach
 from rollmesh.tasks.sandbox.limits import ResourceLimits, apply_limits
+
+NAMESPACES = (
+    kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWNS
+)
+"""What code gets for itself; any user may have these, where the machine allows user namespaces at all."""
 
 _SCRATCH_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 _FIRST_OTHER_DESCRIPTOR = 3
@@ -26,6 +35,8 @@ class Confinement:
     limits: ResourceLimits
     uid: int | None
     """Uid to become, one that runs nothing else; None keeps the uid of this process."""
+    namespaces: bool
+    """Whether to leave this process's namespaces for new ones."""
     folder: str
     """Working folder on disk, used when the child cannot have private scratch space in memory."""
     scratch_bytes: int
@@ -42,7 +53,8 @@ def enter(confinement: Confinement, script_name: str, script: bytes) -> None:
         kernel.refuse_new_privileges()
     folder = confinement.folder
     own_process_count = confinement.uid is not None
-    if _new_namespaces():
+    if confinement.namespaces:
+        _new_namespaces()
         own_process_count = True
         _become_first_process()
         folder = _private_scratch(confinement.scratch_bytes) or folder
@@ -53,20 +65,15 @@ def enter(confinement: Confinement, script_name: str, script: bytes) -> None:
     apply_limits(confinement.limits, own_uid=own_process_count)
 
 
-def _new_namespaces() -> bool:
-    """New user, process, network, IPC, name and mount namespaces; False where the machine allows none."""
+def _new_namespaces() -> None:
+    """Move to new user, process, network, IPC, name and mount namespaces, with the same uid and no privileges left."""
     uid, gid = os.getuid(), os.getgid()
-    flags = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC
-    try:
-        kernel.unshare(flags | kernel.CLONE_NEWUTS | kernel.CLONE_NEWNS)
-    except OSError:
-        return False
+    kernel.unshare(NAMESPACES)
     # After a change of uid the files below /proc/self belong to root until this is undone.
     kernel.set_dumpable(True)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
-    return True
 
 
 def _become_first_process() -> None:
@@ -100,15 +107,17 @@ def _private_scratch(size_bytes: int) -> str | None:
     return covered[0] if covered else None
 
 
-def preparation(confinement: Confinement, script_name: str, script: bytes) -> Callable[[], None]:
-    """``enter`` for ``subprocess.Popen(preexec_fn=...)``; the child dies with status 125 when it cannot be confined."""
-
-    def run() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+@lru_cache(maxsize=8)
+def namespaces_allowed(uid: int | None) -> bool:
+    """Whether this process, once it is ``uid`` (None: as it is), may have new namespaces; tried out in a child."""
+    child = os.fork()
+    if child == 0:
+        status = 1
         try:
-            enter(confinement, script_name, script)
-        except BaseException as error:
-            os.write(2, f"confinement failed: {type(error).__name__}: {error}\n".encode())
-            os._exit(125)
-
-    return run
+            if uid is not None:
+                identity.become(uid)
+            _new_namespaces()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0

@@ -10,10 +10,12 @@ from rollmesh.tasks.sandbox import kernel
 SLOTS_PER_PROCESS = 256
 """Uids that one process can tell apart."""
 
+OWN_UID_VARIABLE = "SANDBOX_OWN_UID"
+
 
 def own_uid(slot: int, owner_pid: int | None = None) -> int:
     """A uid that nothing else uses: from the upper half of the ids that exist here, by owner process and slot."""
-    half = min(_mapped_ids(), 2**31) // 2
+    half = max(1, min(_mapped_ids(), 2**31) // 2)
     pid = os.getpid() if owner_pid is None else owner_pid
     return half + (pid * SLOTS_PER_PROCESS + slot % SLOTS_PER_PROCESS) % half
 
@@ -24,11 +26,32 @@ def become(uid: int) -> None:
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     kernel.refuse_new_privileges()
+    os.environ[OWN_UID_VARIABLE] = str(uid)
+
+
+def has_own_uid() -> bool:
+    """Whether this process, or the one that started it, got its uid by ``become``."""
+    return os.environ.get(OWN_UID_VARIABLE) == str(os.getuid())
 
 
 def is_root() -> bool:
-    """Whether this process may change its uid (as far as the uid says)."""
+    """Whether this process is root, if only in its own user namespace."""
     return os.geteuid() == 0
+
+
+def can_become(uid: int) -> bool:
+    """Whether ``become(uid)`` works here, tried out in a child: root may lack the capability or the uid."""
+    if not is_root():
+        return False
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            become(uid)
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def _mapped_ids() -> int:

@@ -38,10 +38,14 @@ class PythonCodeVerifier:
         partial_credit: bool = False,
         memory_bytes: int = 512 << 20,
         process_count: int = 16,
+        allow_shared_uid: bool = False,
     ) -> None:
         """``timeout_seconds`` is for all tests of one answer together; keep it below reward.timeout_seconds.
 
-        ``process_count``: processes and threads that an answer may have at once.
+        ``process_count``: processes and threads that an answer may have at once. ``allow_shared_uid``: run code even
+        where it could signal every process of this user; for a container that holds nothing else.
+
+        Raises ConfigError where code cannot be confined.
         """
         if sys.platform != "linux":
             raise ConfigError("verifier python_code needs Linux: it confines code by namespaces and resource limits")
@@ -49,6 +53,11 @@ class PythonCodeVerifier:
             raise ConfigError(
                 f"reward.options: timeout_seconds={timeout_seconds} (> 0), memory_bytes={memory_bytes} (>= 64 MiB), "
                 f"process_count={process_count} (>= 1)"
+            )
+        if not allow_shared_uid and (danger := Sandbox.danger()):
+            raise ConfigError(
+                f"verifier python_code: {danger}; run the reward service as root or allow user namespaces, or, in a "
+                "container of its own, set reward.options.allow_shared_uid"
             )
         limits = ResourceLimits(
             address_space_bytes=memory_bytes,

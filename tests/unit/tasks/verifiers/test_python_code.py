@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.errors import VerifierError
+from rollmesh.errors import ConfigError, VerifierError
+from rollmesh.tasks.sandbox import command, identity
 from rollmesh.tasks.sandbox.identity import own_uid
 from rollmesh.tasks.verifiers.code_tests import same_output, same_value
 from rollmesh.tasks.verifiers.protocol import RewardParts
@@ -226,3 +227,37 @@ def test_printed_text_is_compared_without_trailing_space() -> None:
     assert same_output("", "\n\n")
     assert not same_output("a\n\nb", "a\nb")
     assert not same_output(" a", "a")
+
+
+@pytest.fixture
+def no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that allows no user namespaces, as in most containers."""
+    monkeypatch.setattr(command, "namespaces_allowed", lambda uid: False)
+
+
+@pytest.mark.usefixtures("no_namespaces")
+@pytest.mark.skipif(os.geteuid() != 0, reason="without namespaces, code is let loose only under a uid of its own")
+@pytest.mark.parametrize("name", ["fork bomb", "daemon", "memory bomb", "output bomb", "infinite loop"])
+def test_without_namespaces_poison_is_still_wrong_in_time_and_leaves_nothing_behind(name: str) -> None:
+    assert run(POISON[name], ADD, timeout_seconds=0.5).value == 0.0
+    wait_until_nothing_is_left()
+
+
+@pytest.mark.usefixtures("no_namespaces")
+@pytest.mark.skipif(os.geteuid() != 0, reason="without namespaces, code is let loose only under a uid of its own")
+def test_without_namespaces_good_code_runs_and_cheating_earns_nothing() -> None:
+    assert run("def add(a, b): return a + b", ADD).value == 1.0
+    for code in CHEATS.values():
+        assert run(code, ADD).value == 0.0
+
+
+@pytest.mark.usefixtures("no_namespaces")
+def test_code_is_refused_where_it_could_reach_processes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(identity.OWN_UID_VARIABLE, raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"share its uid with other processes.*allow_shared_uid"):
+        PythonCodeVerifier()
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(identity, "can_become", lambda uid: False)
+    with pytest.raises(ConfigError, match="root here cannot take another uid"):
+        PythonCodeVerifier()

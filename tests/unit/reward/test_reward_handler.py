@@ -1,0 +1,161 @@
+"""One answer inside a worker: what the verifier sees, and what its failures become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from rollmesh.reward.handler import RewardHandler
+from rollmesh.reward.outcomes import timed_out, verifier_error
+from rollmesh.tasks.verifiers.protocol import RewardParts
+from rollmesh.text import Tokenizer
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory
+from rollmesh.wire.reward_messages import outcome_from_bytes, score_item_from_bytes, score_item_to_pb
+
+WORDS = ["<end>", "what", "is", "it", "this", "tool"]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<end>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<end>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
+    return Tokenizer(tmp_path)
+
+
+class Recorder:
+    """A verifier that returns what it is told to and keeps what it saw."""
+
+    def __init__(self, result: Any = 1.0, *, timeout_means_wrong: bool = False, needs_prompt: bool = False) -> None:
+        self.result = result
+        self.timeout_means_wrong = timeout_means_wrong
+        self.needs_prompt = needs_prompt
+        self.seen: list[tuple[str, Mapping[str, Any]]] = []
+
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float | RewardParts:
+        self.seen.append((response, prompt_metadata))
+        if isinstance(self.result, BaseException):
+            raise self.result
+        result: float | RewardParts = self.result
+        return result
+
+
+def payload(metadata: Mapping[str, Any] | None = None, verifier: str = "", last: int = 0) -> bytes:
+    def segment(ids: list[int], source: SegmentSource) -> Segment:
+        logprobs = np.zeros(len(ids), np.float32) if source is SegmentSource.POLICY else None
+        return Segment(
+            token_ids=np.array(ids, np.int32),
+            behavior_logprobs=logprobs,
+            policy_version=0,
+            kv_min_version=0,
+            source=source,
+        )
+
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1, 2, 3], np.int32), verifier=verifier, metadata=metadata or {})
+    segments = (segment([3, 2], SegmentSource.POLICY), segment([5], SegmentSource.ENVIRONMENT))
+    trajectory = Trajectory(
+        trajectory_id="t",
+        group_id="g",
+        member_index=0,
+        prompt=prompt,
+        segments=(*segments, segment([4, last], SegmentSource.POLICY)),
+        finish_reason=FinishReason.STOP,
+    )
+    return score_item_to_pb(trajectory).SerializeToString()
+
+
+def handle(tokenizer: Tokenizer, verifier: Recorder, data: bytes | None = None) -> RewardOutcome:
+    return outcome_from_bytes(RewardHandler(tokenizer, {"mine": verifier}, "mine")(data or payload()))
+
+
+def test_the_verifier_sees_the_whole_response_without_special_tokens(tokenizer: Tokenizer) -> None:
+    verifier = Recorder(0.5)
+    assert handle(tokenizer, verifier) == RewardOutcome(kind=OutcomeKind.SCORED, value=0.5)
+    assert verifier.seen == [("it is tool this", {})]
+
+
+def test_metadata_arrives_as_the_data_set_wrote_it(tokenizer: Tokenizer) -> None:
+    metadata = {"n": 3, "x": 0.5, "deep": [{"m": -7, "ok": True}, None], "text": "4", "big": 2**53}
+    verifier = Recorder()
+    handle(tokenizer, verifier, payload(metadata))
+    seen = verifier.seen[0][1]
+    assert seen == metadata
+    assert [type(seen["n"]), type(seen["x"]), type(seen["deep"][0]["m"]), type(seen["deep"][0]["ok"])] == [
+        int,
+        float,
+        int,
+        bool,
+    ]
+
+
+def test_the_prompt_is_added_for_a_verifier_that_asks(tokenizer: Tokenizer) -> None:
+    verifier = Recorder(needs_prompt=True)
+    handle(tokenizer, verifier, payload({"n": 1}))
+    assert verifier.seen[0][1] == {"n": 1, "prompt": "what is it"}
+
+
+def test_parts_come_back(tokenizer: Tokenizer) -> None:
+    outcome = handle(tokenizer, Recorder(RewardParts(value=2.0, parts={"a": 1, "b": -0.5})))
+    assert outcome == RewardOutcome(kind=OutcomeKind.SCORED, value=2.0, parts={"a": 1.0, "b": -0.5})
+
+
+def test_a_part_whose_name_is_no_text_is_an_error(tokenizer: Tokenizer) -> None:
+    outcome = handle(tokenizer, Recorder(RewardParts(value=2.0, parts={"\ud800": 1.0})))
+    assert outcome.kind is OutcomeKind.VERIFIER_ERROR
+    assert "cannot be encoded" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff\xff", "score item"),
+        (payload(verifier="other"), "this run has no verifier 'other'; it has mine"),
+        (payload(last=99), "token_ids[4]: id 99 is outside the vocabulary"),
+    ],
+)
+def test_an_item_that_cannot_be_scored_is_an_error(tokenizer: Tokenizer, data: bytes, message: str) -> None:
+    outcome = handle(tokenizer, Recorder(), data)
+    assert outcome.kind is OutcomeKind.VERIFIER_ERROR
+    assert message in outcome.message
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x\ud800" * 9999), KeyError("k"), SystemExit(3), RecursionError()])
+def test_whatever_a_verifier_raises_is_its_own_outcome(tokenizer: Tokenizer, error: BaseException) -> None:
+    outcome = handle(tokenizer, Recorder(error))
+    assert outcome.kind is OutcomeKind.VERIFIER_ERROR
+    assert f"mine: {type(error).__name__}" in outcome.message
+    assert len(outcome.message) <= 500
+
+
+def test_a_worker_out_of_memory_says_so_and_is_worn_out(tokenizer: Tokenizer) -> None:
+    handler = RewardHandler(tokenizer, {"mine": Recorder(MemoryError())}, "mine")
+    assert not handler.worn_out
+    assert "MemoryError" in outcome_from_bytes(handler(payload())).message
+    assert handler.worn_out
+
+
+@pytest.mark.parametrize("means_wrong", [True, False])
+def test_a_time_out_means_what_the_verifier_declares(tokenizer: Tokenizer, means_wrong: bool) -> None:
+    outcome = handle(tokenizer, Recorder(TimeoutError(), timeout_means_wrong=means_wrong))
+    assert outcome == timed_out("mine: its own limit passed", means_wrong)
+    assert outcome.kind is (OutcomeKind.SCORED if means_wrong else OutcomeKind.TIMED_OUT)
+    assert dict(outcome.parts) == ({"timed_out": 1.0} if means_wrong else {})
+
+
+def test_an_error_never_carries_a_value() -> None:
+    assert verifier_error("why") == RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="why")
+
+
+def test_items_keep_what_belongs_to_the_answer() -> None:
+    item = score_item_from_bytes(payload({"n": 1}, verifier="mine"))
+    assert (item.trajectory_id, item.finish_reason) == ("t", FinishReason.STOP)
+    assert item.response_ids.tolist() == [3, 2, 5, 4, 0]
+    assert item.prompt.token_ids.tolist() == [1, 2, 3]
