@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from rollmesh.config import RunConfig
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
-from rollmesh.runtime.processor import compute_environment
 
 STOP_ORDER = ("rollout", "generator", "reward", "trainer")
 """Work stops at its source first, so that everything behind it can drain."""
@@ -16,8 +15,11 @@ STOP_ORDER = ("rollout", "generator", "reward", "trainer")
 
 def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
     """Variables of every service process: secrets travel here, never in files or arguments."""
+    threads = str(config.launcher.torch_threads)
     environment = {
-        **compute_environment(config.launcher.torch_threads),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OPENBLAS_NUM_THREADS": threads,
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "ROLLMESH_STORE__URL": redis_url,

@@ -1,8 +1,8 @@
 """Matrix products: torch's, or numpy's BLAS over the same memory where that is faster.
 
 The BLAS in torch's wheels runs AVX2 kernels on AMD processors; the OpenBLAS in numpy's has AVX-512 ones, a lighter
-call, and takes small batched products two to four times faster. Which one wins depends on the processor, the build
-and the environment (``runtime.processor``), so both are timed at start. Operands are prepared once and reused.
+call, and takes small batched products two to four times faster. Which one wins depends on the processor, the builds
+and the environment (OPENBLAS_CORETYPE), so both are timed at start. Operands are prepared once and reused.
 """
 
 from __future__ import annotations

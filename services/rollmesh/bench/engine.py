@@ -1,0 +1,232 @@
+"""``rollmesh bench engine``: tokens per CPU second of the torch engine beside Hugging Face ``generate``.
+
+One thread, a random model of the demo's shape, prompts of 32 tokens. Both sides sample at temperature 1 and return the
+log-probability of every token. Repetitions are interleaved and the median counts, so that a busy machine slows both.
+Mixed lengths: 256 prompts with lognormal lengths, 64 slots refilled at once against batches of 64 that wait for their
+longest member; only tokens that were asked for count.
+
+It runs in a process of its own, with one thread for every library, as the launcher starts generators. A value of
+OPENBLAS_CORETYPE is dropped there: the figures are of the kernels that numpy's BLAS picks for this processor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollmesh.bench.measure import Measure, compared
+from rollmesh.errors import EngineError
+from rollmesh.generator.engines.torch.engine import TorchEngine
+from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.types import Float32Array, GenerationCall, Int32Array, SamplingParams
+
+VOCABULARY = 96
+PROMPT_TOKENS = 32
+NEW_TOKENS = 64
+MIXED_SLOTS = 64
+_CONTEXT = 1024
+_MEDIAN_LENGTH, _SIGMA, _LONGEST = 60, 0.95, 900
+_UNIFORM_SIZES = (1, 8, 32, 128)
+
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
+
+
+def run(*, quick: bool = False) -> list[Measure]:
+    """Measure; ``quick`` repeats twice instead of five times and takes a quarter of the mixed prompts."""
+    command = [sys.executable, "-m", __name__, *(["--quick"] if quick else [])]
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
+    environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise EngineError(f"the measuring process ended with status {done.returncode}")
+    return [Measure(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The measuring process: one JSON object per measure on standard output."""
+    torch.set_num_threads(1)
+    quick = "--quick" in arguments
+    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
+        write_demo_shape(Path(folder))
+        for measure in asyncio.run(_measure(Path(folder), 2 if quick else 5, prompts=64 if quick else 256)):
+            print(json.dumps(asdict(measure)))
+
+
+def write_demo_shape(folder: Path) -> None:
+    """A random model of the demo's shape: 250,000 parameters."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        intermediate_size=192,
+        tie_word_embeddings=True,
+        max_position_embeddings=2 * _CONTEXT,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def mixed_lengths(count: int) -> Int64Array:
+    """Lognormal response lengths with a long tail: p99 at least 8 times p50."""
+    lengths = np.exp(np.random.default_rng(0).normal(np.log(_MEDIAN_LENGTH), _SIGMA, count))
+    return np.clip(lengths, 4, _LONGEST).astype(np.int64)
+
+
+async def _measure(folder: Path, repeats: int, prompts: int) -> list[Measure]:
+    engine = TorchEngine(TorchEngineOptions(slots=max(_UNIFORM_SIZES), max_context_tokens=_CONTEXT, device="cpu"))
+    mixed = TorchEngine(TorchEngineOptions(slots=MIXED_SLOTS, max_context_tokens=_CONTEXT, device="cpu"))
+    await engine.start(folder, 0)
+    await mixed.start(folder, 0)
+    reference = HuggingFace(folder)
+    try:
+        results = [await _logprob_gap(engine, reference)]
+        for size in _UNIFORM_SIZES:
+            results.append(await _uniform(engine, reference, size, repeats))
+        results.append(await _mixed(mixed, reference, mixed_lengths(prompts), repeats))
+        return results
+    finally:
+        await engine.aclose()
+        await mixed.aclose()
+
+
+class HuggingFace:
+    """The baseline: ``generate`` with a static cache, sampling, log-probabilities of the sampled tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._model = model.eval()
+        self._model.generation_config.eos_token_id = None
+
+    def generate(self, prompts: Int32Array, new_tokens: int) -> Float32Array:
+        """Continue prompts [rows, tokens] by ``new_tokens``; returns their logprobs, [rows, new_tokens]."""
+        ids = torch.from_numpy(prompts.astype(np.int64))
+        with torch.inference_mode():
+            found = self._model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=new_tokens,
+                cache_implementation="static",
+                disable_compile=True,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            logprobs = torch.stack(found.logits, dim=1).log_softmax(-1)
+            taken = logprobs.gather(2, found.sequences[:, ids.shape[1] :, None])
+        result: Float32Array = taken.squeeze(2).numpy()
+        return result
+
+    def score(self, ids: Int32Array) -> Float32Array:
+        """Teacher-forced logprobs of every token after the first, [tokens - 1]."""
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        with torch.inference_mode():
+            logprobs = self._model(tokens[None]).logits[0].log_softmax(-1)
+            result: Float32Array = logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
+        return result
+
+
+def make_prompts(count: int) -> Int32Array:
+    """Different random prompts, int32 [count, PROMPT_TOKENS]."""
+    return np.random.default_rng(1).integers(0, VOCABULARY, (count, PROMPT_TOKENS)).astype(np.int32)
+
+
+async def _generate(
+    engine: TorchEngine, prompts: Int32Array, lengths: Sequence[int]
+) -> list[tuple[Int32Array, Float32Array]]:
+    async def one(row: int) -> tuple[Int32Array, Float32Array]:
+        call = GenerationCall(
+            trajectory_id=f"t{row}",
+            context_ids=prompts[row],
+            prompt_token_count=PROMPT_TOKENS,
+            max_new_token_count=int(lengths[row]),
+            sampling=SamplingParams(),
+            chunk_token_count=NEW_TOKENS,
+        )
+        chunks = [chunk async for chunk in engine.generate(call)]
+        return (
+            np.concatenate([c.token_ids for c in chunks]),
+            np.concatenate([c.behavior_logprobs for c in chunks]),
+        )
+
+    return list(await asyncio.gather(*(one(row) for row in range(len(prompts)))))
+
+
+async def _logprob_gap(engine: TorchEngine, reference: HuggingFace) -> Measure:
+    prompts = make_prompts(32)
+    gap = 0.0
+    for prompt, (tokens, logprobs) in zip(prompts, await _generate(engine, prompts, [200] * 32), strict=True):
+        wanted = reference.score(np.concatenate((prompt, tokens)))[PROMPT_TOKENS - 1 :]
+        gap = max(gap, float(np.abs(logprobs - wanted).max()))
+    return Measure(name="largest logprob gap to HF teacher forcing", value=gap, unit="nats")
+
+
+async def _uniform(engine: TorchEngine, reference: HuggingFace, size: int, repeats: int) -> Measure:
+    prompts = make_prompts(size)
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(repeats + 1):  # the first round warms up
+        started = time.process_time()
+        await _generate(engine, prompts, [NEW_TOKENS] * size)
+        ours.append(time.process_time() - started)
+        theirs.append(_cpu_seconds(lambda: reference.generate(prompts, NEW_TOKENS)))
+    name = f"{size} calls of {NEW_TOKENS} tokens"
+    return _compared(name, size * NEW_TOKENS, ours, theirs, "HF generate, static cache")
+
+
+async def _mixed(engine: TorchEngine, reference: HuggingFace, lengths: Int64Array, repeats: int) -> Measure:
+    prompts = make_prompts(len(lengths))
+
+    def batches() -> None:
+        for start in range(0, len(lengths), MIXED_SLOTS):
+            chosen = slice(start, start + MIXED_SLOTS)
+            reference.generate(prompts[chosen], int(lengths[chosen].max()))
+
+    await _generate(engine, prompts, np.minimum(lengths, NEW_TOKENS).tolist())
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(repeats + 1):
+        started = time.process_time()
+        await _generate(engine, prompts, lengths.tolist())
+        ours.append(time.process_time() - started)
+        theirs.append(_cpu_seconds(batches))
+    p50, p99 = np.percentile(lengths, [50, 99])
+    name = f"{len(lengths)} calls of mixed lengths (p50 {p50:.0f}, p99 {p99:.0f}), useful tokens"
+    return _compared(name, int(lengths.sum()), ours, theirs, f"HF generate in batches of {MIXED_SLOTS}")
+
+
+def _cpu_seconds(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+def _compared(name: str, tokens: int, ours: list[float], theirs: list[float], baseline: str) -> Measure:
+    rates = [tokens / statistics.median(seconds[1:]) for seconds in (ours, theirs)]
+    return compared(name, rates[0], "tokens/cpu-s", baseline, rates[1])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
