@@ -9,7 +9,7 @@ from typing import cast
 from rollmesh.reward.control import TemplateProcess
 from rollmesh.reward.frames import LARGEST_REPLY_BYTES, FrameBuffer, FrameError, frame
 
-_PATIENCE_SECONDS = 1.0
+_PATIENCE_SECONDS = 0.5
 """A worker that closed its socket is given so long to be gone, so that its exit status is its own."""
 
 
@@ -53,18 +53,23 @@ class WorkerConnection(asyncio.Protocol):
         """One request, one answer; raises WorkerTimedOut or WorkerDied, and the worker is gone then."""
         if self._transport is None or self.closed:
             raise WorkerDied(await self.end(_PATIENCE_SECONDS))
-        self._answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._answer = answer
         self._transport.write(frame(request))
         try:
-            async with asyncio.timeout(timeout_seconds):
-                return await self._answer
-        except TimeoutError as error:
-            await self.end(0.0)
-            raise WorkerTimedOut(f"no answer within {timeout_seconds:g} s") from error
-        except ConnectionError as error:
-            raise WorkerDied(str(error) or await self.end(_PATIENCE_SECONDS)) from error
+            await asyncio.wait((answer,), timeout=timeout_seconds)
+            if not answer.done():
+                # This process may have been the late one: take in what the worker has sent meanwhile.
+                await asyncio.sleep(0)
         finally:
             self._answer = None
+        if not answer.done():
+            await self.end(0.0)
+            raise WorkerTimedOut(f"no answer within {timeout_seconds:g} s")
+        try:
+            return answer.result()
+        except ConnectionError as error:
+            raise WorkerDied(str(error) or await self.end(_PATIENCE_SECONDS)) from error
 
     async def end(self, patience_seconds: float = 0.0) -> str:
         """Let the worker end, or kill it and all it started; returns how it ended."""

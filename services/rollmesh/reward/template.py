@@ -26,6 +26,7 @@ from rollmesh.reward.isolation import probe_worker
 from rollmesh.reward.spec import WorkerSpec
 from rollmesh.reward.worker import run_worker
 from rollmesh.tasks.sandbox import kernel, leftovers
+from rollmesh.tasks.sandbox.command import remove_folders_of
 from rollmesh.tasks.verifiers.protocol import Verifier
 from rollmesh.tasks.verifiers.registry import build_verifier
 from rollmesh.text import Tokenizer
@@ -139,6 +140,7 @@ class Template:
             if self._workers.pop(pid, None) is not None:
                 # A worker's orphans are its children; with it gone they are ours, and strangers.
                 leftovers.clear(frozenset(self._workers))
+                remove_folders_of(pid)
                 self._say({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
     def _say(self, message: Mapping[str, Any]) -> None:

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -149,39 +150,42 @@ class CountingService(stubs.RewardServiceServicer):
         return response
 
 
-async def score_with(
-    service: CountingService, tmp_path: Path, responses: list[str], *, deadline_seconds: float = 5.0
-) -> list[RewardOutcome]:
+@asynccontextmanager
+async def client_of(
+    service: CountingService, tmp_path: Path, *, deadline_seconds: float = 5.0
+) -> AsyncIterator[tuple[RewardClient, Answers]]:
     config = make_config(tmp_path)
-    answers = Answers(config)
     server = create_server()
     stubs.add_RewardServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:
         async with RewardClient(config, addresses=lambda: [address], deadline_seconds=deadline_seconds) as client:
-            each = await asyncio.gather(*(client.score([answers.trajectory(text)]) for text in responses))
-            return [outcomes[0] for outcomes in each]
+            yield client, Answers(config)
     finally:
         await server.stop(None)
 
 
 async def test_calls_of_one_tick_travel_together_and_come_back_to_their_callers(tmp_path: Path) -> None:
     service = CountingService()
-    outcomes = await score_with(service, tmp_path, ["x" * n for n in range(1, 151)])
-    assert service.calls == [64, 64, 22]
+    async with client_of(service, tmp_path) as (client, answers):
+        calls = [client.score([answers.trajectory("x" * n)]) for n in range(1, 151)]
+        outcomes = [each[0] for each in await asyncio.gather(*calls)]
+    assert sorted(service.calls) == [22, 64, 64]
     assert [o.value for o in outcomes] == [4.0 * n for n in range(1, 151)]
 
 
 async def test_large_answers_are_spread_over_calls(tmp_path: Path) -> None:
     service = CountingService()
-    await score_with(service, tmp_path, ["x" * 1_000_000] * 5)
-    assert service.calls == [2, 2, 1]
+    async with client_of(service, tmp_path) as (client, answers):
+        await client.score([answers.trajectory("x" * 1_000_000)] * 5)
+    assert sorted(service.calls) == [1, 2, 2]
 
 
 async def test_a_service_that_is_away_or_full_is_tried_again(tmp_path: Path) -> None:
     service = CountingService([grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
-    assert (await score_with(service, tmp_path, ["abc"]))[0].value == 12.0
+    async with client_of(service, tmp_path) as (client, answers):
+        assert (await client.score([answers.trajectory("abc")]))[0].value == 12.0
     assert service.calls == [1, 1, 1]
 
 
@@ -196,8 +200,9 @@ async def test_a_service_that_is_away_or_full_is_tried_again(tmp_path: Path) -> 
 async def test_a_service_that_cannot_answer_is_an_error_of_rollmesh(
     tmp_path: Path, service: CountingService, message: str
 ) -> None:
-    with pytest.raises(RewardUnavailable, match=message):
-        await score_with(service, tmp_path, ["abc"], deadline_seconds=0.5)
+    async with client_of(service, tmp_path, deadline_seconds=0.5) as (client, answers):
+        with pytest.raises(RewardUnavailable, match=message):
+            await client.score([answers.trajectory("abc")])
 
 
 async def test_without_a_service_the_client_waits_until_the_deadline_or_until_one_comes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import IO
 
 from rollmesh.errors import VerifierError
@@ -62,7 +64,7 @@ class Sandbox:
         Raises VerifierError when it cannot be confined at all: code never runs as root.
         """
         uid = identity.own_uid(0) if identity.is_root() else None
-        with tempfile.TemporaryDirectory(prefix="rollmesh-", ignore_cleanup_errors=True) as folder:
+        with tempfile.TemporaryDirectory(prefix=_folder_prefix(os.getpid()), ignore_cleanup_errors=True) as folder:
             if uid is not None:
                 os.chown(folder, uid, uid)
             confinement = Confinement(
@@ -100,6 +102,16 @@ class Sandbox:
                 return _Conversation(process, stdin, self.output_bytes).run(time.monotonic() + timeout_seconds)
             finally:
                 _end(process)
+
+
+def remove_folders_of(pid: int) -> None:
+    """Remove what a process that was killed in the middle of ``Sandbox.run`` could not."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_folder_prefix(pid)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_prefix(pid: int) -> str:
+    return f"rollmesh-code-{pid}-"
 
 
 class _Conversation:

@@ -44,9 +44,9 @@ def apply_limits(limits: ResourceLimits, *, own_uid: bool) -> None:
 
 def lower_limit(kind: int, value: int) -> None:
     """Set soft and hard limit to ``value``, or to the hard limit in force if that is lower."""
-    hard = resource.getrlimit(kind)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (value, value))
+    limits = [limit for limit in (value, resource.getrlimit(kind)[1]) if limit != resource.RLIM_INFINITY]
+    lowest = min(limits, default=resource.RLIM_INFINITY)
+    resource.setrlimit(kind, (lowest, lowest))
 
 
 def running_thread_count(uid: int) -> int:
