@@ -95,11 +95,12 @@ class RewardConfig(Section):
     """Verifier for prompts that name none: exact, numeric, choice, math, countdown, reasoning_gym, python_code,
     regex, http_judge, composite, or ``module:function`` of your own."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the verifier (``rollmesh reward --help`` lists them)."""
+    """Options of the verifier; a wrong one ends the start with the list of those allowed."""
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Limit per answer; what a time-out means is ``on_timeout``."""
     on_timeout: Literal["retry", "unscorable", "fixed"] = "unscorable"
-    """retry: once more, then unscorable; fixed: ``timeout_value``; never a silent 0."""
+    """retry: once more, then unscorable; fixed: ``fixed_value``; never a silent 0. A verifier can declare that its
+    time-out means a wrong answer: that is scored 0 and marked, whatever stands here."""
     on_error: Literal["retry", "unscorable", "fixed"] = "unscorable"
     """The same choice for verifier errors."""
     fixed_value: float = 0.0
