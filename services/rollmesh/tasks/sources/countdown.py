@@ -21,16 +21,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from rollmesh.errors import ConfigError
+from rollmesh.tasks.sources.protocol import Split
 from rollmesh.types import Prompt
-
-Split = Literal["train", "eval"]
 
 SMALLEST_DIGIT = 1
 LARGEST_DIGIT = 9
@@ -59,20 +57,27 @@ class Puzzle:
 
     @property
     def held_out(self) -> bool:
-        """Whether the puzzle belongs to the eval split: one in eight (set of digits, target), whatever the order."""
-        name = f"{sorted(self.numbers)}>{self.target}".encode()
+        """Whether the puzzle belongs to the eval split: one in eight (set of digits, target), whatever the order.
+
+        All nine digits are a single set, so there the order counts.
+        """
+        digits = list(self.numbers) if len(self.numbers) == LARGEST_DIGIT else sorted(self.numbers)
+        name = f"{digits}>{self.target}".encode()
         return hashlib.blake2b(name, digest_size=8).digest()[0] % _HELD_OUT_ONE_IN == 0
 
 
 def draw_puzzle(rng: random.Random, split: Split, min_numbers: int, max_numbers: int) -> Puzzle:
-    """Draw a puzzle of one split: a random pair and sign make the target, which some other pair must reach too."""
+    """Draw a puzzle of one split: a random pair and sign make the target, which another pair must reach too.
+
+    One solution among the 56 pairs and signs of eight digits would be luck, not search. Two digits have only one pair.
+    """
     while True:
         count = min_numbers + _below(rng, max_numbers - min_numbers + 1)
         digits = _shuffled(rng, range(SMALLEST_DIGIT, LARGEST_DIGIT + 1))[:count]
         low, high = sorted(_shuffled(rng, digits)[:2])
         target = low + high if rng.random() < 0.5 else high - low
         puzzle = Puzzle(numbers=tuple(digits), target=target)
-        if puzzle.solution_count >= _FEWEST_SOLUTIONS and puzzle.held_out == (split == "eval"):
+        if puzzle.solution_count >= min(_FEWEST_SOLUTIONS, count - 1) and puzzle.held_out == (split == "eval"):
             return puzzle
 
 
@@ -105,26 +110,20 @@ class CountdownPrompts:
         self._sizes = (min_numbers, max_numbers)
         self._verifier = verifier
 
-    def __len__(self) -> int:
+    @property
+    def epoch_size(self) -> int:
         """Prompts of one epoch; every epoch has new ones."""
         return EPOCH_SIZE
 
-    @property
-    def epoch_size(self) -> int:
-        """Prompts of one epoch."""
-        return EPOCH_SIZE
-
-    def __iter__(self) -> Iterator[Prompt]:
-        """The first epoch, in order."""
-        return (self.prompt(0, index) for index in range(EPOCH_SIZE))
-
     def puzzle(self, epoch: int, index: int) -> Puzzle:
-        """The puzzle at a position of the cursor."""
+        """The puzzle at a position of the cursor; raises IndexError outside the epoch."""
+        if not 0 <= index < EPOCH_SIZE:
+            raise IndexError(f"countdown: index {index} is outside [0, {EPOCH_SIZE})")
         digest = hashlib.blake2b(f"{self._key}:{epoch}:{index}".encode(), digest_size=16).digest()
         return draw_puzzle(random.Random(int.from_bytes(digest, "big")), self._split, *self._sizes)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """The prompt at a position of the cursor, encoded as int32 [prompt_tokens]."""
+        """The prompt at a position of the cursor, encoded as int32 [prompt_tokens]; IndexError outside the epoch."""
         puzzle = self.puzzle(epoch, index)
         return Prompt(
             prompt_id=f"{self._key}:{epoch}:{index}",

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.errors import VerifierError
+from rollmesh.tasks.verifiers.protocol import RewardParts
 
 _TRIAL = re.compile(
     r"\s*(?P<first>[0-9]{1,4})\s+(?P<sign>[+-])\s+(?P<second>[0-9]{1,4})\s+=\s+(?P<result>[0-9]{1,4})"
@@ -26,19 +27,23 @@ _LONGEST_TRIAL_CHARACTERS = 128
 
 
 class CountdownVerifier:
-    """1 for a response whose final trial is an exact, claimed solution, else 0."""
+    """1 for a response whose final trial is an exact, claimed solution, else 0.
+
+    Parts: ``correct`` is the value, ``claimed`` whether the response ends with ``!``; a false claim is the difference.
+    """
 
     timeout_means_wrong = True
 
-    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
+    def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
         """Score one response; raises VerifierError when ``numbers`` or ``target`` is missing or no integer."""
         numbers, target = _puzzle(prompt_metadata)
         # Cut before matching: the cost must not grow with what a model wrote.
         last = response[-_LONGEST_TRIAL_CHARACTERS:].rpartition(",")
-        if not last[1] and len(response) > _LONGEST_TRIAL_CHARACTERS:
-            return 0.0
-        match = _TRIAL.fullmatch(last[2])
-        return float(match is not None and _hits(match, numbers, target))
+        is_whole_trial = bool(last[1]) or len(response) <= _LONGEST_TRIAL_CHARACTERS
+        match = _TRIAL.fullmatch(last[2]) if is_whole_trial else None
+        correct = float(match is not None and _hits(match, numbers, target))
+        claimed = float(last[2].rstrip().endswith("!"))
+        return RewardParts(value=correct, parts={"correct": correct, "claimed": claimed})
 
 
 def _hits(trial: re.Match[str], numbers: frozenset[int], target: int) -> bool:
