@@ -17,6 +17,7 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.sampler import MeshSampler
 from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
+from rollmesh.scheduling import run_limits
 
 _SAMPLE_SECONDS = 1.0
 START_DEADLINE_SECONDS = 300.0
@@ -123,5 +124,6 @@ async def local_mesh(
     )
     async with running_store(config, folder) as running, httpx.AsyncClient() as client:
         sampler = MeshSampler(running.store, folder, client)
+        await running.store.init_run(run_limits(config))
         with progress:
             yield LocalMesh(config, folder, running, shutdown, progress, sampler)
