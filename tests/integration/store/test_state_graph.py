@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -30,8 +32,9 @@ from .store_mesh import UNSCORABLE, group, limits, policy, scored, segment
 from .truth import read_truth
 
 T = TypeVar("T")
-STALENESS, ATTEMPTS = 1, 2
+STALENESS, ATTEMPTS = 2, 2
 PICK = st.integers(0, 1 << 16)
+REWARDS = st.sampled_from([0.0, 1.0, 1.0, 0.5, None])
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -49,7 +52,7 @@ class QueueMachine(RuleBasedStateMachine):
     def do(self, call: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(call)
 
-    @initialize(filtering=st.booleans(), pool=st.integers(1, 6))
+    @initialize(filtering=st.booleans(), pool=st.integers(2, 6))
     def begin(self, filtering: bool, pool: int) -> None:
         run = f"machine-{next(self.numbers)}"
         self.store = self.do(TrajectoryStore.connect(StoreConfig(), run=run, url=self.url))
@@ -72,6 +75,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     # -- leader ---------------------------------------------------------------------------------------------------
 
+    @precondition(lambda self: len(self.model.groups) < 8)
     @rule(count=st.integers(1, 3), needed=st.integers(2, 3))
     def admit(self, count: int, needed: int) -> None:
         first = self.model.cursor
@@ -83,7 +87,7 @@ class QueueMachine(RuleBasedStateMachine):
         for g in groups:
             self.model.admit(g.group_id, needed)
 
-    @rule(pool=st.integers(0, 6), paused=st.booleans())
+    @rule(pool=st.integers(1, 8), paused=st.sampled_from([False, False, False, True]))
     def set_pool(self, pool: int, paused: bool) -> None:
         self.model.pool_size, self.model.paused = pool, paused
         self.do(self.store.set_desired(self.leader, Desired(pool_size=pool, paused=paused)))
@@ -91,7 +95,7 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(pick=PICK)
     def evict(self, pick: int) -> None:
         candidates = [gid for gid, g in self.model.groups.items() if g.state != "cut"]
-        if candidates:
+        if candidates and pick % 3 == 0:
             gid = candidates[pick % len(candidates)]
             assert self.do(self.store.evict(self.leader, [gid], "straggler")) == 1
             assert self.do(self.store.evict(self.leader, [gid], "straggler")) == 0
@@ -157,6 +161,23 @@ class QueueMachine(RuleBasedStateMachine):
             self.do(self.store.report_trained(self.trainer, self.model.cut_step))
         self.model.trained()
 
+    @precondition(lambda self: self.model.ready() and not self.model.cut_groups)
+    @rule(count=st.integers(1, 3))
+    def whole_step(self, count: int) -> None:
+        """Evict what is too stale, then from the cut to the next policy version."""
+        for gid in self.model.ready():
+            step = self.model.groups[gid].lowest_step
+            if step is not None and step < self.model.cut_step - STALENESS:
+                self.do(self.store.evict(self.leader, [gid], "stale"))
+                self.model.drop(gid, "stale")
+        if not self.model.ready():
+            return
+        self.cut(count)
+        if self.model.cut_groups:
+            self.claim()
+            self.train()
+            self.publish()
+
     # -- workers --------------------------------------------------------------------------------------------------
 
     @rule()
@@ -209,7 +230,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.save(trajectory_id, tokens, version)
         m.state = "finished"
 
-    @rule(pick=PICK, reward=st.sampled_from([0.0, 1.0, 1.0, 0.5, None]))
+    @rule(pick=PICK, reward=REWARDS)
     def score(self, pick: int, reward: float | None) -> None:
         trajectory_id = self.pick("finished", pick)
         if trajectory_id is None:
@@ -224,6 +245,20 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.score(trajectory_id, reward)
         group_is_there = self.model.member(trajectory_id) is not None
         assert (first, second) == (WriteStatus.SAVED, WriteStatus.DUPLICATE if group_is_there else WriteStatus.LOST)
+
+    @rule(rewards=st.lists(REWARDS, min_size=1, max_size=6))
+    def complete(self, rewards: list[float | None]) -> None:
+        """Several trajectories in one go, so that groups complete within a short history."""
+        if not self.model.ids("pending", "partial", "leased", "finished"):
+            self.admit(2, 2)
+        for at, reward in enumerate(rewards):
+            if not self.model.ids("leased", "finished"):
+                self.set_pool(6, False)
+                self.open_worker()
+                self.lease(at, 4)
+            self.append(0, 2, at)
+            self.finish(0, 1)
+            self.score(0, reward)
 
     @rule(pick=PICK, reason=st.sampled_from(ReleaseReason))
     def release(self, pick: int, reason: ReleaseReason) -> None:
@@ -326,13 +361,79 @@ class QueueMachine(RuleBasedStateMachine):
         assert dropped == {gid: why for gid, why in model.gone.items() if why != "consumed"}
 
 
+WALK = {
+    "admit": 4,
+    "set_pool": 1,
+    "evict": 1,
+    "cut": 4,
+    "change_leader": 1,
+    "publish": 1,
+    "claim": 6,
+    "train": 6,
+    "whole_step": 3,
+    "open_worker": 2,
+    "lease": 6,
+    "append": 10,
+    "finish": 10,
+    "score": 16,
+    "complete": 4,
+    "release": 3,
+    "fail": 1,
+    "restart": 1,
+    "take_over_scoring": 2,
+    "lose_worker": 1,
+}
+
+
+def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: EmbeddedServer) -> None:
+    QueueMachine.url = server.url
+    machine, rng = QueueMachine(), random.Random(11)
+    arguments: dict[str, Callable[[], dict[str, Any]]] = {
+        "admit": lambda: {"count": rng.randint(1, 3), "needed": rng.randint(2, 3)},
+        "set_pool": lambda: {"pool": rng.randint(2, 8), "paused": rng.random() < 0.2},
+        "evict": lambda: {"pick": rng.randrange(1000)},
+        "cut": lambda: {"count": rng.randint(1, 3)},
+        "whole_step": lambda: {"count": rng.randint(1, 3)},
+        "lease": lambda: {"pick": rng.randrange(1000), "limit": rng.randint(1, 4)},
+        "append": lambda: {"pick": rng.randrange(1000), "tokens": rng.randint(1, 5), "age": rng.randint(0, 3)},
+        "finish": lambda: {"pick": rng.randrange(1000), "tokens": rng.randint(1, 3)},
+        "score": lambda: {"pick": rng.randrange(1000), "reward": rng.choice([0.0, 1.0, 0.25, 0.5, 0.75, None])},
+        "complete": lambda: {"rewards": rng.choices([0.0, 1.0, 0.25, 0.5, 0.75, None], k=5)},
+        "release": lambda: {"pick": rng.randrange(1000), "reason": rng.choice(list(ReleaseReason))},
+        "take_over_scoring": lambda: {"pick": rng.randrange(1000), "limit": rng.randint(1, 3)},
+        "lose_worker": lambda: {"pick": rng.randrange(1000), "dies": rng.random() < 0.6},
+    }
+    for name in ("fail", "restart"):
+        arguments[name] = lambda: {"pick": rng.randrange(1000)}
+    enabled = {
+        "admit": lambda: len(machine.model.groups) < 8,
+        "cut": lambda: machine.model.ready(),
+        "whole_step": lambda: machine.model.ready() and not machine.model.cut_groups,
+        "claim": lambda: machine.model.cut_groups and not machine.confirmed,
+        "train": lambda: machine.model.cut_groups and machine.confirmed,
+    }
+    machine.begin(filtering=True, pool=6)
+    try:
+        for _ in range(700):
+            name = rng.choices(list(WALK), weights=list(WALK.values()))[0]
+            if enabled.get(name, lambda: True)():
+                getattr(machine, name)(**arguments.get(name, dict)())
+                machine.the_queue_agrees_with_the_model()
+                machine.the_view_agrees_with_the_model()
+        reached = Counter(machine.model.gone.values())
+        assert {"consumed", "straggler", "filtered_all_right", "too_few_scored"} <= reached.keys(), reached
+        assert reached["consumed"] >= 8, reached
+    finally:
+        machine.teardown()
+
+
 def test_the_queue_follows_its_state_graph(server: EmbeddedServer) -> None:
     QueueMachine.url = server.url
     run_state_machine_as_test(
         QueueMachine,
         settings=settings(
-            max_examples=40,
-            stateful_step_count=40,
+            max_examples=25,
+            stateful_step_count=50,
             deadline=None,
             derandomize=True,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
