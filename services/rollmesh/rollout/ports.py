@@ -34,4 +34,7 @@ class RewardPort(Protocol):
     """Calls on reward services."""
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[RewardOutcome]:
-        """One outcome per finished trajectory, in order; raises RollmeshError when no reward service answers."""
+        """One outcome per finished trajectory, in order; many calls at once travel together.
+
+        Raises RewardUnavailable when no service answers, DataError for a trajectory that cannot travel.
+        """

@@ -8,15 +8,12 @@ from dataclasses import dataclass
 
 from rollmesh.algorithms.shaping import overlong_penalty
 from rollmesh.config.data import RewardConfig
-from rollmesh.errors import RollmeshError
-from rollmesh.rollout.lanes import Lane
+from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.ports import RewardPort
 from rollmesh.runtime.logging import get_logger
 from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
 
-ITEMS_PER_CALL = 64
-_CALLS_AT_ONCE = 4
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 
@@ -53,7 +50,7 @@ def policy_of(outcome: RewardOutcome, config: RewardConfig) -> str:
 
 
 class Scorer:
-    """Batches trajectories into reward calls; waits out a reward service that is away."""
+    """Asks the reward service (its client batches) and waits it out while it is away."""
 
     def __init__(self, service: RewardPort, config: RewardConfig, budget: int, metrics: RolloutMetrics) -> None:
         self._service = service
@@ -61,14 +58,13 @@ class Scorer:
         self._budget = budget
         self._metrics = metrics
         self._log = get_logger("scoring")
-        self._lane = Lane(self._call, limit=ITEMS_PER_CALL, runners=_CALLS_AT_ONCE)
 
     async def score(self, trajectory: Trajectory, known: RewardOutcome | None = None) -> ScoredResult:
         """Outcome and shaped reward; ``known`` is an outcome that needs no verifier (the environment's)."""
         started = time.monotonic()
-        outcome = known if known is not None else await self._lane.submit(trajectory)
+        outcome = known if known is not None else await self._ask(trajectory)
         if outcome.kind is not OutcomeKind.SCORED and policy_of(outcome, self._config) == "retry" and known is None:
-            outcome = await self._lane.submit(trajectory)
+            outcome = await self._ask(trajectory)
         self._metrics.scored(outcome.kind.value, time.monotonic() - started)
         if outcome.kind is not OutcomeKind.SCORED:
             self._log.info(
@@ -79,12 +75,14 @@ class Scorer:
             )
         return shape(outcome, trajectory.response_token_count, self._config, self._budget)
 
-    async def _call(self, trajectories: list[Trajectory]) -> list[RewardOutcome]:
+    async def _ask(self, trajectory: Trajectory) -> RewardOutcome:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                return await self._service.score(trajectories)
-            except RollmeshError as error:
+                return (await self._service.score([trajectory]))[0]
+            except DataError as error:
+                return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
+            except RewardUnavailable as error:
                 self._log.warning("reward_unavailable", message=str(error), pause_seconds=pause)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

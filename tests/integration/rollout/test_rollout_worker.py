@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.config.data import RewardConfig
 from rollmesh.config.services import EvalConfig, StoreConfig
-from rollmesh.errors import DataError
+from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import EvalRequest
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
@@ -251,14 +251,26 @@ async def test_an_unscorable_member_is_replaced(store):
         assert sorted(t.member_index for t in group.trajectories) == [1, 2, 3, 4]
 
 
-async def test_scores_of_many_trajectories_travel_together(store):
-    plan = schedule("sync", train_steps=1, groups_per_batch=8)
-    cluster, trainer = await start(store, plan, ScriptedGenerator("a", slots=64, longest=2))
-    reward = ScriptedReward()
-    async with running(store, cluster, reward, plan):
-        await trainer.train(1)
-    assert sum(reward.batches) == 32
-    assert max(reward.batches) >= 8
+async def test_a_reward_service_that_is_away_is_waited_for_and_bad_metadata_is_no_reward(store):
+    class Away(ScriptedReward):
+        calls = 0
+
+        async def score(self, trajectories):
+            self.calls += 1
+            if self.calls <= 3:
+                raise RewardUnavailable("nobody there")
+            if trajectories[0].member_index == 0:
+                raise DataError("metadata.answer: cannot travel")
+            return await super().score(trajectories)
+
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    config = RewardConfig(on_error="fixed", fixed_value=-1.0)
+    async with running(store, cluster, Away(), plan, reward_config=config):
+        batch = await trainer.train(1)
+    first = [t for g in batch.groups for t in g.trajectories if t.member_index == 0]
+    assert {t.outcome.message for t in first} == {"metadata.answer: cannot travel"}
+    assert {t.shaped_reward for t in first} == {-1.0}
 
 
 class BadPrompts(ScriptedPrompts):

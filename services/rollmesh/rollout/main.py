@@ -1,0 +1,153 @@
+"""The rollout process: a worker, a candidate for the lead, an evaluator, and the admin port."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rollmesh.config import RunConfig
+from rollmesh.config.recipes import resolve_model
+from rollmesh.rollout.calls import Caller, CallLimits
+from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
+from rollmesh.rollout.generators import Generators
+from rollmesh.rollout.interrupts import Interrupter
+from rollmesh.rollout.leader import Leader
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.policies import Policies
+from rollmesh.rollout.programs import Program, SingleTurnProgram
+from rollmesh.rollout.programs.environment import EnvironmentProgram
+from rollmesh.rollout.replica import Replica
+from rollmesh.rollout.saving import Saver
+from rollmesh.rollout.scoring import Scorer
+from rollmesh.rollout.sessions import WorkerSession
+from rollmesh.rollout.worker import Worker, WorkerParts
+from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.scheduling import resolve_schedule, run_limits
+from rollmesh.store import TrajectoryStore
+from rollmesh.tasks.environments.factory import environment_factory
+from rollmesh.tasks.sources.factory import build_prompt_source
+from rollmesh.text import Tokenizer
+from rollmesh.types import SamplingParams
+from rollmesh.wire.generation_client import GenerationClient
+from rollmesh.wire.reward_client import RewardClient
+
+_INTERRUPT_GRACE_SECONDS = 3.0
+
+
+async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
+    """Run one rollout replica until ``shutdown``; partial trajectories are saved and given back on the way out.
+
+    Raises ConfigError for a run that cannot work, StoreUnavailable when Redis does not answer at the start, DataError
+    for prompts that cannot be opened.
+    """
+    metrics, health = Metrics("rollout"), Health()
+    async with AsyncExitStack() as stack:
+        admin_port = await stack.enter_async_context(admin_server(metrics, health, config.launcher.host))
+        stack.enter_context(
+            published_endpoint(
+                Path(config.folder),
+                service="rollout",
+                index=index,
+                grpc="",
+                admin=f"{config.launcher.host}:{admin_port}",
+            )
+        )
+        store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
+        replica = await open_replica(config, index, store, stack, metrics, health)
+        health.set_ready(True)
+        await replica.run(shutdown)
+        health.set_ready(False, "shutting down")
+
+
+async def open_replica(
+    config: RunConfig,
+    index: int,
+    store: TrajectoryStore,
+    stack: AsyncExitStack,
+    registry: Metrics,
+    health: Health,
+) -> Replica:
+    """Build every part; clients are closed with ``stack``."""
+    schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
+    tokenizer = Tokenizer(resolve_model(config.model.path))
+    await store.init_run(run_limits(config))
+    metrics = RolloutMetrics(registry)
+    session = WorkerSession(store, f"rollout-{index}", config.store.heartbeat_seconds, metrics)
+    client = await stack.enter_async_context(GenerationClient())
+    reward = await stack.enter_async_context(RewardClient(config))
+    generators, policies = Generators(store), Policies(store)
+    caller = Caller(client, generators, policies, _call_limits(config, tokenizer), metrics)
+    scorer = Scorer(reward, config.reward, config.rollout.max_new_tokens, metrics)
+    program = _program(config, tokenizer, metrics)
+    worker = Worker(
+        WorkerParts(
+            store=store,
+            session=session,
+            saver=Saver(store, session),
+            generators=generators,
+            policies=policies,
+            caller=caller,
+            interrupter=Interrupter(client, generators, _INTERRUPT_GRACE_SECONDS),
+            scorer=scorer,
+            program=program,
+            metrics=metrics,
+            health=health,
+        ),
+        params=SamplingParams(
+            temperature=config.rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
+        ),
+        budget=config.rollout.max_new_tokens,
+        concurrency=config.rollout.worker_concurrency,
+        drain_seconds=config.generator.drain_timeout_seconds / 2,
+    )
+    leader = Leader(
+        store,
+        schedule,
+        lambda: build_prompt_source(config.data, tokenizer, config.seed),
+        candidate=f"rollout-{index}",
+        renew_seconds=config.store.heartbeat_seconds,
+        metrics=metrics,
+        health=health,
+    )
+    evaluator = Evaluator(
+        EvaluatorParts(
+            store=store,
+            session=session,
+            caller=caller,
+            generators=generators,
+            scorer=scorer,
+            program=program,
+            open_prompts=lambda: build_prompt_source(config.data, tokenizer, config.evaluation.seed, "eval"),
+            metrics=metrics,
+        ),
+        config.evaluation,
+        budget=config.rollout.max_new_tokens,
+        stop_token_ids=tokenizer.eos_token_ids,
+    )
+    return Replica(session, worker, leader, evaluator, health)
+
+
+def _call_limits(config: RunConfig, tokenizer: Tokenizer) -> CallLimits:
+    return CallLimits(
+        vocab_size=tokenizer.vocab_size,
+        max_context_tokens=config.generator.max_context_tokens,
+        chunk_token_count=config.rollout.partial_save_tokens,
+        chunk_timeout_seconds=config.rollout.chunk_timeout_seconds,
+    )
+
+
+def _program(config: RunConfig, tokenizer: Tokenizer, metrics: RolloutMetrics) -> Program:
+    if config.rollout.program == "single_turn":
+        return SingleTurnProgram()
+    return EnvironmentProgram(
+        environment_factory(config.rollout.environment, config.rollout.environment_options),
+        tokenizer,
+        stop_token_ids=tokenizer.eos_token_ids,
+        max_turns=config.rollout.max_turns,
+        timeout_seconds=config.rollout.environment_timeout_seconds,
+        metrics=metrics,
+    )

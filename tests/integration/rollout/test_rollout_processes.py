@@ -1,0 +1,80 @@
+"""Real processes, killed: rollout workers, generators with the torch engine, a reward service."""
+
+import numpy as np
+import torch
+
+from rollmesh.types import OutcomeKind
+
+from .process_run import process_run, uninterrupted
+
+
+async def test_batches_survive_a_killed_generator_and_a_killed_worker_token_for_token(tmp_path, server):
+    torch.set_num_threads(1)
+    steps = 4
+    sections = {"trainer": {"train_steps": steps}, "schedule": {"preset": "one_step_off"}}
+    async with process_run(tmp_path / "killed", server, **sections) as run:
+        for service, index in (("generator", 0), ("generator", 1), ("reward", 0), ("rollout", 0)):
+            run.start(service, index)
+
+        async def next_batch_half_way():
+            async def half_way():
+                view, counts = await run.store.view(), await run.store.counts()
+                return view.leased >= 2 and counts.totals["saved_tokens_total"] > saved + 24
+
+            saved = (await run.store.counts()).totals["saved_tokens_total"]
+            await run.until("rollouts half-way", half_way)
+
+        async def kill_a_generator():
+            await next_batch_half_way()
+            run.kill("generator-0")
+
+        async def kill_the_worker():
+            await next_batch_half_way()
+            run.kill("rollout-0")
+            run.start("rollout", 1)
+
+        await run.train(1, kill_a_generator)
+        await run.train(2, kill_the_worker)
+        await run.train(3, next_batch_half_way)
+        await run.train(4)
+
+        async def ended():
+            view = await run.store.view()
+            return view.trained_enough and view.open_groups == view.ready_groups == view.leased == 0
+
+        await run.until("the end of every group", ended)
+        counts = await run.store.counts()
+        assert set(counts.drops) <= {"run_complete"}
+        assert counts.dead_letters == 0
+        groups = [group for batch in run.batches for group in batch.groups]
+        assert len({group.group_id for group in groups}) == 2 * steps
+        trajectories = {t.trajectory_id: t for group in groups for t in group.trajectories}
+        assert len(trajectories) == 8 * steps
+        expected = await uninterrupted(run.config, {i: t.prompt for i, t in trajectories.items()})
+    spans = set()
+    for trajectory_id, trajectory in trajectories.items():
+        chunks = expected[trajectory_id]
+        assert trajectory.response_ids.tolist() == np.concatenate([c.token_ids for c in chunks]).tolist()
+        logprobs = np.concatenate([s.behavior_logprobs for s in trajectory.segments])
+        assert np.abs(logprobs - np.concatenate([c.behavior_logprobs for c in chunks])).max() < 1e-4
+        assert trajectory.outcome.kind is OutcomeKind.SCORED
+        assert list(trajectory.policy_versions) == sorted(trajectory.policy_versions)
+        spans.add(len(trajectory.policy_versions))
+    assert max(spans) > 1, "some trajectories were continued under a newer policy"
+
+
+async def test_a_rollout_that_is_told_to_stop_leaves_nothing_leased_and_exits_with_0(tmp_path, server):
+    async with process_run(tmp_path / "drained", server) as run:
+        for service in ("generator", "reward", "rollout"):
+            run.start(service)
+
+        async def at_work():
+            return (await run.store.counts()).totals.get("saved_tokens_total", 0) > 50
+
+        await run.until("work", at_work)
+        run.processes["rollout-0"].terminate()
+        assert run.processes["rollout-0"].wait(timeout=30) == 0, run.logs()
+        view = await run.store.view()
+        assert (view.leased, view.finished) == (0, 0)
+        assert view.partial > 0
+        assert (await run.store.acquire_leadership("successor")) is not None
