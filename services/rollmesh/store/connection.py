@@ -20,13 +20,12 @@ from redis.backoff import NoBackoff
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.keys import Keys
-from rollmesh.store.scripts import RunUnknown, Script, load_scripts, store_error
+from rollmesh.store.scripts import RunUnknown, Script, load_scripts, refuses_credentials, store_error
 
 Argument = str | bytes | int | float
 Reply = Any
 
 _TRANSIENT = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ReadOnlyError, OSError)
-_PERMANENT = (redis_errors.AuthenticationError, redis_errors.AuthenticationWrongNumberOfArgsError)
 _MINIMUM_VERSION = (7, 0)
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
@@ -141,9 +140,9 @@ class Connection:
         while True:
             try:
                 return await _cancellable(call)
-            except _PERMANENT as error:
-                raise store_error(error, what) from error
             except _TRANSIENT as error:
+                if isinstance(error, redis_errors.RedisError) and refuses_credentials(error):
+                    raise store_error(error, what) from error
                 if time.monotonic() + pause > deadline:
                     raise StoreUnavailable(
                         f"{what}: Redis cannot be reached for {self._retry_seconds:g} s: {error}"

@@ -85,6 +85,8 @@ class EmbeddedServer:
             except BlockingIOError:
                 self._wait_until_it_answers(None)
                 return False
+            if self._process is not None:
+                self._process.poll()  # collect the one that has died
             self._process = self._spawn(lock.fileno())
         self._wait_until_it_answers(self._process)
         return True

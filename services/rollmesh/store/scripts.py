@@ -63,6 +63,14 @@ def load_scripts() -> dict[str, Script]:
     return {name: compose(name, body, helpers) for name, body in sorted(bodies.items())}
 
 
+def refuses_credentials(error: Exception) -> bool:
+    """Whether trying again cannot help, because the password is missing or wrong."""
+    if isinstance(error, redis_errors.AuthenticationError | redis_errors.AuthenticationWrongNumberOfArgsError):
+        return True
+    text = str(error)
+    return text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")) or "already authenticated" in text
+
+
 def _lua_files(folder: Traversable) -> dict[str, str]:
     return {f.name.removesuffix(".lua"): f.read_text() for f in folder.iterdir() if f.name.endswith(".lua")}
 
@@ -82,7 +90,7 @@ def store_error(error: redis_errors.RedisError, what: str) -> StoreError:
         if code == "RUN_UNKNOWN":
             return RunUnknown(f"{what}: {reason}")
         return StoreUnavailable(f"{what}: {reason}; try again later")
-    if isinstance(error, redis_errors.AuthenticationError) or text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
+    if refuses_credentials(error):
         return StoreUnavailable(f"Redis refuses the credentials ({text}): set ROLLMESH_STORE__PASSWORD or store.url")
     if isinstance(error, redis_errors.OutOfMemoryError) or "used memory > 'maxmemory'" in text:
         return StoreUnavailable(

@@ -1,0 +1,280 @@
+"""What happens when Redis comes back as another server, step by step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.errors import SessionLost, StoreUnavailable
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.store import EmbeddedServer, TrajectoryStore, WriteStatus
+
+from .store_mesh import Mesh, group, policy
+from .truth import read_truth
+
+TTL = 0.3
+
+
+@pytest.fixture
+async def own_store(own_server: EmbeddedServer) -> AsyncIterator[TrajectoryStore]:
+    async with await TrajectoryStore.connect(StoreConfig(), run="recovery", url=own_server.url) as connected:
+        yield connected
+
+
+async def other_server(store: TrajectoryStore) -> None:
+    """Let the queue believe that its server was another one: what a restart looks like to the scripts."""
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "run_id", "another")
+
+
+async def until(check: Callable[[], Awaitable[bool]], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not await check():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def test_a_restart_stops_admission_cuts_and_leases_until_the_trainer_has_re_asserted(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await Mesh.start(store, session_ttl_seconds=TTL)
+    await mesh.admit(3)
+    leased = await store.lease(mesh.session, 4)
+    for item in leased:
+        await mesh.complete(item, float(item.trajectory.member_index))
+    before = await store.heartbeat(mesh.session)
+    await other_server(store)
+    with pytest.raises(StoreUnavailable, match="re-registered"):
+        await mesh.admit(1)
+    with pytest.raises(StoreUnavailable):
+        await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    assert await store.lease(mesh.session, 2) == []
+    assert (await store.view()).recovering
+    assert await store.heartbeat(mesh.session) == before, "the run_id of the server as it is"
+    state = await store.reassert_training(mesh.trainer, 0, 0, [], [policy(0)], Cursor())
+    assert state.recovering, "one TTL has to pass"
+
+    async def over() -> bool:
+        return not (await store.view()).recovering
+
+    await until(over)
+    assert await mesh.admit(1) == 1
+    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+
+
+async def test_a_recovery_waits_for_the_trainer_unless_it_has_left(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, session_ttl_seconds=0.01)
+    await other_server(store)
+    assert await store.begin_recovery()
+    await asyncio.sleep(0.05)
+    assert await store.begin_recovery()
+    await store.close_trainer_session(mesh.trainer)
+    assert not await store.begin_recovery()
+
+
+async def test_nothing_is_reaped_within_one_ttl_of_a_recovery(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, session_ttl_seconds=TTL)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    await other_server(store)
+    await store.reassert_training(mesh.trainer, 0, 0, [], [], Cursor())
+    keys = store.connection.keys
+    await store.connection.command("ZADD", keys.single("sessions"), 1, mesh.session)
+    await store.connection.command("HSET", keys.single("meta"), "leader_since", 1)
+    assert await store.reap(mesh.leader) == 0
+
+    async def over() -> bool:
+        return not (await store.view()).recovering
+
+    await until(over)
+    ended = time.monotonic()
+    assert await store.reap(mesh.leader) == 0
+    await store.connection.command("ZADD", keys.single("sessions"), 1, mesh.session)
+
+    async def reaped() -> bool:
+        return await store.reap(mesh.leader) == 2
+
+    await until(reaped)
+    assert time.monotonic() - ended >= TTL * 0.8
+
+
+async def test_a_worker_keeps_what_the_restored_queue_leaves_it(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(3)
+    await store.lease(mesh.session, 3)  # e0-0.0, e0-0.1, e0-1.0
+    await mesh.append("e0-0.0", 0, 4)
+    await mesh.finish("e0-1.0", 0, 2)
+    other = await store.open_session("other")
+    await store.lease(other, 1)  # e0-1.1
+    await other_server(store)
+    # It believes in more tokens than were saved, in two leases that were lost, and has forgotten e0-0.1.
+    answers = await store.reregister(
+        mesh.session, [("e0-0.0", 9), ("e0-1.0", 2), ("e0-1.1", 0), ("e0-2.0", 5), ("e0-9.0", 1)]
+    )
+    assert [(a.trajectory_id, a.kept, a.saved_token_count) for a in answers] == [
+        ("e0-0.0", True, 4),
+        ("e0-1.0", True, 2),
+        ("e0-1.1", False, 0),
+        ("e0-2.0", True, 0),
+        ("e0-9.0", False, 0),
+    ]
+    assert await mesh.append("e0-0.0", 4, 5) == WriteStatus.SAVED
+    assert await mesh.append("e0-2.0", 0, 5) == WriteStatus.SAVED
+    view = await store.view()
+    assert (view.leased, view.pending) == (3, 2)
+    again = await store.reregister(mesh.session, [("e0-0.0", 9), ("e0-1.0", 2), ("e0-2.0", 5)])
+    assert [(a.kept, a.saved_token_count) for a in again] == [(True, 9), (True, 2), (True, 5)]
+    assert (await read_truth(store)).problems == []
+
+
+async def test_re_registration_never_exceeds_the_pool(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, pool_size=3)
+    await mesh.admit(3)
+    await store.lease(mesh.session, 2)
+    late = await store.open_session("late")
+    await other_server(store)
+    answers = await store.reregister(late, [(f"e0-{g}.{m}", 0) for g in (1, 2) for m in (0, 1)])
+    assert sum(a.kept for a in answers) == 1
+    assert (await store.view()).leased == 3
+
+
+async def test_a_forgotten_session_is_opened_again_during_a_recovery_only(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    with pytest.raises(SessionLost):
+        await store.reregister("f" * 32, [("e0-0.0", 0)])
+    await other_server(store)
+    assert (await store.reregister("f" * 32, [("e0-0.0", 3)], "worker"))[0].kept
+    mesh.session = "f" * 32
+    assert await mesh.append("e0-0.0", 0, 3) == WriteStatus.SAVED
+
+
+@pytest.mark.parametrize("restored", ["unknown", "open", "ready", "cut"])
+async def test_batch_files_win_over_whatever_redis_restored(store: TrajectoryStore, restored: str) -> None:
+    mesh = await Mesh.start(store)
+    if restored != "unknown":
+        await mesh.admit(4)
+        await store.lease(mesh.session, 1)
+    if restored in ("ready", "cut"):
+        await store.release(mesh.session, ["e0-0.0"], "drained")
+        await mesh.complete_all()
+    if restored == "cut":
+        await store.cut(mesh.leader, 1, ["e0-0", "e0-3"])
+    await other_server(store)
+    batches = [(1, ["e0-0", "e0-1"]), (2, ["e0-2"])]
+    policies = [policy(v) for v in range(3)]
+    for _ in range(2):
+        state = await store.reassert_training(mesh.trainer, 1, 1, batches, policies, Cursor(index=4))
+        assert (state.trained_step, state.cut_step, state.committed_step) == (1, 2, 1)
+    truth = await read_truth(store)
+    assert truth.problems == []
+    assert truth.tombstones == {"e0-0", "e0-1"}
+    assert truth.groups["e0-2"] == "cut"
+    if restored == "cut":
+        assert truth.groups["e0-3"] == "ready", "the cut gave way to the batch file"
+    assert (await store.latest_policy()) == policy(2)
+    # The replay of step 2 is the one training of its groups.
+    await store.confirm_batch_file(mesh.trainer, 2, "digest of the file")
+    await store.report_trained(mesh.trainer, 2)
+    assert (await read_truth(store)).tombstones == {"e0-0", "e0-1", "e0-2"}
+    assert (await store.view()).trained_step == 2
+
+
+async def test_a_batch_file_that_was_written_after_another_cut_is_refused(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(4)
+    await mesh.complete_all()
+    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await store.claim(mesh.trainer, 1, 1.0)
+    # Redis came back without the cut, and the leader has cut other groups since.
+    assert await store.connection.run("withdraw_cut", mesh.trainer) == 2
+    await store.cut(mesh.leader, 1, ["e0-2", "e0-3"])
+    with pytest.raises(RuntimeError, match="other groups"):
+        await store.confirm_batch_file(mesh.trainer, 1, "digest")
+    # The file is on disk, so it counts.
+    await store.reassert_training(mesh.trainer, 0, 0, [(1, ["e0-0", "e0-1"])], [], Cursor(index=4))
+    truth = await read_truth(store)
+    assert truth.groups == {"e0-0": "cut", "e0-1": "cut", "e0-2": "ready", "e0-3": "ready"}
+    await store.confirm_batch_file(mesh.trainer, 1, "digest")
+    await store.report_trained(mesh.trainer, 1)
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_trainer_session_that_was_lost_is_adopted_and_a_fenced_one_is_not(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    newest = "a" * 32
+    with pytest.raises(SessionLost):
+        await store.reassert_training(newest, 0, 0, [], [], Cursor())
+    await other_server(store)
+    await store.reassert_training(newest, 0, 0, [], [], Cursor())
+    with pytest.raises(SessionLost):
+        await store.reassert_training(mesh.trainer, 0, 0, [], [], Cursor())
+
+
+async def test_a_clean_stop_needs_no_recovery_and_keeps_everything(
+    own_server: EmbeddedServer, own_store: TrajectoryStore
+) -> None:
+    mesh = await Mesh.start(own_store)
+    await mesh.admit(2)
+    await mesh.complete_all()
+    await own_store.mark_clean_shutdown()
+    before = await own_store.server_run_id()
+    own_server.restart()
+    assert await own_store.server_run_id() != before
+    view = await own_store.view()
+    assert (view.recovering, view.ready_groups) == (False, 2)
+    # The mark holds for one start.
+    own_server.kill()
+    own_server.start()
+    assert (await own_store.view()).recovering
+
+
+async def test_a_call_waits_for_a_server_that_is_away_and_finds_its_work(
+    own_server: EmbeddedServer, own_store: TrajectoryStore
+) -> None:
+    mesh = await Mesh.start(own_store)
+    await mesh.admit(1)
+    await own_store.lease(mesh.session, 2)
+    await asyncio.to_thread(own_server.kill)
+    waiting = asyncio.create_task(mesh.append("e0-0.0", 0, 4))
+    claiming = asyncio.create_task(own_store.claim(mesh.trainer, 1, 1.0))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await asyncio.to_thread(own_server.start)
+    assert await waiting in (WriteStatus.SAVED, WriteStatus.LOST)
+    assert await claiming is None
+
+
+async def test_redis_reaching_maxmemory_loses_nothing(own_server: EmbeddedServer, own_store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(own_store)
+    await mesh.admit(3)
+    leased = await own_store.lease(mesh.session, 4)
+    await mesh.complete(leased[0], 0.0)
+    await mesh.append("e0-0.1", 0, 4)
+    await mesh.finish("e0-0.1", 4, 0)
+    await mesh.append("e0-1.0", 0, 4)
+    await own_store.connection.command("CONFIG", "SET", "maxmemory", "1mb")
+    for refused in (
+        own_store.admit(mesh.leader, [group(3)], Cursor(index=3), Cursor(index=4)),
+        own_store.lease(mesh.session, 1),
+        mesh.append("e0-1.0", 4, 2),
+        mesh.finish("e0-1.1", 0, 2),
+    ):
+        with pytest.raises(StoreUnavailable, match="maxmemory"):
+            await refused
+    assert (await own_store.view()).memory_ratio > 1
+    # What frees memory still works.
+    assert await mesh.score("e0-0.1", 1.0) == WriteStatus.SAVED
+    await own_store.heartbeat(mesh.session)
+    await own_store.set_desired(mesh.leader, Desired(pool_size=1, paused=True))
+    await own_store.cut(mesh.leader, 1, ["e0-0"])
+    assert await own_store.claim(mesh.trainer, 1, 1.0) is not None
+    await own_store.confirm_batch_file(mesh.trainer, 1, "d")
+    await own_store.report_trained(mesh.trainer, 1)
+    assert await own_store.evict(mesh.leader, ["e0-2"], "straggler") == 1
+    await own_store.connection.command("CONFIG", "SET", "maxmemory", "64mb")
+    assert await mesh.append("e0-1.0", 4, 2) == WriteStatus.SAVED
+    assert (await read_truth(own_store)).problems == []

@@ -1,0 +1,104 @@
+"""Which servers are accepted, what the errors say, and the embedded server's life."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.errors import ConfigError, StoreUnavailable
+from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+
+from .store_mesh import Mesh
+
+
+async def connect(url: str, password: str | None = None) -> TrajectoryStore:
+    config = StoreConfig(password=None if password is None else SecretStr(password))
+    return await TrajectoryStore.connect(config, run="servers", url=url, retry_seconds=0.2)
+
+
+async def test_no_server_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+        await connect(f"unix://{tmp_path}/nothing.sock")
+    with pytest.raises(ConfigError, match=r"store\.url is null"):
+        await TrajectoryStore.connect(StoreConfig(), run="servers")
+
+
+async def test_a_wrong_password_is_a_clear_error(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, EmbeddedOptions(password="right"))
+    server.start()
+    try:
+        for password in (None, "wrong"):
+            with pytest.raises(StoreUnavailable, match="refuses the credentials"):
+                await connect(server.url, password)
+        async with await connect(server.url, "right") as store:
+            await Mesh.start(store)
+    finally:
+        server.kill()
+
+
+async def test_an_eviction_policy_that_may_drop_keys_is_refused(own_server: EmbeddedServer) -> None:
+    async with await connect(own_server.url) as store:
+        await store.connection.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
+    with pytest.raises(StoreUnavailable, match="allkeys-lru, which may drop keys"):
+        await connect(own_server.url)
+
+
+async def test_scripts_are_loaded_again_by_a_server_that_forgot_them(own_server: EmbeddedServer) -> None:
+    async with await connect(own_server.url) as store:
+        mesh = await Mesh.start(store)
+        await store.connection.command("SCRIPT", "FLUSH")
+        assert await mesh.admit(1) == 1
+        assert await mesh.complete_all() == 2
+
+
+def test_a_second_start_finds_the_running_server(tmp_path: Path) -> None:
+    first, second = EmbeddedServer(tmp_path), EmbeddedServer(tmp_path)
+    assert first.start()
+    try:
+        assert not second.start()
+        assert second.pid == first.pid
+        assert second.url == first.url
+    finally:
+        second.stop()
+    assert first.pid is None
+    assert first.start()
+    first.kill()
+
+
+def test_the_server_lives_in_its_own_session(own_server: EmbeddedServer) -> None:
+    assert own_server.pid is not None
+    assert os.getsid(own_server.pid) == own_server.pid != os.getsid(0)
+
+
+async def test_a_restart_keeps_what_was_written_and_a_kill_too(own_server: EmbeddedServer) -> None:
+    async with await connect(own_server.url) as store:
+        await store.connection.command("SET", "kept", "1")
+        await asyncio.to_thread(own_server.restart)
+        assert await store.connection.command("GET", "kept") == b"1"
+        await store.connection.command("SET", "kept", "2")
+        await asyncio.to_thread(own_server.kill)
+        await asyncio.to_thread(own_server.start)
+        assert await store.connection.command("GET", "kept") == b"2"
+
+
+async def test_a_loopback_port_and_a_deep_folder_work(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path / ("deep-" * 20) / "run", EmbeddedOptions(port=0))
+    server.start()
+    try:
+        assert len(str(server.socket_path)) < 108
+        assert server.tcp_url is not None
+        async with await connect(server.tcp_url) as store:
+            assert await store.server_run_id()
+    finally:
+        server.kill()
+
+
+def test_a_server_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, EmbeddedOptions(appendfsync="sometimes"))
+    with pytest.raises(StoreUnavailable, match=r"redis\.log"):
+        server.start()

@@ -1,0 +1,81 @@
+"""Server versions, URLs and what errors become."""
+
+from __future__ import annotations
+
+import pytest
+from redis import exceptions as redis_errors
+
+from rollmesh.errors import ConfigError, Conflict, SessionLost, StoreError, StoreUnavailable
+from rollmesh.store.connection import check_version, create_client
+from rollmesh.store.scripts import RunUnknown, UploadExpired, store_error
+
+
+@pytest.mark.parametrize("version", ["7.0.0", "7.2.4", "7.0.15", "8.0", "10.1.3"])
+def test_new_servers_are_accepted(version: str) -> None:
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["6.2.14", "5.0", "6.9.9"])
+def test_old_servers_are_refused_by_name(version: str) -> None:
+    with pytest.raises(StoreUnavailable, match=f"Redis {version} is too old"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["", "unstable", "x7.0"])
+def test_a_version_that_cannot_be_read_is_refused(version: str) -> None:
+    with pytest.raises(StoreUnavailable, match="cannot be read"):
+        check_version(version)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (redis_errors.ResponseError("CONFLICT cursor moved script: 9f, on @user_script:12."), Conflict, "cursor moved"),
+        (redis_errors.ResponseError("SESSION_LOST gone script: on @user_script:1."), SessionLost, "gone"),
+        (redis_errors.ResponseError("RECOVERING admit: wait"), StoreUnavailable, "try again later"),
+        (redis_errors.ResponseError("UPLOAD_EXPIRED prompt of e0-0"), UploadExpired, "prompt of e0-0"),
+        (redis_errors.ResponseError("RUN_UNKNOWN init it"), RunUnknown, "init it"),
+        (
+            redis_errors.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+            StoreUnavailable,
+            "maxmemory",
+        ),
+        (
+            redis_errors.AuthenticationError("invalid username-password pair"),
+            StoreUnavailable,
+            "ROLLMESH_STORE__PASSWORD",
+        ),
+        (redis_errors.ResponseError("NOAUTH Authentication required."), StoreUnavailable, "credentials"),
+        (redis_errors.ConnectionError("refused"), StoreUnavailable, "cannot be reached"),
+        (redis_errors.ResponseError("WRONGTYPE Operation"), StoreError, "Redis says: WRONGTYPE"),
+    ],
+)
+def test_every_refusal_becomes_its_own_error(error: redis_errors.RedisError, kind: type[StoreError], text: str) -> None:
+    converted = store_error(error, "cut")
+    assert type(converted) is kind
+    assert text in str(converted)
+    assert "user_script" not in str(converted)
+
+
+async def test_a_sentinel_url_names_hosts_service_and_database() -> None:
+    client = create_client("redis+sentinel://:secret@one:26380,two/mymaster/3", None)
+    pool = client.connection_pool
+    assert pool.service_name == "mymaster"
+    addresses = [s.connection_pool.connection_kwargs for s in pool.sentinel_manager.sentinels]
+    assert [(a["host"], a["port"]) for a in addresses] == [("one", 26380), ("two", 26379)]
+    assert (pool.connection_kwargs["password"], pool.connection_kwargs["db"]) == ("secret", 3)
+    await client.aclose()
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("redis+sentinel://host:26379", "service"),
+        ("redis+sentinel://host:port/service", "no host:port"),
+        ("amqp://:secret@host", "store.url"),
+    ],
+)
+def test_a_wrong_url_names_the_field_and_hides_the_password(url: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        create_client(url, None)
+    assert "secret" not in str(caught.value)
