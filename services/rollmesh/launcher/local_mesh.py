@@ -17,6 +17,7 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.sampler import MeshSampler
 from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
+from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.scheduling import run_limits
 
 _SAMPLE_SECONDS = 1.0
@@ -85,8 +86,7 @@ class LocalMesh:
             if failure:
                 raise ServiceFailed(failure)
             self.progress.update(await self._sampler.sample(), waiting_for)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._shutdown.wait(), _SAMPLE_SECONDS)
+            await wait_or_shutdown(self._shutdown, _SAMPLE_SECONDS)
 
     async def until_serving(self) -> None:
         """Wait for the initial policy and a generator that serves it."""

@@ -64,8 +64,10 @@ async def _supervised(main: Callable[[Shutdown], Awaitable[None]], grace_seconds
 
 async def wait_or_shutdown(shutdown: Shutdown, seconds: float) -> bool:
     """Sleep up to ``seconds``; returns True at once when shutdown is requested."""
+    # asyncio.timeout, not wait_for: on Python 3.11 the latter may swallow a cancellation that meets the event.
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(shutdown.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await shutdown.wait()
     return shutdown.is_set()
 
 
