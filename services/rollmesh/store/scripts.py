@@ -68,7 +68,10 @@ def refuses_credentials(error: Exception) -> bool:
     if isinstance(error, redis_errors.AuthenticationError | redis_errors.AuthenticationWrongNumberOfArgsError):
         return True
     text = str(error)
-    return text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")) or "already authenticated" in text
+    if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
+        return True
+    # What redis-py makes of a refused HELLO.
+    return "already authenticated" in text or "username-password pair" in text
 
 
 def _lua_files(folder: Traversable) -> dict[str, str]:
