@@ -28,8 +28,10 @@ def still_needed(schedule: Schedule, view: MeshView) -> int:
 def room(schedule: Schedule, view: MeshView) -> int:
     """Groups that the schedule's own rule leaves room for.
 
-    The pool's backlog is counted in unfinished trajectories, so that groups down to their last straggler do not hide
-    an empty pool: ceil(N'/n) + B groups' worth at most.
+    The pool may have ceil(N'/n) + B groups' worth of work ahead of the trainer: ready groups, and unfinished
+    trajectories (not open groups: one down to its last straggler must not hide an empty pool). While fewer than B
+    groups are ready, the pool stays full; generators that outrun the trainer are held back here, because groups that
+    wait ready only grow stale.
     """
     match schedule.admission:
         case AdmissionRule.BATCH:
@@ -38,7 +40,8 @@ def room(schedule: Schedule, view: MeshView) -> int:
             return schedule.pool_groups - view.open_groups
         case AdmissionRule.POOL:
             unfinished = view.pending + view.partial + view.leased
-            return schedule.pool_groups + schedule.groups_per_batch - -(-unfinished // schedule.group_size)
+            ahead = view.ready_groups - (-unfinished // schedule.group_size)
+            return schedule.pool_groups + schedule.groups_per_batch - ahead
 
 
 def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:

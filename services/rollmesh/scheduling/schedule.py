@@ -12,7 +12,7 @@ class AdmissionRule(StrEnum):
     BATCH = "batch"
     """One batch of groups at a time: the next B open once the last B are cut (and, at staleness 0, trained)."""
     POOL = "pool"
-    """As many as keep the pool full, plus one batch of backlog (CoPRIS)."""
+    """As many as keep the pool full, with at most the pool and one batch of work ahead of the trainer (CoPRIS)."""
     CONCURRENCY = "concurrency"
     """At most pool_size / group_size open groups, no backlog (AReaL)."""
 

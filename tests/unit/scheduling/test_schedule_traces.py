@@ -35,16 +35,17 @@ COPRIS = [
     (0, 0, 0, 0, 0, 0, 5, False, False),  # fills the pool and one batch of backlog: 3 + 2
     (0, 0, 0, 5, 0, 10, 0, False, False),
     (0, 0, 0, 5, 0, 8, 1, False, False),  # two trajectories ended: one prompt more, whoever's group they were in
-    (0, 0, 0, 4, 2, 8, 1, True, False),  # two complete groups: cut, and generation goes on
-    (0, 1, 0, 4, 0, 8, 1, False, False),
-    (0, 1, 0, 4, 4, 8, 0, False, False),  # capacity 10 - (4 + 4 + 2 in training) = 0
-    (1, 1, 0, 4, 4, 8, 0, True, False),  # trained, not announced: 10 - 8 - 2 = 0
-    (1, 1, 1, 4, 4, 8, 1, True, False),
+    (0, 0, 0, 4, 2, 6, 0, True, False),  # two complete groups: cut, and the pool of 6 is full
+    (0, 1, 0, 4, 0, 6, 2, False, False),  # generation goes on during the update: 3 + 2 - 3
+    (0, 1, 0, 5, 3, 5, 0, False, False),  # it outruns the trainer: 3 ready and 5 unfinished are work enough
+    (0, 1, 0, 8, 0, 2, 0, False, False),  # eight stragglers, capacity 10 - (8 + 2 in training) = 0
+    (1, 1, 0, 8, 0, 2, 0, False, False),  # trained, not announced: 10 - 8 - 2 = 0
+    (1, 1, 1, 8, 0, 2, 2, False, False),
 ]
 # pool of 8 trajectories (4 groups), stages of one policy
 COPRIS_PAPER = [
     (0, 0, 0, 0, 0, 0, 6, False, False),  # ceil(N'/n) + B prompts, not a batch more at every stage
-    (0, 0, 0, 6, 1, 9, 1, False, False),
+    (0, 0, 0, 6, 1, 9, 0, False, False),  # a complete group and the pool of 8 still full: nothing to add
     (0, 0, 0, 5, 2, 8, 0, True, True),  # B complete: stop, and park what runs
     (0, 1, 0, 5, 0, 8, 0, False, True),  # old logprobs and update: nothing runs
     (1, 1, 0, 5, 0, 8, 0, False, True),  # trained, not announced

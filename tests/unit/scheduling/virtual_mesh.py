@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass, field
 
 from rollmesh.mesh import Decisions, Desired, GroupView, MeshView
-from rollmesh.scheduling import OnStale, Schedule, decide
+from rollmesh.scheduling import AdmissionRule, OnStale, Schedule, decide
 
 
 @dataclass
@@ -178,6 +178,9 @@ class VirtualMesh:
         unfinished = len(self.rollouts("pending", "partial", "leased"))
         assert len(self.in_state("open", "ready", "cut")) <= self.schedule.capacity_groups
         n = self.schedule.group_size
+        if decisions.admit_groups and self.schedule.admission is AdmissionRule.POOL:
+            ahead = len(self.in_state("ready")) + unfinished / n
+            assert ahead <= self.schedule.pool_groups + self.schedule.groups_per_batch
         bound = self.schedule.pool_size + (self.schedule.groups_per_batch + 2) * n
         assert unfinished <= bound, f"{unfinished} unfinished trajectories, bound {bound}"
 
