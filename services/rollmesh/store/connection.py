@@ -17,7 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 
-from rollmesh.errors import ConfigError, StoreUnavailable
+from rollmesh.errors import ConfigError, StoreError, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.keys import Keys
 from rollmesh.store.scripts import RunUnknown, Script, load_scripts, refuses_credentials, store_error
@@ -96,6 +96,22 @@ class Connection:
 
         return await self._retrying(call, name)
 
+    async def run_all(self, calls: Sequence[Sequence[Argument]]) -> list[Reply]:
+        """Run several scripts, each as (name, arguments...), in one round trip; the first refusal is raised.
+
+        Later scripts run even if an earlier one is refused: they must do no harm then.
+        """
+        try:
+            return await self.commands(
+                [("EVALSHA", self._scripts[str(name)].sha, 1, self.keys.prefix, *words) for name, *words in calls],
+                what=str(calls[0][0]),
+            )
+        except StoreError as error:
+            if isinstance(error.__cause__, redis_errors.NoScriptError):
+                await self._load_all()
+                return [await self.run(str(name), *words) for name, *words in calls]
+            raise
+
     async def command(self, *arguments: Argument) -> Reply:
         """Run one plain command."""
 
@@ -104,8 +120,8 @@ class Connection:
 
         return await self._retrying(call, str(arguments[0]))
 
-    async def commands(self, commands: Sequence[Sequence[Argument]]) -> list[Reply]:
-        """Run plain commands in one round trip."""
+    async def commands(self, commands: Sequence[Sequence[Argument]], what: str = "") -> list[Reply]:
+        """Run plain commands in one round trip; ``what`` opens the error messages."""
         if not commands:
             return []
 
@@ -115,7 +131,7 @@ class Connection:
                     pipe.execute_command(*command)
                 return list(await pipe.execute())
 
-        replies = await self._retrying(call, str(commands[0][0]))
+        replies = await self._retrying(call, what or str(commands[0][0]))
         return cast("list[Reply]", replies)
 
     async def block_on_stream(self, stream: str, after: str, timeout: float) -> bool:

@@ -145,12 +145,19 @@ class Leader:
                 continue
 
 
-async def sweep(connection: Connection, limits: Limits, train_step: int) -> None:
-    """Delete what a confirmed (and, once trained, the whole) batch left in Redis, slice by slice."""
+async def sweep(
+    connection: Connection, limits: Limits, train_step: int, after: tuple[Argument, ...] | None = None
+) -> None:
+    """Delete what a confirmed (and, once trained, the whole) batch left in Redis, slice by slice.
+
+    ``after`` is a script that has to succeed first; it travels with the first slice. A sweep without a confirmed batch
+    deletes nothing, so that it does no harm when ``after`` is refused.
+    """
     size = await limits.groups_per_call()
     first = 0
     while True:
-        groups = int(await connection.run("sweep", train_step, first, first + size - 1))
-        first += size
+        calls = [("sweep", train_step, first, first + size - 1)]
+        groups = int((await connection.run_all([after, *calls] if after else calls))[-1])
+        first, after = first + size, None
         if first >= groups:
             return

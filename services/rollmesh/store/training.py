@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rollmesh.errors import Conflict
 from rollmesh.mesh import Cursor
-from rollmesh.store.connection import Connection, Reply
+from rollmesh.store.connection import Argument, Connection
 from rollmesh.store.leader import sweep
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.store.types import TrainingState
-from rollmesh.types import Batch, Group, PolicyRecord, Trajectory
+from rollmesh.types import Batch, Group, PolicyRecord, Prompt, Segment, Trajectory
 
 _TOMBSTONE_STEPS = 256
 """Train steps for which consumed and dropped groups are remembered one by one; older ones lie below the floor."""
+_GROUPS_PER_READ = 16
 _MEMBER_FIELDS = ("state", "birth", "finish", "outcome", "reward")
 _UNKNOWN_DIGEST = "unknown"
 """Digest of a re-asserted batch file whose digest was not given; the next confirmation brings it."""
@@ -57,23 +59,22 @@ class Training:
 
         Reads only: it may be repeated until ``confirm_batch_file``. Conflict when the batch file exists already.
         """
-        before = f"{train_step - 1}-18446744073709551615"
-        group_ids = await self._cut_groups(train_step)
-        if not group_ids:
+        members = await self._connection.run("claim", trainer_session, train_step)
+        if not members:
+            before = f"{train_step - 1}-18446744073709551615"
             if not await self._connection.block_on_stream(self._keys.single("cuts"), before, timeout):
                 return None
-            group_ids = await self._cut_groups(train_step)
-        trainer, trained = await self._connection.command("HMGET", self._keys.single("meta"), "trainer", "trained_step")
-        if int(trained or 0) >= train_step:
-            raise Conflict(f"claim {train_step}: already trained; its batch file has the groups")
-        if trainer is None or trainer.decode() != trainer_session:
-            await self._connection.run("report_committed", trainer_session, 0)
-        if await self._connection.command("HGET", self._keys.of("batch", str(train_step)), "digest"):
-            raise Conflict(f"claim {train_step}: its batch file was confirmed; read it from the checkpoint store")
-        if not group_ids:
+            members = await self._connection.run("claim", trainer_session, train_step)
+        heads = [
+            _GroupHead(group_id=members[at].decode(), index=int(members[at + 1]), members=int(members[at + 2]))
+            for at in range(0, len(members), 3)
+        ]
+        if not heads:
             return None
-        groups = [await self._load_group(group_id) for group_id in group_ids]
-        self._claimed[train_step] = tuple(group_ids)
+        groups: list[Group] = []
+        for part in slices(heads, _GROUPS_PER_READ):
+            groups += await self._load_groups(part)
+        self._claimed[train_step] = tuple(head.group_id for head in heads)
         return Batch(train_step=train_step, groups=tuple(groups))
 
     async def confirm_batch_file(
@@ -85,14 +86,14 @@ class Training:
         Conflict when Redis came back with another cut meanwhile: re-assert the file instead.
         """
         ids = self._claimed.get(train_step, ()) if group_ids is None else group_ids
-        await self._connection.run("confirm", trainer_session, train_step, digest, *ids)
-        await sweep(self._connection, self._limits, train_step)
+        confirm: tuple[Argument, ...] = ("confirm", trainer_session, train_step, digest, *ids)
+        await sweep(self._connection, self._limits, train_step, after=confirm)
 
     async def report_trained(self, trainer_session: str, train_step: int) -> None:
         """cut(s) -> consumed(s): refunds the capacity of the batch and advances trained_step. Repeats are no-ops."""
-        await self._connection.run("report_trained", trainer_session, train_step, _TOMBSTONE_STEPS)
+        report: tuple[Argument, ...] = ("report_trained", trainer_session, train_step, _TOMBSTONE_STEPS)
+        await sweep(self._connection, self._limits, train_step, after=report)
         self._claimed.pop(train_step, None)
-        await sweep(self._connection, self._limits, train_step)
 
     async def report_committed(self, trainer_session: str, train_step: int) -> None:
         """The trainer state of this step is committed on disk."""
@@ -153,44 +154,62 @@ class Training:
                 return total
             total += dropped
 
-    async def _cut_groups(self, train_step: int) -> list[str]:
-        raw = await self._connection.command("LRANGE", self._keys.of("batch_groups", str(train_step)), 0, -1)
-        return [group_id.decode() for group_id in raw]
-
-    async def _load_group(self, group_id: str) -> Group:
-        index, launched, prompt = await self._group_head(group_id)
-        ids = [f"{group_id}.{member}" for member in range(launched)]
+    async def _load_groups(self, heads: Sequence[_GroupHead]) -> list[Group]:
+        """Payload of some groups in one round trip (and one more for linked chunks)."""
         commands: list[tuple[str | int, ...]] = []
-        for trajectory_id in ids:
-            commands.append(("HMGET", self._keys.of("trajectory", trajectory_id), *_MEMBER_FIELDS))
-            commands.append(("LRANGE", self._keys.of("segments", trajectory_id), 0, -1))
-        replies = await self._connection.commands(commands)
-        records, lists = replies[0::2], replies[1::2]
-        scored = [at for at in range(launched) if records[at][0] == b"scored"]
-        chunks = await load_chunks(self._connection, {ids[at]: lists[at] for at in scored})
-        decoded_prompt = decode_prompt(prompt)
-        members: list[Trajectory] = [
-            build_trajectory(
-                ids[at],
-                decoded_prompt,
-                decode_segments(lists[at], chunks[ids[at]]),
-                birth_version=int(records[at][1]),
-                finish=records[at][2],
-                outcome=records[at][3],
-                reward=records[at][4],
+        for head in heads:
+            commands.append(("GET", self._keys.of("prompt", head.group_id)))
+            for trajectory_id in head.trajectory_ids():
+                commands.append(("HMGET", self._keys.of("trajectory", trajectory_id), *_MEMBER_FIELDS))
+                commands.append(("LRANGE", self._keys.of("segments", trajectory_id), 0, -1))
+        replies = iter(await self._connection.commands(commands))
+        prompts: list[Prompt] = []
+        records: dict[str, list[bytes]] = {}
+        elements: dict[str, list[bytes]] = {}
+        for head in heads:
+            prompt = next(replies)
+            if prompt is None:
+                raise Conflict(f"group {head.group_id} was cut, but its payload is gone: its batch file has it")
+            prompts.append(decode_prompt(prompt))
+            for trajectory_id in head.trajectory_ids():
+                record, parts = next(replies), next(replies)
+                if record[0] == b"scored":
+                    records[trajectory_id], elements[trajectory_id] = record, parts
+        chunks = await load_chunks(self._connection, elements)
+        return [
+            Group(
+                group_id=head.group_id,
+                admission_index=head.index,
+                trajectories=tuple(
+                    _scored_trajectory(i, prompt, decode_segments(elements[i], chunks[i]), records[i])
+                    for i in head.trajectory_ids()
+                    if i in records
+                ),
             )
-            for at in scored
+            for head, prompt in zip(heads, prompts, strict=True)
         ]
-        return Group(group_id=group_id, admission_index=index, trajectories=tuple(members))
 
-    async def _group_head(self, group_id: str) -> tuple[int, int, bytes]:
-        head: list[Reply] = await self._connection.commands(
-            [
-                ("HMGET", self._keys.of("group", group_id), "index", "launched"),
-                ("GET", self._keys.of("prompt", group_id)),
-            ]
-        )
-        (index, launched), prompt = head
-        if index is None or prompt is None:
-            raise Conflict(f"group {group_id} was cut, but its payload is gone: its batch file has it")
-        return int(index), int(launched), prompt
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _GroupHead:
+    group_id: str
+    index: int
+    members: int
+
+    def trajectory_ids(self) -> list[str]:
+        return [f"{self.group_id}.{member}" for member in range(self.members)]
+
+
+def _scored_trajectory(
+    trajectory_id: str, prompt: Prompt, segments: tuple[Segment, ...], record: Sequence[bytes]
+) -> Trajectory:
+    _, birth, finish, outcome, reward = record
+    return build_trajectory(
+        trajectory_id,
+        prompt,
+        segments,
+        birth_version=int(birth),
+        finish=finish,
+        outcome=outcome,
+        reward=reward,
+    )

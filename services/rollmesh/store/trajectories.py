@@ -168,14 +168,8 @@ class TrajectoryQueue:
         chunks = [encode_segments(item.segments) for item in items]
         arguments: list[Sequence[Argument]] = [
             (
-                item.trajectory_id,
-                item.token_offset,
-                chunk.token_count,
-                chunk.digest,
-                chunk.versions,
-                finish,
-                chunk.byte_count,
-                len(chunk.elements),
+                f"{item.trajectory_id} {item.token_offset} {chunk.token_count} {chunk.digest} {chunk.versions or '-'} "
+                f"{finish or '-'} {chunk.byte_count} {len(chunk.elements)}",
                 *chunk.elements,
             )
             for item, chunk, finish in zip(items, chunks, finishes, strict=True)

@@ -23,7 +23,6 @@ for at = 6, #ARGV do
   local group = load_group(gid)
   if group then
     delete_members(group)
-    call('UNLINK', prompt_key(gid))
     call('ZREM', K.open, gid)
     call('ZREM', K.ready, gid)
     call('ZREM', K.open_steps, gid)

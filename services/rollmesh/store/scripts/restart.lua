@@ -11,7 +11,9 @@ for at = 2, #ARGV do
       if string.match(field, '^c%d+$') then fields[#fields + 1] = field end
     end
     call('HDEL', trajectory_key(id), 'links', 'step', unpack(fields))
-    delete_payload(id, v[4])
+    local keys = {}
+    payload_keys(id, v[4], keys)
+    call('UNLINK', unpack(keys))
     call('HSET', trajectory_key(id), 'tokens', 0, 'mark', 0)
     recompute_step(load_group(group_of(id)))
     count('restarted_tokens_total', tonumber(v[3]))

@@ -4,7 +4,7 @@
 -- what frees memory, so it runs when memory is short.
 -- ARGV: session, items, then per item: id, scored (1|0), shaped reward, outcome bytes, digest.
 local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
-local session, reply = ARGV[1], {}
+local session, reply, done = ARGV[1], {}, {}
 
 local function apply(id, scored, reward, outcome, digest)
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'outcome_digest')
@@ -13,7 +13,7 @@ local function apply(id, scored, reward, outcome, digest)
   if v[2] ~= 'finished' then return REFUSED, tonumber(v[3]) end
   local state = scored and 'scored' or 'unscorable'
   call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome, 'outcome_digest', digest)
-  call('SREM', held_key(session), id)
+  done[#done + 1] = id
   count('finished', -1)
   count(state, 1)
   count(state .. '_total', 1)
@@ -37,6 +37,7 @@ for item = 0, tonumber(ARGV[2]) - 1 do
   reply[#reply + 1] = status
   reply[#reply + 1] = tokens
 end
+if #done > 0 then call('SREM', held_key(session), unpack(done)) end
 flush_groups()
 flush_counts()
 return reply

@@ -10,7 +10,6 @@ for _, gid in ipairs(call('LRANGE', batch_groups_key(step), first, last)) do
   local group = load_group(gid)
   if group and group.launched > 0 then
     delete_members(group)
-    call('UNLINK', prompt_key(gid))
     call('HSET', group_key(gid), 'launched', 0)
   end
   if group and trained then call('UNLINK', group_key(gid)) end

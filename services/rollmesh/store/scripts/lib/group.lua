@@ -73,36 +73,38 @@ local function recompute_step(group)
   end
 end
 
-local function delete_payload(id, links)
-  call('UNLINK', segments_key(id))
+local function payload_keys(id, links, keys)
+  keys[#keys + 1] = segments_key(id)
   for name in string.gmatch(links or '', '%S+') do
-    call('UNLINK', chunk_key(id .. ':' .. name))
+    keys[#keys + 1] = chunk_key(id .. ':' .. name)
   end
 end
 
--- Deletes one member and everything it saved; returns its saved tokens.
-local function delete_member(id)
+-- Takes one member out of every index and counter; adds its keys to `keys` and returns its saved tokens.
+local function take_out_member(id, keys)
   local v = call('HMGET', trajectory_key(id), 'state', 'session', 'tokens', 'links')
   local state = v[1] or 'pending'
   if state == 'pending' then call('ZREM', K.pending, id)
   elseif state == 'partial' then call('ZREM', K.partial, id)
   else count(state, -1) end
   if v[2] and (state == 'leased' or state == 'finished') then call('SREM', held_key(v[2]), id) end
-  if state == 'finished' then call('ZREM', K.scoring, id) end
+  if state == 'finished' and not v[2] then call('ZREM', K.scoring, id) end
   if v[1] then
-    delete_payload(id, v[4])
-    call('UNLINK', trajectory_key(id))
+    payload_keys(id, v[4], keys)
+    keys[#keys + 1] = trajectory_key(id)
   end
   return tonumber(v[3] or '0')
 end
 
+-- Deletes all members and the prompt; returns their saved tokens and those of the longest.
 local function delete_members(group)
-  local total, longest = 0, 0
+  local total, longest, keys = 0, 0, {prompt_key(group.id)}
   for member = 0, group.launched - 1 do
-    local tokens = delete_member(group.id .. '.' .. member)
+    local tokens = take_out_member(group.id .. '.' .. member, keys)
     total = total + tokens
     longest = math.max(longest, tokens)
   end
+  call('UNLINK', unpack(keys))
   return total, longest
 end
 
@@ -135,7 +137,7 @@ local function drop_group(group, reason)
   call('ZREM', K.ready, gid)
   call('ZREM', K.open_steps, gid)
   call('ZREM', K.ready_steps, gid)
-  call('UNLINK', group_key(gid), prompt_key(gid))
+  call('UNLINK', group_key(gid))
   bury_group(gid)
   call('HINCRBY', K.drops, 'groups:' .. reason, 1)
   call('HINCRBY', K.drops, 'tokens:' .. reason, total)

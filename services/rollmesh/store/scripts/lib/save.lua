@@ -1,7 +1,24 @@
 local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
 
--- One item of append and finish in ARGV: id, offset, tokens, digest, versions, finish reason, bytes, segments n, n x segment.
-local ITEM_HEAD = 8
+-- One item of append and finish is a head, "id offset tokens digest versions finish bytes n" with '-' for an empty word,
+-- and n segments. Returns the item at a place in ARGV, and the place of the next one.
+local function read_item(at)
+  local id, offset, tokens, digest, versions, finish, bytes, n =
+    string.match(ARGV[at], '^(%S+) (%d+) (%d+) (%S+) (%S+) (%S+) (%d+) (%d+)$')
+  n = tonumber(n)
+  return {
+    id = id, offset = tonumber(offset), tokens = tonumber(tokens), digest = digest, versions = versions,
+    finish = finish, bytes = tonumber(bytes), first = at + 1, last = at + n,
+  }, at + 1 + n
+end
+
+local function read_items(first, number)
+  local items, at = {}, first
+  for item = 1, number do
+    items[item], at = read_item(at)
+  end
+  return items
+end
 
 local train_steps = {}
 local function train_step_of(version)
@@ -26,12 +43,8 @@ local function lowest_step(versions)
 end
 
 -- Every version is looked up before the first write: an unknown one leaves the whole call without effect.
-local function check_versions(first, items)
-  local at = first
-  for _ = 1, items do
-    if ARGV[at + 4] ~= '' then lowest_step(ARGV[at + 4]) end
-    at = at + ITEM_HEAD + tonumber(ARGV[at + 7])
-  end
+local function check_versions(items)
+  for _, item in ipairs(items) do item.step = lowest_step(item.versions) end
 end
 
 -- A segment over 64 KB was stored under its own key with a time limit; the script that links it lifts the limit.
@@ -50,31 +63,29 @@ local function link_chunks(id, first, last)
 end
 
 -- Writes the tokens of one item. Returns status, tokens saved after it, and the fields still to be written.
-local function save(session, at)
-  local id, offset, tokens, digest = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2]), ARGV[at + 3]
-  local segments = tonumber(ARGV[at + 7])
+local function save(session, item)
+  local id, offset, tokens = item.id, item.offset, item.tokens
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step', 'links')
   if v[1] ~= session or (v[2] ~= 'leased' and v[2] ~= 'finished') then return LOST, 0 end
   local saved = tonumber(v[3])
   if v[2] == 'finished' or offset < saved then
-    local same = tokens == 0 and offset == saved or call('HGET', trajectory_key(id), 'c' .. offset) == digest
+    local same = tokens == 0 and offset == saved or call('HGET', trajectory_key(id), 'c' .. offset) == item.digest
     return same and DUPLICATE or REFUSED, saved, nil, v[2]
   end
   if offset > saved then return REFUSED, saved, nil, v[2] end
-  if segments == 0 then return SAVED, saved, {}, v[2] end
-  local first, last = at + ITEM_HEAD, at + ITEM_HEAD + segments - 1
-  local names = link_chunks(id, first, last)
-  call('RPUSH', segments_key(id), unpack(ARGV, first, last))
-  local fields = {'tokens', saved + tokens, 'c' .. offset, digest}
+  if item.last < item.first then return SAVED, saved, {}, v[2] end
+  local names = link_chunks(id, item.first, item.last)
+  call('RPUSH', segments_key(id), unpack(ARGV, item.first, item.last))
+  local fields = {'tokens', saved + tokens, 'c' .. offset, item.digest}
   if names ~= '' then
     fields[5], fields[6] = 'links', v[5] and (v[5] .. ' ' .. names) or names
   end
-  local step = ARGV[at + 4] ~= '' and lowest_step(ARGV[at + 4])
-  if step and (not v[4] or step < tonumber(v[4])) then
-    fields[#fields + 1], fields[#fields + 2] = 'step', step
-    lower_step(load_group(group_of(id)), step)
+  if item.step and (not v[4] or item.step < tonumber(v[4])) then
+    fields[#fields + 1] = 'step'
+    fields[#fields + 1] = item.step
+    lower_step(load_group(group_of(id)), item.step)
   end
   count('saved_tokens_total', tokens)
-  count('saved_bytes_total', tonumber(ARGV[at + 6]))
+  count('saved_bytes_total', item.bytes)
   return SAVED, saved + tokens, fields, v[2]
 end
