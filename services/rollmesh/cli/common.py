@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError, RollmeshError
@@ -30,13 +31,14 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 @contextmanager
-def clear_errors() -> Iterator[None]:
-    """Turn errors that rollmesh raises on purpose into one clear message and exit status 2."""
+def clear_errors(status: int = 2) -> Iterator[None]:
+    """Turn errors that rollmesh raises on purpose into one clear message and an exit status."""
     try:
         yield
     except RollmeshError as error:
-        Console(stderr=True).print(f"[red]error[/red] {error}", highlight=False, markup=True)
-        raise typer.Exit(2) from error
+        # Escaped and unwrapped: messages carry paths, brackets and log lines that people copy.
+        Console(stderr=True, soft_wrap=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False)
+        raise typer.Exit(status) from error
 
 
 def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:

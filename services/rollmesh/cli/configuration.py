@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.launcher.estimate import estimate
+from rollmesh.launcher.preflight import check_run
 
 app = typer.Typer(help="Validate, show or describe run files.", no_args_is_help=True)
 
@@ -20,7 +20,7 @@ def validate(run: RunFileArgument, set_: SetOption = None) -> None:
     """Check a run file and print what the run will need: pool, expected staleness, memory of the queue."""
     with clear_errors():
         config = load_run_config(run, set_ or ())
-        table = estimate(config).table()
+        table = check_run(config).table()
     console = Console()
     console.print(f"{run}: valid", highlight=False)
     console.print(table)

@@ -1,4 +1,4 @@
-"""Commands that look at a run: status, eval, explain, audit, report, pin."""
+"""Commands that look at a run or steer it: status, eval, explain, audit, report, pin, rollback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VersionOption = Annotated[int | None, typer.Option("--version", help="Policy ver
 
 def register(app: typer.Typer) -> None:
     """Add the inspection commands."""
-    for command in (status, eval_, explain, audit, report, pin):
+    for command in (status, eval_, explain, audit, report, pin, rollback):
         app.command(command.__name__.rstrip("_"), rich_help_panel="Inspection")(command)
 
 
@@ -144,5 +144,26 @@ def pin(
         async with store_of(run) as (_, _, store):
             await store.pin_policy(version)
         typer.echo("released" if release else f"pinned to policy version {version}")
+
+    run_async(main)
+
+
+def rollback(
+    run: RunFolderArgument,
+    version: Annotated[int, typer.Option("--version", help="Announced policy version to go back to.", min=0)],
+) -> None:
+    """Go back to an older policy: its weights are published again as the next version, and training goes on from there.
+
+    The trainer carries it out between two train steps, or when the run is next started; the optimizer starts afresh,
+    work of the abandoned branch is dropped with the reason rolled_back, and what was trained stays in the ledger.
+    """
+
+    async def main() -> None:
+        async with store_of(run) as (_, _, store):
+            request = await store.request_rollback(version)
+        typer.echo(
+            f"rollback to policy version {version} requested ({request.request_id}): the trainer carries it out before "
+            "its next step, or once the run is started again"
+        )
 
     run_async(main)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, shutdown_event
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.up import RunResult, run_up
 from rollmesh.runtime.logging import configure_logging
 
@@ -80,6 +81,7 @@ def run_to_report(config: RunConfig, console: Console) -> int:
     """Run, audit and report; returns the exit status: 0 done and green, 1 not, 130 stopped by a person."""
     from rollmesh.report.summary import print_summary, summarise
 
+    check_run(config)
     folder = Path(config.folder)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     with (folder / "logs" / "launcher-0.log").open("a", encoding="utf-8") as log:

@@ -11,7 +11,8 @@ import typer
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.runtime.lifecycle import Shutdown, die_with_parent, run_service
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, run_service
 from rollmesh.runtime.logging import configure_logging
 
 IndexOption = Annotated[int, typer.Option(help="Index of this replica; names its log and its endpoint file.", min=0)]
@@ -46,12 +47,26 @@ def _command(service: str) -> Callable[..., None]:
 
 
 def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> int:
-    with clear_errors():
+    with clear_errors(EXIT_CONFIG):
         config = load_run_config(run, overrides or ())
         configure_logging(config.telemetry, service=f"{service}-{index}", run=config.name)
-        serve: Serve = importlib.import_module(f"rollmesh.{service}.main").serve
+        serve = _entry(service)
 
     async def main(shutdown: Shutdown) -> None:
         await serve(config, index, shutdown)
 
     return run_service(main, grace_seconds=config.generator.drain_timeout_seconds + _DRAIN_MARGIN_SECONDS)
+
+
+def _entry(service: str) -> Serve:
+    """The service's main coroutine; ConfigError when a package that it needs is not installed."""
+    try:
+        serve: Serve = importlib.import_module(f"rollmesh.{service}.main").serve
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "rollmesh":
+            raise
+        raise ConfigError(
+            f"the {service} service needs the package {error.name}: install torch for your CPU or CUDA, then "
+            "pip install 'rollmesh[local]'"
+        ) from error
+    return serve

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError
 
 _ENV_PREFIX = "ROLLMESH_"
+_SECRETS = frozenset({"password", "secret"})
+"""Fields that are taken as they are and never shown."""
 _ENV_NOT_CONFIG = frozenset({"ROLLMESH_RUN_FILE"})
 
 
@@ -30,6 +34,8 @@ def load_run_config(
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -39,12 +45,13 @@ def load_run_config(
     for name, value in sorted((os.environ if environ is None else environ).items()):
         if name.startswith(_ENV_PREFIX) and name not in _ENV_NOT_CONFIG:
             keys = name.removeprefix(_ENV_PREFIX).lower().split("__")
-            _set(data, keys, yaml.safe_load(value), name)
+            _set(data, keys, value if keys[-1] in _SECRETS else _value(value, name), name)
     for item in overrides:
         dotted, separator, value = item.partition("=")
         if not separator:
             raise ConfigError(f"--set {item}: expected a.b=value")
-        _set(data, dotted.strip().split("."), yaml.safe_load(value), f"--set {item}")
+        keys = dotted.strip().split(".")
+        _set(data, keys, value if keys[-1] in _SECRETS else _value(value, f"--set {dotted}"), f"--set {dotted}")
     return validate_run_config(data, str(file))
 
 
@@ -55,11 +62,40 @@ def validate_run_config(data: Mapping[str, Any], origin: str) -> RunConfig:
     except ValidationError as error:
         lines = [f"{origin}: {error.error_count()} problem(s)"]
         for problem in error.errors():
-            where = ".".join(str(part) for part in problem["loc"]) or "(combination)"
-            value = problem.get("input")
-            seen = "" if isinstance(value, dict) else f" (got {value!r})"
-            lines.append(f"  {where}: {problem['msg'].removeprefix('Value error, ')}{seen}")
+            lines.append(f"  {_problem(problem)}")
         raise ConfigError("\n".join(lines)) from error
+
+
+def _problem(problem: ErrorDetails) -> str:
+    """One line: the field, what is wrong with it, and the value seen unless that is a secret or a whole section."""
+    keys = [str(part) for part in problem["loc"]]
+    where = ".".join(keys) or "(combination)"
+    value = problem.get("input")
+    hidden = isinstance(value, dict) or bool(_SECRETS.intersection(keys))
+    seen = "" if hidden else f" (got {value!r})"
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: unknown key{_similar(keys)}{seen}"
+    return f"{where}: {problem['msg'].removeprefix('Value error, ')}{seen}"
+
+
+def _similar(keys: Sequence[str]) -> str:
+    """What an unknown key may have meant, from the section it stands in."""
+    section: type[BaseModel] = RunConfig
+    for key in keys[:-1]:
+        field = section.model_fields.get(key)
+        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+            return ""
+        section = field.annotation
+    names = sorted(section.model_fields)
+    near = difflib.get_close_matches(keys[-1], names, n=1)
+    return f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(names)}"
+
+
+def _value(text: str, origin: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: {text!r} is not a YAML value") from error
 
 
 def write_run_config(config: RunConfig, path: str | Path) -> None:

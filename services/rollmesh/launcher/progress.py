@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -84,7 +85,7 @@ class RunProgress:
 
     def note(self, text: str) -> None:
         """Print a lasting line."""
-        self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", highlight=False)
+        self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {escape(text)}", highlight=False)
 
     def update(self, sample: MeshSample, waiting_for: str = "") -> None:
         """Show the newest look at the mesh and the newest step report."""

@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollmesh.errors import RollmeshError
+from rollmesh.launcher.last_words import last_words
+from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.runtime.logging import get_logger
 
 _FIRST_BACKOFF_SECONDS = 0.5
 _LAST_BACKOFF_SECONDS = 30.0
 _LIMIT_WINDOW_SECONDS = 600.0
-_LOG_TAIL_LINES = 15
 
 
 class ServiceFailed(RollmeshError, RuntimeError):
-    """A service ended more often than the restart limit allows."""
+    """A service ended more often than the restart limit allows, or said that starting it again is no use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +101,16 @@ class Supervisor:
             code = await self._run_once(child)
             if child.stopping or (child.spec.one_shot and code == 0):
                 return
+            if code == EXIT_CONFIG:
+                self._fail(f"{child.spec.name} cannot start: {last_words(child.spec.log_file)}")
+                return
             now = self._clock()
             child.restarts = [t for t in child.restarts if now - t < _LIMIT_WINDOW_SECONDS] + [now]
             if len(child.restarts) > self._limit:
-                self._fail(child, code)
+                self._fail(
+                    f"{child.spec.name} ended with status {code}, {len(child.restarts)} times within ten minutes: "
+                    f"{last_words(child.spec.log_file)}"
+                )
                 return
             recent = len(child.restarts) if now - started < _LAST_BACKOFF_SECONDS else 1
             delay = min(_LAST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (recent - 1))
@@ -139,22 +146,11 @@ class Supervisor:
             _signal_group(process.pid, signal.SIGKILL)
             await process.wait()
 
-    def _fail(self, child: _Child, code: int) -> None:
+    def _fail(self, reason: str) -> None:
         if not self.failed.done():
-            self.failed.set_result(
-                f"{child.spec.name} ended with status {code}, {len(child.restarts)} times within ten minutes; "
-                f"the end of {child.spec.log_file}:\n{_tail(child.spec.log_file)}"
-            )
+            self.failed.set_result(reason)
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
-
-
-def _tail(file: Path) -> str:
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        return f"({error})"
-    return "\n".join(f"  {line}" for line in lines[-_LOG_TAIL_LINES:])

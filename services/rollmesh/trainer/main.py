@@ -13,7 +13,7 @@ from rollmesh.checkpoints.describe import architecture_of, read_json
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.errors import CheckpointError, SessionLost
+from rollmesh.errors import CheckpointError, ConfigError, SessionLost
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.http import admin_server
@@ -67,14 +67,17 @@ def build_crew(config: RunConfig, checkpoints: CheckpointStore) -> Crew:
     gang = join_gang(pick_device(config.trainer.device).type)
     shelf = PolicyShelf(checkpoints)
     schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
-    trainer = PolicyTrainer.from_folder(
-        resolve_model(config.model.path),
-        config.trainer,
-        dtype=config.model.dtype,
-        gang=gang,
-        max_token_staleness=schedule.max_staleness if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else None,
-        policy_folder=shelf.folder,
-    )
+    try:
+        trainer = PolicyTrainer.from_folder(
+            resolve_model(config.model.path),
+            config.trainer,
+            dtype=config.model.dtype,
+            gang=gang,
+            max_token_staleness=schedule.max_staleness if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else None,
+            policy_folder=shelf.folder,
+        )
+    except CheckpointError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
     return Crew(trainer, gang, checkpoints, shelf)
 
 

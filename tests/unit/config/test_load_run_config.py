@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,9 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
 @pytest.mark.parametrize(
     ("sections", "names"),
     [
-        ({"shedule": {}}, ["shedule", "Extra inputs"]),
+        ({"shedule": {}}, ["shedule: unknown key; did you mean schedule?"]),
+        ({"trainer": {"algorithm": {"clip_hi": 1}}}, ["trainer.algorithm.clip_hi: unknown key", "clip_high", "got 1"]),
+        ({"store": {"zzz": 1}}, ["store.zzz: unknown key; known here: appendfsync, "]),
         ({"trainer": {"train_steps": "many"}}, ["trainer.train_steps", "'many'"]),
         ({"schedule": {"group_size": 1}}, ["schedule.group_size=1", "at least 2"]),
         ({"rollout": {"top_p": 0.9}}, ["rollout.top_p=0.9", "evaluation.top_p"]),
@@ -60,6 +63,36 @@ def test_a_missing_file_and_broken_yaml_are_clear_errors(tmp_path: Path) -> None
     broken.write_text("name: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_run_config(broken)
+
+
+def test_a_file_that_is_no_text_is_a_clear_error(tmp_path: Path) -> None:
+    binary = tmp_path / "model.safetensors"
+    binary.write_bytes(b"name: \xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
+        load_run_config(binary)
+
+
+@pytest.mark.parametrize("override", ["trainer.train_steps", "trainer.train_steps=[1", "name.part=x"])
+def test_an_override_that_cannot_be_read_is_a_clear_error(run_file, override: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--set {override.partition('=')[0]}")):
+        load_run_config(run_file(), [override], environ={})
+
+
+def test_a_variable_that_cannot_be_read_is_named(run_file) -> None:
+    with pytest.raises(ConfigError, match="ROLLMESH_TRAINER__TRAIN_STEPS"):
+        load_run_config(run_file(), environ={"ROLLMESH_TRAINER__TRAIN_STEPS": "{"})
+
+
+def test_a_secret_is_taken_as_it_is_and_never_shown(run_file) -> None:
+    environ = {"ROLLMESH_STORE__PASSWORD": "0123", "ROLLMESH_CHECKPOINTS__SECRET": "a: [b"}
+    config = load_run_config(run_file(), environ=environ)
+    assert config.store.password is not None
+    assert config.store.password.get_secret_value() == "0123"
+    assert config.checkpoints.secret is not None
+    assert config.checkpoints.secret.get_secret_value() == "a: [b"
+    with pytest.raises(ConfigError, match="store.password") as error:
+        load_run_config(run_file(store={"password": 424242}), environ={})
+    assert "424242" not in str(error.value)
 
 
 def test_the_written_config_holds_no_secret_and_loads_to_the_same_run(run_file, tmp_path: Path) -> None:

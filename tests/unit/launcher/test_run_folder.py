@@ -2,8 +2,10 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config.services import CheckpointConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import locked_run_folder
 
@@ -25,6 +27,15 @@ def test_a_second_start_with_the_same_settings_continues_and_may_train_longer(tm
         pass
     with locked_run_folder(config(tmp_path, train_steps=5)) as folder:
         assert load_run_config(folder.config_file, environ={}).trainer.train_steps == 5
+
+
+def test_a_run_with_a_key_of_its_own_is_continued(tmp_path: Path) -> None:
+    keyed = config(tmp_path).model_copy(
+        update={"checkpoints": CheckpointConfig(secret=SecretStr("from the environment"))}
+    )
+    for _ in range(2):
+        with locked_run_folder(keyed) as folder:
+            assert "from the environment" not in folder.config_file.read_text()
 
 
 def test_a_folder_of_a_run_with_other_settings_is_refused_and_the_field_is_named(tmp_path: Path) -> None:

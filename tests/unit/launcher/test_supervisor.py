@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor
+from rollmesh.runtime.lifecycle import EXIT_CONFIG
 
 
 def spec(tmp_path: Path, script: str, **options: object) -> ServiceSpec:
@@ -44,6 +45,19 @@ async def test_a_child_that_cannot_stay_up_fails_the_run_with_the_end_of_its_log
     reason = await asyncio.wait_for(supervisor.failed, 20)
     assert "worker-0 ended with status 2" in reason
     assert "model.path: no such folder" in reason
+    await supervisor.kill_all()
+
+
+async def test_a_child_that_names_a_wrong_setting_fails_the_run_at_once(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=20)
+    line = {"event": "service_failed", "error": "DataError", "message": "rows.jsonl:2: field 'prompt' is missing"}
+    script = f"import json; print('loading'); print(json.dumps({line})); raise SystemExit({EXIT_CONFIG})"
+    supervisor.start(spec(tmp_path, script))
+    reason = await asyncio.wait_for(supervisor.failed, 20)
+    assert "worker-0 cannot start: DataError: rows.jsonl:2: field 'prompt' is missing" in reason
+    assert "loading" not in reason
+    assert str(tmp_path / "worker-0.log") in reason
+    assert supervisor.restart_counts() == {"worker-0": 0}
     await supervisor.kill_all()
 
 

@@ -5,14 +5,16 @@ import sys
 
 import pytest
 
+from rollmesh.runtime.lifecycle import EXIT_CONFIG
+
 SERVICE = """
 import asyncio, sys
-from rollmesh.errors import ConfigError
+from rollmesh import errors
 from rollmesh.runtime.lifecycle import run_service
 
 async def main(shutdown):
-    if sys.argv[1] == "fail":
-        raise ConfigError("schedule.pool_size=0: must be at least 1")
+    if sys.argv[1].endswith("Error") or sys.argv[1] == "StoreUnavailable":
+        raise getattr(errors, sys.argv[1])("schedule.pool_size=0: must be at least 1")
     print("up", flush=True)
     await shutdown.wait()
     print("drained", flush=True)
@@ -47,9 +49,12 @@ def test_a_service_that_does_not_drain_is_cancelled_after_its_grace() -> None:
         assert process.returncode == 1
 
 
-def test_a_known_error_ends_the_service_with_one_clear_line() -> None:
-    with start("fail", 1.0) as process:
+@pytest.mark.parametrize(
+    ("error", "status"), [("ConfigError", EXIT_CONFIG), ("DataError", EXIT_CONFIG), ("StoreUnavailable", 1)]
+)
+def test_a_known_error_ends_the_service_with_one_clear_line(error: str, status: int) -> None:
+    with start(error, 1.0) as process:
         output = process.communicate(timeout=20)[0]
         assert "schedule.pool_size=0: must be at least 1" in output
         assert "Traceback" not in output
-        assert process.returncode == 1
+        assert process.returncode == status

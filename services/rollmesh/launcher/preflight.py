@@ -1,0 +1,48 @@
+"""What can be said about a run file before anything is created or started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollmesh.config import RunConfig
+from rollmesh.config.data import JsonlSource
+from rollmesh.config.recipes import resolve_model
+from rollmesh.errors import ConfigError
+from rollmesh.launcher.estimate import Estimate, estimate
+from rollmesh.tasks.environments.factory import BUILT_IN as ENVIRONMENTS
+from rollmesh.tasks.verifiers.registry import BUILT_IN as VERIFIERS
+from rollmesh.text import Tokenizer
+
+
+def check_run(config: RunConfig) -> Estimate:
+    """Refuse a run that cannot start on this machine; returns what it will need.
+
+    Raises ConfigError or DataError naming the field: a schedule that cannot work, a model folder that is none, a
+    table that is not there, an unknown verifier or environment. The user's own code is not imported here: the service
+    that runs it says what is wrong with it.
+    """
+    needs = estimate(config)
+    _check_model(config.model.path)
+    _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")
+    if config.rollout.program == "environment":
+        _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")
+    for field in ("source", "evaluation_source"):
+        source = getattr(config.data, field)
+        if isinstance(source, JsonlSource) and not Path(source.path).is_file():
+            raise ConfigError(
+                f"data.{field}.path={source.path}: no such file (paths are relative to {Path.cwd()}, where the "
+                "command was started)"
+            )
+    return needs
+
+
+def _check_model(path: str) -> None:
+    folder = resolve_model(path)
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path={path}: {folder} holds no *.safetensors; weights of other formats are not read")
+    Tokenizer(folder)
+
+
+def _check_name(field: str, name: str, known: list[str], own: str) -> None:
+    if name not in known and ":" not in name:
+        raise ConfigError(f"{field}: {name!r} is none of {', '.join(known)}, and not {own} of your own")
