@@ -103,7 +103,7 @@ class PolicyWatcher:
 
     async def _look(self) -> bool:
         """Load the effective policy if it has changed; False when that should be tried again soon."""
-        record = await self._store.effective_policy()
+        record = await self._store.effective_policy(self._rotation.instance_id)
         if record is None or record == self._settled or await self._forgotten(record):
             newest = await self._store.wait_policy(self._newest_seen, _LOOK_SECONDS)
             self._newest_seen = max(self._newest_seen, newest.policy_version if newest else -1)
@@ -127,7 +127,7 @@ class PolicyWatcher:
         serving = self._serving
         if serving is None or record.policy_version >= serving.manifest.policy_version:
             return False
-        return await self._store.pinned_policy() is None
+        return await self._store.pinned_policy(self._rotation.instance_id) is None
 
     def _refused(self, record: PolicyRecord, reason: str, error: Exception) -> None:
         self._metrics.reload_failed(reason)

@@ -8,7 +8,8 @@ from rich.console import Console
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
-from rollmesh.launcher.evaluations import Evaluation, evaluate_version
+from rollmesh.launcher.evaluating import evaluate_version
+from rollmesh.launcher.evaluations import Evaluation
 from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 

@@ -1,16 +1,15 @@
-"""Evaluations as the launcher asks for them and writes them down."""
+"""Evaluations as the launcher writes them down."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollmesh.config import RunConfig
-from rollmesh.errors import StoreError
-from rollmesh.launcher.local_mesh import LocalMesh
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.types import EvalRecord, EvalRequest
+from rollmesh.store.types import EvalRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,36 +44,31 @@ class Evaluation:
         return json.dumps(record)
 
 
-def evaluation_request(config: RunConfig, policy_version: int) -> EvalRequest:
-    """The run's fixed evaluation of one policy version; asking twice gives the same request."""
-    return EvalRequest(
-        evaluation_id=f"version-{policy_version}",
-        policy_version=policy_version,
-        prompt_count=config.evaluation.prompt_count,
-        samples_per_prompt=config.evaluation.samples_per_prompt,
-    )
+class EvaluationJournal:
+    """Notes every evaluation once it has a result, and keeps ``evaluations.jsonl`` up to date."""
 
+    def __init__(self, store: TrajectoryStore, folder: RunFolder, note: Callable[[str], None]) -> None:
+        self._store = store
+        self._folder = folder
+        self._note = note
+        self._written: set[int] | None = None
 
-async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
-    """Evaluate one policy version on the idle mesh, unless an earlier start already did."""
-    earlier = await finished_evaluation(mesh.store, policy_version)
-    if earlier is not None:
-        return earlier
-    await mesh.until_idle()
-    await mesh.store.request_evaluation(evaluation_request(mesh.config, policy_version))
-
-    async def answered() -> bool:
-        return await finished_evaluation(mesh.store, policy_version) is not None
-
-    await mesh.until(answered, f"the evaluation of policy version {policy_version}")
-    result = await finished_evaluation(mesh.store, policy_version)
-    if result is None:
-        raise StoreError(f"the evaluation of policy version {policy_version} is gone from the store")
-    mesh.progress.note(
-        f"policy version {policy_version}: accuracy {result.mean:.3f} ± {result.standard_error:.3f} (n={result.n})"
-    )
-    await collect_evaluations(mesh.store, mesh.folder)
-    return result
+    async def update(self) -> None:
+        """Look for new results; those from before this start are written, not noted."""
+        found = [_evaluation(record) for record in await self._store.evaluations() if record.result is not None]
+        written = {e.policy_version for e in found}
+        if written == self._written:
+            return
+        for e in sorted(found, key=lambda e: e.policy_version):
+            if self._written is not None and e.policy_version not in self._written:
+                self._note(
+                    f"policy version {e.policy_version}: evaluation {e.mean:.3f} ± {e.standard_error:.3f} (n={e.n})"
+                )
+        self._written = written
+        lines = [evaluation.to_json() + "\n" for evaluation in sorted(found, key=lambda e: e.policy_version)]
+        fresh = self._folder.evaluations.with_suffix(".tmp")
+        fresh.write_text("".join(lines), encoding="utf-8")
+        os.replace(fresh, self._folder.evaluations)
 
 
 async def finished_evaluation(store: TrajectoryStore, policy_version: int) -> Evaluation | None:
@@ -83,13 +77,6 @@ async def finished_evaluation(store: TrajectoryStore, policy_version: int) -> Ev
         if record.request.policy_version == policy_version and record.result is not None:
             return _evaluation(record)
     return None
-
-
-async def collect_evaluations(store: TrajectoryStore, folder: RunFolder) -> None:
-    """Write every finished evaluation to ``evaluations.jsonl``, by policy version."""
-    found = [_evaluation(record) for record in await store.evaluations() if record.result is not None]
-    lines = [evaluation.to_json() + "\n" for evaluation in sorted(found, key=lambda e: e.policy_version)]
-    folder.evaluations.write_text("".join(lines), encoding="utf-8")
 
 
 def _evaluation(record: EvalRecord) -> Evaluation:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError
+from rollmesh.launcher.evaluations import EvaluationJournal
 from rollmesh.launcher.progress import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.run_folder import RunFolder
@@ -45,6 +46,7 @@ class LocalMesh:
         self.store = running.store
         self._redis_url = running.url
         self.progress = progress
+        self.evaluations = EvaluationJournal(running.store, folder, progress.note)
         self.supervisor = Supervisor(config.launcher.restart_limit)
         self._shutdown = shutdown
         self._sampler = sampler
@@ -85,6 +87,7 @@ class LocalMesh:
             failure = await self.store.failure()
             if failure:
                 raise ServiceFailed(failure)
+            await self.evaluations.update()
             self.progress.update(await self._sampler.sample(), waiting_for)
             await wait_or_shutdown(self._shutdown, _SAMPLE_SECONDS)
 

@@ -1,4 +1,4 @@
-"""A run on this machine: evaluation before, training, evaluation after."""
+"""A run on this machine: evaluation before, training with its evaluations, evaluation after."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rollmesh.config import RunConfig
-from rollmesh.launcher.evaluations import collect_evaluations, evaluate_version, finished_evaluation
+from rollmesh.launcher.evaluating import evaluate_version, finish_evaluations
+from rollmesh.launcher.evaluations import finished_evaluation
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 
@@ -38,7 +39,7 @@ async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -
             except Interrupted:
                 finished = False
                 mesh.progress.note("stopped; the same command continues this run")
-            await collect_evaluations(mesh.store, folder)
+            await mesh.evaluations.update()
             view = await mesh.store.view()
             return RunResult(
                 folder=folder,
@@ -66,3 +67,4 @@ async def _train(mesh: LocalMesh) -> None:
         await mesh.until(trained, "the last train step")
         if before_and_after:
             await evaluate_version(mesh, await mesh.latest_version())
+        await finish_evaluations(mesh)

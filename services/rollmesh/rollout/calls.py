@@ -176,4 +176,7 @@ class Caller:
                 temperature=params.temperature,
             )
         )
-        self._metrics.sampled(len(chunk.token_ids), expected.newest_version - chunk.policy_version)
+        if need.pinned_version is None:
+            self._metrics.sampled(len(chunk.token_ids), expected.newest_version - chunk.policy_version)
+        else:
+            self._metrics.evaluation_tokens.inc(len(chunk.token_ids))

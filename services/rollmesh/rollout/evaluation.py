@@ -1,7 +1,7 @@
 """Evaluations: a fixed set of prompts answered by one pinned policy version, scored, never trained on.
 
-They live outside admission and pool: the mesh's trajectory counts do not know them. While one runs, the policy is
-pinned, so that generators serve the version asked for; an answer counts only if every token carries it.
+They live outside admission and pool: the mesh's trajectory counts do not know them. While one runs, a generator is
+pinned to the version asked for (``pins``); an answer counts only if every token carries it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rollmesh.rollout.calls import Caller
 from rollmesh.rollout.generators import Generators
 from rollmesh.rollout.held import Held
 from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.pins import Pin
 from rollmesh.rollout.programs import Program, Rollout
 from rollmesh.rollout.scoring import Scorer
 from rollmesh.rollout.sessions import WorkerSession
@@ -110,16 +111,17 @@ class Evaluator:
 
     async def _evaluate(self, request: EvalRequest) -> None:
         self._log.info("evaluation_starts", evaluation=request.evaluation_id, policy_version=request.policy_version)
+        self._parts.metrics.evaluations_started.inc()
         store = self._parts.store
         answers: list[Answer] = []
-        if await self._pin(request):
-            try:
-                answers = await self._answers(request)
-            finally:
-                await store.pin_policy(None, owner=request.evaluation_id)
+        pin = Pin(store, self._parts.generators, request)
+        async with pin.held() as served:
+            if served:
+                answers = await self._answers(request, pin.slot_count)
         result = summarise(answers, request.policy_version)
         await store.finish_evaluation(self._parts.session.current, request.evaluation_id, result)
         self._parts.metrics.evaluations.inc()
+        self._parts.metrics.last_evaluation.set_to_current_time()
         self._log.info(
             "evaluation_done",
             policy_version=request.policy_version,
@@ -129,25 +131,7 @@ class Evaluator:
             discarded=result.discarded_count,
         )
 
-    async def _pin(self, request: EvalRequest) -> bool:
-        """Have the version served; False when there is no such version.
-
-        Waits while a person or another evaluation has pinned a different one.
-        """
-        waiting = False
-        while True:
-            try:
-                await self._parts.store.pin_policy(request.policy_version, owner=request.evaluation_id)
-                return True
-            except Conflict as error:
-                if not waiting:
-                    self._log.warning("evaluation_waits", evaluation=request.evaluation_id, message=str(error))
-                waiting = True
-                if await self._parts.store.policy(request.policy_version) is None:
-                    return False
-            await asyncio.sleep(_LOOK_SECONDS)
-
-    async def _answers(self, request: EvalRequest) -> list[Answer]:
+    async def _answers(self, request: EvalRequest, concurrency: int) -> list[Answer]:
         if self._prompts is None:
             self._prompts = self._parts.open_prompts()
         count = min(request.prompt_count, self._prompts.epoch_size)
@@ -160,7 +144,7 @@ class Evaluator:
                 index, sample = waiting.pop()
                 answers.append(await self._answer(request, index, sample))
 
-        runners = max(1, min(len(waiting), self._parts.generators.serving_slots))
+        runners = min(len(waiting), concurrency)
         async with asyncio.TaskGroup() as group:
             for _ in range(runners):
                 group.create_task(answer_some())

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
 from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.periodic import PeriodicEvaluations
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
@@ -37,6 +38,7 @@ class Leader:
         store: TrajectoryStore,
         schedule: Schedule,
         open_prompts: Callable[[], PromptSource],
+        evaluations: PeriodicEvaluations,
         *,
         candidate: str,
         renew_seconds: float,
@@ -46,6 +48,7 @@ class Leader:
         self._store = store
         self._schedule = schedule
         self._open_prompts = open_prompts
+        self._evaluations = evaluations
         self._candidate = candidate
         self._renew_seconds = renew_seconds
         self._metrics = metrics
@@ -89,6 +92,7 @@ class Leader:
         if self._token is None:
             self._token = await self._store.acquire_leadership(self._candidate)
             self._written, self._reported = None, None
+            self._evaluations.forget()
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
                 self._log.info("leads", candidate=self._candidate)
@@ -116,6 +120,7 @@ class Leader:
         await self._cut(view, decisions)
         if decisions.admit_groups:
             await self._admit(decisions.admit_groups)
+        await self._evaluations.look(view.policy_version)
         if time.monotonic() >= self._reap_due:
             self._reap_due = time.monotonic() + _REAP_SECONDS
             reaped = await self._store.reap(self._token)

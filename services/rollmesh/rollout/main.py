@@ -13,6 +13,7 @@ from rollmesh.rollout.generators import Generators
 from rollmesh.rollout.interrupts import Interrupter
 from rollmesh.rollout.leader import Leader
 from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.periodic import PeriodicEvaluations
 from rollmesh.rollout.policies import Policies
 from rollmesh.rollout.programs import Program, SingleTurnProgram
 from rollmesh.rollout.programs.environment import EnvironmentProgram
@@ -108,6 +109,7 @@ async def open_replica(
         store,
         schedule,
         lambda: build_prompt_source(config.data, tokenizer, config.seed),
+        PeriodicEvaluations(store, config.evaluation),
         candidate=f"rollout-{index}",
         renew_seconds=config.store.heartbeat_seconds,
         metrics=metrics,

@@ -33,7 +33,7 @@ class RolloutMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._tokens = metrics.counter(
-            "rollmesh_rollout_sampled_tokens_total", "Tokens kept, by version age when they arrived.", ("age",)
+            "rollmesh_rollout_sampled_tokens_total", "Tokens kept for training, by version age when they arrived.", ("age",)
         )
         for age in (*map(str, range(4)), "4+"):
             self._tokens.labels(age=age)
@@ -94,7 +94,16 @@ class RolloutMetrics:
             "rollmesh_rollout_generators_avoided", "Generators this worker leaves alone after misbehaviour."
         )
         self.leader = metrics.gauge("rollmesh_rollout_leader", "1 while this replica leads the mesh.")
+        self.evaluations_started = metrics.counter(
+            "rollmesh_rollout_evaluations_started_total", "Evaluations claimed here."
+        )
         self.evaluations = metrics.counter("rollmesh_rollout_evaluations_total", "Evaluations finished here.")
+        self.evaluation_tokens = metrics.counter(
+            "rollmesh_rollout_evaluation_tokens_total", "Tokens sampled for evaluations."
+        )
+        self.last_evaluation = metrics.gauge(
+            "rollmesh_rollout_last_evaluation_timestamp_seconds", "When an evaluation was last finished here."
+        )
         self._mesh = _MeshGauges(metrics)
 
     def sampled(self, count: int, age: int) -> None:

@@ -29,6 +29,20 @@ def able(record: GeneratorRecord, need: Need) -> bool:
     return need.pinned_version is None or record.policy_version == need.pinned_version
 
 
+def choose_keeper(records: Sequence[GeneratorRecord], version: int, current: str = "") -> GeneratorRecord | None:
+    """The generator to hold back on one version: the current one while it is there, else one that serves the version
+    already, else the least busy one; None without any that serves."""
+    for record in records:
+        if record.instance_id == current:
+            return record
+
+    def cost(record: GeneratorRecord) -> tuple[bool, float, str]:
+        busy = (record.running_count + record.waiting_count) / max(1, record.slot_count)
+        return record.policy_version != version, busy, record.instance_id
+
+    return min((r for r in records if r.serving), key=cost, default=None)
+
+
 def choose_generator(
     records: Sequence[GeneratorRecord],
     in_flight: Mapping[str, int],

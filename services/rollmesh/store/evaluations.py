@@ -5,8 +5,26 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
+from rollmesh.config.services import EvalConfig
 from rollmesh.store.connection import Connection
 from rollmesh.store.types import EvalRecord, EvalRequest, EvalResult
+
+
+def evaluation_request(config: EvalConfig, policy_version: int) -> EvalRequest:
+    """The run's fixed evaluation of one policy version; asking twice gives the same request."""
+    return EvalRequest(
+        evaluation_id=f"version-{policy_version}",
+        policy_version=policy_version,
+        prompt_count=config.prompt_count,
+        samples_per_prompt=config.samples_per_prompt,
+    )
+
+
+def due_versions(every_versions: int, after: int, newest: int) -> range:
+    """The multiples of ``every_versions`` above ``after``, up to ``newest``; none when it is 0."""
+    if every_versions == 0:
+        return range(0)
+    return range((max(after, 0) // every_versions + 1) * every_versions, newest + 1, every_versions)
 
 
 class Evaluations:

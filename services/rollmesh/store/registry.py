@@ -53,22 +53,27 @@ class Registry:
             return None
         return await self.latest_policy()
 
-    async def pin_policy(self, version: int | None, owner: str = "") -> None:
+    async def pin_policy(self, version: int | None, owner: str = "", instance_id: str = "") -> None:
         """Serve this version whatever is newest; None unpins. Conflict when it does not exist.
 
         Without an ``owner`` a person pins, and overrides everyone. An evaluation pins as an owner: Conflict while
-        another version is pinned by somebody else, and unpinning takes back only its own pin.
+        another version is pinned by somebody else, and unpinning takes back only its own pin. With an ``instance_id``
+        only that generator is meant, and the others follow the newest version.
         """
-        await self._connection.run("pin_policy", "" if version is None else version, owner)
+        await self._connection.run("pin_policy", "" if version is None else version, owner, instance_id)
 
-    async def pinned_policy(self) -> int | None:
-        """The pinned version."""
-        value = await self._connection.command("HGET", self._keys.single("meta"), "pinned")
-        return None if value is None else int(value)
+    async def pinned_policy(self, instance_id: str | None = None) -> int | None:
+        """The pinned version; with an ``instance_id`` only a pin that this generator has to follow."""
+        fields = ("pinned", "pin_instance")
+        version, instance = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
+        if version is None:
+            return None
+        foreign = instance_id is not None and instance and instance.decode() != instance_id
+        return None if foreign else int(version)
 
-    async def effective_policy(self) -> PolicyRecord | None:
-        """The pinned policy, else the newest."""
-        pinned = await self.pinned_policy()
+    async def effective_policy(self, instance_id: str | None = None) -> PolicyRecord | None:
+        """The pinned policy (see ``pinned_policy``), else the newest."""
+        pinned = await self.pinned_policy(instance_id)
         return await self.latest_policy() if pinned is None else await self.policy(pinned)
 
     async def register_generator(self, record: GeneratorRecord, ttl: float) -> None:

@@ -17,6 +17,7 @@ from rollmesh.rollout.generators import Generators
 from rollmesh.rollout.interrupts import Interrupter
 from rollmesh.rollout.leader import Leader
 from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.periodic import PeriodicEvaluations
 from rollmesh.rollout.policies import Policies
 from rollmesh.rollout.ports import GenerationPort, RewardPort
 from rollmesh.rollout.programs import Program, SingleTurnProgram
@@ -122,6 +123,7 @@ def build(
         store,
         plan,
         lambda: source,
+        PeriodicEvaluations(store, evaluation or EvalConfig()),
         candidate=f"rollout-{index}",
         renew_seconds=heartbeat,
         metrics=metrics,

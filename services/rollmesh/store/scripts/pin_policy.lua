@@ -1,11 +1,11 @@
 #!lua flags=allow-oom
 -- ARGV: version, or '' to unpin; owner: '' is a person, who overrides everyone, else an evaluation, which overrides
--- no other owner and takes back its own pin only.
-local version, owner = ARGV[1], ARGV[2]
+-- no other owner and takes back its own pin only; instance: the one generator that is meant, '' for all.
+local version, owner, instance = ARGV[1], ARGV[2], ARGV[3]
 local pin = call('HMGET', K.meta, 'pinned', 'pin_owner')
 local foreign = owner ~= '' and pin[1] and pin[2] ~= owner
 if version == '' then
-  if not foreign then call('HDEL', K.meta, 'pinned', 'pin_owner') end
+  if not foreign then call('HDEL', K.meta, 'pinned', 'pin_owner', 'pin_instance') end
   return 1
 end
 if call('HEXISTS', K.versions, version) == 0 then
@@ -14,5 +14,5 @@ end
 if foreign and pin[1] ~= version then
   fail('CONFLICT', 'policy version ' .. pin[1] .. ' is pinned by ' .. ((pin[2] or '') == '' and 'a person' or pin[2]))
 end
-if not foreign then call('HSET', K.meta, 'pinned', version, 'pin_owner', owner) end
+if not foreign then call('HSET', K.meta, 'pinned', version, 'pin_owner', owner, 'pin_instance', instance) end
 return 1
