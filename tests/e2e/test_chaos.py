@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
 from rollmesh.bench.chaos import run_rounds
 
 

@@ -7,17 +7,19 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import httpx
 import psutil
 import redis
 
-from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.launcher.sampler import GENERATED_TOKENS, counter_value, process_key
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
 
-_DEADLINE_SECONDS = 120.0
+_DEADLINE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,20 @@ class Scene:
     rng: random.Random
     ended: Callable[[], bool]
     """Whether the run is over: a fault that waits gives up then."""
+    struck_at: list[int] = field(default_factory=list)
+    """Train steps done when a fault struck."""
+    counted: dict[str, float] = field(default_factory=dict)
+    """Tokens that a generator had sampled when it was killed, by process."""
+
+    def train_step(self) -> int:
+        """Train steps done: lines of the run's metrics."""
+        metrics = self.folder / "metrics.jsonl"
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    def strike(self, pid: int, number: signal.Signals) -> None:
+        """Send the signal that is the fault."""
+        self.struck_at.append(self.train_step())
+        _send(pid, number)
 
 
 class Fault(Protocol):
@@ -40,10 +56,10 @@ class Fault(Protocol):
 
     @property
     def kills(self) -> int:
-        """Processes whose unsaved tokens may be lost."""
+        """Processes whose unsaved tokens may be lost; 0 where the queue itself loses tokens, or none are."""
 
-    def inject(self, scene: Scene) -> bool:
-        """Do it, blocking; False when the run was over before it could be done."""
+    def inject(self, scene: Scene) -> None:
+        """Do it, blocking; when the run is over before it can be done, nothing is struck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +73,32 @@ class KillService:
     def name(self) -> str:
         return f"kill -9 {self.service}"
 
-    def inject(self, scene: Scene) -> bool:
-        return _signal_one(scene, self.service, signal.SIGKILL)
+    def inject(self, scene: Scene) -> None:
+        victim = _one_of(scene, self.service)
+        if victim is not None:
+            if self.service == "generator":
+                scene.counted[process_key(victim)] = _metric(victim, GENERATED_TOKENS)
+            scene.strike(victim.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class KillLeader:
+    """kill -9 of the rollout replica that leads: another one takes over."""
+
+    kills: int = 1
+
+    @property
+    def name(self) -> str:
+        return "kill -9 leader"
+
+    def inject(self, scene: Scene) -> None:
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while not scene.ended() and time.monotonic() < deadline:
+            for replica in read_endpoints(scene.folder, "rollout"):
+                if _metric(replica, "rollmesh_rollout_leader"):
+                    scene.strike(replica.pid, signal.SIGKILL)
+                    return
+            time.sleep(0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,36 +113,35 @@ class StallService:
     def name(self) -> str:
         return f"stall {self.service} {self.seconds:g} s"
 
-    def inject(self, scene: Scene) -> bool:
-        pid = _pid_of_one(scene, self.service)
-        if pid is None:
-            return False
-        _send(pid, signal.SIGSTOP)
-        _sleep(scene, self.seconds)
-        _send(pid, signal.SIGCONT)
-        return True
+    def inject(self, scene: Scene) -> None:
+        victim = _one_of(scene, self.service)
+        if victim is not None:
+            scene.strike(victim.pid, signal.SIGSTOP)
+            _sleep(scene, self.seconds)
+            _send(victim.pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)
 class KillTrainerAfter:
     """kill -9 of the trainer at the moment a new path of a kind appears: between two of its durable writes."""
 
-    what: str
+    when: str
     pattern: str
-    """Glob below the run folder."""
+    """Glob below the run folder: what has just been written."""
     kills: int = 0
 
     @property
     def name(self) -> str:
-        return f"kill -9 trainer after {self.what}"
+        return f"kill -9 trainer {self.when}"
 
-    def inject(self, scene: Scene) -> bool:
+    def inject(self, scene: Scene) -> None:
+        trainer = _one_of(scene, "trainer")
         before = set(scene.folder.glob(self.pattern))
-        while not scene.ended():
+        while trainer is not None and not scene.ended():
             if set(scene.folder.glob(self.pattern)) - before:
-                return _signal_one(scene, "trainer", signal.SIGKILL)
-            time.sleep(0.002)
-        return False
+                scene.strike(trainer.pid, signal.SIGKILL)
+                return
+            time.sleep(0.001)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +153,17 @@ class KillRedis:
 
     @property
     def name(self) -> str:
-        return f"kill -9 redis, lose {self.lost_bytes} B of its AOF" if self.lost_bytes else "kill -9 redis"
+        return f"kill -9 redis, cut {self.lost_bytes >> 10} KiB of its AOF" if self.lost_bytes else "kill -9 redis"
 
-    def inject(self, scene: Scene) -> bool:
+    def inject(self, scene: Scene) -> None:
         pid = scene.redis.pid
         if pid is None:
-            return False
-        _send(pid, signal.SIGKILL)
+            return
+        # Stopped first: the launcher starts a dead server again at once, and must not find the file half cut.
+        scene.strike(pid, signal.SIGSTOP)
         if self.lost_bytes:
             _cut_tail(scene.redis.folder, self.lost_bytes)
-        return True
+        _send(pid, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +177,17 @@ class StallRedis:
     def name(self) -> str:
         return f"redis outage {self.seconds:g} s"
 
-    def inject(self, scene: Scene) -> bool:
+    def inject(self, scene: Scene) -> None:
         pid = scene.redis.pid
-        if pid is None:
-            return False
-        _send(pid, signal.SIGSTOP)
-        _sleep(scene, self.seconds)
-        _send(pid, signal.SIGCONT)
-        return True
+        if pid is not None:
+            scene.strike(pid, signal.SIGSTOP)
+            _sleep(scene, self.seconds)
+            _send(pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)
 class FillRedis:
-    """maxmemory is reached for a while: writes are refused with OOM."""
+    """maxmemory is reached for a while: what needs memory is refused."""
 
     seconds: float
     kills: int = 0
@@ -158,33 +196,33 @@ class FillRedis:
     def name(self) -> str:
         return f"redis maxmemory reached {self.seconds:g} s"
 
-    def inject(self, scene: Scene) -> bool:
+    def inject(self, scene: Scene) -> None:
         with redis.Redis(unix_socket_path=str(scene.redis.socket_path)) as client:
             limit = client.config_get("maxmemory")["maxmemory"]
-            client.config_set("maxmemory", int(client.info("memory")["used_memory"]))
+            # Half of what is used: freeing some of it must not end the fault early.
+            client.config_set("maxmemory", int(client.info("memory")["used_memory"]) // 2)
+            try:
+                client.set("chaos-probe", 1, ex=1)
+            except redis.exceptions.OutOfMemoryError:
+                scene.struck_at.append(scene.train_step())
             try:
                 _sleep(scene, self.seconds)
             finally:
                 client.config_set("maxmemory", limit)
-        return True
 
 
-def _signal_one(scene: Scene, service: str, number: signal.Signals) -> bool:
-    pid = _pid_of_one(scene, service)
-    if pid is None:
-        return False
-    _send(pid, number)
-    return True
-
-
-def _pid_of_one(scene: Scene, service: str) -> int | None:
+def _one_of(scene: Scene, service: str) -> Endpoint | None:
     deadline = time.monotonic() + _DEADLINE_SECONDS
     while not scene.ended() and time.monotonic() < deadline:
         endpoints = read_endpoints(scene.folder, service)
         if endpoints:
-            return scene.rng.choice(endpoints).pid
+            return scene.rng.choice(endpoints)
         time.sleep(0.05)
     return None
+
+
+def _metric(endpoint: Endpoint, name: str) -> float:
+    return counter_value(httpx.get(f"http://{endpoint.admin}/metrics", timeout=10.0).text, name)
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -10,7 +10,7 @@ import httpx
 from rich.console import Console
 
 from rollmesh.config import RunConfig
-from rollmesh.errors import RollmeshError
+from rollmesh.errors import RollmeshError, StoreUnavailable
 from rollmesh.launcher.evaluations import EvaluationJournal
 from rollmesh.launcher.progress import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
@@ -64,32 +64,50 @@ class LocalMesh:
         finally:
             self.progress.note("draining services")
             try:
-                await self.supervisor.stop(STOP_ORDER)
+                # Workers first: then every token that will ever be saved is saved, while generators still tell what
+                # they sampled. The timeline's last look is at that moment.
+                await self.supervisor.stop(STOP_ORDER[:1])
+                with contextlib.suppress(StoreUnavailable):
+                    await self._sampler.sample()
+                await self.supervisor.stop(STOP_ORDER[1:])
             finally:
                 await self.supervisor.kill_all()
 
     async def until(
         self, done: Callable[[], Awaitable[bool]], waiting_for: str, deadline_seconds: float | None = None
     ) -> None:
-        """Show progress until ``done``.
+        """Show progress until ``done``; an outage of Redis is waited out, as the services do.
 
         Raises Interrupted on shutdown, ServiceFailed when a service or the run has failed or the deadline is over.
         """
         loop = asyncio.get_running_loop()
         start = loop.time()
-        while not await done():
+        while not await self._holds(done):
             if self.supervisor.failed.done():
                 raise ServiceFailed(self.supervisor.failed.result())
             if deadline_seconds is not None and loop.time() - start > deadline_seconds:
                 raise ServiceFailed(f"waited {deadline_seconds:.0f} s for {waiting_for}; see {self.folder.logs}")
             if self._shutdown.is_set():
                 raise Interrupted(f"stopped while waiting for {waiting_for}")
+            await self._look(waiting_for)
+            await wait_or_shutdown(self._shutdown, _SAMPLE_SECONDS)
+
+    async def _holds(self, done: Callable[[], Awaitable[bool]]) -> bool:
+        try:
+            return await done()
+        except StoreUnavailable as error:
+            self.progress.note(f"waiting for Redis: {error}")
+            return False
+
+    async def _look(self, waiting_for: str) -> None:
+        try:
             failure = await self.store.failure()
             if failure:
                 raise ServiceFailed(failure)
             await self.evaluations.update()
             self.progress.update(await self._sampler.sample(), waiting_for)
-            await wait_or_shutdown(self._shutdown, _SAMPLE_SECONDS)
+        except StoreUnavailable as error:
+            self.progress.note(f"waiting for Redis: {error}")
 
     async def until_serving(self) -> None:
         """Wait for the initial policy and a generator that serves it."""

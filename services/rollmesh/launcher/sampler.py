@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.mesh import MeshView
-from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import GeneratorRecord
 
@@ -30,7 +30,12 @@ class MeshSample:
     view: MeshView
     generators: tuple[GeneratorRecord, ...]
     generated_token_total: float
-    """Tokens sampled since the launcher came up, over all generators and their restarts."""
+    """Tokens sampled since the launcher came up, over all generators and their restarts.
+
+    A generator that dies takes its last tokens, at most one interval's, with it uncounted.
+    """
+    generated_tokens: Mapping[str, float]
+    """Newest counter by generator process (``index:pid``), those that have ended included."""
     saved_token_total: int
     """Tokens saved in the queue over the whole run."""
     dropped: Mapping[str, int]
@@ -57,6 +62,7 @@ class MeshSample:
             "view": view,
             "generators": generators,
             "generated_token_total": self.generated_token_total,
+            "generated_tokens": dict(self.generated_tokens),
             "saved_token_total": self.saved_token_total,
             "dropped": dict(self.dropped),
         }
@@ -94,7 +100,8 @@ class MeshSampler:
             view=await self._store.view(),
             generators=tuple(await self._store.generators()),
             generated_token_total=self._generated.total,
-            saved_token_total=counts.totals.get("saved_tokens", 0),
+            generated_tokens=dict(self._generated.seen),
+            saved_token_total=counts.totals.get("saved_tokens_total", 0),
             dropped=dict(counts.drops),
         )
         append_line(self._folder.timeline, sample.to_json())
@@ -106,11 +113,16 @@ class MeshSampler:
                 answer = await self._client.get(f"http://{endpoint.admin}/metrics", timeout=2.0)
             except httpx.HTTPError:
                 continue  # a generator that is restarting: its counter is read again on the next look
-            value = _counter_value(answer.text, GENERATED_TOKENS)
-            self._generated.update(f"{endpoint.index}:{endpoint.pid}", value)
+            self._generated.update(process_key(endpoint), counter_value(answer.text, GENERATED_TOKENS))
 
 
-def _counter_value(exposition: str, name: str) -> float:
+def process_key(endpoint: Endpoint) -> str:
+    """Name of one process in the timeline: a restart has another one."""
+    return f"{endpoint.index}:{endpoint.pid}"
+
+
+def counter_value(exposition: str, name: str) -> float:
+    """Sum over the labels of one metric in Prometheus text."""
     total = 0.0
     for family in text_string_to_metric_families(exposition):
         total += sum(sample.value for sample in family.samples if sample.name == name)
