@@ -1,0 +1,50 @@
+"""The launcher waits an outage of Redis out, as the services do."""
+
+import asyncio
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from rollmesh.config import RunConfig
+from rollmesh.launcher.local_mesh import local_mesh
+from rollmesh.launcher.redis import embedded_server
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.store import TrajectoryStore
+
+
+def config(folder: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {"name": "outage", "folder": str(folder), "model": {"path": "models/tiny"}, "trainer": {"train_steps": 1}}
+    )
+
+
+async def test_waiting_goes_on_through_an_outage_of_redis(tmp_path: Path) -> None:
+    """The client's own patience (20 s) is shorter than an outage may be."""
+    run = config(tmp_path)
+    console = Console(file=io.StringIO())
+    folder = RunFolder(tmp_path)
+    server = embedded_server(run, folder)
+    await asyncio.to_thread(server.start)
+    try:
+        async with local_mesh(run, folder, asyncio.Event(), console) as mesh:
+            impatient = await TrajectoryStore.connect(run.store, run=run.name, url=server.url, retry_seconds=0.1)
+            await mesh.store.aclose()
+            mesh.store = impatient
+            await asyncio.to_thread(server.kill)
+            looks = 0
+
+            async def answered() -> bool:
+                nonlocal looks
+                looks += 1
+                if looks == 2:
+                    await asyncio.to_thread(server.start)
+                await impatient.view()
+                return True
+
+            await mesh.until(answered, "an answer", deadline_seconds=60.0)
+            await impatient.aclose()
+        assert looks >= 2
+        assert "waiting for Redis" in console.file.getvalue()  # type: ignore[attr-defined]
+    finally:
+        await asyncio.to_thread(server.stop)
