@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from rollmesh.errors import DataError
+from rollmesh.errors import DataError, SessionLost
 from rollmesh.store.connection import Argument, Connection, Reply
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import (
@@ -53,6 +53,8 @@ class TrajectoryQueue:
         self._keys = connection.keys
         self._limits = limits
         self._lease_locks: dict[str, asyncio.Lock] = {}
+        self._unanswered: dict[tuple[str, str], str] = {}
+        """Nonce of the last lease by script and session, until its trajectories have arrived here."""
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
 
     async def lease(self, session: str, limit: int) -> list[LeasedTrajectory]:
@@ -113,9 +115,21 @@ class TrajectoryQueue:
     async def _lease(self, script: str, session: str, limit: int) -> list[LeasedTrajectory]:
         if limit < 1:
             return []
-        # The script remembers the last lease of a session to answer a retry, so leases of a session take turns.
+        # The script remembers the last lease of a session to answer a retry, so leases of a session take turns. A call
+        # that failed for good may have leased all the same: the next one asks for the same answer again, or those
+        # trajectories would be held by a session that does not know of them for as long as it lives.
         async with self._lease_locks.setdefault(session, asyncio.Lock()):
-            reply = await self._connection.run(script, session, secrets.token_hex(8), limit)
+            nonce = self._unanswered.setdefault((script, session), secrets.token_hex(8))
+            try:
+                leased = await self._leased(script, session, nonce, limit)
+            except SessionLost:
+                del self._unanswered[script, session]
+                raise
+            del self._unanswered[script, session]
+        return leased
+
+    async def _leased(self, script: str, session: str, nonce: str, limit: int) -> list[LeasedTrajectory]:
+        reply = await self._connection.run(script, session, nonce, limit)
         rows = [reply[at : at + 5] for at in range(0, len(reply), 5)]
         ids = [row[0].decode() for row in rows]
         prompts = await self._load_prompts({group_of(i) for i in ids})

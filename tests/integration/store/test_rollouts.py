@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollmesh.errors import Conflict, DataError, SessionLost
+from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import Append, Finish, NewGroup, ReleaseReason, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome
@@ -48,6 +48,45 @@ async def test_a_retried_lease_gets_the_same_trajectories(store: TrajectoryStore
     twice = await store.connection.run("lease", mesh.session, "nonce", 2)
     assert once == twice
     assert (await store.view()).leased == 2
+
+
+async def test_a_lease_whose_answer_was_lost_is_answered_by_the_next_one(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    commands = store.connection.commands
+
+    async def away(calls: object) -> list[object]:
+        raise StoreUnavailable("gone after the script and before the prompts")
+
+    monkeypatch.setattr(store.connection, "commands", away)
+    with pytest.raises(StoreUnavailable):
+        await store.lease(mesh.session, 3)
+    monkeypatch.setattr(store.connection, "commands", commands)
+    again = [item.trajectory.trajectory_id for item in await store.lease(mesh.session, 1)]
+    assert again == ["e0-0.0", "e0-0.1", "e0-1.0"], "all that the queue counts as held by this session"
+    assert [item.trajectory.trajectory_id for item in await store.lease(mesh.session, 3)] == ["e0-1.1"]
+
+
+async def test_a_lost_lease_is_forgotten_once_the_worker_has_stated_what_it_holds(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    commands = store.connection.commands
+
+    async def away(calls: object) -> list[object]:
+        raise StoreUnavailable("gone")
+
+    monkeypatch.setattr(store.connection, "commands", away)
+    with pytest.raises(StoreUnavailable):
+        await store.lease(mesh.session, 1)
+    monkeypatch.setattr(store.connection, "commands", commands)
+    await store.reregister(mesh.session, [], "worker")
+    other = await store.open_session("other")
+    assert [i.trajectory.trajectory_id for i in await store.lease(other, 1)] == ["e0-0.0"]
+    assert [i.trajectory.trajectory_id for i in await store.lease(mesh.session, 2)] == ["e0-0.1"]
 
 
 async def test_a_repeated_save_changes_nothing_and_another_one_is_refused(store: TrajectoryStore) -> None:

@@ -19,6 +19,8 @@ for _, id in ipairs(call('SMEMBERS', held_key(session))) do
     count('released_by_recovery_total', 1)
   end
 end
+-- The answer to a lease that never arrived is void with it.
+call('HDEL', session_key(session), 'lease_nonce', 'scoring_nonce')
 flush_counts()
 
 local free = tonumber(call('HGET', K.desired, 'pool_size') or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
