@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from rollmesh.trainer.forward import score_logits, score_tokens
@@ -90,8 +94,9 @@ def load_policy_model(
 ) -> PolicyModel:
     """Load a Hugging Face folder (safetensors only) for training and check that packing does not change it.
 
-    Raises CheckpointError when the folder cannot be read, ConfigError when the architecture mixes packed sequences
-    (no transformers attention interface, state that crosses sequences) or routes tokens to experts.
+    Raises CheckpointError when the folder cannot be read or its weights are of another architecture than its config,
+    ConfigError when the architecture mixes packed sequences (no transformers attention interface, state that crosses
+    sequences) or routes tokens to experts.
     """
     register_packed_attention()
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -99,7 +104,8 @@ def load_policy_model(
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _refuse_experts(config)
         _without_dropout(config)
-        causal_lm: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        # Sizes that do not fit are taken in here and refused by name below, instead of by a table on the terminal.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -107,16 +113,35 @@ def load_policy_model(
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         if isinstance(error, ConfigError):
             raise
         raise CheckpointError(f"{folder}: not a loadable causal LM: {error}") from error
+    causal_lm: PreTrainedModel = loaded[0]
+    _refuse_other_weights(folder, loaded[1])
     nn.Module.to(causal_lm, device)
     model = PolicyModel(causal_lm, linear_head=check_packing(causal_lm))
     if gradient_checkpointing:
         _enable_checkpointing(causal_lm)
     return model
+
+
+def _refuse_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
+    """Weights that are missing would train from noise, and weights that are left over would be lost in silence."""
+    found = {
+        "without": sorted(info["missing_keys"]),
+        "with an unknown": sorted(info["unexpected_keys"]),
+        "with another shape of": sorted(str(key[0]) for key in info["mismatched_keys"]),
+    }
+    wrong = [f"{what} {keys[0]} ({len(keys)} in all)" for what, keys in found.items() if keys]
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: the weights are of another architecture than config.json: {'; '.join(wrong)}",
+            reason=Reason.FOREIGN_ARCHITECTURE,
+        )
 
 
 @torch.no_grad()

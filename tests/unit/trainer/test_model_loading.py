@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,33 @@ def test_a_mixture_of_experts_is_refused_before_its_weights_are_read(tmp_path: P
 def test_a_folder_without_a_model_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=tmp_path.name):
         load_policy_model(tmp_path, dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "with an unknown .*k_proj.bias"),
+        ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "without model.layers.2.*"),
+        ({"intermediate_size": 24}, "with another shape of model.layers.0.mlp"),
+        ({"num_hidden_layers": "two"}, "not a loadable causal LM"),
+    ],
+)
+def test_weights_of_another_architecture_are_never_filled_with_noise_or_left_out(
+    make_model: ModelMaker, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    folder = shutil.copytree(make_model("qwen2"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError, match=message):
+        load_policy_model(folder, dtype=torch.float32, device=CPU)
+
+
+def test_a_torn_weight_file_is_refused(make_model: ModelMaker, tmp_path: Path) -> None:
+    folder = shutil.copytree(make_model("qwen2"), tmp_path / "model")
+    (weights,) = folder.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match=f"{folder}: not a loadable causal LM"):
+        load_policy_model(folder, dtype=torch.float32, device=CPU)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
