@@ -55,8 +55,8 @@ class Fault(Protocol):
         """What the table shows."""
 
     @property
-    def kills(self) -> int:
-        """Processes whose unsaved tokens may be lost; 0 where the queue itself loses tokens, or none are."""
+    def kills(self) -> int | None:
+        """Processes whose unsaved tokens may be lost; None where the queue itself may forget what was saved."""
 
     def inject(self, scene: Scene) -> None:
         """Do it, blocking; when the run is over before it can be done, nothing is struck."""
@@ -149,7 +149,7 @@ class KillRedis:
     """kill -9 of Redis; optionally the end of its append-only file is lost, as in a power cut."""
 
     lost_bytes: int = 0
-    kills: int = 0
+    kills: int | None = None
 
     @property
     def name(self) -> str:
@@ -171,7 +171,7 @@ class StallRedis:
     """Redis does not answer for a while."""
 
     seconds: float
-    kills: int = 0
+    kills: int | None = None
 
     @property
     def name(self) -> str:
@@ -190,7 +190,7 @@ class FillRedis:
     """maxmemory is reached for a while: what needs memory is refused."""
 
     seconds: float
-    kills: int = 0
+    kills: int | None = None
 
     @property
     def name(self) -> str:
