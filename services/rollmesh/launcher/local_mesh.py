@@ -19,7 +19,7 @@ from rollmesh.launcher.sampler import MeshSampler
 from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
 from rollmesh.runtime.lifecycle import wait_or_shutdown
-from rollmesh.scheduling import run_limits
+from rollmesh.scheduling import resolve_schedule, run_limits
 
 _SAMPLE_SECONDS = 1.0
 START_DEADLINE_SECONDS = 300.0
@@ -140,8 +140,13 @@ async def local_mesh(
     config: RunConfig, folder: RunFolder, shutdown: asyncio.Event, console: Console
 ) -> AsyncIterator[LocalMesh]:
     """The mesh of a run folder whose lock the caller holds, without its services yet."""
+    steps = config.trainer.train_steps
     progress = RunProgress(
-        console, train_steps=config.trainer.train_steps, metrics=folder.metrics, samples=folder.samples
+        console,
+        train_steps=steps,
+        pool_size=resolve_schedule(config.schedule, steps).pool_size,
+        metrics=folder.metrics,
+        samples=folder.samples,
     )
     async with running_store(config, folder) as running, httpx.AsyncClient() as client:
         sampler = MeshSampler(running.store, folder, client)

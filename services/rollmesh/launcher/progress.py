@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -21,6 +21,10 @@ from rollmesh.launcher.sampler import MeshSample
 
 _LINE_SECONDS = 5.0
 _RATE_WINDOW_SECONDS = 10.0
+_BAR_COLUMNS = 40
+_PANEL_COLUMNS = 4
+"""Border and padding of the panel."""
+_NOTHING = "-"
 
 
 @dataclass(slots=True)
@@ -63,14 +67,15 @@ class _Rates:
 class RunProgress:
     """Console progress of one run; use as a context manager."""
 
-    def __init__(self, console: Console, *, train_steps: int, metrics: Path, samples: Path) -> None:
+    def __init__(self, console: Console, *, train_steps: int, pool_size: int, metrics: Path, samples: Path) -> None:
         self._console = console
         self._steps = train_steps
+        self._pool_size = pool_size
         self._metrics = JsonLinesTail(metrics)
         self._samples = JsonLinesTail(samples)
         self._rates = _Rates()
         self._report: Mapping[str, Any] = {}
-        self._completion = ""
+        self._sample: Mapping[str, Any] = {}
         self._last_line = 0.0
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
@@ -85,52 +90,68 @@ class RunProgress:
 
     def note(self, text: str) -> None:
         """Print a lasting line."""
-        self._console.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {escape(text)}", highlight=False)
+        # One line however wide: a pipe has no columns, and 80 assumed ones would break the line for whoever greps it.
+        line = Text.assemble((time.strftime("%H:%M:%S"), "dim"), " ", text)
+        self._console.print(line, highlight=False, soft_wrap=True)
 
     def update(self, sample: MeshSample, waiting_for: str = "") -> None:
         """Show the newest look at the mesh and the newest step report."""
         for report in self._metrics.read():
             self._report = report
         for record in self._samples.read():
-            self._completion = str(record.get("completion", ""))
+            self._sample = record
         rate = self._rates.update(sample.t, sample.generated_token_total)
-        facts = _facts(sample, self._report, rate, self._steps)
+        facts = _facts(sample, self._report, rate, self._steps, self._pool_size)
         if self._live is not None:
             self._live.update(self._panel(sample, facts, waiting_for))
         elif time.monotonic() - self._last_line >= _LINE_SECONDS:
             self._last_line = time.monotonic()
-            self.note("  ".join(f"{name} {value}" for name, value in facts.items() if value))
+            if any(g.serving for g in sample.generators):
+                self.note(" | ".join(f"{name} {value}" for name, value in facts.items() if value != _NOTHING))
+            else:
+                self.note(f"waiting for {waiting_for}")
 
     def _panel(self, sample: MeshSample, facts: Mapping[str, str], waiting_for: str) -> Panel:
+        bar = ProgressBar(total=self._steps, completed=max(sample.view.trained_step, 0), width=_BAR_COLUMNS)
         table = Table.grid(padding=(0, 2))
-        for name, value in facts.items():
-            table.add_row(Text(name, style="dim"), Text(value))
-        bar = ProgressBar(total=self._steps, completed=max(sample.view.trained_step, 0), width=60)
-        parts: list[Any] = [bar, table]
+        for at, (name, value) in enumerate(facts.items()):
+            row = Columns([Text(value), bar]) if at == 0 else Text(value)
+            table.add_row(Text(name, style="dim"), row)
+        parts: list[Any] = [table]
+        if self._sample:
+            parts.append(_completion(self._sample, self._console.width - _PANEL_COLUMNS))
         if waiting_for:
             parts.append(Text(f"waiting for {waiting_for}", style="dim italic"))
-        if self._completion:
-            parts.append(Text(f"sample  {self._completion[:200]}", style="dim"))
         return Panel(Group(*parts), title="rollmesh", title_align="left")
 
 
-def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: int) -> dict[str, str]:
+def _completion(sample: Mapping[str, Any], columns: int) -> Text:
+    """The newest sample on one line, its end cut off where the panel ends, so that the panel keeps its height."""
+    reward = _number(sample, "reward", ".2f")
+    text = " ".join(f"{sample.get('prompt', '')} => {sample.get('completion', '')}".split())
+    line = Text.assemble((f"sample, reward {reward}  ", "dim"), text)
+    line.truncate(max(20, columns), overflow="ellipsis")
+    return line
+
+
+def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: int, pool_size: int) -> dict[str, str]:
     view = sample.view
     served = sorted({g.policy_version for g in sample.generators if g.serving})
+    drops = [f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(sample.dropped.items()) if count]
     return {
         "step": f"{view.trained_step}/{steps}",
         "reward": _number(report, "reward_mean", ".3f"),
         "length": _number(report, "response_length_mean", ".0f"),
         "tokens/s": f"{rate:,.0f}",
-        "versions": f"{','.join(map(str, served)) or '-'} of {view.policy_version}",
-        "in flight": f"{view.leased}",
-        "ready groups": f"{view.ready_groups}",
+        "version": f"{view.policy_version}, served {', '.join(map(str, served)) or 'by nobody'}",
+        "in flight": f"{view.leased} of {pool_size}",
+        "ready": f"{view.ready_groups} groups",
         "staleness": _number(report, "staleness_mean", ".2f"),
         "off-policy": _number(report, "off_policy_token_share", ".0%"),
-        "dropped": ", ".join(f"{reason} {count}" for reason, count in sorted(sample.dropped.items()) if count),
+        "dropped": ", ".join(drops) or _NOTHING,
     }
 
 
 def _number(report: Mapping[str, Any], key: str, spec: str) -> str:
     value = report.get(key)
-    return format(value, spec) if isinstance(value, int | float) else ""
+    return format(value, spec) if isinstance(value, int | float) else _NOTHING

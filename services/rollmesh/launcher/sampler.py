@@ -19,6 +19,8 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.types import GeneratorRecord
 
 GENERATED_TOKENS = "rollmesh_generator_generated_tokens_total"
+ENGINE_COUNTERS = ("prefill_tokens", "reprefill_tokens", "busy_seconds", "running_slot_seconds")
+"""What the re-prefill share and the bubble ratio are made of; ``rollmesh_generator_<name>_total`` in ``/metrics``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,8 @@ class MeshSample:
     """
     generated_tokens: Mapping[str, float]
     """Newest counter by generator process (``index:pid``), those that have ended included."""
+    engine_totals: Mapping[str, float]
+    """Sums of ENGINE_COUNTERS over all generators and their restarts."""
     saved_token_total: int
     """Tokens saved in the queue over the whole run."""
     dropped: Mapping[str, int]
@@ -63,6 +67,7 @@ class MeshSample:
             "generators": generators,
             "generated_token_total": self.generated_token_total,
             "generated_tokens": dict(self.generated_tokens),
+            "engine_totals": {name: round(value, 3) for name, value in self.engine_totals.items()},
             "saved_token_total": self.saved_token_total,
             "dropped": dict(self.dropped),
         }
@@ -90,6 +95,7 @@ class MeshSampler:
         self._folder = folder
         self._client = client
         self._generated = _CounterSum()
+        self._engine = {name: _CounterSum() for name in ENGINE_COUNTERS}
 
     async def sample(self) -> MeshSample:
         """Look once and append the line."""
@@ -101,6 +107,7 @@ class MeshSampler:
             generators=tuple(await self._store.generators()),
             generated_token_total=self._generated.total,
             generated_tokens=dict(self._generated.seen),
+            engine_totals={name: counter.total for name, counter in self._engine.items()},
             saved_token_total=counts.totals.get("saved_tokens_total", 0),
             dropped=dict(counts.drops),
         )
@@ -113,7 +120,11 @@ class MeshSampler:
                 answer = await self._client.get(f"http://{endpoint.admin}/metrics", timeout=2.0)
             except httpx.HTTPError:
                 continue  # a generator that is restarting: its counter is read again on the next look
-            self._generated.update(process_key(endpoint), counter_value(answer.text, GENERATED_TOKENS))
+            process = process_key(endpoint)
+            values = {s.name: s.value for f in text_string_to_metric_families(answer.text) for s in f.samples}
+            self._generated.update(process, values.get(GENERATED_TOKENS, 0.0))
+            for name, counter in self._engine.items():
+                counter.update(process, values.get(f"rollmesh_generator_{name}_total", 0.0))
 
 
 def process_key(endpoint: Endpoint) -> str:

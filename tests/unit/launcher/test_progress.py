@@ -1,0 +1,116 @@
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from rollmesh.launcher.progress import RunProgress
+from rollmesh.launcher.sampler import MeshSample
+from rollmesh.mesh import MeshView
+from rollmesh.types import GeneratorRecord
+
+
+def view(**changes) -> MeshView:
+    values = {
+        "now": 0.0,
+        "trained_step": 7,
+        "cut_step": 7,
+        "policy_version": 7,
+        "policy_train_step": 7,
+        "admitted_unconsumed": 40,
+        "open_groups": 20,
+        "ready_groups": 20,
+        "ready": (),
+        "stalest_open": (),
+        "pending": 0,
+        "partial": 0,
+        "leased": 180,
+        "finished": 0,
+        "memory_ratio": 0.0,
+        "filtered_in_a_row": 0,
+        "blocked_since": None,
+        "recovering": False,
+        "user_paused": False,
+        "trained_enough": False,
+    }
+    return MeshView(**{**values, **changes})
+
+
+def sample(serving=True, **changes) -> MeshSample:
+    generator = GeneratorRecord(
+        instance_id="a",
+        address="a:1",
+        policy_version=6,
+        running_count=1,
+        waiting_count=0,
+        slot_count=8,
+        kv_token_capacity=100,
+        serving=serving,
+    )
+    return MeshSample(
+        t=1.0,
+        view=view(**changes),
+        generators=(generator,),
+        generated_token_total=100.0,
+        generated_tokens={},
+        engine_totals={},
+        saved_token_total=0,
+        dropped={"run_complete": 8, "stale": 0},
+    )
+
+
+@pytest.fixture
+def shown(tmp_path):
+    """Show one look at the mesh; returns what was written."""
+    report = {"reward_mean": 0.5, "response_length_mean": 71.2, "staleness_mean": 2.9, "off_policy_token_share": 0.4}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(report) + "\n")
+    text = {"prompt": "1 2 > 3 :", "completion": "[bold]" + "1 + 2 = 3 !\n" * 30, "reward": 1.0}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(text) + "\n")
+
+    def show(look: MeshSample, *, terminal: bool, width: int = 80) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=width, height=40, force_terminal=terminal, color_system=None)
+        progress = RunProgress(
+            console,
+            train_steps=40,
+            pool_size=192,
+            metrics=tmp_path / "metrics.jsonl",
+            samples=tmp_path / "samples.jsonl",
+        )
+        with progress:
+            progress.update(look, "the last train step")
+            if terminal:
+                progress._live.refresh()
+        return out.getvalue()
+
+    return show
+
+
+def test_a_pipe_gets_one_line_a_look_however_long(shown) -> None:
+    text = shown(sample(), terminal=False)
+    assert text.count("\n") == 1
+    for part in (
+        "step 7/40",
+        "version 7, served 6",
+        "in flight 180 of 192",
+        "off-policy 40%",
+        "dropped run complete 8",
+    ):
+        assert part in text
+    assert len(text) > 80
+
+
+def test_a_pipe_is_told_what_the_start_waits_for_instead_of_zeros(shown) -> None:
+    text = shown(sample(serving=False), terminal=False)
+    assert text.rstrip().endswith("waiting for the last train step")
+    assert "tokens/s" not in text
+
+
+def test_a_panel_keeps_the_bar_beside_its_step_and_the_sample_on_one_line(shown) -> None:
+    lines = [line for line in shown(sample(), terminal=True).splitlines() if "│" in line]
+    assert "step" in lines[0]
+    assert "7/40" in lines[0]
+    assert "\u2501" in lines[0]
+    assert len({line for line in lines if "1 + 2 = 3" in line}) == 1
+    assert any("[bold]1 + 2" in line for line in lines)
+    assert max(map(len, lines)) <= 80
