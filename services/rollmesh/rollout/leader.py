@@ -96,6 +96,9 @@ class Leader:
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
                 self._log.info("leads", candidate=self._candidate)
+                if self._prompts is None:
+                    # Now rather than at the first admission: a bad row ends the run before it has cost anything.
+                    self._prompts = self._open_prompts()
         elif now >= self._renew_due:
             self._renew_due = now + self._renew_seconds
             if not await self._store.renew_leadership(self._token):
