@@ -109,6 +109,9 @@ class Leader:
         """Apply the decisions on one view; returns whether anything but the desired state was changed."""
         assert self._token is not None
         self._metrics.mesh(view)
+        if view.recovering:
+            # Redis may have come back as an earlier state: what it was told before is not what it holds now.
+            self._written, self._reported = None, None
         decisions = decide(self._schedule, view)
         failure = decisions.fail or self._failed
         if failure != self._reported:
