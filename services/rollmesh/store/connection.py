@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import unquote, urlsplit
 
+import hiredis
 import redis.asyncio as aioredis
 from redis import exceptions as redis_errors
 from redis.asyncio.retry import Retry
@@ -29,7 +30,9 @@ _TRANSIENT = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_err
 _MINIMUM_VERSION = (7, 0)
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 1.0
-_SOCKET_TIMEOUT_SECONDS = 10.0
+_CALL_SECONDS = 15.0
+"""Limit of one try; redis-py closes the connection of a call that is cancelled half-way."""
+_LONGEST_BLOCK_SECONDS = 5.0
 
 
 class Connection:
@@ -90,9 +93,9 @@ class Connection:
 
         async def call() -> Reply:
             try:
-                return await self._execute("EVALSHA", script.sha, 1, self.keys.prefix, *arguments)
+                return (await self._exchange((("EVALSHA", script.sha, 1, self.keys.prefix, *arguments),)))[0]
             except redis_errors.NoScriptError:
-                return await self._execute("EVAL", script.text, 1, self.keys.prefix, *arguments)
+                return (await self._exchange((("EVAL", script.text, 1, self.keys.prefix, *arguments),)))[0]
 
         return await self._retrying(call, name)
 
@@ -126,21 +129,41 @@ class Connection:
             return []
 
         async def call() -> list[Reply]:
-            async with self.client.pipeline(transaction=False) as pipe:
-                for command in commands:
-                    pipe.execute_command(*command)
-                return list(await pipe.execute())
+            return await self._exchange(commands)
 
         replies = await self._retrying(call, what or str(commands[0][0]))
         return cast("list[Reply]", replies)
+
+    async def _exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Reply]:
+        """Send commands packed by hiredis and read their replies as they come (RESP 3).
+
+        The hot path: the client's own call spends several times as long on packing, hooks and reply callbacks.
+        """
+        packed = b"".join([hiredis.pack_command(tuple(command)) for command in commands])  # type: ignore[arg-type]
+        pool = self.client.connection_pool
+        connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+        try:
+            await connection.send_packed_command(packed, check_health=False)
+            replies: list[Reply] = []
+            refusal: redis_errors.ResponseError | None = None
+            for _ in commands:
+                try:
+                    replies.append(await connection.read_response())
+                except redis_errors.ResponseError as error:
+                    refusal = refusal or error
+        finally:
+            await pool.release(connection)
+        if refusal is not None:
+            raise refusal
+        return replies
 
     async def block_on_stream(self, stream: str, after: str, timeout: float) -> bool:
         """Wait until a stream has an entry after an id; False after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
-            # Below the socket's own time limit, so that a lost connection is noticed.
-            milliseconds = max(1, int(1000 * min(left, _SOCKET_TIMEOUT_SECONDS / 2)))
+            # Below the limit of one try, so that a lost connection is noticed.
+            milliseconds = max(1, int(1000 * min(left, _LONGEST_BLOCK_SECONDS)))
             reply = await self.command("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", stream, after)
             if reply:
                 return True
@@ -148,14 +171,15 @@ class Connection:
                 return False
 
     async def _load_all(self) -> None:
-        await self.commands([("SCRIPT LOAD", script.text) for script in self._scripts.values()])
+        await self.commands([("SCRIPT", "LOAD", script.text) for script in self._scripts.values()])
 
     async def _retrying(self, call: Callable[[], Awaitable[Reply]], what: str) -> Reply:
         deadline = time.monotonic() + self._retry_seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
-                return await _cancellable(call)
+                async with asyncio.timeout(_CALL_SECONDS):
+                    return await call()
             except _TRANSIENT as error:
                 if isinstance(error, redis_errors.RedisError) and refuses_credentials(error):
                     raise store_error(error, what) from error
@@ -167,21 +191,6 @@ class Connection:
                 raise store_error(error, what) from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-async def _cancellable(call: Callable[[], Awaitable[Reply]]) -> Reply:
-    """The result of ``call``, unless the task was cancelled meanwhile.
-
-    redis-py sends through ``asyncio.wait_for``, which before Python 3.12 swallows a cancellation that arrives when
-    the send has just completed; a worker would then never end.
-    """
-    task = asyncio.current_task()
-    before = task.cancelling() if task is not None else 0
-    try:
-        return await call()
-    finally:
-        if task is not None and task.cancelling() > before:
-            raise asyncio.CancelledError
 
 
 def check_version(version: str) -> None:
@@ -200,8 +209,11 @@ def create_client(url: str, password: str | None) -> aioredis.Redis:
     Sentinel: ``redis+sentinel://[:password@]host:port[,host:port...]/service[/database]``; the port defaults to
     26379. Connections follow the master that the sentinels name.
     """
+    # With a socket_timeout, redis-py sends through asyncio.wait_for: a task a call, and before Python 3.12 a swallowed
+    # cancellation when it arrives with the result. ``_retrying`` limits the time of a call instead.
     options: dict[str, Any] = {
-        "socket_timeout": _SOCKET_TIMEOUT_SECONDS,
+        "socket_timeout": None,
+        "protocol": 3,
         "socket_connect_timeout": 5.0,
         "retry": Retry(NoBackoff(), 0),
         "health_check_interval": 0,

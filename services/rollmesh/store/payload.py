@@ -42,10 +42,10 @@ class SavedChunk:
 
 def digest_of(*parts: bytes) -> str:
     """Short digest that tells a retry from another write, hex."""
-    digest = hashlib.blake2b(digest_size=8)
+    digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
 
 
 def encode_segments(segments: Sequence[Segment]) -> SavedChunk:

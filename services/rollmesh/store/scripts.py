@@ -7,12 +7,14 @@ runs. A script refuses with ``CODE text``; ``store_error`` turns the code into a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
+from types import MappingProxyType
 
 from redis import exceptions as redis_errors
 
@@ -56,11 +58,12 @@ def compose(name: str, body: str, helpers: Mapping[str, str]) -> Script:
     return Script(name=name, text=text, sha=hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def load_scripts() -> dict[str, Script]:
-    """Every script of the package, by name."""
+@functools.cache
+def load_scripts() -> Mapping[str, Script]:
+    """Every script of the package, by name; read once a process, because the files do not change under it."""
     folder = resources.files("rollmesh.store") / "scripts"
     helpers, bodies = _lua_files(folder / "lib"), _lua_files(folder)
-    return {name: compose(name, body, helpers) for name, body in sorted(bodies.items())}
+    return MappingProxyType({name: compose(name, body, helpers) for name, body in sorted(bodies.items())})
 
 
 def refuses_credentials(error: Exception) -> bool:

@@ -58,7 +58,14 @@ class QueueMachine(RuleBasedStateMachine):
         self.store = self.do(TrajectoryStore.connect(StoreConfig(), run=run, url=self.url))
         self.model = Model(max_attempts=ATTEMPTS, filter_zero_variance=filtering)
         self.do(
-            self.store.init_run(limits(max_staleness=STALENESS, max_attempts=ATTEMPTS, filter_zero_variance=filtering))
+            self.store.init_run(
+                limits(
+                    max_staleness=STALENESS,
+                    max_attempts=ATTEMPTS,
+                    filter_zero_variance=filtering,
+                    session_ttl_seconds=3600.0,
+                )
+            )
         )
         leader = self.do(self.store.acquire_leadership("machine"))
         assert leader is not None

@@ -1,0 +1,178 @@
+"""``rollmesh bench queue``: full lives of trajectories through the queue, beside a bare stream of the same payload.
+
+One producer and one consumer process on an embedded server with AOF everysec. A life is lease, one partial save,
+finish, score, ready, cut, claim (the payload is decoded), batch-file confirmation, trained; batches of one group. The
+bare loop is XADD / XREADGROUP / XACK with as many entries a call. Both run in turn, several times; medians.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from rollmesh.bench.measure import Measure, compared
+from rollmesh.bench.queue_roles import GROUP_SIZE, Role, Work, consume_step, new_group, payload, produce_group, run_role
+from rollmesh.config.services import StoreConfig
+from rollmesh.mesh import Cursor, Desired, RunLimits
+from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.types import PolicyRecord
+
+LIFE_TOKENS, FLAT_TOKENS = 2048, 256
+_FILL_GROUPS = 64
+
+
+def run(*, quick: bool = False) -> list[Measure]:
+    """Measure; the ratio of lives per second is ours over bare, larger is better (bars: 0.25 and 1000 a second)."""
+    rounds, groups = (1, 60) if quick else (5, 500)
+    resident = [1_000, 4_000] if quick else [1_000, 10_000, 100_000]
+    with tempfile.TemporaryDirectory(prefix="rollmesh-queue-") as folder:
+        server = EmbeddedServer(Path(folder), EmbeddedOptions(maxmemory_bytes=4 << 30))
+        server.start()
+        try:
+            with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+                measures = _lives(server.url, pool, rounds, groups)
+            return measures + asyncio.run(_flatness(server, resident, cycles=40 if quick else 150))
+        finally:
+            server.kill()
+
+
+def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, groups: int) -> list[Measure]:
+    ours, bare, seconds = [], [], dict[str, list[float]]()
+    for number in range(-1, rounds):
+        # The first pair of runs warms the processes up and is not counted.
+        rate, roles = _round(url, pool, number, groups if number >= 0 else 20)
+        bare_rate, bare_roles = _bare_round(url, pool, number, groups if number >= 0 else 20)
+        if number < 0:
+            continue
+        ours.append(rate)
+        bare.append(bare_rate)
+        for role in (*roles, *bare_roles):
+            for name, values in role.seconds.items():
+                seconds.setdefault(name, []).extend(values)
+    name = f"lives of {LIFE_TOKENS}-token trajectories"
+    measures = [
+        compared(name, statistics.median(ours), "1/s", "bare XADD/XREADGROUP/XACK", statistics.median(bare)),
+    ]
+    for operation, values in seconds.items():
+        for percent in (50, 99):
+            value = 1000 * float(np.percentile(values, percent))
+            measures.append(Measure(name=f"{operation} of {GROUP_SIZE}, p{percent}", value=value, unit="ms"))
+    return measures
+
+
+def _round(url: str, pool: ProcessPoolExecutor, number: int, groups: int) -> tuple[float, list[Role]]:
+    run_name = f"lives-{number}"
+    work = asyncio.run(_prepare(url, run_name, groups, LIFE_TOKENS))
+    futures = [pool.submit(run_role, name, work) for name in ("produce", "consume")]
+    roles = [future.result() for future in futures]
+    asyncio.run(_forget(url, f"{{{run_name}}}:*"))
+    return _rate(roles, groups), roles
+
+
+def _bare_round(url: str, pool: ProcessPoolExecutor, number: int, groups: int) -> tuple[float, list[Role]]:
+    stream = f"bare-{number}"
+    work = Work(url=url, run=stream, groups=groups, tokens=LIFE_TOKENS)
+    asyncio.run(_make_stream(url, stream))
+    futures = [pool.submit(run_role, name, work) for name in ("produce_bare", "consume_bare")]
+    roles = [future.result() for future in futures]
+    asyncio.run(_forget(url, stream))
+    return _rate(roles, groups), roles
+
+
+def _rate(roles: list[Role], groups: int) -> float:
+    """Trajectories a second from the first call of either process to the last one."""
+    return groups * GROUP_SIZE / (max(r.ended for r in roles) - min(r.started for r in roles))
+
+
+async def _prepare(url: str, run_name: str, groups: int, tokens: int) -> Work:
+    async with await TrajectoryStore.connect(StoreConfig(), run=run_name, url=url) as store:
+        await store.init_run(
+            RunLimits(
+                group_size=GROUP_SIZE,
+                groups_per_batch=8,
+                max_staleness=1 << 20,
+                max_attempts=5,
+                session_ttl_seconds=600.0,
+                filter_zero_variance=False,
+                mask_old_segments=False,
+                train_steps=1 << 20,
+            )
+        )
+        leader = await store.acquire_leadership("bench")
+        if leader is None:
+            raise RuntimeError(f"the bench's run {run_name} has a leader already")
+        trainer = await store.open_trainer_session("bench")
+        record = PolicyRecord(policy_version=0, train_step=0, path="0", manifest_digest="0")
+        await store.announce_policy(trainer, record)
+        await store.set_desired(leader, Desired(pool_size=1 << 20))
+        return Work(url=url, run=run_name, groups=groups, tokens=tokens, leader=leader, trainer=trainer)
+
+
+async def _make_stream(url: str, stream: str) -> None:
+    async with await TrajectoryStore.connect(StoreConfig(), run="bench", url=url) as store:
+        await store.connection.command("XGROUP", "CREATE", stream, "bench", "$", "MKSTREAM")
+
+
+async def _forget(url: str, pattern: str) -> None:
+    async with await TrajectoryStore.connect(StoreConfig(), run="bench", url=url) as store:
+        keys = await store.connection.command("KEYS", pattern.replace("[", "\\["))
+        for at in range(0, len(keys), 500):
+            await store.connection.command("UNLINK", *keys[at : at + 500])
+
+
+async def _flatness(server: EmbeddedServer, resident: list[int], cycles: int) -> list[Measure]:
+    """CPU of server and client per operation, with ever more trajectories resident in the queue."""
+    work = await _prepare(server.url, "flatness", 0, FLAT_TOKENS)
+    segment = payload(FLAT_TOKENS // 2)
+    costs: dict[int, float] = {}
+    async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=server.url) as store:
+        session = await store.open_session("bench")
+        cursor, step = 0, 1
+        for size in resident:
+            cursor = await _fill(store, work, session, cursor, size)
+            samples = []
+            for _ in range(5):
+                before = await _cpu_seconds(store)
+                role = Role()
+                for _ in range(cycles // 5):
+                    await store.admit(work.leader, [new_group(cursor)], Cursor(index=cursor), Cursor(index=cursor + 1))
+                    await produce_group(store, session, role, segment)
+                    oldest = (await store.view()).ready[0].group_id
+                    await consume_step(store, work, step, oldest, role)
+                    cursor, step = cursor + 1, step + 1
+                operations = 2 * (cycles // 5) + sum(map(len, role.seconds.values()))
+                samples.append((await _cpu_seconds(store) - before) / operations)
+            costs[size] = 1e6 * statistics.median(samples)
+    base = costs[resident[0]]
+    measures = [
+        compared(f"CPU of an operation on a group, {size} resident", cost, "us", f"{resident[0]} resident", base)
+        for size, cost in costs.items()
+    ]
+    spread = max(costs.values()) / min(costs.values())
+    return [*measures, Measure(name="largest over smallest of these", value=spread, unit="ratio")]
+
+
+async def _fill(store: TrajectoryStore, work: Work, session: str, cursor: int, size: int) -> int:
+    """Make ready groups until ``size`` trajectories are resident; returns the new cursor."""
+    segment = payload(FLAT_TOKENS // 2)
+    while (missing := size // GROUP_SIZE - (await store.view()).ready_groups) > 0:
+        count = min(_FILL_GROUPS, missing)
+        groups = [new_group(cursor + at) for at in range(count)]
+        await store.admit(work.leader, groups, Cursor(index=cursor), Cursor(index=cursor + count))
+        for _ in range(count):
+            await produce_group(store, session, Role(), segment)
+        cursor += count
+    return cursor
+
+
+async def _cpu_seconds(store: TrajectoryStore) -> float:
+    """CPU of this process and of the server's main thread and helpers."""
+    info = await store.connection.command("INFO", "cpu")
+    return time.process_time() + float(info["used_cpu_user"]) + float(info["used_cpu_sys"])

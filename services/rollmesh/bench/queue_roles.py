@@ -1,0 +1,218 @@
+"""The processes of the queue bench: what produces and what consumes, ours and bare."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import uvloop
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.mesh import Cursor
+from rollmesh.store import Append, Finish, NewGroup, Score, TrajectoryStore
+from rollmesh.store.connection import create_client
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
+
+T = TypeVar("T")
+
+GROUP_SIZE = 8
+PRODUCER_TASKS = 4
+"""Groups that a producer has in flight; the same for the bare loop."""
+BACKLOG_GROUPS = 64
+"""Finished groups (bare: unread batches) that the producer may be ahead of the consumer."""
+_PAUSE_SECONDS = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one process is told."""
+
+    url: str
+    run: str
+    groups: int
+    tokens: int
+    """Tokens of a trajectory; half of them travel in a partial save."""
+    leader: str = ""
+    trainer: str = ""
+    first_group: int = 0
+    first_step: int = 1
+
+
+@dataclass(slots=True)
+class Role:
+    """Seconds of every call by operation, and of the whole role."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    started: float = 0.0
+    """Wall clock at the first call: processes of one machine share it."""
+    ended: float = 0.0
+    cpu_seconds: float = 0.0
+
+    async def timed(self, name: str, call: Awaitable[T]) -> T:
+        """Await a call and keep how long it took."""
+        start = time.perf_counter()
+        result = await call
+        self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        return result
+
+
+def new_group(index: int) -> NewGroup:
+    """A group with a prompt of 64 tokens."""
+    prompt = Prompt(
+        prompt_id=str(index), token_ids=np.arange(64, dtype=np.int32), verifier="exact", metadata={"answer": "42"}
+    )
+    return NewGroup(group_id=f"e0-{index}", prompt=prompt, needed=GROUP_SIZE, epoch=0, index=index)
+
+
+def payload(tokens: int) -> Segment:
+    """A policy segment."""
+    rng = np.random.default_rng(0)
+    return Segment(
+        token_ids=rng.integers(0, 32_000, tokens, dtype=np.int32),
+        behavior_logprobs=-rng.random(tokens, dtype=np.float32),
+        policy_version=0,
+        kv_min_version=0,
+    )
+
+
+async def produce_group(store: TrajectoryStore, session: str, role: Role, segment: Segment) -> None:
+    """Lease one group's worth of trajectories and take each to its score."""
+    leased = await role.timed("lease", store.lease(session, GROUP_SIZE))
+    ids = [item.trajectory.trajectory_id for item in leased]
+    tokens = len(segment)
+    saves = [Append(trajectory_id=i, token_offset=0, segments=[segment]) for i in ids]
+    await role.timed("partial save", store.append(session, saves))
+    finishes = [
+        Finish(trajectory_id=i, token_offset=tokens, segments=[segment], finish_reason=FinishReason.STOP) for i in ids
+    ]
+    await role.timed("finish", store.finish(session, finishes))
+    outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0, parts={"exact": 1.0})
+    scores = [Score(trajectory_id=i, outcome=outcome, shaped_reward=float(at % 2)) for at, i in enumerate(ids)]
+    results = await role.timed("score", store.score(session, scores))
+    if len(results) != GROUP_SIZE or not all(r.status.ok for r in results):
+        raise RuntimeError(f"the bench lost a trajectory: {results}")
+
+
+async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: str, role: Role) -> None:
+    """One batch of one group, from its cut to its trained report."""
+    await role.timed("cut", store.cut(work.leader, step, [group_id]))
+    batch = await role.timed("claim", store.claim(work.trainer, step, 10.0))
+    if batch is None or len(batch.groups[0].trajectories) != GROUP_SIZE:
+        raise RuntimeError(f"the bench claimed a wrong batch at step {step}")
+    if batch.groups[0].trajectories[0].response_token_count != work.tokens:
+        raise RuntimeError(f"the bench claimed a short trajectory at step {step}")
+    await role.timed("confirm", store.confirm_batch_file(work.trainer, step, f"digest-{step}"))
+    await role.timed("report trained", store.report_trained(work.trainer, step))
+
+
+async def produce(work: Work, role: Role) -> None:
+    """Admit, lease, save, finish and score ``work.groups`` groups, a bounded number ahead of the consumer."""
+    segment = payload(work.tokens // 2)
+    async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
+        session = await store.open_session("bench")
+        cursor, done = Cursor(index=work.first_group), 0
+        role.started = time.time()
+        while done < work.groups:
+            if (await store.view()).ready_groups >= BACKLOG_GROUPS:
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            count = min(PRODUCER_TASKS, work.groups - done)
+            after = Cursor(index=cursor.index + count)
+            groups = [new_group(cursor.index + at) for at in range(count)]
+            await role.timed("admit", store.admit(work.leader, groups, cursor, after))
+            await asyncio.gather(*(produce_group(store, session, role, segment) for _ in range(count)))
+            cursor, done = after, done + count
+        role.ended = time.time()
+
+
+async def consume(work: Work, role: Role) -> None:
+    """Cut, claim, confirm and report one group a step, in admission order."""
+    async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
+        step, last = work.first_step, work.first_step + work.groups
+        role.started = time.time()
+        while step < last:
+            ready = (await store.view()).ready
+            for view in ready[: last - step]:
+                await consume_step(store, work, step, view.group_id, role)
+                step += 1
+            if not ready:
+                await asyncio.sleep(_PAUSE_SECONDS)
+        role.ended = time.time()
+
+
+async def produce_bare(work: Work, role: Role) -> None:
+    """XADD of the same payload, a pipeline of one group at a time."""
+    data = bare_payload(work.tokens)
+    client = create_client(work.url, None)
+    role.started = time.time()
+
+    async def add() -> None:
+        async with client.pipeline(transaction=False) as pipe:
+            for _ in range(GROUP_SIZE):
+                pipe.xadd(work.run, {"d": data})
+            await role.timed("XADD", pipe.execute())
+
+    done = 0
+    while done < work.groups:
+        count = min(PRODUCER_TASKS, work.groups - done)
+        await asyncio.gather(*(add() for _ in range(count)))
+        done += count
+    role.ended = time.time()
+    await client.aclose()
+
+
+async def consume_bare(work: Work, role: Role) -> None:
+    """XREADGROUP and XACK of one group at a time."""
+    client = create_client(work.url, None)
+    left = work.groups * GROUP_SIZE
+    role.started = time.time()
+    while left:
+        reply: Any = await role.timed(
+            "XREADGROUP", client.xreadgroup("bench", "one", {work.run: ">"}, count=GROUP_SIZE, block=1000)
+        )
+        for entries in _entries(reply):
+            ids = [entry[0] for entry in entries]
+            await role.timed("XACK", client.xack(work.run, "bench", *ids))
+            left -= len(ids)
+    role.ended = time.time()
+    await client.aclose()
+
+
+def bare_payload(tokens: int) -> bytes:
+    """The bytes that our queue keeps for one trajectory."""
+    from rollmesh.store.payload import encode_segments
+
+    return b"".join(encode_segments([payload(tokens // 2)] * 2).elements)
+
+
+def _entries(reply: Any) -> list[Any]:
+    """Entries of one stream from an XREADGROUP reply of either protocol version."""
+    if not reply:
+        return []
+    if isinstance(reply, dict):
+        return [entries[0] if entries and isinstance(entries[0], list) else entries for entries in reply.values()]
+    return [entries for _, entries in reply]
+
+
+ROLES: dict[str, Callable[[Work, Role], Awaitable[None]]] = {
+    "produce": produce,
+    "consume": consume,
+    "produce_bare": produce_bare,
+    "consume_bare": consume_bare,
+}
+
+
+def run_role(name: str, work: Work) -> Role:
+    """Entry point of a process."""
+    role = Role()
+    uvloop.run(_run(ROLES[name], work, role))
+    role.cpu_seconds = time.process_time()
+    return role
+
+
+async def _run(role_main: Callable[[Work, Role], Awaitable[None]], work: Work, role: Role) -> None:
+    await role_main(work, role)
