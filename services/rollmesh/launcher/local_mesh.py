@@ -148,7 +148,7 @@ async def local_mesh(
         metrics=folder.metrics,
         samples=folder.samples,
     )
-    async with running_store(config, folder) as running, httpx.AsyncClient() as client:
+    async with running_store(config, folder, owner=True) as running, httpx.AsyncClient() as client:
         sampler = MeshSampler(running.store, folder, client)
         await running.store.init_run(run_limits(config))
         with progress:

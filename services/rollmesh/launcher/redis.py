@@ -26,11 +26,12 @@ class RunningStore:
 
 
 @contextlib.asynccontextmanager
-async def running_store(config: RunConfig, folder: RunFolder) -> AsyncIterator[RunningStore]:
+async def running_store(config: RunConfig, folder: RunFolder, *, owner: bool = False) -> AsyncIterator[RunningStore]:
     """Connect to the run's store.
 
     An embedded server that does not run is started, watched, and stopped at the end; one that was found (another
-    command uses it) is left alone.
+    command uses it) is left alone, unless the caller is its ``owner``: the launcher that holds the folder's lock also
+    takes over what a launcher that was killed has left running, or what a command that only looks will stop.
     """
     if config.store.url is not None:
         async with connected_store(config, config.store.url) as store:
@@ -38,7 +39,7 @@ async def running_store(config: RunConfig, folder: RunFolder) -> AsyncIterator[R
         return
     server = embedded_server(config, folder)
     ours = await asyncio.to_thread(server.start)
-    watch = asyncio.create_task(_keep_up(server), name="watch-redis") if ours else None
+    watch = asyncio.create_task(_keep_up(server), name="watch-redis") if ours or owner else None
     try:
         async with connected_store(config, server.url) as store:
             yield RunningStore(store=store, url=server.url)

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rollmesh.config import RunConfig
 from rollmesh.launcher.local_mesh import local_mesh
-from rollmesh.launcher.redis import embedded_server
+from rollmesh.launcher.redis import embedded_server, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.store import TrajectoryStore
 
@@ -46,5 +46,33 @@ async def test_waiting_goes_on_through_an_outage_of_redis(tmp_path: Path) -> Non
             await impatient.aclose()
         assert looks >= 2
         assert "waiting for Redis" in console.file.getvalue()  # type: ignore[attr-defined]
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def test_a_server_that_a_killed_launcher_left_behind_is_kept_up_and_stopped_at_the_end(tmp_path: Path) -> None:
+    run, folder = config(tmp_path), RunFolder(tmp_path)
+    left = embedded_server(run, folder)
+    await asyncio.to_thread(left.start)
+    try:
+        async with running_store(run, folder, owner=True) as running:
+            before = await running.store.server_run_id()
+            await asyncio.to_thread(left.kill)
+            assert await running.store.server_run_id() != before
+        assert left.pid is None
+    finally:
+        await asyncio.to_thread(left.stop)
+
+
+async def test_a_command_that_only_looks_leaves_the_server_of_a_run_alone(tmp_path: Path) -> None:
+    run, folder = config(tmp_path), RunFolder(tmp_path)
+    server = embedded_server(run, folder)
+    await asyncio.to_thread(server.start)
+    try:
+        pid = server.pid
+        async with running_store(run, folder) as running:
+            await running.store.server_run_id()
+        assert pid is not None
+        assert server.pid == pid
     finally:
         await asyncio.to_thread(server.stop)
