@@ -20,9 +20,10 @@ def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
     assert [e["policy_version"] for e in line.json_lines("evaluations.jsonl")] == [0, 6]
     audit = audited(line)
     assert audit["green"]
-    assert audit["lost"] == 0
-    assert audit["trained_twice"] == 0
-    assert audit["staleness_violations"] == 0
+    assert audit["lost"] == []
+    assert audit["trained_twice"] == {}
+    assert audit["staleness_violations"] == []
+    assert audit["rescoring"]["largest_gap"] <= 1e-4
     assert (line.folder / "report.html").stat().st_size > 10_000
 
     status = line.run("status", str(line.folder), "--json")
