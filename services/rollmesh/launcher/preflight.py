@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollmesh.config import RunConfig
-from rollmesh.config.data import JsonlSource
+from rollmesh.config.data import CountdownSource, JsonlSource, ReasoningGymSource, RewardConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.estimate import Estimate, estimate
@@ -24,6 +24,7 @@ def check_run(config: RunConfig) -> Estimate:
     needs = estimate(config)
     _check_model(config.model.path)
     _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")
+    _check_verifier_is_used(config)
     if config.rollout.program == "environment":
         _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")
     for field in ("source", "evaluation_source"):
@@ -41,6 +42,19 @@ def _check_model(path: str) -> None:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path={path}: {folder} holds no *.safetensors; weights of other formats are not read")
     Tokenizer(folder)
+
+
+def _check_verifier_is_used(config: RunConfig) -> None:
+    """Generated tasks name the verifier of their prompts; another one in the run file would never be called."""
+    sources = [s for s in (config.data.source, config.data.evaluation_source) if s is not None]
+    own = {s.type for s in sources if isinstance(s, CountdownSource | ReasoningGymSource)}
+    default = RewardConfig.model_fields["verifier"].default
+    if len(own) == len({s.type for s in sources}) and config.reward.verifier not in own | {default}:
+        raise ConfigError(
+            f"reward.verifier={config.reward.verifier}: would never be used, because every prompt of the "
+            f"{' and '.join(sorted(own))} source is scored by that task's own verifier; leave reward.verifier out, or "
+            "bring the prompts as a jsonl, parquet or python source"
+        )
 
 
 def _check_name(field: str, name: str, known: list[str], own: str) -> None:

@@ -24,6 +24,19 @@ ENGINE_COUNTERS = ("prefill_tokens", "reprefill_tokens", "busy_seconds", "runnin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorLoad:
+    """One generator process as its ``/metrics`` show it."""
+
+    instance_id: str
+    """``index:pid``."""
+    policy_version: int
+    running: int
+    waiting: int
+    slots: int
+    serving: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSample:
     """One look at the mesh."""
 
@@ -31,6 +44,9 @@ class MeshSample:
     """Unix seconds."""
     view: MeshView
     generators: tuple[GeneratorRecord, ...]
+    """The registry: as of each generator's last heartbeat."""
+    loads: tuple[GeneratorLoad, ...]
+    """The generators on this machine, as of now."""
     generated_token_total: float
     """Tokens sampled since the launcher came up, over all generators and their restarts.
 
@@ -50,17 +66,7 @@ class MeshSample:
         view = asdict(self.view)
         for large in ("ready", "stalest_open"):
             view.pop(large)
-        generators = [
-            {
-                "instance_id": g.instance_id,
-                "policy_version": g.policy_version,
-                "running": g.running_count,
-                "waiting": g.waiting_count,
-                "slots": g.slot_count,
-                "serving": g.serving,
-            }
-            for g in self.generators
-        ]
+        generators = [asdict(load) for load in self.loads]
         record: dict[str, Any] = {
             "t": self.t,
             "view": view,
@@ -99,12 +105,13 @@ class MeshSampler:
 
     async def sample(self) -> MeshSample:
         """Look once and append the line."""
-        await self._scrape_generators()
+        loads = await self._scrape_generators()
         counts = await self._store.counts()
         sample = MeshSample(
             t=time.time(),
             view=await self._store.view(),
             generators=tuple(await self._store.generators()),
+            loads=tuple(loads),
             generated_token_total=self._generated.total,
             generated_tokens=dict(self._generated.seen),
             engine_totals={name: counter.total for name, counter in self._engine.items()},
@@ -114,7 +121,8 @@ class MeshSampler:
         append_line(self._folder.timeline, sample.to_json())
         return sample
 
-    async def _scrape_generators(self) -> None:
+    async def _scrape_generators(self) -> list[GeneratorLoad]:
+        loads: list[GeneratorLoad] = []
         for endpoint in read_endpoints(self._folder.path, "generator"):
             try:
                 answer = await self._client.get(f"http://{endpoint.admin}/metrics", timeout=2.0)
@@ -125,6 +133,22 @@ class MeshSampler:
             self._generated.update(process, values.get(GENERATED_TOKENS, 0.0))
             for name, counter in self._engine.items():
                 counter.update(process, values.get(f"rollmesh_generator_{name}_total", 0.0))
+            loads.append(_load(process, values))
+        return loads
+
+
+def _load(process: str, values: Mapping[str, float]) -> GeneratorLoad:
+    def gauge(name: str) -> int:
+        return int(values.get(f"rollmesh_generator_{name}", 0.0))
+
+    return GeneratorLoad(
+        instance_id=process,
+        policy_version=gauge("policy_version"),
+        running=gauge("running_calls"),
+        waiting=gauge("waiting_calls"),
+        slots=gauge("slots"),
+        serving=bool(gauge("serving")),
+    )
 
 
 def process_key(endpoint: Endpoint) -> str:

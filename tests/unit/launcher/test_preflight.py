@@ -29,6 +29,10 @@ def test_a_run_that_can_start_is_described() -> None:
         ({"model": {"path": "recipe:chess"}}, "recipe:chess: .* recipes: countdown"),
         ({"reward": {"verifier": "countdwn"}}, "reward.verifier: 'countdwn' is none of exact, .*, countdown"),
         (
+            {"reward": {"verifier": "mine:reward"}},
+            "reward.verifier=mine:reward: would never be used, .* countdown source",
+        ),
+        (
             {"rollout": {"program": "environment", "environment": "abacus"}},
             "rollout.environment: 'abacus' is none of calculator",
         ),

@@ -51,6 +51,7 @@ def sample(serving=True, **changes) -> MeshSample:
         t=1.0,
         view=view(**changes),
         generators=(generator,),
+        loads=(),
         generated_token_total=100.0,
         generated_tokens={},
         engine_totals={},
