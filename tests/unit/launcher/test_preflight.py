@@ -30,7 +30,7 @@ def test_a_run_that_can_start_is_described() -> None:
         ({"reward": {"verifier": "countdwn"}}, "reward.verifier: 'countdwn' is none of exact, .*, countdown"),
         (
             {"reward": {"verifier": "mine:reward"}},
-            "reward.verifier=mine:reward: would never be used, .* countdown source",
+            "verifier=mine:reward: would never be used, .* countdown source",
         ),
         (
             {"rollout": {"program": "environment", "environment": "abacus"}},
