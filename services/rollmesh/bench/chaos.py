@@ -48,7 +48,7 @@ FAULTS: tuple[Fault, ...] = (
     KillTrainerAfter("between state and publication", "checkpoints/states/*/COMMITTED"),
     KillService("generator"),
     KillRedis(lost_bytes=4096),
-    StallService("rollout", 3 * _SESSION_TTL_SECONDS),
+    StallService("rollout", 3 * _SESSION_TTL_SECONDS, kills=None),
     KillTrainerAfter("between batch file and training", "checkpoints/batches/*.pb"),
     KillLeader(),
     StallRedis(60.0),
@@ -89,7 +89,7 @@ class Round:
     regenerated_tokens: int
     """Sampled tokens that were never saved: what the fault cost (see ``_regenerated``)."""
     regenerated_bound: int | None
-    """partial_save_tokens * pool_size per kill; None where the bound does not apply (Redis itself lost work)."""
+    """partial_save_tokens * pool_size per kill; None where that bound does not apply (Redis itself lost work, or a stalled worker slept)."""
     output: str
 
     @property

@@ -20,6 +20,8 @@ from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
 
 _DEADLINE_SECONDS = 60.0
+_BUSY = {"rollout": "rollmesh_rollout_in_flight_trajectories", "generator": "rollmesh_generator_running_calls"}
+"""Gauge of the rollouts that a process holds, by service."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Fault(Protocol):
 
     @property
     def kills(self) -> int | None:
-        """Processes whose unsaved tokens may be lost; None where the queue itself may forget what was saved."""
+        """Processes whose unsaved tokens may be lost; None where the bound of a kill does not apply."""
 
     def inject(self, scene: Scene) -> None:
         """Do it, blocking; when the run is over before it can be done, nothing is struck."""
@@ -74,7 +76,7 @@ class KillService:
         return f"kill -9 {self.service}"
 
     def inject(self, scene: Scene) -> None:
-        victim = _one_of(scene, self.service)
+        victim = _busy_one_of(scene, self.service)
         if victim is not None:
             if self.service == "generator":
                 scene.counted[process_key(victim)] = _metric(victim, GENERATED_TOKENS)
@@ -107,14 +109,15 @@ class StallService:
 
     service: str
     seconds: float
-    kills: int = 1
+    kills: int | None = 1
+    """None for a rollout worker: generators go on feeding it while it sleeps, so more than the unsaved is given up."""
 
     @property
     def name(self) -> str:
         return f"stall {self.service} {self.seconds:g} s"
 
     def inject(self, scene: Scene) -> None:
-        victim = _one_of(scene, self.service)
+        victim = _busy_one_of(scene, self.service)
         if victim is not None:
             scene.strike(victim.pid, signal.SIGSTOP)
             _sleep(scene, self.seconds)
@@ -218,6 +221,18 @@ def _one_of(scene: Scene, service: str) -> Endpoint | None:
         if endpoints:
             return scene.rng.choice(endpoints)
         time.sleep(0.05)
+    return None
+
+
+def _busy_one_of(scene: Scene, service: str) -> Endpoint | None:
+    """One of the service's processes, at a moment when it holds rollouts that a fault can hurt."""
+    busy = _BUSY.get(service)
+    deadline = time.monotonic() + _DEADLINE_SECONDS
+    while not scene.ended() and time.monotonic() < deadline:
+        one = _one_of(scene, service)
+        if one is not None and (busy is None or _metric(one, busy) > 0):
+            return one
+        time.sleep(0.02)
     return None
 
 
