@@ -95,3 +95,6 @@ SOURCES: Mapping[str, OldLogprobSource] = MappingProxyType(
         )
     }
 )
+
+FALLBACK_REASONS = tuple(sorted({"mixed_cache", *(source.missing_reason for source in SOURCES.values())}))
+"""Every reason that ``OldLogprobs.fallbacks`` may name."""

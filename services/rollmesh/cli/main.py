@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rollmesh.cli import benches, configuration, inspection, letters, runs, serving
+from rollmesh.cli import benches, configuration, inspection, letters, metrics_table, runs, serving
 
 app = typer.Typer(
     name="rollmesh",
@@ -20,6 +20,7 @@ inspection.register(app)
 app.add_typer(letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
 benches.register(app)
+metrics_table.register(app)
 
 
 def main() -> None:

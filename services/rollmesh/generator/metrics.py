@@ -58,6 +58,9 @@ class GeneratorMetrics:
         for reason in CALL_ENDS:
             self._ended.labels(reason=reason)
         self.calls = metrics.counter("rollmesh_generator_calls_total", "Generation calls received.")
+        self._last_call = metrics.gauge(
+            "rollmesh_generator_last_call_timestamp_seconds", "When a generation call last ended."
+        )
         self.reloads = metrics.counter("rollmesh_generator_reloads_total", "Attempts to load a policy version.")
         self._failures = metrics.counter(
             "rollmesh_generator_reload_failures_total", "Attempts that left the old policy in place.", ("reason",)
@@ -85,6 +88,7 @@ class GeneratorMetrics:
     def call_ended(self, reason: str) -> None:
         """Count the end of a call; ``reason`` is one of CALL_ENDS."""
         self._ended.labels(reason=reason).inc()
+        self._last_call.set_to_current_time()
 
     def reload_failed(self, reason: str) -> None:
         """Count a failed load; ``reason`` is one of RELOAD_FAILURES."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from rollmesh.errors import DataError
+from rollmesh.errors import ConfigError, DataError
 from rollmesh.reward.connection import WorkerDied, WorkerTimedOut
 from rollmesh.reward.judges import Judge
 from rollmesh.reward.metrics import RewardMetrics
 from rollmesh.reward.outcomes import timed_out, verifier_error
 from rollmesh.reward.pool import WorkerPool
-from rollmesh.types import RewardOutcome
+from rollmesh.runtime.logging import get_logger
+from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.wire.reward_messages import outcome_from_bytes
 
 _TRIES_AFTER_DEATH = 1
 _UNKNOWN = "unknown"
+_MOST_COMPLAINTS = 20
+HOPELESS_ANSWERS = 256
+"""Answers without a single value, from the start of the service, that end it."""
 
 
 class Scoring:
@@ -29,17 +33,24 @@ class Scoring:
         *,
         default_verifier: str,
         timeout_seconds: float,
+        on_hopeless: Callable[[ConfigError], None],
     ) -> None:
+        """``on_hopeless`` hears once that the first ``HOPELESS_ANSWERS`` answers got no value, one like the other."""
         self._pool = pool
         self._judges = judges
         self._metrics = metrics
         self._default = default_verifier
         self._timeout_seconds = timeout_seconds
+        self._on_hopeless = on_hopeless
+        self._said: set[str] = set()
+        self._failures: int | None = 0
+        """Answers without a value so far; None once one was scored."""
 
     async def score(self, verifier: str, payload: bytes) -> RewardOutcome:
         """Score one encoded item whose prompt names ``verifier`` (empty: the run's); never raises for an answer."""
         name = verifier or self._default
         start = time.monotonic()
+        self._metrics.received.inc()
         self._metrics.running.inc()
         try:
             judge = self._judges.get(name)
@@ -48,7 +59,34 @@ class Scoring:
             self._metrics.running.dec()
         known = name in self._judges or name in self._pool.timeout_means_wrong
         self._metrics.scored(name if known else _UNKNOWN, outcome, time.monotonic() - start)
+        self._complain(name, outcome)
+        self._judge_the_verifier(name, outcome)
         return outcome
+
+    def _complain(self, name: str, outcome: RewardOutcome) -> None:
+        """Log the first few different reasons for which answers got no value; the metrics count all of them."""
+        if outcome.kind is OutcomeKind.SCORED or outcome.message in self._said or len(self._said) >= _MOST_COMPLAINTS:
+            return
+        self._said.add(outcome.message)
+        get_logger("reward").warning(
+            "answer_without_value", verifier=name, outcome=outcome.kind.value, message=outcome.message
+        )
+
+    def _judge_the_verifier(self, name: str, outcome: RewardOutcome) -> None:
+        """A verifier that has never scored an answer would use up the prompts of the run without training a step."""
+        if self._failures is None:
+            return
+        if outcome.kind is OutcomeKind.SCORED:
+            self._failures = None
+            return
+        self._failures += 1
+        if self._failures == HOPELESS_ANSWERS:
+            self._on_hopeless(
+                ConfigError(
+                    f"reward.verifier: none of the first {HOPELESS_ANSWERS} answers could be scored; the last one by "
+                    f"{name}: {outcome.message}"
+                )
+            )
 
     async def _in_pool(self, name: str, payload: bytes) -> RewardOutcome:
         for tries_left in range(_TRIES_AFTER_DEATH, -1, -1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollmesh.mesh import MeshView
 from rollmesh.runtime.metrics import LENGTH_BUCKETS, STALENESS_BUCKETS, Metrics
+from rollmesh.store.types import ReleaseReason
 
 _CALL_ENDS = (
     "stop",
@@ -33,7 +34,9 @@ class RolloutMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._tokens = metrics.counter(
-            "rollmesh_rollout_sampled_tokens_total", "Tokens kept for training, by version age when they arrived.", ("age",)
+            "rollmesh_rollout_sampled_tokens_total",
+            "Tokens kept for training, by version age on arrival.",
+            ("age",),
         )
         for age in (*map(str, range(4)), "4+"):
             self._tokens.labels(age=age)
@@ -53,6 +56,8 @@ class RolloutMetrics:
         self._parked = metrics.counter(
             "rollmesh_rollout_trajectories_parked_total", "Trajectories put to rest as partial, by reason.", ("reason",)
         )
+        for reason in ReleaseReason:
+            self._parked.labels(reason=reason.value)
         self._finished = metrics.counter(
             "rollmesh_rollout_trajectories_finished_total", "Finished trajectories, by finish reason.", ("reason",)
         )
@@ -60,6 +65,9 @@ class RolloutMetrics:
             self._finished.labels(reason=reason)
         self._length = metrics.histogram(
             "rollmesh_rollout_response_tokens", "Tokens of finished responses.", buckets=LENGTH_BUCKETS
+        )
+        self._last_finished = metrics.gauge(
+            "rollmesh_rollout_last_finished_timestamp_seconds", "When a trajectory was last finished here."
         )
         self._span = metrics.histogram(
             "rollmesh_rollout_version_span",
@@ -130,6 +138,7 @@ class RolloutMetrics:
     def finished(self, reason: str, tokens: int, version_span: int) -> None:
         """A trajectory is complete."""
         self._finished.labels(reason=reason).inc()
+        self._last_finished.set_to_current_time()
         self._length.observe(tokens)
         self._span.observe(version_span)
 
@@ -183,6 +192,7 @@ class _MeshGauges:
             buckets=STALENESS_BUCKETS,
         )
         self._cut_time = metrics.gauge("rollmesh_rollout_last_cut_timestamp_seconds", "When a batch was last cut.")
+        self._cut_batches = metrics.counter("rollmesh_rollout_batches_cut_total", "Batches cut by this leader.")
         self.admitted = metrics.counter("rollmesh_rollout_groups_admitted_total", "Groups opened by this leader.")
         self.evicted = metrics.counter(
             "rollmesh_rollout_groups_evicted_total", "Groups dropped by this leader, by reason.", ("reason",)
@@ -191,6 +201,10 @@ class _MeshGauges:
             self.evicted.labels(reason=reason)
         for state in _STATES:
             self._trajectories.labels(state=state)
+        for state in ("open", "ready", "cut"):
+            self._groups.labels(state=state)
+        for kind in ("trained", "cut"):
+            self._steps.labels(kind=kind)
 
     def update(self, view: MeshView) -> None:
         for state in _STATES:
@@ -208,4 +222,5 @@ class _MeshGauges:
     def cut(self, staleness: list[int]) -> None:
         for value in staleness:
             self._staleness.observe(value)
+        self._cut_batches.inc()
         self._cut_time.set_to_current_time()

@@ -8,6 +8,17 @@ from enum import IntEnum, StrEnum
 
 from rollmesh.types import FinishReason, Prompt, RewardOutcome, Segment, Trajectory
 
+DROP_REASONS = (
+    "stale",
+    "straggler_timeout",
+    "run_complete",
+    "rolled_back",
+    "too_few_scored",
+    "filtered_all_right",
+    "filtered_all_wrong",
+)
+"""Why a group leaves the queue untrained."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewGroup:
@@ -136,6 +147,8 @@ class StoreCounts:
     used_memory_bytes: int
     max_memory_bytes: int
     """0 without a limit."""
+    finished_lengths: Mapping[int, int] = field(default_factory=dict)
+    """Finished trajectories by length bucket, floor(4 log2(tokens + 1))."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,6 +69,7 @@ class View:
             dead_letters=int(raw[9]),
             used_memory_bytes=int(raw[10]),
             max_memory_bytes=int(raw[11]),
+            finished_lengths={int(bucket): n for bucket, n in _pairs(raw[12]).items()},
         )
 
     async def ledger(self, after: str = "", limit: int = 1000) -> list[Drop]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.store import StoreCounts
 from rollmesh.trainer.claims import BatchClaims, ClaimedBatch
 from rollmesh.trainer.crew import Crew
+from rollmesh.trainer.lengths import dropped_by_decile, trained_by_decile, trained_share
 from rollmesh.trainer.metrics import TrainerMetrics
 from rollmesh.trainer.patience import Patience
 from rollmesh.trainer.progress import Progress
@@ -144,6 +145,7 @@ class TrainingLoop:
             "save_state",
             lambda: self._in_thread(lambda: place.crew.save(label, progress.rollback_count, progress.to_extra())),
         )
+        place.metrics.writes.inc()
         await place.session.report_committed(self.train_step)
         place.metrics.committed_step.set(self.train_step)
         place.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
@@ -151,9 +153,13 @@ class TrainingLoop:
 
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
         place = self._place
-        place.progress.trained_token_total += report.batch.trained_tokens
+        progress = place.progress
         counts = await place.session.patiently("counts", place.session.store.counts)
-        mesh = mesh_numbers(counts, place.progress.trained_token_total)
+        progress.trained_token_total += report.batch.trained_tokens
+        deciles = trained_by_decile(claimed.batch, counts.finished_lengths)
+        totals = zip(progress.trained_groups_by_length_decile, deciles, strict=True)
+        progress.trained_groups_by_length_decile = [before + now for before, now in totals]
+        mesh = mesh_numbers(counts, progress.trained_token_total, progress.trained_groups_by_length_decile)
         record = step_record(report, mesh) | {
             "policy_version": place.crew.shelf.version_of(report.train_step),
             "replayed": claimed.replayed,
@@ -164,6 +170,7 @@ class TrainingLoop:
         await place.session.check()
         await asyncio.to_thread(place.records.append, record, samples)
         place.metrics.observe_step(report, float(mesh["goodput"]))
+        place.metrics.observe_groups(deciles, counts)
         if claimed.replayed:
             place.metrics.replays.inc()
         for tracker in place.trackers:
@@ -173,8 +180,11 @@ class TrainingLoop:
         return await asyncio.get_running_loop().run_in_executor(self._place.executor, call)
 
 
-def mesh_numbers(counts: StoreCounts, trained_tokens: int) -> dict[str, Any]:
-    """What the whole mesh made of its tokens so far."""
+def mesh_numbers(
+    counts: StoreCounts, trained_tokens: int, trained_groups_by_length_decile: Sequence[int]
+) -> dict[str, Any]:
+    """What the whole mesh made of its tokens and groups so far."""
+    dropped = dropped_by_decile(counts.drop_deciles)
     saved = counts.totals.get("saved_tokens_total", 0)
     return {
         "goodput": trained_tokens / saved if saved else 0.0,
@@ -182,6 +192,8 @@ def mesh_numbers(counts: StoreCounts, trained_tokens: int) -> dict[str, Any]:
         "trained_token_total": trained_tokens,
         "dropped_groups": dict(counts.drops),
         "dropped_groups_by_reason_and_length_decile": dict(counts.drop_deciles),
+        "trained_groups_by_length_decile": list(trained_groups_by_length_decile),
+        "trained_share_by_length_decile": trained_share(trained_groups_by_length_decile, dropped),
         "wasted_tokens": dict(counts.dropped_tokens),
         "totals": dict(counts.totals),
     }

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from prometheus_client import Counter
+
+from rollmesh.algorithms.old_logprobs import FALLBACK_REASONS
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
+from rollmesh.store.types import DROP_REASONS, StoreCounts
+from rollmesh.trainer.lengths import DECILES, dropped_by_decile
 from rollmesh.trainer.report import StepReport
 
 _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics", "save", "publish")
@@ -27,6 +32,11 @@ _GAUGES = {
     "mixed_cache_token_ratio": "Share of trained tokens that attended to another version's cache.",
     "logprob_gap_pure_nats": "Mean |behavior_logprob - trainer logprob| on pure tokens of the current version.",
     "logprob_gap_mixed_cache_nats": "The same on tokens with another version's cache.",
+    "logprob_gap_pure_tokens": "Tokens behind logprob_gap_pure_nats.",
+    "logprob_gap_mixed_cache_tokens": "Tokens behind logprob_gap_mixed_cache_nats.",
+    "kl_behavior_k1_nats": "k1 KL(behavior || policy) per token.",
+    "version_span_mean": "Mean newest minus oldest policy version within a trajectory.",
+    "token_staleness_mean_steps": "Mean staleness of trained tokens, in train steps.",
     "response_length_mean_tokens": "Mean response length of the batch.",
     "truncated_ratio": "Share of trajectories cut off by the token budget.",
     "goodput_ratio": "Trained tokens per saved token, since the run began.",
@@ -55,6 +65,26 @@ class TrainerMetrics:
             "rollmesh_trainer_zero_variance_groups_total", "Groups whose rewards were all equal.", ["outcome"]
         )
         self.published = m.counter("rollmesh_trainer_published_policies_total", "Policies announced.")
+        self.groups = m.counter(
+            "rollmesh_trainer_groups_total",
+            "Groups trained on, by length decile of their longest trajectory.",
+            ["length_decile"],
+        )
+        self._dropped = Growth(
+            m.counter(
+                "rollmesh_trainer_dropped_groups_total",
+                "Groups that left the queue untrained while this trainer ran, by length decile.",
+                ["length_decile"],
+            )
+        )
+        self._wasted = Growth(
+            m.counter(
+                "rollmesh_trainer_wasted_tokens_total",
+                "Saved tokens of groups dropped while this trainer ran, by reason.",
+                ["reason"],
+            )
+        )
+        self.writes = m.counter("rollmesh_trainer_checkpoint_writes_total", "Trainer states saved.")
         self.failures = m.counter(
             "rollmesh_trainer_checkpoint_failures_total", "Failed writes to the checkpoint store.", ["reason"]
         )
@@ -73,6 +103,13 @@ class TrainerMetrics:
             self.phase_seconds.labels(phase=phase)
         for outcome in ("all_right", "all_wrong"):
             self.zero_variance.labels(outcome=outcome)
+        for decile in map(str, range(DECILES)):
+            self.groups.labels(length_decile=decile)
+            self._dropped.counter.labels(length_decile=decile)
+        for reason in DROP_REASONS:
+            self._wasted.counter.labels(reason=reason)
+        for reason in FALLBACK_REASONS:
+            self.fallbacks.labels(reason=reason)
         for reason in Reason:
             self.failures.labels(reason=str(reason))
 
@@ -97,6 +134,28 @@ class TrainerMetrics:
         for name, value in gauge_values(report, goodput).items():
             self._gauges[name].set(value)
 
+    def observe_groups(self, trained: Sequence[int], counts: StoreCounts) -> None:
+        """Export the groups of one step by length decile, and what left the queue untrained since the last one."""
+        for decile, groups in enumerate(trained):
+            self.groups.labels(length_decile=str(decile)).inc(groups)
+        self._dropped.update({str(d): n for d, n in enumerate(dropped_by_decile(counts.drop_deciles))})
+        self._wasted.update(counts.dropped_tokens)
+
+
+class Growth:
+    """A counter with one label that follows lifetime totals kept elsewhere, from its first look on."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter = counter
+        self._seen: Mapping[str, int] | None = None
+
+    def update(self, totals: Mapping[str, int]) -> None:
+        """Add what has been added; totals that shrank (Redis came back as an earlier state) add nothing."""
+        if self._seen is not None:
+            for label, total in totals.items():
+                self.counter.labels(label).inc(max(0, total - self._seen.get(label, 0)))
+        self._seen = dict(totals)
+
 
 def gauge_values(report: StepReport, goodput: float) -> Mapping[str, float]:
     """Value of every gauge of a step, by the name after ``rollmesh_trainer_``."""
@@ -119,6 +178,11 @@ def gauge_values(report: StepReport, goodput: float) -> Mapping[str, float]:
         "mixed_cache_token_ratio": batch.mixed_cache_token_share,
         "logprob_gap_pure_nats": policy.logprob_gap_pure.mean,
         "logprob_gap_mixed_cache_nats": policy.logprob_gap_mixed_cache.mean,
+        "logprob_gap_pure_tokens": policy.logprob_gap_pure.tokens,
+        "logprob_gap_mixed_cache_tokens": policy.logprob_gap_mixed_cache.tokens,
+        "kl_behavior_k1_nats": policy.kl_behavior_k1,
+        "version_span_mean": batch.version_span.mean,
+        "token_staleness_mean_steps": batch.token_staleness.mean,
         "response_length_mean_tokens": batch.response_length_mean,
         "truncated_ratio": batch.truncated_share,
         "goodput_ratio": goodput,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.crew import Crew
+from rollmesh.trainer.lengths import DECILES
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,6 +19,8 @@ class Progress:
 
     trained_token_total: int = 0
     """Tokens in the numerators of all losses."""
+    trained_groups_by_length_decile: list[int] = field(default_factory=lambda: [0] * DECILES)
+    """Groups trained on, by the length decile of their longest trajectory."""
     rollback_count: int = 0
     """Rollbacks carried out; a state after one outranks every state before it."""
     rollback_id: str = ""

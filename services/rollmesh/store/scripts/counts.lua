@@ -5,5 +5,5 @@ return {
   call('HGETALL', K.counts), call('HGETALL', K.drops), call('ZCARD', K.pending), call('ZCARD', K.partial),
   call('ZCARD', K.scoring), call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut),
   call('ZCARD', K.sessions), call('ZCARD', K.letters), tonumber(string.match(memory, 'used_memory:(%d+)')),
-  tonumber(string.match(memory, '\nmaxmemory:(%d+)')),
+  tonumber(string.match(memory, '\nmaxmemory:(%d+)')), call('HGETALL', K.lengths),
 }

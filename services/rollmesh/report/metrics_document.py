@@ -1,0 +1,85 @@
+"""``docs/metrics.md`` from the code: every metric of every service, as its ``/metrics`` answers before any work."""
+
+from __future__ import annotations
+
+from prometheus_client import Metric
+
+from rollmesh.errors import EngineError
+from rollmesh.generator.engines.protocol import EngineStatus
+from rollmesh.generator.metrics import EngineCollector, GeneratorMetrics
+from rollmesh.generator.rotation import Rotation
+from rollmesh.reward.metrics import RewardMetrics
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.trainer.metrics import TrainerMetrics
+
+_HEAD = """\
+# Metrics
+
+Written by `rollmesh metrics-table`; a test compares it with the code, and another one scrapes a run and finds every
+name. Each service answers `/metrics` on its admin port (`services/<service>-<index>.json` in the run folder), beside
+the standard `process_*` metrics. A policy version is a value, never a label.
+
+Shares and ratios that Prometheus computes better than a service:
+
+```
+# goodput
+sum(rate(rollmesh_trainer_trained_tokens_total[5m]))
+  / sum(rate(rollmesh_generator_generated_tokens_total[5m]))
+# re-prefill share
+sum(rate(rollmesh_generator_reprefill_tokens_total[5m]))
+  / sum(rate(rollmesh_generator_prefill_tokens_total[5m]))
+# bubble ratio
+1 - sum(rate(rollmesh_generator_running_slot_seconds_total[5m]))
+  / sum(rollmesh_generator_slots * rollmesh_generator_serving)
+# trained share by length decile
+rollmesh_trainer_groups_total
+  / (rollmesh_trainer_groups_total + rollmesh_trainer_dropped_groups_total)
+```
+
+Per step, `metrics.jsonl` has the same numbers and those that would need a label without bound: ratio and clip
+statistics by token staleness (`policy.ratio_by_staleness`), histograms of staleness and version span (`batch`), length
+deciles, goodput, drops, wasted tokens by reason and the trained share by length decile (`mesh`). `timeline.jsonl` has,
+about once a second, the engines' counters (`engine_totals`) behind re-prefill share and bubble ratio, and
+`samples.jsonl` sample completions.
+"""
+
+
+def metrics_document() -> str:
+    """The whole of ``docs/metrics.md``."""
+    parts = [_HEAD]
+    for service, families in service_metrics().items():
+        rows = [f"| `{_exported(f)}` | {f.type} | {_labels(f)} | {f.documentation} |" for f in families]
+        table = ["| name | type | labels | meaning |", "|---|---|---|---|", *rows]
+        parts.append(f"## {service}\n\n" + "\n".join(table) + "\n")
+    return "\n".join(parts)
+
+
+def service_metrics() -> dict[str, list[Metric]]:
+    """Metric families by service, in alphabetical order, without those of the Python process."""
+    registries = {service: Metrics(service) for service in ("rollout", "generator", "reward", "trainer")}
+    RolloutMetrics(registries["rollout"])
+    GeneratorMetrics(registries["generator"])
+    registries["generator"].registry.register(EngineCollector(_not_started, Rotation()))
+    RewardMetrics(registries["reward"]).expect(["countdown"])
+    TrainerMetrics(registries["trainer"])
+    return {
+        service: sorted(
+            (f for f in metrics.registry.collect() if f.name.startswith("rollmesh_")), key=lambda family: family.name
+        )
+        for service, metrics in registries.items()
+    }
+
+
+def _not_started() -> EngineStatus:
+    raise EngineError("not started")
+
+
+def _exported(family: Metric) -> str:
+    return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def _labels(family: Metric) -> str:
+    """Label names of a family; empty cells for one without labels."""
+    names = {name for sample in family.samples for name in sample.labels if name != "le"}
+    return ", ".join(f"`{name}`" for name in sorted(names))

@@ -1,0 +1,44 @@
+"""Which lengths are trained: groups by the length decile of their longest trajectory.
+
+The decile is the queue's own (``store/scripts/lib/group.lua``), so that trained and dropped groups compare:
+dropping the long ones is a bias that a mean length does not show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from rollmesh.types import Batch
+
+DECILES = 10
+
+
+def length_decile(tokens: int, finished: Mapping[int, int]) -> int:
+    """Decile (0 to 9) of a length among all finished trajectories, given as counts by length bucket."""
+    bucket = math.floor(math.log2(tokens + 1) * 4)
+    below = sum(count for other, count in finished.items() if other < bucket)
+    total = sum(finished.values())
+    return min(DECILES - 1, DECILES * below // total) if total else 0
+
+
+def trained_by_decile(batch: Batch, finished: Mapping[int, int]) -> list[int]:
+    """Groups of a batch by length decile, [10]."""
+    counts = [0] * DECILES
+    for group in batch.groups:
+        longest = max((t.response_token_count for t in group.trajectories), default=0)
+        counts[length_decile(longest, finished)] += 1
+    return counts
+
+
+def dropped_by_decile(drop_deciles: Mapping[str, int]) -> list[int]:
+    """Dropped groups by length decile, [10], from counts by ``<reason>:<decile>``."""
+    counts = [0] * DECILES
+    for name, count in drop_deciles.items():
+        counts[int(name.rpartition(":")[2])] += count
+    return counts
+
+
+def trained_share(trained: Sequence[int], dropped: Sequence[int]) -> list[float | None]:
+    """Trained / (trained + dropped) by decile; None where no group has left the queue yet."""
+    return [t / (t + d) if t + d else None for t, d in zip(trained, dropped, strict=True)]

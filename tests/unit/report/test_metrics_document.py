@@ -1,0 +1,39 @@
+import re
+from pathlib import Path
+
+from rollmesh.report.metrics_document import metrics_document, service_metrics
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
+
+
+def test_the_committed_table_is_that_of_the_code() -> None:
+    assert DOCUMENT.read_text() == metrics_document(), "run: rollmesh metrics-table > docs/metrics.md"
+
+
+def test_names_follow_the_rules() -> None:
+    for service, families in service_metrics().items():
+        for family in families:
+            assert re.fullmatch(rf"rollmesh_{service}_[a-z0-9_]+", family.name)
+            assert family.documentation.endswith(".")
+            assert not {"trajectory", "group", "policy_version", "version"} & _labels(family) or family.name.endswith(
+                "build_info"
+            )
+
+
+def test_every_label_set_exists_before_its_first_event() -> None:
+    # What a start measures is not known before it.
+    late = {"rollmesh_reward_isolation_enforced"}
+    for families in service_metrics().values():
+        for family in families:
+            assert family.samples or family.name in late, f"{family.name} has no series at the start"
+
+
+def test_every_service_says_when_it_last_did_something_and_counts_failures_beside_attempts() -> None:
+    for service, families in service_metrics().items():
+        names = {family.name for family in families}
+        assert f"rollmesh_{service}_build_info" in names
+        assert any(name.endswith("_timestamp_seconds") for name in names)
+
+
+def _labels(family) -> set[str]:
+    return {name for sample in family.samples for name in sample.labels}
