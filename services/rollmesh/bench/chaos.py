@@ -89,7 +89,10 @@ class Round:
     regenerated_tokens: int
     """Sampled tokens that were never saved: what the fault cost (see ``_regenerated``)."""
     regenerated_bound: int | None
-    """partial_save_tokens * pool_size per kill; None where that bound does not apply (Redis itself lost work, or a stalled worker slept)."""
+    """partial_save_tokens * pool_size per kill.
+
+    None where that bound does not apply: Redis itself lost work, or a stalled worker slept.
+    """
     output: str
 
     @property

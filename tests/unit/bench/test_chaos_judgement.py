@@ -1,0 +1,61 @@
+"""A round of the chaos bench passes only if everything that was promised held, and if the fault really struck."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollmesh.bench.chaos import FAULTS, Round, _regenerated
+from rollmesh.launcher.run_folder import RunFolder
+
+GOOD = Round(
+    fault="kill -9 generator",
+    injected=True,
+    exit_status=0,
+    seconds=1.0,
+    lost=0,
+    trained_twice=0,
+    staleness_violations=0,
+    green=True,
+    regenerated_tokens=5,
+    regenerated_bound=5,
+    output="",
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"injected": False},
+        {"exit_status": 1},
+        {"green": False},
+        {"lost": 1},
+        {"trained_twice": -1},
+        {"staleness_violations": 1},
+        {"regenerated_tokens": 6},
+    ],
+)
+def test_a_round_fails_for_each_broken_promise(change: dict[str, int]) -> None:
+    assert GOOD.passed
+    assert not replace(GOOD, **change).passed
+
+
+def test_regenerated_tokens_include_what_a_killed_generator_took_along(tmp_path: Path) -> None:
+    looks = [
+        {"generated_token_total": 50.0, "generated_tokens": {"0:7": 50.0}, "saved_token_total": 40},
+        {"generated_token_total": 120.0, "generated_tokens": {"0:7": 60.0, "0:9": 60.0}, "saved_token_total": 118},
+    ]
+    folder = RunFolder(tmp_path)
+    folder.timeline.write_text("".join(json.dumps(look) + "\n" for look in looks))
+    assert _regenerated(folder, {"0:7": 75.0}) == 120 + 15 - 118
+
+
+def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() -> None:
+    names = [fault.name for fault in FAULTS[:4]]
+    assert [any(word in name for name in names) for word in ("trainer", "generator", "AOF", "stall rollout")] == [
+        True
+    ] * 4
+    assert len(FAULTS) == 20
