@@ -79,7 +79,8 @@ class EvalConfig(Section):
     """Evaluation: its own quota, one pinned version, never trained."""
 
     every_versions: int = Field(default=0, ge=0)
-    """Evaluate every so many policy versions during the run; 0 is only before and after."""
+    """Evaluate every so many policy versions during the run; 0 is only before and after. One generator serves the
+    version meanwhile and the others move on; with a single generator the staleness bound may hold up training."""
     prompt_count: int = Field(default=256, ge=1)
     """Prompts of one evaluation: the same ones each time."""
     samples_per_prompt: int = Field(default=1, ge=1)
