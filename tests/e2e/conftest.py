@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,23 @@ class CommandLine:
 
     def run(self, *arguments: str, timeout: float = 280.0) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            self.command(*arguments), capture_output=True, text=True, timeout=timeout, check=False, env=environment()
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env=environment(),
+            cwd=self.run_file.parent,
         )
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            self.command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+            self.command(*arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+            cwd=self.run_file.parent,
         )
 
     def json_lines(self, name: str) -> list[dict[str, Any]]:
@@ -58,42 +70,46 @@ def environment() -> dict[str, str]:
 def merged(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in extra.items():
-        result[key] = merged(result.get(key, {}), value) if isinstance(value, dict) else value
+        # A source is one choice of several: another type brings its own fields.
+        section = isinstance(value, dict) and "type" not in value
+        result[key] = merged(result.get(key, {}), value) if section else value
     return result
+
+
+def write_small_run(parent: Path, **sections: Any) -> CommandLine:
+    """Write a small run file into ``parent`` with the given sections changed."""
+    from rollmesh.config.recipes import recipe_file
+
+    demo = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
+    folder = parent / "run"
+    data = merged(merged(demo, SMALL), {"name": "small", "folder": str(folder), **sections})
+    file = parent / "run.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return CommandLine(run_file=file, folder=folder)
 
 
 @pytest.fixture
 def small_run(tmp_path: Path) -> Callable[..., CommandLine]:
     """Write a small run file with the given sections changed."""
-    from rollmesh.config.recipes import recipe_file
+    return partial(write_small_run, tmp_path)
 
-    demo = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
 
-    def write(**sections: Any) -> CommandLine:
-        folder = tmp_path / "run"
-        data = merged(merged(demo, SMALL), {"name": "small", "folder": str(folder), **sections})
-        file = tmp_path / "run.yaml"
-        file.write_text(yaml.safe_dump(data))
-        return CommandLine(run_file=file, folder=folder)
-
-    return write
+def until(condition: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None) -> None:
+    """Poll a condition with a deadline; the process, if given, must stay alive meanwhile."""
+    deadline = time.monotonic() + 180.0
+    while not condition():
+        if process is not None and process.poll() is not None:
+            output = process.stdout.read() if process.stdout else ""
+            pytest.fail(f"the process ended with {process.returncode} while waiting for {what}:\n{output}")
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited 180 s for {what}")
+        time.sleep(0.1)
 
 
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
-    """Poll a condition with a deadline; the process, if given, must stay alive meanwhile."""
-
-    def wait(condition: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None) -> None:
-        deadline = time.monotonic() + 180.0
-        while not condition():
-            if process is not None and process.poll() is not None:
-                output = process.stdout.read() if process.stdout else ""
-                pytest.fail(f"the process ended with {process.returncode} while waiting for {what}:\n{output}")
-            if time.monotonic() > deadline:
-                pytest.fail(f"waited 180 s for {what}")
-            time.sleep(0.1)
-
-    return wait
+    """``until``, for tests."""
+    return until
 
 
 @pytest.fixture
