@@ -102,7 +102,7 @@ class Supervisor:
             if child.stopping or (child.spec.one_shot and code == 0):
                 return
             if code == EXIT_CONFIG:
-                self._fail(f"{child.spec.name} cannot start: {last_words(child.spec.log_file)}")
+                self._fail(f"{child.spec.name} cannot go on: {last_words(child.spec.log_file)}")
                 return
             now = self._clock()
             child.restarts = [t for t in child.restarts if now - t < _LIMIT_WINDOW_SECONDS] + [now]

@@ -35,7 +35,8 @@ _DEADLINE_SECONDS = 30.0
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """Score answers until ``shutdown``; answers that are in the service by then are finished first.
 
-    Raises ConfigError for a verifier that cannot be loaded, RollmeshError when workers cannot be started any more.
+    Raises ConfigError for a verifier that cannot be loaded or never scores an answer, RollmeshError when workers
+    cannot be started any more.
     """
     host = config.launcher.host
     registry, health = Metrics("reward"), Health()
@@ -56,6 +57,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             metrics,
             default_verifier=config.reward.verifier,
             timeout_seconds=config.reward.timeout_seconds,
+            # A fixed value for failures is a choice; then a verifier that always fails is one as well.
+            on_hopeless=lambda error: None if config.reward.on_error == "fixed" else _fail(failure, error),
         )
         server = create_server()
         stubs.add_RewardServiceServicer_to_server(RewardService(scoring), server)  # type: ignore[no-untyped-call]

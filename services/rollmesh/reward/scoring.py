@@ -83,8 +83,8 @@ class Scoring:
         if self._failures == HOPELESS_ANSWERS:
             self._on_hopeless(
                 ConfigError(
-                    f"reward.verifier: none of the first {HOPELESS_ANSWERS} answers could be scored; the last one by "
-                    f"{name}: {outcome.message}"
+                    f"reward.verifier: none of the first {HOPELESS_ANSWERS} answers could be scored; the last: "
+                    f"{outcome.message or name}"
                 )
             )
 

@@ -188,6 +188,7 @@ async def scoring_bench(config: RunConfig) -> AsyncIterator[ScoringBench]:
             metrics,
             default_verifier=config.reward.verifier,
             timeout_seconds=config.reward.timeout_seconds,
+            on_hopeless=failures.append,
         )
         bench = ScoringBench(config, pool, scoring, registry)
         bench.failures = failures

@@ -12,6 +12,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from rollmesh.errors import ConfigError
+from rollmesh.reward.scoring import HOPELESS_ANSWERS
 from rollmesh.types import OutcomeKind
 
 from .reward_bench import ScoringBench, make_config, scoring_bench
@@ -165,3 +167,21 @@ async def test_what_a_caller_gives_up_on_is_not_started(tmp_path: Path) -> None:
         assert (await bench.score("value 1")).value == 1.0
         assert time.monotonic() - start < 2.0
         assert (await running).value == 1.0
+
+
+async def test_a_verifier_that_never_scores_an_answer_is_a_wrong_setting_and_one_that_once_did_is_not(
+    tmp_path: Path,
+) -> None:
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify")) as bench:
+        await bench.score_all(["string"] * (HOPELESS_ANSWERS - 1))
+        assert not bench.failures
+        await bench.score_all(["string"] * 2)
+        (failure,) = bench.failures
+        assert isinstance(failure, ConfigError)
+        assert "none of the first 256 answers could be scored; the last: poisonous:verify: returned '1.0'" in str(
+            failure
+        )
+    async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify")) as bench:
+        await bench.score("value 1")
+        await bench.score_all(["string"] * (HOPELESS_ANSWERS + 1))
+        assert not bench.failures

@@ -54,7 +54,7 @@ async def test_a_child_that_names_a_wrong_setting_fails_the_run_at_once(tmp_path
     script = f"import json; print('loading'); print(json.dumps({line})); raise SystemExit({EXIT_CONFIG})"
     supervisor.start(spec(tmp_path, script))
     reason = await asyncio.wait_for(supervisor.failed, 20)
-    assert "worker-0 cannot start: DataError: rows.jsonl:2: field 'prompt' is missing" in reason
+    assert "worker-0 cannot go on: DataError: rows.jsonl:2: field 'prompt' is missing" in reason
     assert "loading" not in reason
     assert str(tmp_path / "worker-0.log") in reason
     assert supervisor.restart_counts() == {"worker-0": 0}
