@@ -11,13 +11,13 @@ def audited(line) -> dict:
 
 
 def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
-    line = small_run()
+    line = small_run(evaluation={"prompt_count": 32, "every_versions": 3})
     done = line.run("up", str(line.run_file))
     assert done.returncode == 0, done.stdout + done.stderr
 
     steps = line.json_lines("metrics.jsonl")
     assert [step["train_step"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert [e["policy_version"] for e in line.json_lines("evaluations.jsonl")] == [0, 6]
+    assert [e["policy_version"] for e in line.json_lines("evaluations.jsonl")] == [0, 3, 6]
     audit = audited(line)
     assert audit["green"]
     assert audit["lost"] == []
