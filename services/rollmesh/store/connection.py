@@ -14,6 +14,7 @@ from urllib.parse import unquote, urlsplit
 import hiredis
 import redis.asyncio as aioredis
 from redis import exceptions as redis_errors
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -45,6 +46,7 @@ class Connection:
         self._retry_seconds = retry_seconds
         self.write_limits_again: Callable[[], Awaitable[None]] | None = None
         """Brings back a run that Redis has forgotten; set once the limits of the run are known."""
+        self._idle: list[AbstractConnection] = []
         self._execute = cast("Callable[..., Awaitable[Reply]]", client.execute_command)
 
     @classmethod
@@ -140,8 +142,7 @@ class Connection:
         The hot path: the client's own call spends several times as long on packing, hooks and reply callbacks.
         """
         packed = b"".join([hiredis.pack_command(tuple(command)) for command in commands])  # type: ignore[arg-type]
-        pool = self.client.connection_pool
-        connection = await pool.get_connection()  # type: ignore[no-untyped-call]
+        connection = await self._checkout()
         try:
             await connection.send_packed_command(packed, check_health=False)
             replies: list[Reply] = []
@@ -151,11 +152,30 @@ class Connection:
                     replies.append(await connection.read_response())
                 except redis_errors.ResponseError as error:
                     refusal = refusal or error
-        finally:
-            await pool.release(connection)
+        except BaseException:
+            await self._discard(connection)
+            raise
+        self._idle.append(connection)
         if refusal is not None:
             raise refusal
         return replies
+
+    async def _checkout(self) -> AbstractConnection:
+        """A connection nobody uses; the pool's own check-out asks the socket each time whether it still lives."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_connected:
+                return connection
+            await self.client.connection_pool.release(connection)
+        connection = await self.client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+        return cast("AbstractConnection", connection)
+
+    async def _discard(self, connection: AbstractConnection) -> None:
+        """Close a connection that failed half-way, and the idle ones: their server has probably gone with it."""
+        idle, self._idle = self._idle, []
+        for each in (connection, *idle):
+            await each.disconnect(nowait=True)
+            await self.client.connection_pool.release(each)
 
     async def block_on_stream(self, stream: str, after: str, timeout: float) -> bool:
         """Wait until a stream has an entry after an id; False after ``timeout`` seconds."""

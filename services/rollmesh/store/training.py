@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rollmesh.errors import Conflict
 from rollmesh.mesh import Cursor
-from rollmesh.store.connection import Argument, Connection
+from rollmesh.store.connection import Argument, Connection, Reply
 from rollmesh.store.leader import sweep
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
@@ -18,8 +17,6 @@ from rollmesh.types import Batch, Group, PolicyRecord, Prompt, Segment, Trajecto
 
 _TOMBSTONE_STEPS = 256
 """Train steps for which consumed and dropped groups are remembered one by one; older ones lie below the floor."""
-_GROUPS_PER_READ = 16
-_MEMBER_FIELDS = ("state", "birth", "finish", "outcome", "reward")
 _UNKNOWN_DIGEST = "unknown"
 """Digest of a re-asserted batch file whose digest was not given; the next confirmation brings it."""
 
@@ -59,22 +56,23 @@ class Training:
 
         Reads only: it may be repeated until ``confirm_batch_file``. Conflict when the batch file exists already.
         """
-        members = await self._connection.run("claim", trainer_session, train_step)
-        if not members:
+        size = await self._limits.groups_per_call()
+        rows = await self._connection.run("claim", trainer_session, train_step, 0, size - 1)
+        if not rows:
             before = f"{train_step - 1}-18446744073709551615"
             if not await self._connection.block_on_stream(self._keys.single("cuts"), before, timeout):
                 return None
-            members = await self._connection.run("claim", trainer_session, train_step)
-        heads = [
-            _GroupHead(group_id=members[at].decode(), index=int(members[at + 1]), members=int(members[at + 2]))
-            for at in range(0, len(members), 3)
-        ]
-        if not heads:
-            return None
+            rows = await self._connection.run("claim", trainer_session, train_step, 0, size - 1)
         groups: list[Group] = []
-        for part in slices(heads, _GROUPS_PER_READ):
-            groups += await self._load_groups(part)
-        self._claimed[train_step] = tuple(head.group_id for head in heads)
+        while rows:
+            groups += await self._load_groups([rows[at : at + 3] for at in range(0, len(rows), 3)])
+            first = len(groups)
+            if first % size:
+                break
+            rows = await self._connection.run("claim", trainer_session, train_step, first, first + size - 1)
+        if not groups:
+            return None
+        self._claimed[train_step] = tuple(group.group_id for group in groups)
         return Batch(train_step=train_step, groups=tuple(groups))
 
     async def confirm_batch_file(
@@ -154,54 +152,40 @@ class Training:
                 return total
             total += dropped
 
-    async def _load_groups(self, heads: Sequence[_GroupHead]) -> list[Group]:
-        """Payload of some groups in one round trip (and one more for linked chunks)."""
+    async def _load_groups(self, rows: Sequence[Sequence[Reply]]) -> list[Group]:
+        """Prompt and tokens of some groups in one round trip (and one more for linked chunks)."""
         commands: list[tuple[str | int, ...]] = []
-        for head in heads:
-            commands.append(("GET", self._keys.of("prompt", head.group_id)))
-            for trajectory_id in head.trajectory_ids():
-                commands.append(("HMGET", self._keys.of("trajectory", trajectory_id), *_MEMBER_FIELDS))
-                commands.append(("LRANGE", self._keys.of("segments", trajectory_id), 0, -1))
+        members: list[list[tuple[str, Sequence[Reply]]]] = []
+        for gid, _, records in rows:
+            group_id = gid.decode()
+            members.append([(f"{group_id}.{record[0]}", record) for record in records])
+            commands.append(("GET", self._keys.of("prompt", group_id)))
+            commands += [("LRANGE", self._keys.of("segments", i), 0, -1) for i, _ in members[-1]]
         replies = iter(await self._connection.commands(commands))
         prompts: list[Prompt] = []
-        records: dict[str, list[bytes]] = {}
         elements: dict[str, list[bytes]] = {}
-        for head in heads:
+        for (gid, _, _), scored in zip(rows, members, strict=True):
             prompt = next(replies)
             if prompt is None:
-                raise Conflict(f"group {head.group_id} was cut, but its payload is gone: its batch file has it")
+                raise Conflict(f"group {gid.decode()} was cut, but its payload is gone: its batch file has it")
             prompts.append(decode_prompt(prompt))
-            for trajectory_id in head.trajectory_ids():
-                record, parts = next(replies), next(replies)
-                if record[0] == b"scored":
-                    records[trajectory_id], elements[trajectory_id] = record, parts
+            elements |= {i: next(replies) for i, _ in scored}
         chunks = await load_chunks(self._connection, elements)
         return [
             Group(
-                group_id=head.group_id,
-                admission_index=head.index,
+                group_id=gid.decode(),
+                admission_index=int(index),
                 trajectories=tuple(
-                    _scored_trajectory(i, prompt, decode_segments(elements[i], chunks[i]), records[i])
-                    for i in head.trajectory_ids()
-                    if i in records
+                    _scored_trajectory(i, prompt, decode_segments(elements[i], chunks[i]), record)
+                    for i, record in scored
                 ),
             )
-            for head, prompt in zip(heads, prompts, strict=True)
+            for (gid, index, _), scored, prompt in zip(rows, members, prompts, strict=True)
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GroupHead:
-    group_id: str
-    index: int
-    members: int
-
-    def trajectory_ids(self) -> list[str]:
-        return [f"{self.group_id}.{member}" for member in range(self.members)]
-
-
 def _scored_trajectory(
-    trajectory_id: str, prompt: Prompt, segments: tuple[Segment, ...], record: Sequence[bytes]
+    trajectory_id: str, prompt: Prompt, segments: tuple[Segment, ...], record: Sequence[Reply]
 ) -> Trajectory:
     _, birth, finish, outcome, reward = record
     return build_trajectory(

@@ -19,7 +19,6 @@ from rollmesh.store.payload import (
     build_trajectory,
     decode_prompt,
     decode_segments,
-    digest_of,
     encode_segments,
     group_of,
 )
@@ -247,7 +246,7 @@ def _score_arguments(item: Score) -> Sequence[Argument]:
         raise DataError(f"{item.trajectory_id}: shaped_reward {item.shaped_reward} is not a finite number")
     outcome = outcome_to_pb(item.outcome).SerializeToString(deterministic=True)
     reward = repr(float(item.shaped_reward))
-    return (item.trajectory_id, int(scored), reward, outcome, digest_of(outcome, reward.encode()))
+    return (item.trajectory_id, int(scored), reward, outcome)
 
 
 def slices(items: Sequence[T], size: int) -> list[Sequence[T]]:

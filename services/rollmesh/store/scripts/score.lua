@@ -2,17 +2,20 @@
 -- uses: group
 -- finished -> scored | unscorable, and the group's next state. It allocates little and lets batches be cut, which is
 -- what frees memory, so it runs when memory is short.
--- ARGV: session, items, then per item: id, scored (1|0), shaped reward, outcome bytes, digest.
+-- ARGV: session, items, then per item: id, scored (1|0), shaped reward, outcome bytes.
 local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
 local session, reply, done = ARGV[1], {}, {}
 
-local function apply(id, scored, reward, outcome, digest)
-  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'outcome_digest')
+local function apply(id, scored, reward, outcome)
+  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens')
   if v[1] ~= session then return LOST, 0 end
-  if v[2] == 'scored' or v[2] == 'unscorable' then return v[4] == digest and DUPLICATE or REFUSED, tonumber(v[3]) end
+  if v[2] == 'scored' or v[2] == 'unscorable' then
+    local there = call('HMGET', trajectory_key(id), 'reward', 'outcome')
+    return there[1] == reward and there[2] == outcome and DUPLICATE or REFUSED, tonumber(v[3])
+  end
   if v[2] ~= 'finished' then return REFUSED, tonumber(v[3]) end
   local state = scored and 'scored' or 'unscorable'
-  call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome, 'outcome_digest', digest)
+  call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome)
   done[#done + 1] = id
   count('finished', -1)
   count(state, 1)
@@ -32,8 +35,8 @@ local function apply(id, scored, reward, outcome, digest)
 end
 
 for item = 0, tonumber(ARGV[2]) - 1 do
-  local at = 3 + item * 5
-  local status, tokens = apply(ARGV[at], ARGV[at + 1] == '1', ARGV[at + 2], ARGV[at + 3], ARGV[at + 4])
+  local at = 3 + item * 4
+  local status, tokens = apply(ARGV[at], ARGV[at + 1] == '1', ARGV[at + 2], ARGV[at + 3])
   reply[#reply + 1] = status
   reply[#reply + 1] = tokens
 end
