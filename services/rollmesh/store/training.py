@@ -89,8 +89,7 @@ class Training:
 
     async def report_trained(self, trainer_session: str, train_step: int) -> None:
         """cut(s) -> consumed(s): refunds the capacity of the batch and advances trained_step. Repeats are no-ops."""
-        report: tuple[Argument, ...] = ("report_trained", trainer_session, train_step, _TOMBSTONE_STEPS)
-        await sweep(self._connection, self._limits, train_step, after=report)
+        await self._connection.run("report_trained", trainer_session, train_step, _TOMBSTONE_STEPS)
         self._claimed.pop(train_step, None)
 
     async def report_committed(self, trainer_session: str, train_step: int) -> None:

@@ -67,6 +67,9 @@ class _Reader:
         truth, state = self.truth, self.truth.groups[gid]
         raw = await self.connection.command("HGETALL", self.keys.of("group", gid))
         group = {k.decode(): v.decode() for k, v in raw.items()}
+        if not group and state == "cut":
+            await self.check_batch_file(gid)
+            return
         if not group:
             truth.problems.append(f"{gid} is {state} without a record")
             return
@@ -90,6 +93,12 @@ class _Reader:
             truth.problems.append(f"{gid} is {state} with unfinished members {dict(states)}")
         if state == "open" and terminal == len(ids):
             truth.problems.append(f"{gid} is open, but every member is terminal")
+
+    async def check_batch_file(self, gid: str) -> None:
+        """A cut group without a record is in a confirmed batch file."""
+        step = await self.connection.command("HGET", self.keys.single("cut"), gid)
+        if not await self.connection.command("HGET", self.keys.of("batch", step.decode()), "digest"):
+            self.truth.problems.append(f"{gid} is cut without a record and without a batch file")
 
     async def check_leases(self, scoring: list[str]) -> None:
         truth = self.truth

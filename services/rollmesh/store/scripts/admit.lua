@@ -16,7 +16,7 @@ local floor_epoch, floor_index = tonumber(meta[6] or '-1'), tonumber(meta[7] or 
 
 local function known(gid, epoch, index)
   if epoch < floor_epoch or (epoch == floor_epoch and index <= floor_index) then return true end
-  return call('EXISTS', group_key(gid)) == 1 or call('ZSCORE', K.tombstones, gid)
+  return call('EXISTS', group_key(gid)) == 1 or call('ZSCORE', K.tombstones, gid) or call('HEXISTS', K.cut, gid) == 1
 end
 
 local sequence, opened = tonumber(meta[5] or '0'), 0

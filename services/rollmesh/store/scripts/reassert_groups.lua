@@ -9,7 +9,7 @@ local step, digest, trained = ARGV[2], ARGV[3], ARGV[4] == '1'
 if ARGV[5] == '1' then
   for _, gid in ipairs(call('LRANGE', batch_groups_key(step), 0, -1)) do
     local group = load_group(gid)
-    if group and group.launched > 0 then
+    if group then
       call('HDEL', K.cut, gid)
       call('ZADD', K.ready, group.index, gid)
       call('ZADD', K.ready_steps, group.step or '+inf', gid)
@@ -23,6 +23,7 @@ for at = 6, #ARGV do
   local group = load_group(gid)
   if group then
     delete_members(group)
+    call('UNLINK', group_key(gid))
     call('ZREM', K.open, gid)
     call('ZREM', K.ready, gid)
     call('ZREM', K.open_steps, gid)
@@ -30,11 +31,8 @@ for at = 6, #ARGV do
   end
   if trained then
     call('HDEL', K.cut, gid)
-    call('UNLINK', group_key(gid))
     call('ZADD', K.tombstones, step, gid)
   else
-    call('HSET', group_key(gid), 'index', group and group.index or 0, 'needed', 0, 'launched', 0, 'scored', 0,
-      'terminal', 0)
     call('HSET', K.cut, gid, step)
     call('RPUSH', batch_groups_key(step), gid)
   end

@@ -13,6 +13,7 @@ repeat
   attempt = attempt + 1
   gid = letter[1] .. 'r' .. attempt
 until call('EXISTS', group_key(gid)) == 0 and not call('ZSCORE', K.tombstones, gid)
+  and call('HEXISTS', K.cut, gid) == 0
 local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)
 call('COPY', letter_prompt_key(id), prompt_key(gid))
 call('HSET', group_key(gid), 'index', sequence, 'needed', ARGV[2], 'launched', ARGV[2], 'scored', 0, 'terminal', 0,

@@ -18,7 +18,8 @@ end
 call('HDEL', K.cut, unpack(gids))
 call('ZADD', K.tombstones, unpack(graves))
 call('HSET', K.meta, 'trained_step', step)
-call('SADD', K.unswept, step)
+-- A sweep that died half-way is finished by the leader (reap), which then deletes these.
+if call('SISMEMBER', K.unswept, step) == 0 then call('UNLINK', batch_key(step), batch_groups_key(step)) end
 count('consumed_total', #gids)
 
 -- Old tombstones become a floor: every prompt position up to it is known. The floor stays below the cursor, and below
