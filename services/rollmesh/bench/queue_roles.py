@@ -19,7 +19,7 @@ from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Seg
 
 T = TypeVar("T")
 
-GROUP_SIZE = 8
+GROUP_SIZE = 16
 PRODUCER_TASKS = 4
 """Groups that a producer has in flight; the same for the bare loop."""
 BACKLOG_GROUPS = 64
@@ -113,7 +113,7 @@ async def produce(work: Work, role: Role) -> None:
     """Admit, lease, save, finish and score ``work.groups`` groups, a bounded number ahead of the consumer."""
     segment = payload(work.tokens // 2)
     async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
-        session = await store.open_session("bench")
+        sessions = [await store.open_session("bench") for _ in range(PRODUCER_TASKS)]
         cursor, done = Cursor(index=work.first_group), 0
         role.started = time.time()
         while done < work.groups:
@@ -124,7 +124,7 @@ async def produce(work: Work, role: Role) -> None:
             after = Cursor(index=cursor.index + count)
             groups = [new_group(cursor.index + at) for at in range(count)]
             await role.timed("admit", store.admit(work.leader, groups, cursor, after))
-            await asyncio.gather(*(produce_group(store, session, role, segment) for _ in range(count)))
+            await asyncio.gather(*(produce_group(store, session, role, segment) for session in sessions[:count]))
             cursor, done = after, done + count
         role.ended = time.time()
 

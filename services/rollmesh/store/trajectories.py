@@ -83,8 +83,8 @@ class TrajectoryQueue:
         """Record outcomes: finished -> scored | unscorable, and with the last one the group's next state."""
         arguments = [_score_arguments(item) for item in items]
         # The last score of a group may take the whole group apart.
-        size = min(_ITEMS_PER_CALL, await self._limits.groups_per_call())
-        return await self._sliced("score", session, [item.trajectory_id for item in items], arguments, size)
+        parts = by_groups([item.trajectory_id for item in items], await self._limits.groups_per_call())
+        return await self._sliced("score", session, parts, arguments)
 
     async def release(self, session: str, trajectory_ids: Sequence[str], reason: str = ReleaseReason.FAILED) -> int:
         """Let held trajectories go: unfinished ones become partial or pending, finished ones wait for scoring.
@@ -191,7 +191,7 @@ class TrajectoryQueue:
         for attempt in range(1, _UPLOAD_ATTEMPTS + 1):
             await self._upload(ids, chunks)
             try:
-                return await self._sliced(script, session, ids, arguments)
+                return await self._sliced(script, session, slices(ids, _ITEMS_PER_CALL), arguments)
             except UploadExpired:
                 if attempt == _UPLOAD_ATTEMPTS:
                     raise
@@ -208,24 +208,17 @@ class TrajectoryQueue:
         )
 
     async def _sliced(
-        self,
-        script: str,
-        session: str,
-        ids: Sequence[str],
-        arguments: Sequence[Sequence[Argument]],
-        size: int = _ITEMS_PER_CALL,
+        self, script: str, session: str, parts: Sequence[Sequence[str]], arguments: Sequence[Sequence[Argument]]
     ) -> list[AppendResult]:
+        """Run a script on every part of the trajectory ids; ``arguments`` are those of all items, in order."""
         results: list[AppendResult] = []
-        for part in slices(list(zip(ids, arguments, strict=True)), size):
-            flat = [word for _, words in part for word in words]
-            reply: Reply = await self._connection.run(script, session, len(part), *flat)
+        for ids in parts:
+            items = arguments[len(results) : len(results) + len(ids)]
+            flat = [word for words in items for word in words]
+            reply: Reply = await self._connection.run(script, session, len(ids), *flat)
             results += [
-                AppendResult(
-                    trajectory_id=trajectory_id,
-                    status=WriteStatus(reply[2 * at]),
-                    saved_token_count=int(reply[2 * at + 1]),
-                )
-                for at, (trajectory_id, _) in enumerate(part)
+                AppendResult(trajectory_id=i, status=WriteStatus(status), saved_token_count=tokens)
+                for i, status, tokens in zip(ids, reply[0::2], reply[1::2], strict=True)
             ]
         return results
 
@@ -247,6 +240,19 @@ def _score_arguments(item: Score) -> Sequence[Argument]:
     outcome = outcome_to_pb(item.outcome).SerializeToString(deterministic=True)
     reward = repr(float(item.shaped_reward))
     return (item.trajectory_id, int(scored), reward, outcome)
+
+
+def by_groups(trajectory_ids: Sequence[str], groups: int) -> list[list[str]]:
+    """Cut trajectory ids into parts of at most 64 that come from at most ``groups`` different groups."""
+    parts: list[list[str]] = []
+    seen: set[str] = set()
+    for trajectory_id in trajectory_ids:
+        seen.add(group_of(trajectory_id))
+        if not parts or len(seen) > groups or len(parts[-1]) == _ITEMS_PER_CALL:
+            parts.append([])
+            seen = {group_of(trajectory_id)}
+        parts[-1].append(trajectory_id)
+    return parts
 
 
 def slices(items: Sequence[T], size: int) -> list[Sequence[T]]:

@@ -18,6 +18,7 @@ from rollmesh.store.payload import (
     encode_segments,
     group_of,
 )
+from rollmesh.store.trajectories import by_groups
 from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource
 
 
@@ -95,3 +96,11 @@ def test_a_trajectory_id_names_its_group_and_member() -> None:
     trajectory = build_trajectory("e1-20r2.13", prompt, finish=b"stop", reward=b"0.25")
     assert (trajectory.group_id, trajectory.member_index) == ("e1-20r2", 13) == (group_of("e1-20r2.13"), 13)
     assert (trajectory.finish_reason, trajectory.shaped_reward) == (FinishReason.STOP, 0.25)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=200), st.integers(1, 4))
+def test_parts_keep_the_order_and_stay_within_their_bounds(members: list[tuple[int, int]], groups: int) -> None:
+    ids = [f"e0-{group}.{member}" for group, member in members]
+    parts = by_groups(ids, groups)
+    assert [i for part in parts for i in part] == ids
+    assert all(1 <= len(part) <= 64 and len({group_of(i) for i in part}) <= groups for part in parts)
