@@ -8,11 +8,13 @@ bare loop is XADD / XREADGROUP / XACK with as many entries a call. Both run in t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +24,12 @@ from rollmesh.bench.queue_roles import GROUP_SIZE, Role, Work, consume_step, new
 from rollmesh.config.services import StoreConfig
 from rollmesh.mesh import Cursor, Desired, RunLimits
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
-from rollmesh.types import PolicyRecord
+from rollmesh.types import PolicyRecord, Segment
 
 LIFE_TOKENS, FLAT_TOKENS = 2048, 256
 _FILL_GROUPS = 64
+_FLAT_SAMPLES = 10
+_SETTLE_LOOKS = 1200
 
 
 def run(*, quick: bool = False) -> list[Measure]:
@@ -38,7 +42,7 @@ def run(*, quick: bool = False) -> list[Measure]:
         try:
             with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
                 measures = _lives(server.url, pool, rounds, groups)
-            return measures + asyncio.run(_flatness(server, resident, cycles=40 if quick else 150))
+            return measures + asyncio.run(_flatness(Path(folder) / "flat", resident, cycles=40 if quick else 200))
         finally:
             server.kill()
 
@@ -127,32 +131,61 @@ async def _forget(url: str, pattern: str) -> None:
             await store.connection.command("UNLINK", *keys[at : at + 500])
 
 
-async def _flatness(server: EmbeddedServer, resident: list[int], cycles: int) -> list[Measure]:
-    """CPU of server and client per operation, with ever more trajectories resident in the queue."""
-    work = await _prepare(server.url, "flatness", 0, FLAT_TOKENS)
+@dataclass(slots=True)
+class _Resident:
+    """A queue with so many trajectories in it, on a server of its own."""
+
+    size: int
+    store: TrajectoryStore
+    work: Work
+    session: str
+    cursor: int = 0
+    step: int = 1
+    samples: list[float] = field(default_factory=list)
+    """CPU seconds of an operation."""
+
+    async def cycle(self, role: Role, segment: Segment) -> None:
+        """Admit and complete one group, and train on the oldest one."""
+        index = self.cursor
+        await self.store.admit(self.work.leader, [new_group(index)], Cursor(index=index), Cursor(index=index + 1))
+        await produce_group(self.store, self.session, role, segment)
+        oldest = (await self.store.view()).ready[0].group_id
+        await consume_step(self.store, self.work, self.step, oldest, role)
+        self.cursor, self.step = index + 1, self.step + 1
+
+    async def sample(self, cycles: int, segment: Segment) -> None:
+        """CPU of client and server over some lives, per operation."""
+        role, before = Role(), await _cpu_seconds(self.store)
+        for _ in range(cycles):
+            await self.cycle(role, segment)
+        operations = 2 * cycles + sum(map(len, role.seconds.values()))
+        self.samples.append((await _cpu_seconds(self.store) - before) / operations)
+
+
+async def _flatness(folder: Path, sizes: list[int], cycles: int) -> list[Measure]:
+    """CPU of server and client per operation, with ever more trajectories resident; sizes take turns."""
     segment = payload(FLAT_TOKENS // 2)
-    costs: dict[int, float] = {}
-    async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=server.url) as store:
-        session = await store.open_session("bench")
-        cursor, step = 0, 1
-        for size in resident:
-            cursor = await _fill(store, work, session, cursor, size)
-            samples = []
-            for _ in range(5):
-                before = await _cpu_seconds(store)
-                role = Role()
-                for _ in range(cycles // 5):
-                    await store.admit(work.leader, [new_group(cursor)], Cursor(index=cursor), Cursor(index=cursor + 1))
-                    await produce_group(store, session, role, segment)
-                    oldest = (await store.view()).ready[0].group_id
-                    await consume_step(store, work, step, oldest, role)
-                    cursor, step = cursor + 1, step + 1
-                operations = 2 * (cycles // 5) + sum(map(len, role.seconds.values()))
-                samples.append((await _cpu_seconds(store) - before) / operations)
-            costs[size] = 1e6 * statistics.median(samples)
-    base = costs[resident[0]]
+    async with contextlib.AsyncExitStack() as stack:
+        queues = []
+        for size in sizes:
+            server = EmbeddedServer(folder / str(size), EmbeddedOptions(maxmemory_bytes=4 << 30))
+            server.start()
+            stack.callback(server.kill)
+            work = await _prepare(server.url, "flatness", 0, FLAT_TOKENS)
+            store = await stack.enter_async_context(
+                await TrajectoryStore.connect(StoreConfig(), run=work.run, url=server.url)
+            )
+            queue = _Resident(size=size, store=store, work=work, session=await store.open_session("bench"))
+            queue.cursor = await _fill(store, work, queue.session, 0, size)
+            queues.append(queue)
+            await _settled(store)
+        for _ in range(_FLAT_SAMPLES):
+            for queue in queues:
+                await queue.sample(max(1, cycles // _FLAT_SAMPLES), segment)
+    costs = {queue.size: 1e6 * statistics.median(queue.samples) for queue in queues}
+    base = costs[sizes[0]]
     measures = [
-        compared(f"CPU of an operation on a group, {size} resident", cost, "us", f"{resident[0]} resident", base)
+        compared(f"CPU of an operation on {GROUP_SIZE}, {size} resident", cost, "us", f"{sizes[0]} resident", base)
         for size, cost in costs.items()
     ]
     spread = max(costs.values()) / min(costs.values())
@@ -172,7 +205,17 @@ async def _fill(store: TrajectoryStore, work: Work, session: str, cursor: int, s
     return cursor
 
 
+async def _settled(store: TrajectoryStore) -> None:
+    """Wait until the server has rewritten its append-only file after the fill."""
+    for _ in range(_SETTLE_LOOKS):
+        if not (await store.connection.command("INFO", "persistence"))["aof_rewrite_in_progress"]:
+            return
+        await asyncio.sleep(0.05)
+    raise RuntimeError("the server does not finish rewriting its append-only file")
+
+
 async def _cpu_seconds(store: TrajectoryStore) -> float:
-    """CPU of this process and of the server's main thread and helpers."""
+    """CPU of this process and of the server's main thread."""
     info = await store.connection.command("INFO", "cpu")
-    return time.process_time() + float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+    server = float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])
+    return time.process_time() + server
