@@ -69,7 +69,7 @@ class MeshView:
     finished: int
     """Trajectories that wait for their reward."""
     memory_ratio: float
-    """Redis used_memory / maxmemory; 0 without a limit."""
+    """Redis used_memory, plus what unfinished trajectories may still write, over maxmemory; 0 without a limit."""
     filtered_in_a_row: int
     """Zero-variance groups since the last ready one."""
     blocked_since: float | None
