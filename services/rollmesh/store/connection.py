@@ -16,7 +16,7 @@ import redis.asyncio as aioredis
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 
 from rollmesh.errors import ConfigError, StoreError, StoreUnavailable
@@ -62,8 +62,13 @@ class Connection:
         return connection
 
     async def aclose(self) -> None:
-        """Close the pool."""
+        """Close the pool, and the connections to the sentinels that it asks for the master."""
+        pool = self.client.connection_pool
         await self.client.aclose()
+        await pool.disconnect()
+        if isinstance(pool, SentinelConnectionPool):
+            for sentinel in pool.sentinel_manager.sentinels:
+                await sentinel.aclose()
 
     async def check_server(self) -> None:
         """Raise StoreUnavailable for a server that is too old or that may drop keys; warn without AOF."""
