@@ -315,6 +315,15 @@ async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed
         await store.dead_letter("e0-0.0")
 
 
+async def test_a_replacement_opened_by_a_burial_comes_before_younger_groups(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=1)
+    await mesh.admit(2)
+    await store.lease(mesh.session, 1)
+    await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    leased = [t.trajectory.trajectory_id for t in await store.lease(mesh.session, 4)]
+    assert leased == ["e0-0.1", "e0-0.2", "e0-1.0", "e0-1.1"]
+
+
 async def test_progress_resets_the_attempts(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=1)
     await mesh.admit(1)

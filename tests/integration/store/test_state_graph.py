@@ -439,7 +439,7 @@ def test_the_queue_follows_its_state_graph(server: EmbeddedServer) -> None:
     run_state_machine_as_test(
         QueueMachine,
         settings=settings(
-            max_examples=25,
+            max_examples=60,
             stateful_step_count=50,
             deadline=None,
             derandomize=True,

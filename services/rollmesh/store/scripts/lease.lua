@@ -27,7 +27,7 @@ local function take(id, order)
   if attempts > max_attempts then
     bury(id, 'max_attempts')
     buried = buried + 1
-    return
+    return false
   end
   call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order, 'attempts', attempts,
     'mark', tokens, 'tokens', tokens, 'birth', v[4] or birth)
@@ -35,6 +35,7 @@ local function take(id, order)
   local at = #reply
   reply[at + 1], reply[at + 2], reply[at + 3] = id, attempts, tonumber(v[4] or birth)
   reply[at + 4], reply[at + 5] = tokens, v[1] and 0 or 1
+  return true
 end
 
 local function take_from(queue)
@@ -43,9 +44,9 @@ local function take_from(queue)
     if #found == 0 then return end
     local seen = {}
     for at = 1, #found, 2 do
-      if buried >= MOST_BURIALS then break end
       seen[#seen + 1] = found[at]
-      take(found[at], found[at + 1])
+      -- A burial may open a replacement that comes before the rest of `found`, or drop the group that they are in.
+      if not take(found[at], found[at + 1]) then break end
     end
     call('ZREM', queue, unpack(seen))
   end
