@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -19,15 +20,17 @@ MOST_ITEMS = 100_000
 
 
 class RewardService(stubs.RewardServiceServicer):
-    """Scores answers; one outcome per item, in order."""
+    """Scores answers; each outcome leaves as soon as it is there."""
 
     def __init__(self, scoring: Scoring, most_items: int = MOST_ITEMS) -> None:
         self._scoring = scoring
         self._most_items = most_items
         self._item_count = 0
 
-    async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ScoreResponse:
-        """Score every item; RESOURCE_EXHAUSTED when the service is full."""
+    async def Score(
+        self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.ScoreResponse]:
+        """Score every item; RESOURCE_EXHAUSTED when the service is full. A cancelled call is not scored further."""
         count = len(request.items)
         if self._item_count + count > self._most_items:
             await context.abort(
@@ -35,10 +38,16 @@ class RewardService(stubs.RewardServiceServicer):
                 f"items: {self._item_count} of {self._most_items} are in the service",
             )
         self._item_count += count
+        tasks = [asyncio.create_task(self._one(index, item)) for index, item in enumerate(request.items)]
         try:
-            outcomes = await asyncio.gather(
-                *(self._scoring.score(item.prompt.verifier, item.SerializeToString()) for item in request.items)
-            )
+            for scored in asyncio.as_completed(tasks):
+                yield await scored
         finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._item_count -= count
-        return pb.ScoreResponse(outcomes=[outcome_to_pb(outcome) for outcome in outcomes])
+
+    async def _one(self, index: int, item: pb.ScoreItem) -> pb.ScoreResponse:
+        outcome = await self._scoring.score(item.prompt.verifier, item.SerializeToString())
+        return pb.ScoreResponse(item_index=index, outcome=outcome_to_pb(outcome))

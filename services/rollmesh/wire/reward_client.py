@@ -96,8 +96,8 @@ class RewardClient:
     async def score(self, trajectories: Sequence[Trajectory]) -> list[RewardOutcome]:
         """One outcome per finished trajectory, in order.
 
-        Calls of one loop tick travel together. Raises RewardUnavailable when no service answers before the deadline,
-        DataError when a prompt's metadata cannot travel.
+        Calls of one loop tick travel together, and each returns as soon as its own outcomes are there. Raises
+        RewardUnavailable when no service answers before the deadline, DataError when a prompt's metadata cannot travel.
         """
         loop = asyncio.get_running_loop()
         waiting = [
@@ -130,19 +130,15 @@ class RewardClient:
 
     async def _deliver(self, batch: list[_Waiting]) -> None:
         try:
-            outcomes = await self._call(batch, time.monotonic() + self._deadline_seconds)
+            await self._call(batch, time.monotonic() + self._deadline_seconds)
         except asyncio.CancelledError:
             _fail(batch, RewardUnavailable("reward: the client has been closed"))
             raise
         except Exception as error:
             _fail(batch, error)
-            return
-        for waiting, outcome in zip(batch, outcomes, strict=True):
-            if not waiting.result.done():
-                waiting.result.set_result(outcome)
 
-    async def _call(self, batch: list[_Waiting], deadline: float) -> list[RewardOutcome]:
-        request = pb.ScoreRequest(items=[w.item for w in batch])
+    async def _call(self, batch: list[_Waiting], deadline: float) -> None:
+        """Outcomes reach their callers as they come; what a broken call left open goes into the next one."""
         metadata = call_metadata(traceparent=batch[0].traceparent, token=self._token)
         pause, reason = _FIRST_PAUSE_SECONDS, "none is registered in the run folder"
         while (remaining := deadline - time.monotonic()) > 0:
@@ -150,8 +146,8 @@ class RewardClient:
             if line is not None:
                 line.item_count += len(batch)
                 try:
-                    response = await line.stub.Score(request, timeout=remaining, metadata=metadata)
-                    return _outcomes(response, len(batch))
+                    await _receive(line.stub, batch, remaining, metadata)
+                    return
                 except grpc.aio.AioRpcError as error:
                     reason = f"{error.code().name}: {error.details()}"
                     if error.code() not in _AGAIN:
@@ -160,6 +156,9 @@ class RewardClient:
                 finally:
                     line.item_count -= len(batch)
                     self._retire(line)
+                batch = [waiting for waiting in batch if not waiting.result.done()]
+                if not batch:
+                    return
             await asyncio.sleep(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         raise RewardUnavailable(f"reward: no service answered within {self._deadline_seconds:g} s; {reason}")
@@ -191,10 +190,23 @@ class RewardClient:
         closing.add_done_callback(self._closing.discard)
 
 
-def _outcomes(response: pb.ScoreResponse, count: int) -> list[RewardOutcome]:
-    if len(response.outcomes) != count:
-        raise RewardUnavailable(f"reward: the service gave {len(response.outcomes)} outcomes for {count} answers")
-    return [outcome_from_pb(outcome) for outcome in response.outcomes]
+async def _receive(
+    stub: stubs.RewardServiceStub, batch: Sequence[_Waiting], timeout: float, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    call = stub.Score(pb.ScoreRequest(items=[w.item for w in batch]), timeout=timeout, metadata=metadata)
+    count = 0
+    try:
+        async for response in call:
+            if not 0 <= response.item_index < len(batch):
+                raise RewardUnavailable(f"reward: item_index {response.item_index} of {len(batch)} answers")
+            count += 1
+            result = batch[response.item_index].result
+            if not result.done():
+                result.set_result(outcome_from_pb(response.outcome))
+    finally:
+        call.cancel()
+    if any(not waiting.result.done() for waiting in batch):
+        raise RewardUnavailable(f"reward: the service gave {count} outcomes for {len(batch)} answers")
 
 
 def _fail(batch: Sequence[_Waiting], error: BaseException) -> None:

@@ -30,6 +30,7 @@ from rollmesh.text import Tokenizer
 from rollmesh.types import OutcomeKind, RewardOutcome, Segment, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
+from rollmesh.v1 import trajectory_pb2
 from rollmesh.wire.reward_client import RewardClient
 
 from .reward_bench import Answers, endpoint_of, make_config, running_service
@@ -134,20 +135,32 @@ async def test_a_judge_is_asked_for_many_answers_at_once(tmp_path: Path) -> None
 class CountingService(stubs.RewardServiceServicer):
     """A reward service that notes its calls and fails when told to."""
 
-    def __init__(self, failures: list[grpc.StatusCode] | None = None, answer_count: int | None = None) -> None:
+    def __init__(
+        self,
+        failures: list[grpc.StatusCode] | None = None,
+        answer_count: int | None = None,
+        hangs_after: int | None = None,
+        breaks_after: int | None = None,
+    ) -> None:
         self.calls: list[int] = []
         self._failures = failures or []
         self._answer_count = answer_count
+        self._hangs_after = hangs_after
+        self._breaks_after = breaks_after
 
-    async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
+    async def Score(self, request: pb.ScoreRequest, context: Any) -> AsyncIterator[pb.ScoreResponse]:
         self.calls.append(len(request.items))
         if self._failures:
             await context.abort(self._failures.pop(0), "told to fail")
         count = len(request.items) if self._answer_count is None else self._answer_count
-        response = pb.ScoreResponse()
-        for item in request.items[:count]:
-            response.outcomes.add(kind=1, value=float(len(item.response_ids.data)))
-        return response
+        # The last item is answered first: the index says whose outcome it is.
+        for answered, index in enumerate(reversed(range(count))):
+            if answered == self._hangs_after:
+                await asyncio.Event().wait()
+            if answered == self._breaks_after:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "told to break")
+            outcome = trajectory_pb2.RewardOutcome(kind=1, value=float(len(request.items[index].response_ids.data)))
+            yield pb.ScoreResponse(item_index=index, outcome=outcome)
 
 
 @asynccontextmanager
@@ -173,6 +186,36 @@ async def test_calls_of_one_tick_travel_together_and_come_back_to_their_callers(
         outcomes = [each[0] for each in await asyncio.gather(*calls)]
     assert sorted(service.calls) == [22, 64, 64]
     assert [o.value for o in outcomes] == [4.0 * n for n in range(1, 151)]
+
+
+async def test_an_answer_does_not_wait_for_the_slowest_one_of_its_call(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify", timeout_seconds=5.0)
+    answers = Answers(config)
+    async with running_service(config), RewardClient(config) as client:
+        await client.score([answers.trajectory("value 0")])
+        slow = asyncio.create_task(client.score([answers.trajectory("sleep 1.5")]))
+        quick = asyncio.create_task(client.score([answers.trajectory("value 1")]))
+        assert (await quick)[0].value == 1.0
+        assert not slow.done()
+        assert (await slow)[0].value == 1.0
+
+
+async def test_a_call_that_outlasts_its_deadline_keeps_the_outcomes_that_it_brought(tmp_path: Path) -> None:
+    """Or a batch with more time-outs than fit into the deadline would be scored from its start again and again."""
+    service = CountingService(hangs_after=2)
+    async with client_of(service, tmp_path, deadline_seconds=0.5) as (client, answers):
+        calls = [client.score([answers.trajectory("x" * n)]) for n in range(1, 6)]
+        first = await asyncio.gather(*calls, return_exceptions=True)
+        assert [isinstance(result, RewardUnavailable) for result in first] == [True, True, True, False, False]
+        assert [result[0].value for result in first[3:]] == [16.0, 20.0]  # type: ignore[index]
+
+
+async def test_only_what_a_broken_call_left_open_is_sent_again(tmp_path: Path) -> None:
+    service = CountingService(breaks_after=2)
+    async with client_of(service, tmp_path) as (client, answers):
+        calls = [client.score([answers.trajectory("x" * n)]) for n in range(1, 6)]
+        assert [result[0].value for result in await asyncio.gather(*calls)] == [4.0, 8.0, 12.0, 16.0, 20.0]
+    assert service.calls == [5, 3, 1]
 
 
 async def test_large_answers_are_spread_over_calls(tmp_path: Path) -> None:
@@ -254,9 +297,10 @@ async def test_a_full_service_refuses_and_says_so(tmp_path: Path) -> None:
     await server.start()
     async with create_channel(address) as channel:
         stub = stubs.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
-        assert len((await stub.Score(pb.ScoreRequest(items=[pb.ScoreItem()] * 2))).outcomes) == 2
+        two = [response.item_index async for response in stub.Score(pb.ScoreRequest(items=[pb.ScoreItem()] * 2))]
+        assert sorted(two) == [0, 1]
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Score(pb.ScoreRequest(items=[pb.ScoreItem()] * 3))
+            await stub.Score(pb.ScoreRequest(items=[pb.ScoreItem()] * 3)).read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await server.stop(None)
 

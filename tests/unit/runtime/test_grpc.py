@@ -8,7 +8,7 @@ from rollmesh.v1 import reward_service_pb2, reward_service_pb2_grpc
 
 class Echo(reward_service_pb2_grpc.RewardServiceServicer):
     async def Score(self, request, context):
-        return reward_service_pb2.ScoreResponse()
+        yield reward_service_pb2.ScoreResponse()
 
 
 async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open() -> None:
@@ -22,9 +22,10 @@ async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open(
     try:
         stub = reward_service_pb2_grpc.RewardServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await stub.Score(reward_service_pb2.ScoreRequest())
+            await stub.Score(reward_service_pb2.ScoreRequest()).read()
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        await stub.Score(reward_service_pb2.ScoreRequest(), metadata=call_metadata(token="secret"))
+        call = stub.Score(reward_service_pb2.ScoreRequest(), metadata=call_metadata(token="secret"))
+        assert await call.read() == reward_service_pb2.ScoreResponse()
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     finally:
