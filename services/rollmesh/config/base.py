@@ -6,6 +6,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A closed, frozen section of the run file: unknown keys are errors, docstrings become the schema's text."""
+    """A closed, frozen section of the run file: unknown keys and numbers that are not finite are errors, docstrings
+    become the schema's text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )

@@ -14,9 +14,9 @@ class ScheduleConfig(Section):
 
     preset: Literal["sync", "one_step_off", "copris", "copris_paper", "areal"] = "copris"
     """Named schedule of the literature."""
-    groups_per_batch: int = Field(default=16, ge=1)
+    groups_per_batch: int = Field(default=16, ge=1, le=2048)
     """B: groups that one train step consumes."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=1, le=1024)
     """n: trajectories per group."""
     pool_size: int | None = Field(default=None, ge=1)
     """N': trajectories leased at once over the whole mesh; null takes the preset's."""
@@ -30,4 +30,5 @@ class ScheduleConfig(Section):
     filter_zero_variance: bool = False
     """Drop groups whose rewards are all equal; refunds their capacity."""
     max_filtered_in_a_row: int | None = Field(default=None, ge=1)
-    """Filtered groups in a row that end the run with an error; null is 10 * groups_per_batch."""
+    """Filtered groups in a row that end the run with an error, and groups in a row without two scored answers; null is
+    10 * groups_per_batch."""

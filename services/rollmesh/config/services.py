@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
+from urllib.parse import unquote
 
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, model_validator
 
 from rollmesh.config.base import Section
 
@@ -45,13 +46,25 @@ class GeneratorConfig(Section):
     """Step-time curve [(running calls, seconds)]: sleeps every decode step to it. Emulated latency, for experiments."""
 
 
+def split_password(url: str) -> tuple[str, str | None]:
+    """A Redis URL without its password, and the password (percent-encoding undone); None without one."""
+    scheme, separator, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    credentials, at, hosts = authority.rpartition("@")
+    user, colon, password = credentials.partition(":")
+    if not at or not colon:
+        return url, None
+    return f"{scheme}{separator}{user}{at if user else ''}{hosts}{slash}{path}", unquote(password)
+
+
 class StoreConfig(Section):
     """The trajectory queue."""
 
     url: str | None = None
-    """redis:// or rediss:// URL; null starts an embedded server in the run folder."""
+    """redis://, rediss://, unix:// or redis+sentinel:// URL; null starts an embedded server in the run folder. A
+    password in it is taken out and treated as ``password``."""
     password: SecretStr | None = None
-    """Password, if the URL has none; better from ROLLMESH_STORE__PASSWORD."""
+    """Password of the server; better from ROLLMESH_STORE__PASSWORD. It wins over one in the URL."""
     appendfsync: Literal["everysec", "always"] = "everysec"
     """Durability of the embedded server."""
     maxmemory_bytes: int = Field(default=1 << 30, ge=1 << 24)
@@ -60,6 +73,26 @@ class StoreConfig(Section):
     """Heartbeat of sessions and generators."""
     session_ttl_seconds: float = Field(default=30.0, gt=0)
     """A session that has not renewed for so long is dead; its partials are leased again."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_password_in_the_url_is_a_secret(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or not isinstance(data.get("url"), str):
+            return data
+        url, password = split_password(data["url"])
+        if password is None:
+            return data
+        given = data.get("password")
+        return {**data, "url": url, "password": password if given is None else given}
+
+    @model_validator(mode="after")
+    def _a_session_outlives_a_late_heartbeat(self) -> Self:
+        if self.session_ttl_seconds < 2 * self.heartbeat_seconds:
+            raise ValueError(
+                f"store.session_ttl_seconds={self.session_ttl_seconds:g} is less than twice "
+                f"store.heartbeat_seconds={self.heartbeat_seconds:g}: sessions would expire between two heartbeats"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -110,6 +143,8 @@ class LauncherConfig(Section):
     """OMP threads per process."""
     restart_limit: int = Field(default=20, ge=0)
     """Restarts of one service within ten minutes before the run fails."""
+    start_timeout_seconds: float = Field(default=300.0, gt=0)
+    """Limit for the initial policy to be published, and again for a generator to serve it; large models need more."""
     host: str = "127.0.0.1"
     """Address the local services bind to."""
 

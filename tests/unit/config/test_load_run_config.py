@@ -46,6 +46,13 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ({"generator": {"max_context_tokens": 100}}, ["generator.max_context_tokens=100", "1536"]),
         ({"trainer": {"minibatches": 3}}, ["trainer.minibatches=3", "groups_per_batch=16"]),
         ({"name": "Not A Name"}, ["name", "'Not A Name'"]),
+        (
+            {"store": {"heartbeat_seconds": 20, "session_ttl_seconds": 30}},
+            ["store.session_ttl_seconds=30", "heartbeat_seconds=20"],
+        ),
+        ({"reward": {"fixed_value": float("nan")}}, ["reward.fixed_value", "finite number"]),
+        ({"trainer": {"learning_rate": float("inf")}}, ["trainer.learning_rate", "finite number"]),
+        ({"schedule": {"group_size": 5000}}, ["schedule.group_size", "1024"]),
         ({"data": {"source": {"type": "csv"}}}, ["data.source", "csv"]),
     ],
 )
@@ -104,3 +111,30 @@ def test_the_written_config_holds_no_secret_and_loads_to_the_same_run(run_file, 
         written, environ={"ROLLMESH_STORE__PASSWORD": "hunter2", "ROLLMESH_CHECKPOINTS__SECRET": "abc"}
     )
     assert again == config
+
+
+@pytest.mark.parametrize(
+    ("url", "kept", "password"),
+    [
+        ("redis://:hunter2@host:6379/3", "redis://host:6379/3", "hunter2"),
+        ("rediss://me:hunter2%40home@host", "rediss://me@host", "hunter2@home"),
+        ("redis+sentinel://:hunter2@one:26380,two/queue", "redis+sentinel://one:26380,two/queue", "hunter2"),
+        ("unix://:hunter2@/run/redis.sock?db=1", "unix:///run/redis.sock?db=1", "hunter2"),
+        ("unix:///run/a:b@c.sock", "unix:///run/a:b@c.sock", None),
+        ("redis://me@host", "redis://me@host", None),
+    ],
+)
+def test_a_password_in_the_url_is_a_secret_like_any_other(run_file, tmp_path: Path, url, kept, password) -> None:
+    config = load_run_config(run_file(store={"url": url}), environ={})
+    assert config.store.url == kept
+    assert password == (None if config.store.password is None else config.store.password.get_secret_value())
+    write_run_config(config, tmp_path / "config.yaml")
+    assert "hunter2" not in (tmp_path / "config.yaml").read_text()
+
+
+def test_a_password_given_by_itself_wins_over_the_one_in_the_url(run_file) -> None:
+    file = run_file(store={"url": "redis://:old@host"})
+    config = load_run_config(file, environ={"ROLLMESH_STORE__PASSWORD": "new"})
+    assert config.store.url == "redis://host"
+    assert config.store.password is not None
+    assert config.store.password.get_secret_value() == "new"
