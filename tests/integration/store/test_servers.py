@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,41 @@ async def test_a_wrong_password_is_a_clear_error(tmp_path: Path) -> None:
                 await connect(server.url, password)
         async with await connect(server.url, "right") as store:
             await Mesh.start(store)
+    finally:
+        server.kill()
+
+
+async def test_a_server_that_refuses_writes_for_now_is_an_outage_not_an_error(own_server: EmbeddedServer) -> None:
+    async with await connect(own_server.url) as store:
+        mesh = await Mesh.start(store)
+        await store.connection.command("CONFIG", "SET", "min-replicas-to-write", 1)
+        with pytest.raises(StoreUnavailable, match="refuses for now: NOREPLICAS"):
+            await mesh.admit(1)
+        await store.connection.command("CONFIG", "SET", "min-replicas-to-write", 0)
+        assert await mesh.admit(1) == 1
+
+
+async def test_a_server_that_does_not_answer_is_named_as_such(
+    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await connect(own_server.url) as store:
+        monkeypatch.setattr("rollmesh.store.connection._CALL_SECONDS", 0.1)
+        assert own_server.pid is not None
+        os.kill(own_server.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(StoreUnavailable, match=r"for 0\.2 s: no answer within 0\.1 s"):
+                await store.cursor()
+        finally:
+            os.kill(own_server.pid, signal.SIGCONT)
+
+
+async def test_a_password_may_hold_any_character(tmp_path: Path) -> None:
+    password = 'qu"ote \\ back\nslash'
+    server = EmbeddedServer(tmp_path, EmbeddedOptions(password=password))
+    server.start()
+    try:
+        async with await connect(server.url, password) as store:
+            assert await store.server_run_id()
     finally:
         server.kill()
 

@@ -47,6 +47,13 @@ def test_a_version_that_cannot_be_read_is_refused(version: str) -> None:
         ),
         (redis_errors.ResponseError("NOAUTH Authentication required."), StoreUnavailable, "credentials"),
         (redis_errors.ConnectionError("refused"), StoreUnavailable, "cannot be reached"),
+        (redis_errors.TimeoutError(), StoreUnavailable, "cannot be reached: TimeoutError"),
+        (
+            redis_errors.ResponseError("MISCONF Errors writing to the AOF file: No space left"),
+            StoreUnavailable,
+            "space",
+        ),
+        (redis_errors.ResponseError("BUSYGROUP Consumer Group name exists"), StoreError, "BUSYGROUP"),
         (redis_errors.ResponseError("WRONGTYPE Operation"), StoreError, "Redis says: WRONGTYPE"),
     ],
 )
