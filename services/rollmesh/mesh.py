@@ -72,6 +72,8 @@ class MeshView:
     """Redis used_memory, plus what unfinished trajectories may still write, over maxmemory; 0 without a limit."""
     filtered_in_a_row: int
     """Zero-variance groups since the last ready one."""
+    unscored_in_a_row: int = 0
+    """Groups dropped for want of two scores since the last group that had them."""
     blocked_since: float | None
     """Redis time since when a stale open group has blocked the cut; None when nothing blocks."""
     recovering: bool

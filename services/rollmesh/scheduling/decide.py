@@ -19,12 +19,7 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
     """
     if view.trained_enough or view.cut_step >= schedule.train_steps:
         return _wind_down(schedule, view)
-    if view.filtered_in_a_row >= schedule.max_filtered_in_a_row:
-        fail = (
-            f"{view.filtered_in_a_row} groups in a row had equal rewards for all their answers "
-            f"(schedule.max_filtered_in_a_row={schedule.max_filtered_in_a_row}): the task is far too easy or far too "
-            "hard for this policy, or the verifier does not tell answers apart"
-        )
+    if fail := _hopeless(schedule, view):
         return Decisions(desired=_desired(schedule, view, 0, "the run has failed"), fail=fail)
     if view.recovering:
         return Decisions(desired=_desired(schedule, view, 0), waiting_for="workers to register again with the store")
@@ -46,6 +41,24 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
         blocked=bool(plan.blocking),
         waiting_for=_waiting(plan, view, not_admitted),
     )
+
+
+def _hopeless(schedule: Schedule, view: MeshView) -> str:
+    """Why going on would use up prompts and never train a step; empty while it would not."""
+    most = schedule.max_filtered_in_a_row
+    if view.filtered_in_a_row >= most:
+        return (
+            f"{view.filtered_in_a_row} groups in a row had equal rewards for all their answers "
+            f"(schedule.max_filtered_in_a_row={most}): the task is far too easy or far too hard for this policy, or "
+            "the verifier does not tell answers apart"
+        )
+    if view.unscored_in_a_row >= most:
+        return (
+            f"{view.unscored_in_a_row} groups in a row ended with fewer than two scored answers "
+            f"(schedule.max_filtered_in_a_row={most}): the verifier, its judge or the environment fails for every "
+            "answer; the dead letters and the logs of rollout and reward say how"
+        )
+    return ""
 
 
 def _desired(schedule: Schedule, view: MeshView, admitted: int, paused: str = "") -> Desired:

@@ -45,7 +45,7 @@ class Schedule:
     on_stale: OnStale
     straggler_timeout_seconds: float
     max_filtered_in_a_row: int
-    """Zero-variance groups in a row that end the run."""
+    """Zero-variance groups in a row that end the run; likewise groups without two scored answers."""
     train_steps: int
     """Batches of the whole run."""
     memory_limit_ratio: float = 0.8

@@ -137,7 +137,7 @@ class TrajectoryQueue:
         leased = []
         for trajectory_id, row in zip(ids, rows, strict=True):
             prompt = prompts.get(group_of(trajectory_id))
-            if prompt is None:
+            if prompt is None or (row[3] and trajectory_id not in saved):
                 continue  # its group was evicted in between; the lease went with it
             trajectory = build_trajectory(
                 trajectory_id,
@@ -169,7 +169,11 @@ class TrajectoryQueue:
     async def _load_saved(self, ids: Sequence[str]) -> dict[str, tuple[Segment, ...]]:
         lists = await self._connection.commands([("LRANGE", self._keys.of("segments", i), 0, -1) for i in ids])
         chunks = await load_chunks(self._connection, dict(zip(ids, lists, strict=True)))
-        return {i: decode_segments(elements, chunks[i]) for i, elements in zip(ids, lists, strict=True)}
+        return {
+            i: decode_segments(elements, chunks[i])
+            for i, elements in zip(ids, lists, strict=True)
+            if elements and None not in chunks[i].values()
+        }
 
     async def _load_finishes(self, ids: Sequence[str]) -> dict[str, bytes]:
         replies = await self._connection.commands([("HGET", self._keys.of("trajectory", i), "finish") for i in ids])

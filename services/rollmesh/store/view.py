@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollmesh.mesh import GroupView, MeshView
 from rollmesh.store.connection import Connection, Reply
@@ -20,9 +21,21 @@ class View:
         self._connection = connection
         self._keys = connection.keys
         self._limits = limits
+        self._said_paused: bool | None = None
+        """What ``set_user_paused`` said last here; None before the first time."""
 
     async def view(self) -> MeshView:
-        """One consistent look, in O(groups_per_batch)."""
+        """One consistent look, in O(groups_per_batch).
+
+        A client that threw the switch throws it again here when Redis came back from before it: nobody else would.
+        """
+        seen = await self._look()
+        if not seen.recovering or self._said_paused in (None, seen.user_paused):
+            return seen
+        await self.set_user_paused(not seen.user_paused)
+        return replace(seen, user_paused=not seen.user_paused)
+
+    async def _look(self) -> MeshView:
         limits = await self._limits.get()
         raw = await self._connection.run("view", 2 * limits.groups_per_batch)
         trained_step = int(raw[1])
@@ -42,6 +55,7 @@ class View:
             finished=int(raw[11]),
             memory_ratio=float(raw[12]),
             filtered_in_a_row=int(raw[13]),
+            unscored_in_a_row=int(raw[20]),
             blocked_since=float(raw[14]) / 1000 if raw[14] else None,
             recovering=bool(raw[15]),
             user_paused=raw[16] == b"1",
@@ -110,6 +124,7 @@ class View:
 
     async def set_user_paused(self, paused: bool) -> None:
         """A person pauses or resumes the run: no new leases while it is paused."""
+        self._said_paused = paused
         await self._connection.run("set_paused", int(paused))
 
 

@@ -253,6 +253,22 @@ async def test_a_failure_counts_while_its_reporter_leads(store: TrajectoryStore)
     assert await store.failure() == ""
 
 
+async def test_who_leads_after_a_failure_counts_from_zero(store: TrajectoryStore) -> None:
+    """Or a run that ended for its filtered groups could never be continued, whatever was mended."""
+    mesh = await Mesh.start(store, filter_zero_variance=True)
+    await mesh.admit(1)
+    for leased in await store.lease(mesh.session, 2):
+        await mesh.complete(leased, 1.0)
+    await store.resign(mesh.leader)
+    leader = await store.acquire_leadership("takes over")
+    assert leader is not None
+    assert (await store.view()).filtered_in_a_row == 1, "a change of the leader alone changes nothing"
+    await store.report_failure(leader, "1 groups filtered in a row")
+    await store.resign(leader)
+    assert await store.acquire_leadership("second start") is not None
+    assert (await store.view()).filtered_in_a_row == 0
+
+
 async def test_an_evaluation_is_done_once_even_if_its_worker_dies(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     request = EvalRequest(evaluation_id="before", policy_version=0, prompt_count=16)
@@ -291,3 +307,16 @@ async def test_tombstones_become_a_floor_below_which_nothing_is_admitted_again(s
     groups = [group(i) for i in range(6)]
     assert await store.admit(mesh.leader, groups, Cursor(), Cursor(index=6)) == 2
     assert sorted(await store.live_groups()) == ["e0-3", "e0-4", "e0-5"]
+
+
+async def test_a_tombstone_past_a_restored_cursor_moves_no_floor(store: TrajectoryStore) -> None:
+    """Redis lost everything: batch files name e0-3 and e0-4, and e0-0 to e0-2 were in flight."""
+    mesh = await Mesh.start(store)
+    batches = [(1, ["e0-3"]), (2, ["e0-4"])]
+    await store.reassert_training(mesh.trainer, 1, 1, batches, [], Cursor(index=5))
+    await store.confirm_batch_file(mesh.trainer, 2, "d", ["e0-4"])
+    # Keep the tombstones of no step before this one.
+    await store.connection.run("report_trained", mesh.trainer, 2, 0)
+    groups = [group(i) for i in range(5)]
+    assert await store.admit(mesh.leader, groups, Cursor(), Cursor(index=5)) == 3
+    assert sorted(await store.live_groups()) == ["e0-0", "e0-1", "e0-2"]

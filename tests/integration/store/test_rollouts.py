@@ -182,7 +182,7 @@ async def test_an_expired_upload_is_sent_again(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await store.admit(mesh.leader, [group(0)], Cursor(), Cursor(index=1))
     await store.lease(mesh.session, 1)
-    upload, run, calls = store.connection.commands, store.connection.run, []
+    run, calls = store.connection.run, []
 
     async def expire_once(name: str, *arguments: object) -> object:
         if name == "append" and not calls:
@@ -195,7 +195,6 @@ async def test_an_expired_upload_is_sent_again(store: TrajectoryStore) -> None:
     item = Append(trajectory_id="e0-0.0", token_offset=0, segments=[environment_segment(30_000)])
     assert (await store.append(mesh.session, [item]))[0].status == WriteStatus.SAVED
     assert calls == ["append"]
-    assert upload is not None
 
 
 async def test_an_unscorable_member_is_replaced_and_the_group_completes(store: TrajectoryStore) -> None:
@@ -348,6 +347,61 @@ async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: Traject
     assert await mesh.append("e0-0.0", 4, 2) == WriteStatus.LOST
     assert (await store.view()).pending == 1, "a replacement waits"
     assert (await read_truth(store)).problems == []
+
+
+async def test_the_oldest_letters_make_room_for_new_ones(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    await mesh.append("e0-0.0", 0, 4)
+    await store.fail(mesh.session, [("e0-0.0", "the oldest")])
+    keys, command = store.connection.keys, store.connection.command
+    newer = [word for number in range(999) for word in (2e15 + number, f"e9-{number}.0")]
+    await command("ZADD", keys.single("letters"), *newer)
+    await store.fail(mesh.session, [("e0-0.1", "one too many")])
+    counts = await store.counts()
+    assert (counts.dead_letters, counts.totals["letters_forgotten_total"]) == (1000, 1)
+    with pytest.raises(Conflict):
+        await store.dead_letter("e0-0.0")
+    for kind in ("letter", "letter_segments", "letter_prompt"):
+        assert not await command("EXISTS", keys.of(kind, "e0-0.0"))
+    assert (await store.dead_letter("e0-0.1")).reason == "one too many"
+
+
+async def test_a_lease_whose_group_is_dropped_before_its_tokens_are_read_is_no_lease(
+    store: TrajectoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 1)
+    item = Append(trajectory_id="e0-0.0", token_offset=0, segments=[environment_segment(30_000)])
+    await store.append(mesh.session, [item])
+    await store.release(mesh.session, ["e0-0.0"], ReleaseReason.DRAINED)
+    commands = store.connection.commands
+
+    async def evicted_before_the_chunks(calls: list[tuple[str, ...]], what: str = "") -> list[object]:
+        if calls and calls[0][0] == "GET" and ":c:" in calls[0][1]:
+            await store.evict(mesh.leader, ["e0-0"], "stale")
+        return await commands(calls, what)
+
+    monkeypatch.setattr(store.connection, "commands", evicted_before_the_chunks)
+    assert await store.lease(mesh.session, 1) == []
+    assert (await read_truth(store)).problems == []
+
+
+async def test_groups_without_two_scores_are_counted_in_a_row(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, filter_zero_variance=True)
+    await mesh.admit(4)
+
+    async def complete_group(*values: float | None) -> int:
+        for value in values:
+            await mesh.complete((await store.lease(mesh.session, 1))[0], value)
+        return (await store.view()).unscored_in_a_row
+
+    nothing = (None, None, None, None)
+    assert [await complete_group(*nothing), await complete_group(*nothing)] == [1, 2]
+    assert await complete_group(1.0, 1.0) == 0, "a filtered group was scored"
+    assert await complete_group(*nothing) == 1
 
 
 async def test_a_closed_session_gives_its_work_back_at_once(store: TrajectoryStore) -> None:

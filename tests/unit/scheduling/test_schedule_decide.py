@@ -127,6 +127,13 @@ def test_a_row_of_equal_rewards_ends_the_run_with_the_reason():
     assert failed.admit_groups == 0
 
 
+def test_a_row_of_groups_without_scores_ends_the_run_instead_of_using_up_the_prompts():
+    assert not decide(schedule(max_filtered_in_a_row=5), view(unscored_in_a_row=4)).fail
+    failed = decide(schedule(max_filtered_in_a_row=5), view(unscored_in_a_row=5))
+    assert "5 groups in a row ended with fewer than two scored answers" in failed.fail
+    assert failed.admit_groups == 0
+
+
 @pytest.mark.parametrize(
     ("opened", "policy", "floor"),
     [

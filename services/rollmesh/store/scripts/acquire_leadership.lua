@@ -3,6 +3,12 @@
 -- ARGV: fresh token, candidate name. Returns 1 when the token now leads.
 local meta = call('HMGET', K.meta, 'leader', 'leader_until')
 if meta[1] and meta[1] ~= ARGV[1] and now() < tonumber(meta[2]) then return 0 end
-if meta[1] ~= ARGV[1] then call('HSET', K.meta, 'leader_since', now()) end
+if meta[1] ~= ARGV[1] then
+  call('HSET', K.meta, 'leader_since', now())
+  -- Who leads after a failure leads a run that somebody has started again: what was counted in a row starts again too.
+  if (call('HGET', K.meta, 'failure') or '') ~= '' then
+    call('HSET', K.meta, 'failure', '', 'filtered_in_a_row', 0, 'unscored_in_a_row', 0)
+  end
+end
 call('HSET', K.meta, 'leader', ARGV[1], 'leader_name', ARGV[2], 'leader_until', now() + ttl_ms())
 return 1

@@ -6,7 +6,7 @@
 local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
-  'filtered_in_a_row', 'blocked_since', 'user_paused')
+  'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row')
 local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total')
 local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
 local pending, partial = call('ZCARD', K.pending), call('ZCARD', K.partial)
@@ -68,5 +68,5 @@ end
 return {
   tostring(now()), meta[1], meta[2], meta[3], meta[4], open_count + ready_count + cut_count, open_count, ready_count,
   pending, partial, counts[1] or '0', counts[2] or '0', ratio, meta[5], meta[6] or '', is_recovering,
-  meta[7] or '0', ready, open, by_step,
+  meta[7] or '0', ready, open, by_step, meta[8] or '0',
 }

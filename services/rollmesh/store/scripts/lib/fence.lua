@@ -28,6 +28,8 @@ local function recovering()
     open_recovery(run_id)
     return true
   end
+  -- Somebody works on after the announcement of a stop: it no longer speaks for what a crash would leave.
+  if meta[5] then call('HDEL', K.meta, 'clean') end
   if not meta[2] then return false end
   if now() < tonumber(meta[2]) or (meta[3] and meta[4] ~= '1') then return true end
   call('HDEL', K.meta, 'recovering_until')

@@ -152,7 +152,7 @@ local function make_ready(group)
   call('ZREM', K.open_steps, gid)
   call('ZADD', K.ready, group.index, gid)
   call('ZADD', K.ready_steps, group.step or '+inf', gid)
-  call('HSET', K.meta, 'filtered_in_a_row', 0)
+  call('HSET', K.meta, 'filtered_in_a_row', 0, 'unscored_in_a_row', 0)
   count('groups_ready_total', 1)
 end
 
@@ -160,9 +160,11 @@ end
 local function settle(group)
   if group.terminal < group.launched then return end
   if group.scored < 2 then
+    call('HINCRBY', K.meta, 'unscored_in_a_row', 1)
     drop_group(group, 'too_few_scored')
   elseif tonumber(group.low) == tonumber(group.high) and call('HGET', K.limits, 'filter_zero_variance') == '1' then
     call('HINCRBY', K.meta, 'filtered_in_a_row', 1)
+    call('HSET', K.meta, 'unscored_in_a_row', 0)
     drop_group(group, tonumber(group.low) > 0 and 'filtered_all_right' or 'filtered_all_wrong')
   else
     make_ready(group)
@@ -182,6 +184,26 @@ local function member_without_score(group)
   end
 end
 
+-- Letters keep their payload, so their number is bounded: the oldest make room.
+local MOST_LETTERS = 1000
+
+local function forget_letter(id)
+  for name in string.gmatch(call('HGET', letter_key(id), 'links') or '', '%S+') do
+    call('UNLINK', chunk_key(id .. ':' .. name))
+  end
+  call('UNLINK', letter_key(id), letter_segments_key(id), letter_prompt_key(id))
+  return call('ZREM', K.letters, id)
+end
+
+local function forget_surplus_letters()
+  local surplus = call('ZCARD', K.letters) - MOST_LETTERS
+  if surplus <= 0 then return end
+  for _, id in ipairs(call('ZRANGE', K.letters, 0, math.min(surplus, 4) - 1)) do
+    forget_letter(id)
+    count('letters_forgotten_total', 1)
+  end
+end
+
 -- A dead trajectory leaves a letter with its payload and counts as a member without a score.
 local function bury(id, reason)
   local gid = group_of(id)
@@ -191,6 +213,7 @@ local function bury(id, reason)
   if call('EXISTS', segments_key(id)) == 1 then call('RENAME', segments_key(id), letter_segments_key(id)) end
   call('COPY', prompt_key(gid), letter_prompt_key(id), 'REPLACE')
   call('ZADD', K.letters, now(), id)
+  forget_surplus_letters()
   call('HSET', trajectory_key(id), 'state', 'dead')
   call('HDEL', trajectory_key(id), 'links', 'step', 'session')
   count('dead', 1)
