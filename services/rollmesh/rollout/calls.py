@@ -24,6 +24,9 @@ from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, 
 GARBAGE_AVOID_SECONDS = 5.0
 """How long a generator that answered nonsense, hung or broke is left alone at first."""
 
+MOST_FAILED_CALLS = 16
+"""Calls in a row that broke without a token, on whichever generator, before the attempt counts as failed."""
+
 SaveTokens = Callable[[Held], Awaitable[None]]
 
 
@@ -67,14 +70,16 @@ class Caller:
     ) -> FinishReason:
         """Append up to ``budget`` tokens to the trajectory; returns STOP or LENGTH.
 
-        ``save`` is called after every chunk but the last. Raises Parked or LetGo (``held.check``), and DataError when
-        the generator refuses the request itself as wrong.
+        ``save`` is called after every chunk but the last. Raises Parked or LetGo (``held.check``), DataError when the
+        generator refuses the request itself as wrong, and EngineError when call after call breaks without a token.
         """
         goal = held.token_count + budget
         while held.token_count < goal:
             need = Need(min_version=held.min_version, pinned_version=pinned_version, group_id=held.trajectory.group_id)
             with await self._generators.acquire(held, need) as seat:
                 reason = await self._call(seat, goal, params, need, save)
+            if held.failed_calls >= MOST_FAILED_CALLS:
+                raise EngineError(f"{held.failed_calls} generation calls in a row broke without a token")
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 return reason
         return FinishReason.LENGTH
@@ -85,7 +90,9 @@ class Caller:
         """One call; None when it was given up."""
         held, before = seat.held, seat.held.token_count
         try:
-            return await self._stream(seat, goal, params, need, save)
+            reason = await self._stream(seat, goal, params, need, save)
+            held.failed_calls = 0
+            return reason
         except GenerationRefused as error:
             # Not a fault: it drains, reloads or is full. A moment later the registry knows.
             self._generators.avoid(seat.record.instance_id)
@@ -100,10 +107,14 @@ class Caller:
                 self._metrics.call_ended("cut_off")
             else:
                 self._misbehaved(seat, "hung", f"no chunk for {self._limits.chunk_timeout_seconds:g} s")
-        self._metrics.wasted_call(held.token_count == before)
+        if held.token_count > before:
+            held.failed_calls = 0
+        else:
+            self._metrics.fruitless_call()
         return None
 
     def _misbehaved(self, seat: Seat, reason: str, message: str) -> None:
+        seat.held.failed_calls += 1
         seconds = self._generators.avoid(seat.record.instance_id, GARBAGE_AVOID_SECONDS)
         self._metrics.call_ended(reason)
         self._log.warning(

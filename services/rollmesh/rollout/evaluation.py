@@ -133,7 +133,7 @@ class Evaluator:
 
     async def _answers(self, request: EvalRequest, concurrency: int) -> list[Answer]:
         if self._prompts is None:
-            self._prompts = self._parts.open_prompts()
+            self._prompts = await asyncio.to_thread(self._parts.open_prompts)
         count = min(request.prompt_count, self._prompts.epoch_size)
         waiting = [(index, sample) for index in range(count) for sample in range(request.samples_per_prompt)]
         waiting.reverse()

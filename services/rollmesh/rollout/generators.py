@@ -48,6 +48,8 @@ class Seat:
     def waiting_until(self, deadline: asyncio.Timeout | None) -> None:
         """Register the time-out that guards the next chunk; ``abort`` fires it early."""
         self._deadline = deadline
+        if deadline is not None and self.aborted:
+            self.abort()
 
     def abort(self) -> None:
         """End the call now: tokens after the last chunk are given up."""

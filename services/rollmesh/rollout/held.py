@@ -26,7 +26,11 @@ class LetGo(RollmeshError):
 class Held:
     """One trajectory while a worker holds it. Tokens are only ever appended."""
 
-    def __init__(self, trajectory: Trajectory) -> None:
+    def __init__(self, trajectory: Trajectory, attempt: int = 1) -> None:
+        self.attempt = attempt
+        """Leases without token progress, this one included."""
+        self.failed_calls = 0
+        """Generation calls in a row that broke without a token."""
         self.trajectory = trajectory
         """As it was leased: prompt, saved segments, trace."""
         self.segments: list[Segment] = list(trajectory.segments)

@@ -96,9 +96,8 @@ class Leader:
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
                 self._log.info("leads", candidate=self._candidate)
-                if self._prompts is None:
-                    # Now rather than at the first admission: a bad row ends the run before it has cost anything.
-                    self._prompts = self._open_prompts()
+                # Now rather than at the first admission: a bad row ends the run before it has cost anything.
+                await self._opened_prompts()
         elif now >= self._renew_due:
             self._renew_due = now + self._renew_seconds
             if not await self._store.renew_leadership(self._token):
@@ -112,6 +111,7 @@ class Leader:
         if view.recovering:
             # Redis may have come back as an earlier state: what it was told before is not what it holds now.
             self._written, self._reported = None, None
+            self._evaluations.forget()
         decisions = decide(self._schedule, view)
         failure = decisions.fail or self._failed
         if failure != self._reported:
@@ -170,16 +170,15 @@ class Leader:
     async def _admit(self, count: int) -> None:
         """Open groups at the cursor, a few prompts at a time so that the loop stays responsive."""
         assert self._token is not None
-        if self._prompts is None:
-            self._prompts = self._open_prompts()
+        prompts = await self._opened_prompts()
         cursor = await self._store.cursor()
         while count > 0:
             groups: list[NewGroup] = []
             before = cursor
             try:
                 for _ in range(min(count, _GROUPS_PER_ADMISSION)):
-                    groups.append(self._new_group(cursor))
-                    cursor = _next(cursor, self._prompts.epoch_size)
+                    groups.append(self._new_group(prompts, cursor))
+                    cursor = _next(cursor, prompts.epoch_size)
             except DataError as error:
                 self._failed = f"prompt (epoch {cursor.epoch}, index {cursor.index}): {error}"
                 return
@@ -188,11 +187,16 @@ class Leader:
             count -= len(groups)
             await asyncio.sleep(0)
 
-    def _new_group(self, cursor: Cursor) -> NewGroup:
-        assert self._prompts is not None
+    async def _opened_prompts(self) -> PromptSource:
+        """Open the prompts once, in a thread: a table of a million rows takes longer to check than a session lives."""
+        if self._prompts is None:
+            self._prompts = await asyncio.to_thread(self._open_prompts)
+        return self._prompts
+
+    def _new_group(self, prompts: PromptSource, cursor: Cursor) -> NewGroup:
         return NewGroup(
             group_id=f"e{cursor.epoch}-{cursor.index}",
-            prompt=self._prompts.prompt(cursor.epoch, cursor.index),
+            prompt=prompts.prompt(cursor.epoch, cursor.index),
             needed=self._schedule.group_size,
             epoch=cursor.epoch,
             index=cursor.index,

@@ -122,10 +122,9 @@ class RolloutMetrics:
         """A generation call ended."""
         self._calls.labels(reason=reason).inc()
 
-    def wasted_call(self, fruitless: bool) -> None:
-        """A call was given up; fruitless when not one token was kept."""
-        if fruitless:
-            self._fruitless.inc()
+    def fruitless_call(self) -> None:
+        """A call was given up without a token."""
+        self._fruitless.inc()
 
     def dropped(self, reason: str) -> None:
         """A trajectory is not continued here."""

@@ -8,6 +8,7 @@ tasks        program -> finish -> reward -> score; what goes wrong in one of the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ _IDLE_SECONDS = 0.25
 _WATCH_SECONDS = 0.05
 _REGISTRY_SECONDS = 0.25
 _ORPHANS_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 15.0
 _LOOP_DEADLINE_SECONDS = 120.0
 
 
@@ -62,16 +64,26 @@ class Worker:
     """Runs leased trajectories until shutdown."""
 
     def __init__(
-        self, parts: WorkerParts, *, params: SamplingParams, budget: int, concurrency: int, drain_seconds: float
+        self,
+        parts: WorkerParts,
+        *,
+        params: SamplingParams,
+        budget: int,
+        concurrency: int,
+        drain_seconds: float,
+        first_pause_seconds: float = 0.5,
     ) -> None:
+        """``first_pause_seconds``: how long a failed first attempt keeps its lease; doubled with every attempt."""
         self._parts = parts
         self._params = params
         self._budget = budget
         self._concurrency = concurrency
         self._drain_seconds = drain_seconds
+        self._first_pause_seconds = first_pause_seconds
         self._desired = Desired(pool_size=0)
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
+        self._draining = asyncio.Event()
         self._orphans_due = 0.0
         self._log = get_logger("worker")
 
@@ -142,7 +154,7 @@ class Worker:
         return len(leased_now)
 
     def _start(self, leased: LeasedTrajectory, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
-        held = Held(leased.trajectory)
+        held = Held(leased.trajectory, attempt=leased.attempt)
         held.start_floor, held.call_floor = self._desired.start_at_version, self._desired.interrupt_below_version
         self._parts.session.held[held.trajectory_id] = held
         task = asyncio.create_task(self._guarded(held, work), name=held.trajectory_id)
@@ -179,13 +191,20 @@ class Worker:
         except LetGo as error:
             self._log.info("trajectory_let_go", trajectory=held.trajectory_id, message=str(error))
             parts.metrics.dropped("lost")
+            # Mostly another worker has it by now. If the queue still counts it as ours, nobody else could take it.
+            await parts.saver.release(held.trajectory_id, ReleaseReason.FAILED)
         finally:
             if parts.session.held.get(held.trajectory_id) is held:
                 del parts.session.held[held.trajectory_id]
             self._room.set()
 
     async def _give_up(self, held: Held) -> None:
+        """Let go of a failed attempt after a pause: attempts are few, and what broke this one may need a moment."""
         self._parts.metrics.dropped("failed")
+        pause = min(self._first_pause_seconds * 2.0 ** (held.attempt - 1), _LONGEST_PAUSE_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause):
+                await self._draining.wait()
         await self._parts.saver.release(held.trajectory_id, ReleaseReason.FAILED)
 
     async def _roll(self, held: Held) -> None:
@@ -280,6 +299,7 @@ class Worker:
 
     async def _drain(self) -> None:
         """Tokens in flight are saved as partial trajectories; what has not come to rest in time is cut off."""
+        self._draining.set()
         self._park(ReleaseReason.DRAINED)
         rolling = [task for task in self._tasks if not self._is_finished(task)]
         if rolling:

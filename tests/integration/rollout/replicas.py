@@ -88,6 +88,7 @@ def build(
     chunk_timeout: float = 5.0,
     heartbeat: float = 0.5,
     concurrency: int = 64,
+    first_pause: float = 0.01,
     program: Program | None = None,
     prompts: PromptSource | None = None,
     reward_config: RewardConfig | None = None,
@@ -118,7 +119,14 @@ def build(
         health=health,
     )
     params = SamplingParams(stop_token_ids=(STOP,))
-    worker = Worker(parts, params=params, budget=budget, concurrency=concurrency, drain_seconds=5.0)
+    worker = Worker(
+        parts,
+        params=params,
+        budget=budget,
+        concurrency=concurrency,
+        drain_seconds=5.0,
+        first_pause_seconds=first_pause,
+    )
     leader = Leader(
         store,
         plan,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import numpy as np
 import pytest
@@ -179,3 +180,41 @@ async def test_turns_run_out(store, tokenizer):
         for trajectory in group.trajectories:
             assert trajectory.finish_reason is FinishReason.LENGTH
             assert trajectory.response_ids.tolist().count(STOP) == 2
+
+
+class OutageEnvironment(CountingEnvironment):
+    """Fails at once until what it stands on is back."""
+
+    def __init__(self, log, back_at):
+        super().__init__(log)
+        self.back_at = back_at
+
+    async def step(self, response_text, idempotency_key):
+        if time.monotonic() < self.back_at:
+            raise ConnectionError("the tool server is down")
+        return await super().step(response_text, idempotency_key)
+
+
+async def test_a_short_outage_of_an_environment_does_not_use_up_the_attempts(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    back_at = time.monotonic() + 1.5
+    program = program_of(lambda log: OutageEnvironment(log, back_at), tokenizer, [])
+    async with running(store, cluster, ScriptedReward(), plan, program=program, first_pause=1.0) as run:
+        check(await trainer.train(1))
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= plan.pool_size
+    assert await store.dead_letters() == []
+
+
+class UnclosableEnvironment(CountingEnvironment):
+    async def aclose(self):
+        raise OSError("already gone")
+
+
+async def test_an_episode_counts_even_if_its_environment_cannot_be_closed(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+    program = program_of(UnclosableEnvironment, tokenizer, [])
+    async with running(store, cluster, ScriptedReward(), plan, program=program) as run:
+        check(await trainer.train(1))
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") == 0

@@ -1,8 +1,11 @@
-"""What a leader does when Redis comes back as an earlier state."""
+"""A leader over a real store: what it does when Redis comes back as an earlier state, and while prompts are opened."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 from rollmesh.config.services import EvalConfig
 from rollmesh.rollout.leader import Leader
@@ -10,40 +13,97 @@ from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.periodic import PeriodicEvaluations
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.scheduling import Schedule
+from rollmesh.store import TrajectoryStore
+from rollmesh.tasks.sources.protocol import PromptSource
 
 from .replicas import limits, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedPrompts, ScriptedTrainer
 from .waiting import until
 
 
-async def test_a_desired_state_that_redis_has_forgotten_is_written_again(store) -> None:
-    """The lead survives in the restored state, so nothing else would make the leader write."""
-    plan = schedule("copris")
+@asynccontextmanager
+async def leading(
+    store: TrajectoryStore,
+    plan: Schedule,
+    evaluation: EvalConfig | None = None,
+    open_prompts: Callable[[], PromptSource] = ScriptedPrompts,
+) -> AsyncIterator[ScriptedTrainer]:
+    """One leader without workers, and the trainer of its run."""
     await store.init_run(limits(plan))
     trainer = ScriptedTrainer(store, ScriptedCluster(store, [ScriptedGenerator("a")]))
     await trainer.start()
     leader = Leader(
         store,
         plan,
-        ScriptedPrompts,
-        PeriodicEvaluations(store, EvalConfig()),
+        open_prompts,
+        PeriodicEvaluations(store, evaluation or EvalConfig()),
         candidate="only",
         renew_seconds=0.5,
         metrics=RolloutMetrics(Metrics("rollout")),
         health=Health(),
     )
     shutdown = asyncio.Event()
-    leading = asyncio.create_task(leader.run(shutdown))
+    task = asyncio.create_task(leader.run(shutdown))
+    try:
+        yield trainer
+    finally:
+        shutdown.set()
+        await task
+
+
+async def test_a_desired_state_that_redis_has_forgotten_is_written_again(store) -> None:
+    """The lead survives in the restored state, so nothing else would make the leader write."""
+    plan = schedule("copris")
 
     async def working() -> bool:
         desired = await store.desired()
         return desired.pool_size == plan.pool_size and not desired.paused
 
-    await until(working)
-    keys, command = store.connection.keys, store.connection.command
-    await command("HSET", keys.single("desired"), "paused", 1, "reason", "from before")
-    await command("HSET", keys.single("meta"), "run_id", "another")
-    assert not await working()
-    await until(working)
-    shutdown.set()
-    await leading
+    async with leading(store, plan):
+        await until(working)
+        keys, command = store.connection.keys, store.connection.command
+        await command("HSET", keys.single("desired"), "paused", 1, "reason", "from before")
+        await command("HSET", keys.single("meta"), "run_id", "another")
+        assert not await working()
+        await until(working)
+
+
+async def test_an_evaluation_that_redis_has_forgotten_is_asked_for_again(store) -> None:
+    async def asked() -> bool:
+        return [r.request.evaluation_id for r in await store.evaluations()] == ["version-1"]
+
+    async with leading(store, schedule("copris"), EvalConfig(every_versions=1)) as trainer:
+        await trainer.announce(1)
+        await until(asked)
+        keys, command = store.connection.keys, store.connection.command
+        await command("DEL", keys.single("evaluations"), keys.of("evaluation", "version-1"))
+        await command("HSET", keys.single("meta"), "run_id", "another")
+        assert not await asked()
+        await until(asked)
+
+
+async def test_the_process_stays_awake_while_its_prompts_are_opened(store) -> None:
+    """Heartbeats share the loop: a table that takes longer to check than a session lives would cost every session."""
+
+    def open_prompts() -> PromptSource:
+        time.sleep(1.0)
+        return ScriptedPrompts()
+
+    async def admitted() -> bool:
+        return (await store.view()).open_groups > 0
+
+    async def longest_gap() -> float:
+        longest, before = 0.0, time.monotonic()
+        while True:
+            try:
+                await asyncio.sleep(0.02)
+            except asyncio.CancelledError:
+                return longest
+            longest, before = max(longest, time.monotonic() - before), time.monotonic()
+
+    gap = asyncio.create_task(longest_gap())
+    async with leading(store, schedule("copris"), open_prompts=open_prompts):
+        await until(admitted)
+    gap.cancel()
+    assert await gap < 0.6

@@ -8,8 +8,8 @@ import pytest
 
 from rollmesh.config.data import RewardConfig
 from rollmesh.config.services import EvalConfig, StoreConfig
-from rollmesh.errors import DataError, RewardUnavailable
-from rollmesh.store import TrajectoryStore
+from rollmesh.errors import DataError, EngineError, RewardUnavailable
+from rollmesh.store import TrajectoryStore, WriteStatus
 from rollmesh.store.types import EvalRequest
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
@@ -121,6 +121,48 @@ async def test_a_generator_that_hangs_is_given_up_after_the_chunk_timeout(store)
     async with running(store, cluster, ScriptedReward(), plan, chunk_timeout=0.3) as run:
         check_batch(await trainer.train(1), plan)
         assert run.value("rollmesh_rollout_calls_ended_total", reason="hung") >= 1
+
+
+class PoisonedGenerator(ScriptedGenerator):
+    """Breaks whenever it is given one trajectory."""
+
+    async def generate(self, call):
+        if call.trajectory_id == "e0-0.0":
+            raise EngineError("the kernel died")
+        async for chunk in super().generate(call):
+            yield chunk
+
+
+async def test_a_trajectory_that_breaks_every_generator_ends_as_a_dead_letter(store, monkeypatch):
+    monkeypatch.setattr("rollmesh.rollout.calls.MOST_FAILED_CALLS", 3)
+    monkeypatch.setattr("rollmesh.rollout.calls.GARBAGE_AVOID_SECONDS", 0.01)
+    monkeypatch.setattr("rollmesh.rollout.generators.LONGEST_AVOID_SECONDS", 0.02)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, PoisonedGenerator("a"), PoisonedGenerator("b"), max_attempts=2)
+    async with running(store, cluster, ScriptedReward(), plan):
+        check_batch(await trainer.train(1), plan)
+    letters = await store.dead_letters()
+    assert [(letter.trajectory_id, letter.attempts) for letter in letters] == [("e0-0.0", 2)]
+
+
+async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_leased_again(store, monkeypatch):
+    """Or its group would never be complete: the session that holds it lives on and has forgotten it."""
+    append, refused = store.append, []
+
+    async def refuse_once(session, items):
+        results = await append(session, items)
+        if not refused:
+            refused.append(results[0].trajectory_id)
+            return [replace(results[0], status=WriteStatus.REFUSED, saved_token_count=1 << 20), *results[1:]]
+        return results
+
+    monkeypatch.setattr(store, "append", refuse_once)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="lost") == 1
+    assert refused
 
 
 async def test_a_trajectory_never_goes_back_to_an_older_version(store):

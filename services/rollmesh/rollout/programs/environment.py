@@ -18,6 +18,7 @@ from rollmesh.rollout.held import Parked
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.programs.protocol import Ending, Rollout
 from rollmesh.rollout.programs.turns import Turn, turns_of
+from rollmesh.runtime.logging import get_logger
 from rollmesh.tasks.environments.protocol import Environment, EnvironmentReply
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Int32Array, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
@@ -54,7 +55,13 @@ class _Episode:
         return reply
 
     async def aclose(self) -> None:
-        await self._guarded(self._environment.aclose(), "aclose")
+        """The episode is over either way: an environment that cannot be closed costs a line in the log, no answer."""
+        try:
+            await self._guarded(self._environment.aclose(), "aclose")
+        except EnvironmentFailed as error:
+            get_logger("environment").warning(
+                "environment_not_closed", trajectory=self._trajectory.trajectory_id, message=str(error)
+            )
 
     def ending(self, reason: FinishReason) -> Ending:
         return Ending(reason=reason, outcome=self.outcome)

@@ -1,0 +1,46 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from rollmesh.rollout.generators import Seat
+from rollmesh.rollout.held import Held
+from rollmesh.types import GeneratorRecord, Prompt, Trajectory
+
+
+def seat() -> Seat:
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
+    record = GeneratorRecord(
+        instance_id="a",
+        address="a:1",
+        policy_version=0,
+        running_count=0,
+        waiting_count=0,
+        slot_count=1,
+        kv_token_capacity=100,
+        serving=True,
+    )
+    held = Held(Trajectory(trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt))
+    return Seat(record=record, held=held, _generators=None)  # type: ignore[arg-type]
+
+
+async def wait_for_a_chunk(cut_off: Seat) -> None:
+    async with asyncio.timeout(60) as deadline:
+        cut_off.waiting_until(deadline)
+        await asyncio.Event().wait()
+
+
+async def test_a_call_that_waits_for_a_chunk_can_be_cut_off():
+    cut_off = seat()
+    waiting = asyncio.create_task(wait_for_a_chunk(cut_off))
+    await asyncio.sleep(0)
+    cut_off.abort()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_call_cut_off_while_it_saves_a_chunk_waits_for_no_further_one():
+    cut_off = seat()
+    cut_off.abort()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(wait_for_a_chunk(cut_off), 5)
