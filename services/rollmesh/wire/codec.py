@@ -33,6 +33,8 @@ _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
 _DTYPES: dict[int, np.dtype[Any]] = {pb.DTYPE_INT32: _INT32, pb.DTYPE_FLOAT32: _FLOAT32}
 
+_LARGEST_EXACT_INTEGER = 2.0**53
+
 _FINISH: dict[FinishReason, Any] = {r: pb.FinishReason.Value(f"FINISH_REASON_{r.name}") for r in FinishReason}
 _FINISH_BACK: dict[Any, FinishReason] = {v: k for k, v in _FINISH.items()}
 _OUTCOME: dict[OutcomeKind, Any] = {k: pb.OutcomeKind.Value(f"OUTCOME_KIND_{k.name}") for k in OutcomeKind}
@@ -151,13 +153,24 @@ def prompt_to_pb(prompt: Prompt) -> pb.Prompt:
 
 
 def prompt_from_pb(message: pb.Prompt) -> Prompt:
-    """Decode a prompt; numbers in the metadata come back as floats (protobuf Struct)."""
+    """Decode a prompt; whole numbers of the metadata are integers again."""
     return Prompt(
         prompt_id=message.prompt_id,
         token_ids=ids_from_pb(message.token_ids, "prompt.token_ids"),
         verifier=message.verifier,
-        metadata=json_format.MessageToDict(message.metadata),
+        metadata=_with_whole_numbers(json_format.MessageToDict(message.metadata)),
     )
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    # A protobuf Struct knows only doubles; verifiers and environments were promised the JSON that the data set has.
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT_INTEGER:
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _with_whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_whole_numbers(item) for item in value]
+    return value
 
 
 def outcome_to_pb(outcome: RewardOutcome) -> pb.RewardOutcome:

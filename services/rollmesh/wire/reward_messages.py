@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -22,8 +21,6 @@ from rollmesh.wire.codec import (
     tensor_to_pb,
 )
 
-_LARGEST_EXACT_INTEGER = 2.0**53
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreItem:
@@ -31,7 +28,6 @@ class ScoreItem:
 
     trajectory_id: str
     prompt: Prompt
-    """Whole numbers of the metadata are integers again."""
     response_ids: Int32Array  # [tokens]
     finish_reason: FinishReason | None
 
@@ -52,15 +48,9 @@ def score_item_from_bytes(data: bytes) -> ScoreItem:
         message = pb.ScoreItem.FromString(data)
     except DecodeError as error:
         raise DataError(f"score item: {error}") from error
-    prompt = prompt_from_pb(message.prompt)
     return ScoreItem(
         trajectory_id=message.trajectory_id,
-        prompt=Prompt(
-            prompt_id=prompt.prompt_id,
-            token_ids=prompt.token_ids,
-            verifier=prompt.verifier,
-            metadata=_with_whole_numbers(prompt.metadata),
-        ),
+        prompt=prompt_from_pb(message.prompt),
         response_ids=ids_from_pb(message.response_ids, "response_ids"),
         finish_reason=finish_from_pb(message.finish_reason),
     )
@@ -77,14 +67,3 @@ def outcome_from_bytes(data: bytes) -> RewardOutcome:
         return outcome_from_pb(trajectory_pb2.RewardOutcome.FromString(data))
     except DecodeError as error:
         raise DataError(f"outcome: {error}") from error
-
-
-def _with_whole_numbers(value: Any) -> Any:
-    # A protobuf Struct knows only doubles; verifiers were promised the JSON that the data set has.
-    if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT_INTEGER:
-        return int(value)
-    if isinstance(value, dict):
-        return {key: _with_whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_with_whole_numbers(item) for item in value]
-    return value

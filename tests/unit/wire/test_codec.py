@@ -21,6 +21,11 @@ from rollmesh.wire import codec
 ODD = pb.Tensor(dtype=pb.DTYPE_INT32, data=b"abc")
 int32 = st.integers(-(2**31), 2**31 - 1)
 floats = st.floats(width=32, allow_nan=False)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(-1e9, 1e9) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
 
 
 @st.composite
@@ -48,7 +53,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
             prompt_id="p",
             token_ids=np.array(draw(st.lists(int32, max_size=5)), np.int32),
             verifier="exact",
-            metadata={"answer": draw(st.text(max_size=5)), "digits": [1.0, 2.0]},
+            metadata=draw(st.dictionaries(st.text(max_size=5), json_values, max_size=3)),
         ),
         segments=tuple(draw(st.lists(segments(), max_size=4))),
         finish_reason=draw(st.sampled_from([None, *FinishReason])),
@@ -113,3 +118,10 @@ def test_a_batch_survives_the_wire_bit_for_bit(members: list[Trajectory]) -> Non
 def test_a_malformed_segment_is_refused_with_the_field_named(message: pb.Segment, text: str) -> None:
     with pytest.raises(DataError, match=text):
         codec.segment_from_pb(message)
+
+
+def test_numbers_of_the_metadata_keep_their_kind() -> None:
+    metadata = {"answer": 42, "share": 0.5, "rows": [[1, 2.25], {"n": -3}], "huge": 1e300, "yes": True, "none": None}
+    prompt = Prompt(prompt_id="p", token_ids=np.arange(3, dtype=np.int32), verifier="exact", metadata=metadata)
+    again = codec.prompt_from_pb(pb.Prompt.FromString(codec.prompt_to_pb(prompt).SerializeToString())).metadata
+    assert repr(dict(sorted(again.items()))) == repr(dict(sorted(metadata.items())))
