@@ -1,8 +1,9 @@
-"""Why a service ended, from the end of its log file."""
+"""Why a service ended, from what it wrote to its log since it was last started."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.runtime.lifecycle import FAILURE_EVENT
@@ -11,31 +12,45 @@ _TAIL_BYTES = 64 << 10
 _TAIL_LINES = 15
 
 
-def last_words(log_file: Path) -> str:
-    """The error that the service named, with the log's path; else the last lines of the log as they are."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastWords:
+    """What a process left in its log."""
+
+    error: str
+    """Class of the error that it named; empty when it named none."""
+    text: str
+    """The error with the log's path; without one, the last lines of the log as they are."""
+
+
+def last_words(log_file: Path, since: int = 0) -> LastWords:
+    """Read the end of a log, from byte ``since`` on: what earlier processes wrote there is not this one's reason."""
     try:
-        lines = _tail(log_file)
+        lines = _tail(log_file, since)
     except OSError as error:
-        return f"its log cannot be read: {error}"
-    named = _named_error(lines[-1]) if lines else None
-    if named is not None:
-        return f"{named}\n(log: {log_file})"
-    return "\n".join([f"the end of {log_file}:", *(f"  {line}" for line in lines[-_TAIL_LINES:])])
+        return LastWords(error="", text=f"its log cannot be read: {error}")
+    # Not only the last line: torchrun writes its own summary after the rank that failed.
+    for line in reversed(lines):
+        failure = _failure(line)
+        if failure is not None:
+            name, message = failure
+            return LastWords(error=name, text=f"{name}: {message}\n(log: {log_file})")
+    text = "\n".join([f"the end of {log_file}:", *(f"  {line}" for line in lines[-_TAIL_LINES:])])
+    return LastWords(error="", text=text)
 
 
-def _tail(file: Path) -> list[str]:
+def _tail(file: Path, since: int) -> list[str]:
     with file.open("rb") as handle:
-        handle.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+        handle.seek(max(since, file.stat().st_size - _TAIL_BYTES))
         text = handle.read().decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()]
 
 
-def _named_error(line: str) -> str | None:
-    """``Error: message`` of a JSON log line that ends a service; None for any other line."""
+def _failure(line: str) -> tuple[str, str] | None:
+    """(error, message) of the JSON log line that ends a service; None for any other line."""
     try:
         event = json.loads(line)
     except ValueError:
         return None
     if not isinstance(event, dict) or event.get("event") != FAILURE_EVENT:
         return None
-    return f"{event.get('error')}: {event.get('message')}"
+    return str(event.get("error")), str(event.get("message"))

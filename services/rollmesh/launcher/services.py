@@ -64,6 +64,10 @@ def service_spec(
         str(index),
         "--supervised",
     ]
+    final_errors = {"ConfigError", "DataError"}
+    if service == "trainer":
+        # A newer trainer has taken over: one that came back would fence that one in turn, and so on.
+        final_errors.add("SessionLost")
     return ServiceSpec(
         service=service,
         index=index,
@@ -72,4 +76,5 @@ def service_spec(
         log_file=folder.log_file(service, index),
         grace_seconds=config.generator.drain_timeout_seconds + 10.0,
         one_shot=service == "trainer",
+        final_errors=frozenset(final_errors),
     )

@@ -38,6 +38,8 @@ class ServiceSpec:
     """Time between SIGTERM and SIGKILL."""
     one_shot: bool = False
     """Exit status 0 means finished, not crashed."""
+    final_errors: frozenset[str] = frozenset({"ConfigError", "DataError"})
+    """Errors named in the log after which starting again is no use, whatever the exit status (torchrun has its own)."""
 
     @property
     def name(self) -> str:
@@ -51,6 +53,10 @@ class _Child:
     process: asyncio.subprocess.Process | None = None
     task: asyncio.Task[None] | None = None
     stopping: bool = False
+    finished: bool = False
+    """A one-shot child has ended well."""
+    log_start: int = 0
+    """Size of the log when the process was started."""
     restarts: list[float] = field(default_factory=list)
 
 
@@ -68,7 +74,17 @@ class Supervisor:
         """Start a child and keep it running until ``stop``."""
         child = _Child(spec)
         self._children[spec.name] = child
-        child.task = asyncio.create_task(self._keep_up(child), name=f"supervise-{spec.name}")
+        self._supervise(child)
+
+    def finished(self, name: str) -> bool:
+        """Whether a one-shot child has ended well."""
+        return self._children[name].finished
+
+    def start_again(self, name: str) -> None:
+        """Start a one-shot child that ended well although its work is not done: somebody asked it to stop."""
+        child = self._children[name]
+        child.finished = False
+        self._supervise(child, self._delay_after(child, 0, self._clock()))
 
     def restart_counts(self) -> dict[str, int]:
         """Restarts so far by child name."""
@@ -95,32 +111,51 @@ class Supervisor:
                 _signal_group(child.process.pid, signal.SIGKILL)
                 await child.process.wait()
 
-    async def _keep_up(self, child: _Child) -> None:
-        while not child.stopping:
-            started = self._clock()
-            code = await self._run_once(child)
-            if child.stopping or (child.spec.one_shot and code == 0):
-                return
-            if code == EXIT_CONFIG:
-                self._fail(f"{child.spec.name} cannot go on: {last_words(child.spec.log_file)}")
-                return
-            now = self._clock()
-            child.restarts = [t for t in child.restarts if now - t < _LIMIT_WINDOW_SECONDS] + [now]
-            if len(child.restarts) > self._limit:
-                self._fail(
-                    f"{child.spec.name} ended with status {code}, {len(child.restarts)} times within ten minutes: "
-                    f"{last_words(child.spec.log_file)}"
-                )
-                return
-            recent = len(child.restarts) if now - started < _LAST_BACKOFF_SECONDS else 1
-            delay = min(_LAST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (recent - 1))
-            self._log.warning("service_restarts", name=child.spec.name, exit_status=code, delay_seconds=delay)
+    def _supervise(self, child: _Child, delay: float | None = 0.0) -> None:
+        if delay is not None:
+            child.task = asyncio.create_task(self._keep_up(child, delay), name=f"supervise-{child.spec.name}")
+
+    async def _keep_up(self, child: _Child, delay: float) -> None:
+        while True:
             await asyncio.sleep(delay)
+            started = self._clock()
+            try:
+                code = await self._run_once(child)
+            except OSError as error:
+                self._fail(f"{child.spec.name} cannot be started: {error}")
+                return
+            if child.stopping:
+                return
+            if child.spec.one_shot and code == 0:
+                child.finished = True
+                return
+            words = last_words(child.spec.log_file, child.log_start)
+            if code == EXIT_CONFIG or words.error in child.spec.final_errors:
+                self._fail(f"{child.spec.name} cannot go on: {words.text}")
+                return
+            after = self._delay_after(child, code, started, words.text)
+            if after is None:
+                return
+            delay = after
+
+    def _delay_after(self, child: _Child, code: int, started: float, words: str = "") -> float | None:
+        """Seconds until an ended child is started again; None when it has ended too often, which fails the run."""
+        now = self._clock()
+        child.restarts = [t for t in child.restarts if now - t < _LIMIT_WINDOW_SECONDS] + [now]
+        if len(child.restarts) > self._limit:
+            times = f"{len(child.restarts)} times within ten minutes"
+            self._fail(f"{child.spec.name} ended with status {code}, {times}{f': {words}' if words else ''}")
+            return None
+        recent = len(child.restarts) if now - started < _LAST_BACKOFF_SECONDS else 1
+        delay: float = min(_LAST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (recent - 1))
+        self._log.warning("service_restarts", name=child.spec.name, exit_status=code, delay_seconds=delay)
+        return delay
 
     async def _run_once(self, child: _Child) -> int:
         spec = child.spec
         spec.log_file.parent.mkdir(parents=True, exist_ok=True)
         with spec.log_file.open("ab") as log:
+            child.log_start = log.tell()
             child.process = await asyncio.create_subprocess_exec(
                 *spec.command,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -140,7 +175,9 @@ class Supervisor:
             return
         _signal_group(process.pid, signal.SIGTERM)
         try:
-            await asyncio.wait_for(process.wait(), child.spec.grace_seconds)
+            # Not wait_for: on Python 3.11 it may swallow the cancellation that a second Ctrl-C is.
+            async with asyncio.timeout(child.spec.grace_seconds):
+                await process.wait()
         except TimeoutError:
             self._log.warning("service_killed_after_grace", name=child.spec.name, grace=child.spec.grace_seconds)
             _signal_group(process.pid, signal.SIGKILL)

@@ -1,7 +1,9 @@
 import asyncio
+import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor
@@ -79,3 +81,49 @@ async def test_a_one_shot_child_that_ends_well_is_not_restarted(tmp_path: Path) 
     await until(lambda: log.exists() and "done" in log.read_text() and supervisor.pid("worker-0") is None)
     assert supervisor.restart_counts() == {"worker-0": 0}
     assert not supervisor.failed.done()
+
+
+async def test_a_child_that_cannot_even_be_started_fails_the_run_instead_of_hanging_it(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=5)
+    supervisor.start(replace(spec(tmp_path, ""), command=[str(tmp_path / "absent")]))
+    reason = await asyncio.wait_for(supervisor.failed, 20)
+    assert "worker-0 cannot be started" in reason
+    assert "absent" in reason
+
+
+async def test_a_one_shot_child_that_was_asked_to_stop_too_early_is_started_again(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=1)
+    supervisor.start(spec(tmp_path, "print('done')", one_shot=True))
+    await until(lambda: supervisor.finished("worker-0"))
+    supervisor.start_again("worker-0")
+    assert not supervisor.finished("worker-0")
+    await until(lambda: supervisor.finished("worker-0"))
+    assert (tmp_path / "worker-0.log").read_text().count("done") == 2
+    supervisor.start_again("worker-0")
+    assert "worker-0 ended with status 0, 2 times" in await asyncio.wait_for(supervisor.failed, 20)
+
+
+FAILURE = {"event": "service_failed", "error": "SessionLost", "message": "another trainer has taken over run demo"}
+
+
+async def test_an_error_after_which_no_start_helps_is_found_behind_other_lines_and_another_status(
+    tmp_path: Path,
+) -> None:
+    """torchrun ends with a status of its own and writes a summary after the rank's last words."""
+    supervisor = Supervisor(restart_limit=20)
+    script = f"import json; print(json.dumps({FAILURE})); print('rank 0 failed, sending SIGTERM'); raise SystemExit(1)"
+    supervisor.start(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
+    reason = await asyncio.wait_for(supervisor.failed, 20)
+    assert "worker-0 cannot go on: SessionLost: another trainer has taken over run demo" in reason
+    assert supervisor.restart_counts() == {"worker-0": 0}
+
+
+async def test_an_earlier_start_is_not_blamed_for_the_end_of_a_later_one(tmp_path: Path) -> None:
+    log = tmp_path / "worker-0.log"
+    log.write_text(json.dumps(FAILURE) + "\n")
+    supervisor = Supervisor(restart_limit=0)
+    supervisor.start(spec(tmp_path, "raise SystemExit('out of memory')", final_errors=frozenset({"SessionLost"})))
+    reason = await asyncio.wait_for(supervisor.failed, 20)
+    assert "worker-0 ended with status 1" in reason
+    assert "out of memory" in reason
+    assert "taken over" not in reason
