@@ -79,6 +79,8 @@ def test_a_run_that_cannot_work_is_refused_by_validate_and_by_up_before_anything
     [
         (["up", "absent.yaml"], "absent.yaml: cannot be read: No such file or directory"),
         (["status", "{tmp}"], "no config.yaml there; is this a run folder?"),
+        (["eval", "{tmp}"], "no config.yaml there; is this a run folder?"),
+        (["explain", "{tmp}", "1"], "no config.yaml there; is this a run folder?"),
         (["rollback", "{tmp}", "--version", "1"], "no config.yaml there; is this a run folder?"),
         (["up", "{file}", "--set", "trainer.train_steps"], "--set trainer.train_steps: expected a.b=value"),
     ],

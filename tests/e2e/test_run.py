@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+
+import psutil
+
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.store import EmbeddedServer
 
 
 def audited(line) -> dict:
@@ -35,23 +41,57 @@ def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
 
 
 def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until) -> None:
-    line, process = started()
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 2, "two train steps", process)
+    line, process = started(trainer={"train_steps": 12})
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
+    # A trainer that somebody asks to stop ends well, and is started again: its work is not done.
+    (trainer,) = read_endpoints(line.folder, "trainer")
+    os.kill(trainer.pid, signal.SIGTERM)
+    wait_until(lambda: [e.pid for e in read_endpoints(line.folder, "trainer")] != [trainer.pid], "its end", process)
+    trained = len(line.json_lines("metrics.jsonl"))
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained, "another train step", process)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
-    before = len(line.json_lines("metrics.jsonl"))
-    assert before < 6
+    assert "starting it again" in output
+    assert len(line.json_lines("metrics.jsonl")) < 12
+    looks = len(line.json_lines("timeline.jsonl"))
+    assert line.run("status", str(line.folder)).returncode == 0  # starts the queue's server and stops it again
+
+    with line.start("up", str(line.run_file)) as auditing:
+        for text in auditing.stdout:
+            if text.startswith("auditing"):
+                auditing.send_signal(signal.SIGINT)
+                break
+        output, _ = auditing.communicate(timeout=60)
+    assert auditing.returncode == 130, output
+    assert not (line.folder / "audit.json").exists()
+    assert not any(look["view"]["recovering"] for look in line.json_lines("timeline.jsonl")[looks:])
 
     done = line.run("up", str(line.run_file))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, 13))
     assert audited(line)["green"]
 
 
-def test_a_second_launcher_on_the_same_folder_is_refused(started, wait_until) -> None:
+def test_a_second_launcher_on_the_same_folder_is_refused_and_a_second_ctrl_c_kills(started, wait_until) -> None:
     line, process = started()
     wait_until(lambda: (line.folder / "config.yaml").exists(), "the first launcher", process)
     second = line.run("up", str(line.run_file))
     assert second.returncode == 2
     assert "another launcher" in second.stderr
+
+    services = {"trainer", "generator", "reward", "rollout"}
+    wait_until(lambda: {e.service for e in read_endpoints(line.folder)} == services, "every service", process)
+    pids = {e.pid for e in read_endpoints(line.folder)}
+    (worker,) = read_endpoints(line.folder, "rollout")
+    os.kill(worker.pid, signal.SIGSTOP)  # it cannot drain, and has half a minute to do so
+    process.send_signal(signal.SIGINT)
+    for text in process.stdout:
+        if "draining services" in text:
+            process.send_signal(signal.SIGINT)
+            break
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 130, output
+    assert "killed without draining" in output
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert EmbeddedServer(line.folder / "redis").pid is None

@@ -9,10 +9,10 @@ from enum import StrEnum
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from rollmesh.cli.common import JsonOption, clear_errors
+from rollmesh.report.console import output_console
 
 
 class Bench(StrEnum):
@@ -52,4 +52,4 @@ def bench(
         ratio = "" if m.ratio is None else f"{m.ratio:.2f}"
         base = "" if m.baseline_value is None else f"{m.baseline_value:,.3f}"
         table.add_row(m.name, f"{m.value:,.3f}", m.unit, m.baseline or "", base, ratio)
-    Console().print(table)
+    output_console().print(table)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -16,11 +15,16 @@ from rich.markup import escape
 
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.launcher.local_mesh import Interrupted
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.report.console import output_console
 from rollmesh.store import TrajectoryStore
 
 T = TypeVar("T")
+
+EXIT_STOPPED = 130
+"""A person stopped the command: what shells report for Ctrl-C."""
 
 RunFileArgument = Annotated[Path, typer.Argument(help="Run file (YAML).", metavar="RUN.yaml")]
 RunFolderArgument = Annotated[
@@ -61,20 +65,29 @@ async def store_of(folder_or_file: Path) -> AsyncIterator[tuple[RunConfig, RunFo
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run one coroutine of a command, with clear errors."""
+    """Run one coroutine of a command, with clear errors; a person who stops it gets ``EXIT_STOPPED``."""
     with clear_errors():
-        return asyncio.run(main())
+        try:
+            return asyncio.run(main())
+        except (Interrupted, asyncio.CancelledError, KeyboardInterrupt) as stopped:
+            raise typer.Exit(EXIT_STOPPED) from stopped
 
 
 def shutdown_event() -> asyncio.Event:
-    """An event that Ctrl-C and SIGTERM set; call inside the running loop."""
+    """An event that Ctrl-C and SIGTERM set; a second one cancels the calling task. Call inside the running loop."""
     shutdown = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+
+    def on_signal() -> None:
+        if shutdown.is_set() and task is not None:
+            task.cancel()
+        shutdown.set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, shutdown.set)
+        loop.add_signal_handler(number, on_signal)
     return shutdown
 
 
 def progress_console(json: bool) -> Console:
     """Console for progress: standard error when standard output carries JSON."""
-    return Console(file=sys.stderr) if json else Console()
+    return output_console(stderr=json)

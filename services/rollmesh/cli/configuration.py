@@ -6,11 +6,11 @@ import json
 
 import typer
 import yaml
-from rich.console import Console
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.launcher.preflight import check_run
+from rollmesh.report.console import output_console
 
 app = typer.Typer(help="Validate, show or describe run files.", no_args_is_help=True)
 
@@ -21,7 +21,7 @@ def validate(run: RunFileArgument, set_: SetOption = None) -> None:
     with clear_errors():
         config = load_run_config(run, set_ or ())
         table = check_run(config).table()
-    console = Console()
+    console = output_console()
     console.print(f"{run}: valid", highlight=False)
     console.print(table)
 

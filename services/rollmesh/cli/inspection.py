@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from rollmesh.cli.common import (
@@ -20,6 +19,7 @@ from rollmesh.cli.common import (
     shutdown_event,
     store_of,
 )
+from rollmesh.report.console import output_console
 
 VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
 
@@ -41,7 +41,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
             typer.echo(json.dumps(data, default=str))
             return
-        console = Console()
+        console = output_console()
         table = Table("what", "value", title=f"run {config.name}")
         table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
         table.add_row("policy version", f"{view.policy_version}")
@@ -65,9 +65,8 @@ def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOp
     """Evaluate one policy version of a run at rest on the fixed evaluation prompts."""
     from rollmesh.launcher.evaluate import evaluate_run
 
-    config, folder = run_of(run)
-
     async def main() -> None:
+        config, folder = run_of(run)
         result = await evaluate_run(config, folder, version, shutdown_event(), progress_console(as_json))
         if as_json:
             typer.echo(json.dumps(asdict(result)))
@@ -93,7 +92,7 @@ def explain(
     with clear_errors():
         _, folder = run_of(run)
         explain_batch(
-            folder.path, train_step, trajectory_id=trajectory, limit=limit, as_json=as_json, console=Console()
+            folder.path, train_step, trajectory_id=trajectory, limit=limit, as_json=as_json, console=output_console()
         )
 
 

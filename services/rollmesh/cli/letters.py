@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from rollmesh.cli.common import JsonOption, RunFolderArgument, run_async, store_of
+from rollmesh.report.console import output_console
 
 app = typer.Typer(help="List, inspect and replay dead letters.", no_args_is_help=True)
 
@@ -31,7 +31,7 @@ def list_letters(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         for letter in letters:
             row = (letter.trajectory_id, letter.group_id, letter.reason, letter.attempts, letter.token_count)
             table.add_row(*map(str, row))
-        Console().print(table)
+        output_console().print(table)
 
     run_async(main)
 

@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, shutdown_event
+from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, shutdown_event
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.up import RunResult, run_up
+from rollmesh.report.console import output_console
 from rollmesh.runtime.logging import configure_logging
 
 FolderOption = Annotated[Path | None, typer.Option("--folder", help="Run folder (default: the run file's).")]
@@ -33,7 +34,7 @@ def up(run: RunFileArgument, set_: SetOption = None, folder: FolderOption = None
     """
     with clear_errors():
         config = load_run_config(run, _overrides(set_, folder))
-        raise typer.Exit(run_to_report(config, Console()))
+        raise typer.Exit(run_to_report(config, output_console()))
 
 
 def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
@@ -45,7 +46,7 @@ def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
 
     with clear_errors():
         config = load_run_config(recipe_file("countdown", "demo.yaml"), _overrides(set_, folder))
-        raise typer.Exit(run_to_report(config, Console()))
+        raise typer.Exit(run_to_report(config, output_console()))
 
 
 def demo_seeds(
@@ -55,10 +56,10 @@ def demo_seeds(
 ) -> None:
     """Run the demo over several seeds, ``copris`` beside ``sync`` at equal updates, and compare."""
     from rollmesh.config.recipes import recipe_file
-    from rollmesh.report.compare import compare, print_comparison
+    from rollmesh.report.compare import compare, print_comparison, write_comparison_plot
 
     root = folder or Path("runs/demo-seeds")
-    console = Console()
+    console = output_console()
     folders: dict[str, list[Path]] = {"copris": [], "sync": []}
     with clear_errors():
         for seed in seeds or (0, 1, 2):
@@ -69,37 +70,47 @@ def demo_seeds(
                 if preset != "copris":
                     overrides += ["schedule.pool_size=null", "schedule.max_staleness=null"]
                 config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
-                console.rule(f"{preset}, seed {seed}")
+                console.print(f"{preset}, seed {seed}", style="bold", highlight=False)
                 status = run_to_report(config, console)
                 if status:
                     raise typer.Exit(status)
                 folders[preset].append(path)
         print_comparison(compare(folders), console)
+        plot = write_comparison_plot(folders, root)
+        console.print(f"by updates, by trained tokens and by seconds: {plot}", highlight=False, soft_wrap=True)
 
 
 def run_to_report(config: RunConfig, console: Console) -> int:
-    """Run, audit and report; returns the exit status: 0 done and green, 1 not, 130 stopped by a person."""
+    """Run, audit and report; returns the exit status: 0 done and green, 1 not green, 130 stopped by a person."""
+    from rollmesh.launcher.closing import close_run
     from rollmesh.report.summary import print_summary, summarise
 
     check_run(config)
     folder = Path(config.folder)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    with (folder / "logs" / "launcher-0.log").open("a", encoding="utf-8") as log:
-        configure_logging(config.telemetry, service="launcher", run=config.name, stream=log)
-        result, green = asyncio.run(_run(config, console))
-    if not result.finished:
-        return 130
+    try:
+        result = _run(config, folder, console)
+        green = close_run(folder, result.account, console)
+    except asyncio.CancelledError:
+        console.print("killed without draining; the same command continues from what is saved", highlight=False)
+        return EXIT_STOPPED
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on where this one was", highlight=False)
+        return EXIT_STOPPED
+    if result.account is None:
+        return EXIT_STOPPED
     print_summary(summarise(folder), console)
-    console.print(f"report: {folder / 'report.html'}", highlight=False)
+    console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
     return 0 if green else 1
 
 
-async def _run(config: RunConfig, console: Console) -> tuple[RunResult, bool]:
-    from rollmesh.launcher.closing import close_run
+def _run(config: RunConfig, folder: Path, console: Console) -> RunResult:
+    async def main() -> RunResult:
+        return await run_up(config, shutdown_event(), console)
 
-    result = await run_up(config, shutdown_event(), console)
-    green = await close_run(config, result, console)
-    return result, green
+    with (folder / "logs" / "launcher-0.log").open("a", encoding="utf-8") as log:
+        configure_logging(config.telemetry, service="launcher", run=config.name, stream=log)
+        return asyncio.run(main())
 
 
 def _overrides(set_: Sequence[str] | None, folder: Path | None) -> list[str]:

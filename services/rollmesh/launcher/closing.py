@@ -1,38 +1,42 @@
-"""The end of a run: audit and report, from the run folder and the queue at rest."""
+"""The end of a run: audit and report, from the run folder and what the queue knew at rest."""
 
 from __future__ import annotations
 
-import asyncio
+from pathlib import Path
 
 from rich.console import Console
 
-from rollmesh.config import RunConfig
-from rollmesh.launcher.redis import running_store
-from rollmesh.launcher.up import RunResult
 from rollmesh.report.audit import audit_run
 from rollmesh.report.html import write_report
 from rollmesh.report.ledger import QueueAccount
 from rollmesh.store import TrajectoryStore
 
 
-async def close_run(config: RunConfig, result: RunResult, console: Console) -> bool:
-    """Audit a finished run and write its report; returns whether the audit is green (True for a stopped run)."""
-    if not result.finished:
-        await asyncio.to_thread(write_report, result.folder.path)
-        return True
-    async with running_store(config, result.folder) as running:
-        account = await queue_account(running.store)
-    console.print("auditing: every token against the checkpoint it names", highlight=False)
-    audit = await asyncio.to_thread(audit_run, result.folder.path, account, console)
-    await asyncio.to_thread(write_report, result.folder.path)
-    return audit.green
+def close_run(folder: Path, account: QueueAccount | None, console: Console) -> bool:
+    """Write the report, after the audit of a finished run (one with an account); returns whether the audit is green.
+
+    A stopped run is not audited, and nothing is wrong with it: True. Blocking, outside any event loop, so that Ctrl-C
+    ends it.
+    """
+    green = True
+    if account is not None:
+        console.print("auditing: every token against the checkpoint it names", highlight=False)
+        green = audit_run(folder, account, console).green
+    write_report(folder)
+    return green
 
 
 async def queue_account(store: TrajectoryStore) -> QueueAccount:
-    """What the queue still holds and what it dropped, for the audit's count of lost groups."""
+    """What the queue still holds and what it dropped, for the audit's count of lost groups.
+
+    The cursor is read first and the drops last, so that of a run that goes on nothing seems lost: what was admitted by
+    the first look is live in a later one, dropped by the last one, or in a batch file.
+    """
+    cursor = await store.cursor()
+    live = await store.live_groups()
     return QueueAccount(
-        live=await store.live_groups(),
+        cursor=cursor,
+        live=live,
         dropped=await store.dropped_groups(),
-        cursor=await store.cursor(),
         policies=tuple(await store.policies()),
     )

@@ -27,7 +27,7 @@ async def evaluate_run(
     with locked_run_folder(config):
         async with local_mesh(config, folder, shutdown, console) as mesh:
             version = await _published(mesh, policy_version)
-            await mesh.store.set_user_paused(True)
+            await mesh.pause(True)
             async with mesh.services(_WITHOUT_TRAINER):
                 await mesh.until_serving()
                 return await evaluate_version(mesh, version)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import httpx
 from rich.console import Console
@@ -21,8 +22,9 @@ from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.scheduling import resolve_schedule, run_limits
 
+T = TypeVar("T")
+
 _SAMPLE_SECONDS = 1.0
-START_DEADLINE_SECONDS = 300.0
 
 
 class Interrupted(RollmeshError):
@@ -62,7 +64,7 @@ class LocalMesh:
         try:
             yield
         finally:
-            self.progress.note("draining services")
+            self.progress.note("draining services; Ctrl-C again kills them")
             try:
                 # Workers first: then every token that will ever be saved is saved, while generators still tell what
                 # they sampled. The timeline's last look is at that moment.
@@ -82,15 +84,43 @@ class LocalMesh:
         """
         loop = asyncio.get_running_loop()
         start = loop.time()
-        while not await self._holds(done):
+        while not await self._unless_stopped(self._holds(done), waiting_for):
             if self.supervisor.failed.done():
                 raise ServiceFailed(self.supervisor.failed.result())
             if deadline_seconds is not None and loop.time() - start > deadline_seconds:
                 raise ServiceFailed(f"waited {deadline_seconds:.0f} s for {waiting_for}; see {self.folder.logs}")
-            if self._shutdown.is_set():
+            await self._unless_stopped(self._look(waiting_for), waiting_for)
+            if await wait_or_shutdown(self._shutdown, _SAMPLE_SECONDS):
                 raise Interrupted(f"stopped while waiting for {waiting_for}")
-            await self._look(waiting_for)
-            await wait_or_shutdown(self._shutdown, _SAMPLE_SECONDS)
+
+    async def answer(self, ask: Callable[[], Awaitable[T]], waiting_for: str) -> T:
+        """What the store answers; errors and patience as ``until``."""
+        answers: list[T] = []
+
+        async def answered() -> bool:
+            answers.append(await ask())
+            return True
+
+        await self.until(answered, waiting_for)
+        return answers[-1]
+
+    async def pause(self, paused: bool) -> None:
+        """Pause or resume the run: no new leases while it is paused."""
+        await self.answer(lambda: self.store.set_user_paused(paused), "the store")
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T], waiting_for: str) -> T:
+        """The result of ``work``; Interrupted at once on shutdown, however patient the store's client is."""
+        task = asyncio.ensure_future(work)
+        stopped = asyncio.ensure_future(self._shutdown.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Interrupted(f"stopped while waiting for {waiting_for}")
+            return task.result()
+        finally:
+            task.cancel()
+            stopped.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
 
     async def _holds(self, done: Callable[[], Awaitable[bool]]) -> bool:
         try:
@@ -111,12 +141,13 @@ class LocalMesh:
 
     async def until_serving(self) -> None:
         """Wait for the initial policy and a generator that serves it."""
-        await self.until(self._policy_announced, "the trainer to publish the initial policy", START_DEADLINE_SECONDS)
-        await self.until(self._generator_serves, "a generator that serves", START_DEADLINE_SECONDS)
+        deadline = self.config.launcher.start_timeout_seconds
+        await self.until(self._policy_announced, "the trainer to publish the initial policy", deadline)
+        await self.until(self._generator_serves, "a generator that serves", deadline)
 
     async def until_idle(self) -> None:
         """Pause the run and wait until no rollout is in flight."""
-        await self.store.set_user_paused(True)
+        await self.pause(True)
         await self.until(self._idle, "rollouts in flight to come to rest")
 
     async def latest_version(self) -> int:

@@ -15,6 +15,7 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
 
 _WATCH_SECONDS = 0.5
+_ANNOUNCE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,11 @@ async def running_store(config: RunConfig, folder: RunFolder, *, owner: bool = F
     watch = asyncio.create_task(_keep_up(server), name="watch-redis") if ours or owner else None
     try:
         async with connected_store(config, server.url) as store:
-            yield RunningStore(store=store, url=server.url)
+            try:
+                yield RunningStore(store=store, url=server.url)
+            finally:
+                if watch is not None:
+                    await _announce_stop(store)
     finally:
         if watch is not None:
             watch.cancel()
@@ -72,14 +77,21 @@ def embedded_server(config: RunConfig, folder: RunFolder) -> EmbeddedServer:
     return EmbeddedServer(folder.redis, options)
 
 
+async def _announce_stop(store: TrajectoryStore) -> None:
+    """Tell the queue that its server stops in order, so that its next start needs no recovery."""
+    with contextlib.suppress(StoreUnavailable, TimeoutError):
+        async with asyncio.timeout(_ANNOUNCE_SECONDS):
+            await store.mark_clean_shutdown()
+
+
 async def _keep_up(server: EmbeddedServer) -> None:
     """Start the server again whenever it is gone: its append-only file brings the queue back."""
     log = get_logger("redis")
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
-        if server.pid is None:
-            log.warning("embedded_redis_gone", folder=str(server.folder))
-            try:
+        try:
+            if server.pid is None:
+                log.warning("embedded_redis_gone", folder=str(server.folder))
                 await asyncio.to_thread(server.start)
-            except StoreUnavailable as error:
-                log.error("embedded_redis_does_not_start", message=str(error))
+        except (StoreUnavailable, OSError) as error:  # a full disk, too: room may come back
+            log.error("embedded_redis_does_not_start", message=str(error))

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 
 from rich.console import Console
 
 from rollmesh.config import RunConfig
+from rollmesh.errors import StoreUnavailable
+from rollmesh.launcher.closing import queue_account
 from rollmesh.launcher.evaluating import evaluate_version, finish_evaluations
 from rollmesh.launcher.evaluations import finished_evaluation
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
+from rollmesh.report.ledger import QueueAccount
+
+_TRAINER = "trainer-0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +25,8 @@ class RunResult:
     """How a run ended."""
 
     folder: RunFolder
-    trained_step: int
-    finished: bool
-    """False when a person stopped it."""
-    restarts: dict[str, int]
-    """Restarts by service process."""
+    account: QueueAccount | None
+    """What the queue knows at the end, for the audit; None when a person stopped the run."""
 
 
 async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -> RunResult:
@@ -33,38 +36,42 @@ async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -
     """
     with locked_run_folder(config) as folder:
         async with local_mesh(config, folder, shutdown, console) as mesh:
-            finished = True
             try:
                 await _train(mesh)
+                account = await mesh.answer(lambda: queue_account(mesh.store), "the queue's account of the run")
+                return RunResult(folder=folder, account=account)
             except Interrupted:
-                finished = False
                 mesh.progress.note("stopped; the same command continues this run")
-            await mesh.evaluations.update()
-            view = await mesh.store.view()
-            return RunResult(
-                folder=folder,
-                trained_step=view.trained_step,
-                finished=finished,
-                restarts=mesh.supervisor.restart_counts(),
-            )
+                with contextlib.suppress(StoreUnavailable):
+                    await mesh.evaluations.update()
+                return RunResult(folder=folder, account=None)
 
 
 async def _train(mesh: LocalMesh) -> None:
     before_and_after = mesh.config.evaluation.before_and_after
-    if before_and_after and await finished_evaluation(mesh.store, 0) is None:
-        await mesh.store.set_user_paused(True)
+    if before_and_after and await mesh.answer(lambda: finished_evaluation(mesh.store, 0), "the store") is None:
+        await mesh.pause(True)
     async with mesh.services():
         await mesh.until_serving()
         if before_and_after:
             await evaluate_version(mesh, 0)
-        await mesh.store.set_user_paused(False)
+        await mesh.pause(False)
         mesh.progress.note(f"training to step {mesh.config.trainer.train_steps}; Ctrl-C drains and keeps everything")
-
-        async def trained() -> bool:
-            view = await mesh.store.view()
-            return view.trained_enough and view.policy_train_step >= mesh.config.trainer.train_steps
-
-        await mesh.until(trained, "the last train step")
+        await mesh.until(lambda: _trained(mesh), "the last train step")
         if before_and_after:
-            await evaluate_version(mesh, await mesh.latest_version())
+            await evaluate_version(mesh, await mesh.answer(mesh.latest_version, "the last policy version"))
         await finish_evaluations(mesh)
+
+
+async def _trained(mesh: LocalMesh) -> bool:
+    """Whether every step is trained and its policy announced; starts a trainer that ended before that again."""
+    # In this order: a trainer that ends between the two looks has done its work.
+    ended = mesh.supervisor.finished(_TRAINER)
+    view = await mesh.store.view()
+    if view.trained_enough and view.policy_train_step >= mesh.config.trainer.train_steps:
+        return True
+    if ended:
+        # Somebody sent it SIGTERM, or Redis came back without its last reports.
+        mesh.progress.note("the trainer has ended before the last step was announced: starting it again")
+        mesh.supervisor.start_again(_TRAINER)
+    return False

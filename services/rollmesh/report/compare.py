@@ -103,9 +103,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         table.add_row(arm.label, *_arm_cells(arm), style="bold", end_section=True)
     console.print(table)
     for difference in comparison.differences:
-        console.print(Text(f"- {difference_words(difference, name)}"))
+        console.print(Text(f"- {difference_words(difference, name)}"), soft_wrap=not console.is_terminal)
     for note in comparison.notes:
-        console.print(Text(f"! {note}", style="yellow"))
+        console.print(Text(f"! {note}", style="yellow"), soft_wrap=not console.is_terminal)
 
 
 def difference_words(difference: Difference, score_name: str) -> str:

@@ -146,7 +146,9 @@ def print_summary(summary: RunSummary, console: Console) -> None:
         table.add_row(name, value)
     console.print(table)
     for sentence in sentences(summary):
-        console.print(Text(f"- {sentence.text}", style="red" if sentence.bad else ""))
+        console.print(
+            Text(f"- {sentence.text}", style="red" if sentence.bad else ""), soft_wrap=not console.is_terminal
+        )
 
 
 def _audit(path: Path) -> tuple[AuditResult | None, tuple[str, ...]]:

@@ -1,0 +1,20 @@
+"""Where commands print: on a terminal as wide as it is, in a pipe as wide as the tables need."""
+
+from __future__ import annotations
+
+import os
+
+from rich.console import Console
+
+_PIPE_COLUMNS = 200
+
+
+def output_console(*, stderr: bool = False) -> Console:
+    """A console for tables and sentences; a pipe has no columns, and 80 assumed ones would break them.
+
+    COLUMNS decides where it is set. Sentences are printed unwrapped (``soft_wrap``) anyway.
+    """
+    console = Console(stderr=stderr)
+    if console.is_terminal or "COLUMNS" in os.environ:
+        return console
+    return Console(stderr=stderr, width=_PIPE_COLUMNS)

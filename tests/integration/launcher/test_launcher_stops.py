@@ -1,0 +1,79 @@
+"""A person stops the launcher at any moment, and is not kept waiting by what does not answer."""
+
+import asyncio
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from rich.console import Console
+
+from rollmesh.launcher.local_mesh import Interrupted, local_mesh
+from rollmesh.launcher.redis import embedded_server, running_store
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.store import EmbeddedServer, TrajectoryStore
+
+from .test_launcher_outages import config
+
+
+async def test_a_question_to_the_store_is_repeated_until_it_is_answered(tmp_path: Path) -> None:
+    run, folder = config(tmp_path), RunFolder(tmp_path)
+    server = embedded_server(run, folder)
+    await asyncio.to_thread(server.start)
+    try:
+        async with local_mesh(run, folder, asyncio.Event(), Console(file=io.StringIO())) as mesh:
+            impatient = await TrajectoryStore.connect(run.store, run=run.name, url=server.url, retry_seconds=0.1)
+            await mesh.store.aclose()
+            mesh.store = impatient
+            await asyncio.to_thread(server.kill)
+            asked = asyncio.ensure_future(mesh.answer(mesh.latest_version, "the newest version"))
+            await asyncio.wait({asked}, timeout=1.0)
+            assert not asked.done()
+            await asyncio.to_thread(server.start)
+            assert await asyncio.wait_for(asked, 30) == -1
+            await impatient.aclose()
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+@contextlib.contextmanager
+def no_room(server: EmbeddedServer) -> Iterator[None]:
+    """A server that has died and cannot be started: its folder is not to be had."""
+    away = server.folder.with_name("away")
+    server.folder.rename(away)
+    server.folder.write_text("not a folder")
+    yield
+    server.folder.unlink()
+    away.rename(server.folder)
+
+
+async def test_ctrl_c_does_not_wait_for_a_redis_that_does_not_answer(tmp_path: Path) -> None:
+    """The client itself would go on trying for 20 seconds."""
+    run, folder, shutdown = config(tmp_path), RunFolder(tmp_path), asyncio.Event()
+    server = embedded_server(run, folder)
+    await asyncio.to_thread(server.start)
+    try:
+        async with local_mesh(run, folder, shutdown, Console(file=io.StringIO())) as mesh:
+            await asyncio.to_thread(server.kill)
+            with no_room(server):
+                asyncio.get_running_loop().call_later(0.3, shutdown.set)
+                with pytest.raises(Interrupted, match="the newest version"):
+                    await asyncio.wait_for(mesh.answer(mesh.latest_version, "the newest version"), 5)
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def test_a_server_that_could_not_be_started_again_at_first_is_tried_further(tmp_path: Path) -> None:
+    run, folder = config(tmp_path), RunFolder(tmp_path)
+    async with running_store(run, folder) as running:
+        server = embedded_server(run, folder)
+        before = await running.store.server_run_id()
+        await asyncio.to_thread(server.kill)
+        with no_room(server), structlog.testing.capture_logs() as logs:
+            async with asyncio.timeout(10):
+                while not any(line["event"] == "embedded_redis_does_not_start" for line in logs):
+                    await asyncio.sleep(0.05)
+        assert await running.store.server_run_id() != before
+    assert server.pid is None
