@@ -98,10 +98,11 @@ class RewardConfig(Section):
     """Options of the verifier; a wrong one ends the start with the list of those allowed."""
     timeout_seconds: float = Field(default=10.0, gt=0)
     """Limit per answer; what a time-out means is ``on_timeout``."""
-    on_timeout: Literal["retry", "unscorable", "fixed"] = "unscorable"
-    """retry: once more, then unscorable; fixed: ``fixed_value``; never a silent 0. A verifier can declare that its
-    time-out means a wrong answer: that is scored 0 and marked, whatever stands here."""
-    on_error: Literal["retry", "unscorable", "fixed"] = "unscorable"
+    on_timeout: Literal["retry", "unscorable", "dead_letter", "fixed"] = "unscorable"
+    """unscorable: another answer takes its place in the group; retry: once more, then unscorable; dead_letter: like
+    unscorable, and the trajectory is kept to be looked into; fixed: ``fixed_value``; never a silent 0. A verifier can
+    declare that its time-out means a wrong answer: that is scored 0 and marked, whatever stands here."""
+    on_error: Literal["retry", "unscorable", "dead_letter", "fixed"] = "unscorable"
     """The same choice for verifier errors."""
     fixed_value: float = 0.0
     """Value that ``fixed`` assigns; the outcome kind stays visible."""

@@ -145,9 +145,12 @@ class Evaluator:
                 answers.append(await self._answer(request, index, sample))
 
         runners = min(len(waiting), concurrency)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(runners):
-                group.create_task(answer_some())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(runners):
+                    group.create_task(answer_some())
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
         return answers
 
     async def _answer(self, request: EvalRequest, index: int, sample: int) -> Answer:

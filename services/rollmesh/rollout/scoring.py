@@ -26,17 +26,20 @@ class ScoredResult:
     shaped_reward: float
     assigned: bool
     """The value comes from reward.fixed_value, not from a verifier."""
+    dead: bool = False
+    """The run wants to look into trajectories that end like this: a dead letter instead of a score."""
 
 
 def shape(outcome: RewardOutcome, token_count: int, config: RewardConfig, budget: int) -> ScoredResult:
     """Apply the run's policy to an outcome and add the overlong penalty.
 
-    A time-out or an error is ``unscorable`` (no value, the queue replaces the member) unless the policy assigns
-    ``reward.fixed_value``; the outcome keeps its kind either way.
+    A time-out or an error is ``unscorable`` (no value, the queue replaces the member), or a dead letter on top of
+    that, unless the policy assigns ``reward.fixed_value``; the outcome keeps its kind either way.
     """
-    assigned = outcome.kind is not OutcomeKind.SCORED and policy_of(outcome, config) == "fixed"
-    if outcome.kind is not OutcomeKind.SCORED and not assigned:
-        return ScoredResult(outcome=outcome, shaped_reward=0.0, assigned=False)
+    policy = "" if outcome.kind is OutcomeKind.SCORED else policy_of(outcome, config)
+    assigned = policy == "fixed"
+    if policy and not assigned:
+        return ScoredResult(outcome=outcome, shaped_reward=0.0, assigned=False, dead=policy == "dead_letter")
     value = config.fixed_value if assigned else outcome.value
     buffer = min(config.overlong_buffer_tokens, budget)
     return ScoredResult(
@@ -45,7 +48,7 @@ def shape(outcome: RewardOutcome, token_count: int, config: RewardConfig, budget
 
 
 def policy_of(outcome: RewardOutcome, config: RewardConfig) -> str:
-    """The run's policy for an outcome without a value: retry, unscorable or fixed."""
+    """The run's policy for an outcome without a value: retry, unscorable, dead_letter or fixed."""
     return config.on_timeout if outcome.kind is OutcomeKind.TIMED_OUT else config.on_error
 
 

@@ -81,6 +81,7 @@ class Worker:
         self._drain_seconds = drain_seconds
         self._first_pause_seconds = first_pause_seconds
         self._desired = Desired(pool_size=0)
+        self._looking = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._draining = asyncio.Event()
@@ -144,8 +145,9 @@ class Worker:
             return 0
         leased_now = await parts.store.lease(session, limit)
         if leased_now:
-            # Groups may have been admitted under a higher floor than the one last seen: read it after the lease.
-            await self._look_at_desired()
+            # Groups may have been admitted under a higher floor than the one last seen: read it after the lease, however
+            # long that takes: the queue counts these trajectories as ours, and nobody else would start them.
+            await parts.session.call(lambda _: self._look_at_desired())
         for leased in leased_now:
             self._start(leased, self._roll)
             parts.metrics.leases.inc()
@@ -232,6 +234,10 @@ class Worker:
 
     async def _score(self, held: Held, trajectory: Trajectory, known: RewardOutcome | None) -> None:
         result = await self._parts.scorer.score(trajectory, known)
+        if result.dead:
+            self._parts.metrics.dropped("dead")
+            await self._parts.saver.fail(held.trajectory_id, f"{result.outcome.kind}: {result.outcome.message}")
+            return
         await self._parts.saver.score(held, result.outcome, result.shaped_reward, assigned=result.assigned)
         if result.outcome.kind is not OutcomeKind.SCORED and not result.assigned:
             self._parts.metrics.dropped("unscorable")
@@ -253,10 +259,11 @@ class Worker:
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def _look_at_desired(self) -> None:
-        before, now = self._desired, await self._parts.store.desired()
+        async with self._looking:  # or the older of two answers could be the last to come
+            before, now = self._desired, await self._parts.store.desired()
+            self._desired = now
         if now == before:
             return
-        self._desired = now
         rolling = self._rolling()
         for held in rolling:
             held.start_floor, held.call_floor = now.start_at_version, now.interrupt_below_version

@@ -8,7 +8,7 @@ import pytest
 
 from rollmesh.config.data import RewardConfig
 from rollmesh.config.services import EvalConfig, StoreConfig
-from rollmesh.errors import DataError, EngineError, RewardUnavailable
+from rollmesh.errors import DataError, EngineError, RewardUnavailable, StoreUnavailable
 from rollmesh.store import TrajectoryStore, WriteStatus
 from rollmesh.store.types import EvalRequest
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
@@ -165,6 +165,31 @@ async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_
     assert refused
 
 
+async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_not_forgotten(store, monkeypatch):
+    """It comes back as the same server, so nobody registers anything again."""
+    lease, desired, away = store.lease, store.desired, []
+
+    async def lease_and_lose_redis(session, limit):
+        leased = await lease(session, limit)
+        if leased and not away:
+            away.extend([True, True, True])
+        return leased
+
+    async def desired_once_it_is_back():
+        if any(away):
+            away[away.index(True)] = False
+            raise StoreUnavailable("gone for a moment")
+        return await desired()
+
+    monkeypatch.setattr(store, "lease", lease_and_lose_redis)
+    monkeypatch.setattr(store, "desired", desired_once_it_is_back)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan):
+        check_batch(await trainer.train(1, timeout=15.0), plan)
+    assert away == [False, False, False]
+
+
 async def test_a_trajectory_never_goes_back_to_an_older_version(store):
     """The new trajectories of sync need the newest policy: a generator that stays behind gets none of them."""
     plan = schedule("sync", train_steps=2)
@@ -291,6 +316,26 @@ async def test_an_unscorable_member_is_replaced(store):
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="unscorable") >= 2
     for group in batch.groups:
         assert sorted(t.member_index for t in group.trajectories) == [1, 2, 3, 4]
+
+
+async def test_an_answer_without_a_value_becomes_a_dead_letter_with_its_tokens_where_the_run_says_so(store):
+    def outcome(trajectory):
+        if trajectory.member_index == 0:
+            return RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="10 s")
+        return RewardOutcome(kind=OutcomeKind.SCORED, value=float(trajectory.member_index))
+
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    config = RewardConfig(on_timeout="dead_letter")
+    async with running(store, cluster, ScriptedReward(outcome), plan, reward_config=config):
+        batch = await trainer.train(1)
+    for group in batch.groups:
+        assert sorted(t.member_index for t in group.trajectories) == [1, 2, 3, 4]
+    letters = [await store.dead_letter(letter.trajectory_id) for letter in await store.dead_letters()]
+    assert sorted(letter.trajectory_id for letter in letters) == ["e0-0.0", "e0-1.0"]
+    for letter in letters:
+        assert letter.reason == "timed_out: 10 s"
+        assert letter.trajectory.response_ids.tolist() == answer_of(letter.trajectory_id, 40)
 
 
 async def test_a_reward_service_that_is_away_is_waited_for_and_bad_metadata_is_no_reward(store):

@@ -32,6 +32,13 @@ def test_a_fixed_value_is_assigned_by_kind_and_the_kind_stays_visible():
     assert not shape(BROKEN, 10, config, budget=100).assigned
 
 
+@pytest.mark.parametrize("outcome", [TIMED_OUT, BROKEN])
+def test_a_dead_letter_has_no_value_either(outcome):
+    result = shape(outcome, 10, RewardConfig(on_timeout="dead_letter", on_error="dead_letter"), budget=100)
+    assert (result.dead, result.assigned, result.shaped_reward) == (True, False, 0.0)
+    assert not shape(SCORED, 10, RewardConfig(on_timeout="dead_letter", on_error="dead_letter"), budget=100).dead
+
+
 def test_a_buffer_longer_than_the_budget_covers_the_budget():
     result = shape(SCORED, 50, RewardConfig(overlong_buffer_tokens=1000), budget=100)
     assert result.shaped_reward == pytest.approx(0.5)
