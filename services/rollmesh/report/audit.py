@@ -25,7 +25,7 @@ from rollmesh.report.ledger import (
     read_batches,
     train_steps_of_versions,
 )
-from rollmesh.report.rescore import PRUNED, Scorer, rescore
+from rollmesh.report.rescore import PRUNED, ExactScorer, Scorer, rescore
 from rollmesh.report.run_folder import RunFolder
 from rollmesh.report.series import train_series
 from rollmesh.report.verdict import AUDIT_FILE, DECIDING_DTYPES, AuditResult, Rescoring
@@ -89,12 +89,12 @@ def print_audit(result: AuditResult, console: Console) -> None:
             gaps = (gap(row.largest_gap), gap(row.mean_gap))
             table.add_row(str(row.policy_version), step, f"{row.segments:,}", f"{row.tokens:,}", *gaps, row.skipped)
         console.print(table)
-    for claim in audit_claims(result):
-        console.print(Text(f"- {claim}"))
+    lines = [Text(f"- {claim}") for claim in audit_claims(result)]
     if result.off_policy_token_share is not None:
-        console.print(Text(f"- {100 * result.off_policy_token_share:.1f}% of the tokens in the loss are off-policy"))
-    for problem in result.problems:
-        console.print(Text(f"! {problem}", style="red"))
+        lines.append(Text(f"- {100 * result.off_policy_token_share:.1f}% of the tokens in the loss are off-policy"))
+    lines.extend(Text(f"! {problem}", style="red") for problem in result.problems)
+    for line in lines:
+        console.print(line, soft_wrap=not console.is_terminal)
     verdict = Text("audit green", style="bold green") if result.green else Text("audit NOT green", style="bold red")
     console.print(verdict)
 
@@ -112,9 +112,10 @@ def _audit(
         rescoring = rescore(
             store,
             trained,
-            dtype=folder.config.model.dtype if folder.config is not None else "float32",
+            dtype=_dtype(folder),
             train_steps=train_steps,
             load=_load_scorer,
+            load_exact=_load_exact_scorer if _dtype(folder) in DECIDING_DTYPES else None,
             advance=stage("re-scoring policy versions", len(trained.pure_segments)),
         )
     findings = _Findings(
@@ -195,14 +196,10 @@ def _rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
     for version in rescoring.versions:
         if version.skipped and version.skipped != PRUNED:
             yield f"policy version {version.policy_version}: {version.skipped}"
-        elif (
-            rescoring.dtype in DECIDING_DTYPES
-            and version.largest_gap is not None
-            and version.largest_gap > rescoring.bound
-        ):
+        elif rescoring.dtype in DECIDING_DTYPES and version.over_bound:
             yield (
-                f"policy version {version.policy_version}: a behavior_logprob is {version.largest_gap:.2g} nats from "
-                f"its checkpoint (bound {rescoring.bound:g})"
+                f"policy version {version.policy_version}: {version.over_bound} behavior_logprob(s) are up to "
+                f"{version.largest_gap:.3g} nats from its checkpoint (bound {rescoring.bound:g})"
             )
 
 
@@ -224,10 +221,22 @@ def _staleness_rule(folder: RunFolder) -> StalenessRule:
     return StalenessRule(max_staleness=folder.max_staleness, mask_old_segments=masked)
 
 
+def _dtype(folder: RunFolder) -> str:
+    return folder.config.model.dtype if folder.config is not None else "float32"
+
+
 def _load_scorer(policy: Path) -> Scorer:
     from rollmesh.trainer.scorer import PolicyScorer
 
     return PolicyScorer.from_folder(policy)
+
+
+def _load_exact_scorer(policy: Path) -> ExactScorer:
+    import torch
+
+    from rollmesh.trainer.scorer import PolicyScorer
+
+    return PolicyScorer.from_folder(policy, dtype=torch.float64)
 
 
 @contextmanager

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +16,15 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.report.ledger import Trained
-from rollmesh.report.verdict import LOGPROB_BOUNDS, Rescoring, VersionGap
-from rollmesh.types import Batch, Float32Array, Int32Array, PolicyRecord, SegmentSource, Trajectory
+from rollmesh.report.verdict import LOGPROB_BOUNDS, RESOLUTION_FACTOR, Rescoring, VersionGap
+from rollmesh.types import Batch, Float32Array, Float64Array, Int32Array, PolicyRecord, SegmentSource, Trajectory
 
 PRUNED = "checkpoint pruned"
 NO_NUMBER_GAP = 1e9
 """Gap of a logprob that is no finite number; itself finite, so that the result stays valid JSON."""
+DOUBTED_GAP = 1e-5
+"""A trajectory with a larger gap is scored once more in float64: two float32 programs differ by the rounding of both,
+the engine answers for its own only."""
 _CACHED_BATCHES = 8
 
 
@@ -30,6 +34,28 @@ class Scorer(Protocol):
     def logprobs(self, sequences: list[Int32Array], temperature: float) -> list[Float32Array]:
         """Log-probability of each token given its predecessors, [tokens - 1] per sequence."""
         ...
+
+
+class ExactScorer(Scorer, Protocol):
+    """A scorer in float64, which also knows what float32 can tell apart."""
+
+    def resolution(self, sequences: list[Int32Array], temperature: float) -> list[Float64Array]:
+        """How far the last float32 bit of the weights moves each log-probability, [tokens - 1] per sequence."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gaps:
+    """``|behavior_logprob - re-scored|`` of tokens, and what is to be said of those over the bound."""
+
+    values: Float64Array  # [tokens], nats
+    resolution: Float64Array  # [tokens], nats; 0 where nobody asked
+
+    def over(self, bound: float) -> tuple[int, int]:
+        """Tokens over ``bound`` that float32 resolves, and those that it does not."""
+        beyond = self.values > bound
+        excused = beyond & (self.values <= RESOLUTION_FACTOR * self.resolution)
+        return int((beyond & ~excused).sum()), int(excused.sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +73,10 @@ class PureSegment:
         return self.start + len(self.behavior_logprobs)
 
 
+_Work: TypeAlias = tuple[Int32Array, list[PureSegment]]
+"""A trajectory's ids up to the end of its last segment of one version, and these segments."""
+
+
 def rescore(
     store: CheckpointStore,
     trained: Trained,
@@ -54,18 +84,30 @@ def rescore(
     dtype: str,
     train_steps: Mapping[int, int],
     load: Callable[[Path], Scorer],
+    load_exact: Callable[[Path], ExactScorer] | None,
     advance: Callable[[], None],
 ) -> Rescoring:
     """Score every pure segment that ``trained`` counted; one load per version, ascending.
 
-    ``load`` makes a scorer of a verified policy folder; ``advance`` is called after each version.
+    ``load`` makes a scorer of a verified policy folder, ``load_exact`` one that computes in float64 (None: doubts are
+    not looked into); ``advance`` is called after each version.
     """
     records = {record.policy_version: record for record in store.complete_policies()}
     batches = _BatchCache(store)
     gaps: list[VersionGap] = []
     for version in sorted(trained.pure_segments):
         gaps.append(
-            _rescore_version(store, records.get(version), version, trained, batches, load, train_steps.get(version))
+            _rescore_version(
+                store,
+                records.get(version),
+                version,
+                trained,
+                batches,
+                load,
+                load_exact,
+                train_steps.get(version),
+                dtype,
+            )
         )
         advance()
     scored = [gap for gap in gaps if not gap.skipped]
@@ -89,47 +131,84 @@ def _rescore_version(
     trained: Trained,
     batches: _BatchCache,
     load: Callable[[Path], Scorer],
+    load_exact: Callable[[Path], ExactScorer] | None,
     train_step: int | None,
+    dtype: str,
 ) -> VersionGap:
     segments, tokens = trained.pure_segments[version].total(), trained.pure_tokens[version]
-    skipped, differences = PRUNED, np.empty(0)
+    skipped, gaps = PRUNED, Gaps(values=np.empty(0), resolution=np.empty(0))
     if record is not None:
         try:
-            scorer = load(store.open(record).folder)
+            folder = store.open(record).folder
+            exact = None if load_exact is None else partial(load_exact, folder)
             trajectories = (t for step in sorted(trained.pure_segments[version]) for t in batches.trajectories(step))
-            differences, skipped = gaps_of_version(scorer, version, trajectories), ""
+            gaps, skipped = gaps_of_version(load(folder), version, trajectories, exact), ""
         except CheckpointError as error:
             skipped = PRUNED if getattr(error, "reason", None) == Reason.MISSING else f"checkpoint refused: {error}"
+    over_bound, unresolvable = gaps.over(LOGPROB_BOUNDS[dtype])
     return VersionGap(
         policy_version=version,
         train_step=train_step,
         segments=segments,
         tokens=tokens,
-        largest_gap=float(differences.max()) if len(differences) else None,
-        mean_gap=float(differences.mean()) if len(differences) else None,
+        largest_gap=float(gaps.values.max()) if len(gaps.values) else None,
+        mean_gap=float(gaps.values.mean()) if len(gaps.values) else None,
+        over_bound=over_bound,
+        unresolvable=unresolvable,
         skipped=skipped,
     )
 
 
-def gaps_of_version(scorer: Scorer, version: int, trajectories: Iterable[Trajectory]) -> npt.NDArray[np.float64]:
-    """``|behavior_logprob - re-scored|`` of every token in a pure segment of ``version``, float64 [tokens].
+def gaps_of_version(
+    scorer: Scorer, version: int, trajectories: Iterable[Trajectory], exact: Callable[[], ExactScorer] | None = None
+) -> Gaps:
+    """The gap of every token in a pure segment of ``version``.
 
-    A logprob that is no number gives ``NO_NUMBER_GAP``, never a small one.
+    Trajectories with a gap over ``DOUBTED_GAP`` are judged by ``exact()``, if it is given, and those that stay over the
+    bound of float32 get their resolution. A logprob that is no number
+    gives ``NO_NUMBER_GAP``, never a small one.
     """
-    by_temperature: dict[float, list[tuple[Int32Array, list[PureSegment]]]] = {}
+    by_temperature: dict[float, list[_Work]] = {}
     for trajectory in trajectories:
         ids = np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids]).astype(np.int32, copy=False)
         segments = pure_segments(trajectory, version)
         for temperature in {segment.temperature for segment in segments}:
             mine = [segment for segment in segments if segment.temperature == temperature]
             by_temperature.setdefault(temperature, []).append((ids[: mine[-1].end], mine))
-    parts: list[npt.NDArray[np.float64]] = []
+    values: list[Float64Array] = []
+    resolution: list[Float64Array] = []
     for temperature, work in by_temperature.items():
-        scores = scorer.logprobs([ids for ids, _ in work], temperature)
-        for values, (_, segments) in zip(scores, work, strict=True):
-            for segment in segments:
-                difference = values[segment.start - 1 : segment.end - 1].astype(np.float64) - segment.behavior_logprobs
-                parts.append(np.nan_to_num(np.abs(difference), nan=NO_NUMBER_GAP, posinf=NO_NUMBER_GAP))
+        gaps = _gaps(scorer, temperature, work)
+        resolved = [np.zeros_like(gap) for gap in gaps]
+        doubted = [at for at, gap in enumerate(gaps) if gap.max() > DOUBTED_GAP]
+        if doubted and exact is not None:
+            judge = exact()
+            for at, gap in zip(doubted, _gaps(judge, temperature, [work[at] for at in doubted]), strict=True):
+                gaps[at] = gap
+            bad = [at for at in doubted if gaps[at].max() > LOGPROB_BOUNDS["float32"]]
+            for at, moved in zip(bad, judge.resolution([work[at][0] for at in bad], temperature), strict=True):
+                resolved[at] = _of_segments(moved, work[at][1])
+        values += gaps
+        resolution += resolved
+    return Gaps(values=_joined(values), resolution=_joined(resolution))
+
+
+def _gaps(scorer: Scorer, temperature: float, work: Sequence[_Work]) -> list[Float64Array]:
+    """The gaps of each trajectory's segments, one array per trajectory."""
+    gaps: list[Float64Array] = []
+    for values, (_, segments) in zip(scorer.logprobs([ids for ids, _ in work], temperature), work, strict=True):
+        behavior = np.concatenate([s.behavior_logprobs for s in segments]).astype(np.float64)
+        difference = np.abs(_of_segments(values, segments) - behavior)
+        gaps.append(np.nan_to_num(difference, nan=NO_NUMBER_GAP, posinf=NO_NUMBER_GAP))
+    return gaps
+
+
+def _of_segments(values: npt.NDArray[Any], segments: Sequence[PureSegment]) -> Float64Array:
+    """The entries of the segments' tokens, of one entry per token from the second one on."""
+    return np.concatenate([values[s.start - 1 : s.end - 1] for s in segments]).astype(np.float64)
+
+
+def _joined(parts: Sequence[Float64Array]) -> Float64Array:
     return np.concatenate(parts) if parts else np.empty(0)
 
 

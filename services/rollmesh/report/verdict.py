@@ -19,6 +19,9 @@ float32: sums of the same products in another order. bfloat16 keeps 8 significan
 known to 1/16 and two correct engines differ by that much; the bound is reported, and does not decide.
 """
 DECIDING_DTYPES = frozenset({"float32"})
+RESOLUTION_FACTOR = 16.0
+"""A gap over the bound is the arithmetic's, not the engine's, when it is at most so many times what the last float32
+bit of the weights does to that very token. Over 1e-5, gaps of correct engines were 1 to 5 times of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,10 @@ class VersionGap:
     largest_gap: float | None
     """Largest \\|behavior_logprob - re-scored logprob\\| in nats; None when nothing was scored."""
     mean_gap: float | None
+    over_bound: int = 0
+    """Tokens over the bound that float32 resolves: the engine did not run this checkpoint."""
+    unresolvable: int = 0
+    """Tokens over the bound that float32 does not resolve to it (``RESOLUTION_FACTOR``)."""
     skipped: str = ""
     """Why its segments were not scored: the checkpoint is gone or refused."""
 
@@ -43,7 +50,7 @@ class Rescoring:
     """Re-scoring of every pure segment with the checkpoint that it names."""
 
     dtype: str
-    """Dtype that the engine computed in; re-scoring is in float32."""
+    """Dtype that the engine computed in; re-scoring is in float32, and in float64 where that leaves doubt."""
     bound: float
     largest_gap: float | None
     segments: int

@@ -190,6 +190,9 @@ def rescoring_claim(rescoring: Rescoring) -> str:
         skipped.append(f"{rescoring.skipped_impure_segments} keep_kv segments have no single policy")
     if rescoring.skipped_segments:
         skipped.append(f"{rescoring.skipped_segments} segments name a checkpoint that is gone")
+    unresolvable = sum(version.unresolvable for version in rescoring.versions)
+    if unresolvable:
+        skipped.append(f"{unresolvable} tokens over the bound lie within what float32 can tell apart there")
     rest = f" ({', '.join(skipped)})" if skipped else ""
     if rescoring.largest_gap is None:
         return f"no segment could be re-scored{rest}"

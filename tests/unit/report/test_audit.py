@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +18,7 @@ from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit
 from rollmesh.report.ledger import QueueAccount, lost_groups
-from rollmesh.report.rescore import gaps_of_version
+from rollmesh.report.rescore import Gaps, gaps_of_version
 from rollmesh.report.verdict import AuditResult, read_audit
 from rollmesh.trainer.scorer import PolicyScorer
 from rollmesh.types import Batch, OutcomeKind, RewardOutcome, Segment, Trajectory
@@ -286,9 +288,36 @@ def test_temperature_is_part_of_the_rescoring(audited: Any, hf_logprobs: Callabl
     cool = dataclasses.replace(segment, behavior_logprobs=logprobs, temperature=0.7)
     scorer = PolicyScorer.from_folder(folder, device="cpu")
     right = gaps_of_version(scorer, 3, [dataclasses.replace(trajectory, segments=(cool,))])
-    assert right.shape == (len(segment),) and right.max() < 1e-5
+    assert right.values.shape == (len(segment),) and right.values.max() < 1e-5
     wrong = dataclasses.replace(cool, temperature=1.0)
-    assert gaps_of_version(scorer, 3, [dataclasses.replace(trajectory, segments=(wrong,))]).max() > 0.01
+    assert gaps_of_version(scorer, 3, [dataclasses.replace(trajectory, segments=(wrong,))]).values.max() > 0.01
+
+
+def test_a_gap_counts_as_the_arithmetics_own_only_where_float32_cannot_tell_better() -> None:
+    gaps = Gaps(values=np.array([9e-5, 1.5e-4, 1.5e-4, 5e-3]), resolution=np.array([0.0, 2e-5, 1e-6, 2e-5]))
+    assert gaps.over(1e-4) == (2, 1)
+
+
+def test_a_doubted_trajectory_is_judged_in_float64_with_what_the_last_bit_of_the_weights_does(
+    audited: Any, hf_logprobs: Callable[..., Any]
+) -> None:
+    folder = audited.folder / "checkpoints" / "policies" / "00000003-s3"
+    trajectory = audited.store.read_batch(4).groups[0].trajectories[0]
+    segment = trajectory.segments[0]
+    true = hf_logprobs(AutoModelForCausalLM.from_pretrained(folder), trajectory.prompt.token_ids, segment.token_ids)
+    off = dataclasses.replace(segment, behavior_logprobs=true + np.float32(3e-4))
+    exact = PolicyScorer.from_folder(folder, device="cpu", dtype=torch.float64)
+    before = exact.logprobs([trajectory.response_ids])[0]
+    gaps = gaps_of_version(
+        PolicyScorer.from_folder(folder, device="cpu"),
+        3,
+        [dataclasses.replace(trajectory, segments=(off,))],
+        lambda: exact,
+    )
+    np.testing.assert_allclose(gaps.values, 3e-4, atol=1e-5)
+    assert 0 < gaps.resolution.max() < 1e-5
+    assert gaps.over(1e-4) == (len(segment), 0), "a wrong logprob is not excused by float32"
+    np.testing.assert_array_equal(exact.logprobs([trajectory.response_ids])[0], before, "the weights are put back")
 
 
 def test_an_audit_of_a_broken_file_is_never_green() -> None:
