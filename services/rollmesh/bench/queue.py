@@ -20,13 +20,16 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.bench.measure import Measure, compared
-from rollmesh.bench.queue_roles import GROUP_SIZE, Role, Work, consume_step, new_group, payload, produce_group, run_role
+from rollmesh.bench.queue_roles import Role, Work, consume_step, new_group, payload, produce_group, run_role
 from rollmesh.config.services import StoreConfig
 from rollmesh.mesh import Cursor, Desired, RunLimits
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.types import PolicyRecord, Segment
 
 LIFE_TOKENS, FLAT_TOKENS = 2048, 256
+GROUP_SIZES = (8, 16)
+"""The default of a run file, and what larger runs use: calls are batched by group, so larger groups cost less each."""
+_FLAT_GROUP_SIZE = 16
 _FILL_GROUPS = 64
 _FLAT_SAMPLES = 10
 _SETTLE_LOOKS = 1200
@@ -34,25 +37,28 @@ _SETTLE_LOOKS = 1200
 
 def run(*, quick: bool = False) -> list[Measure]:
     """Measure; the ratio of lives per second is ours over bare, larger is better (bars: 0.25 and 1000 a second)."""
-    rounds, groups = (1, 60) if quick else (5, 500)
+    rounds, trajectories = (1, 960) if quick else (5, 8000)
     resident = [1_000, 4_000] if quick else [1_000, 10_000, 100_000]
     with tempfile.TemporaryDirectory(prefix="rollmesh-queue-") as folder:
         server = EmbeddedServer(Path(folder), EmbeddedOptions(maxmemory_bytes=4 << 30))
         server.start()
         try:
             with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-                measures = _lives(server.url, pool, rounds, groups)
+                measures = [
+                    measure for size in GROUP_SIZES for measure in _lives(server.url, pool, rounds, size, trajectories)
+                ]
             return measures + asyncio.run(_flatness(Path(folder) / "flat", resident, cycles=40 if quick else 200))
         finally:
             server.kill()
 
 
-def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, groups: int) -> list[Measure]:
+def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, group_size: int, trajectories: int) -> list[Measure]:
     ours, bare, seconds = [], [], dict[str, list[float]]()
     for number in range(-1, rounds):
         # The first pair of runs warms the processes up and is not counted.
-        rate, roles = _round(url, pool, number, groups if number >= 0 else 20)
-        bare_rate, bare_roles = _bare_round(url, pool, number, groups if number >= 0 else 20)
+        groups = trajectories // group_size if number >= 0 else 20
+        rate, roles = _round(url, pool, number, group_size, groups)
+        bare_rate, bare_roles = _bare_round(url, pool, number, group_size, groups)
         if number < 0:
             continue
         ours.append(rate)
@@ -60,46 +66,48 @@ def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, groups: int) -> lis
         for role in (*roles, *bare_roles):
             for name, values in role.seconds.items():
                 seconds.setdefault(name, []).extend(values)
-    name = f"lives of {LIFE_TOKENS}-token trajectories"
+    name = f"lives of {LIFE_TOKENS}-token trajectories, group size {group_size}"
     measures = [
         compared(name, statistics.median(ours), "1/s", "bare XADD/XREADGROUP/XACK", statistics.median(bare)),
     ]
     for operation, values in seconds.items():
         for percent in (50, 99):
             value = 1000 * float(np.percentile(values, percent))
-            measures.append(Measure(name=f"{operation} of {GROUP_SIZE}, p{percent}", value=value, unit="ms"))
+            measures.append(Measure(name=f"{operation} of {group_size}, p{percent}", value=value, unit="ms"))
     return measures
 
 
-def _round(url: str, pool: ProcessPoolExecutor, number: int, groups: int) -> tuple[float, list[Role]]:
-    run_name = f"lives-{number}"
-    work = asyncio.run(_prepare(url, run_name, groups, LIFE_TOKENS))
+def _round(url: str, pool: ProcessPoolExecutor, number: int, group_size: int, groups: int) -> tuple[float, list[Role]]:
+    run_name = f"lives-{group_size}-{number}"
+    work = asyncio.run(_prepare(url, run_name, group_size, groups, LIFE_TOKENS))
     futures = [pool.submit(run_role, name, work) for name in ("produce", "consume")]
     roles = [future.result() for future in futures]
     asyncio.run(_forget(url, f"{{{run_name}}}:*"))
-    return _rate(roles, groups), roles
+    return _rate(roles, work), roles
 
 
-def _bare_round(url: str, pool: ProcessPoolExecutor, number: int, groups: int) -> tuple[float, list[Role]]:
-    stream = f"bare-{number}"
-    work = Work(url=url, run=stream, groups=groups, tokens=LIFE_TOKENS)
+def _bare_round(
+    url: str, pool: ProcessPoolExecutor, number: int, group_size: int, groups: int
+) -> tuple[float, list[Role]]:
+    stream = f"bare-{group_size}-{number}"
+    work = Work(url=url, run=stream, group_size=group_size, groups=groups, tokens=LIFE_TOKENS)
     asyncio.run(_make_stream(url, stream))
     futures = [pool.submit(run_role, name, work) for name in ("produce_bare", "consume_bare")]
     roles = [future.result() for future in futures]
     asyncio.run(_forget(url, stream))
-    return _rate(roles, groups), roles
+    return _rate(roles, work), roles
 
 
-def _rate(roles: list[Role], groups: int) -> float:
+def _rate(roles: list[Role], work: Work) -> float:
     """Trajectories a second from the first call of either process to the last one."""
-    return groups * GROUP_SIZE / (max(r.ended for r in roles) - min(r.started for r in roles))
+    return work.groups * work.group_size / (max(r.ended for r in roles) - min(r.started for r in roles))
 
 
-async def _prepare(url: str, run_name: str, groups: int, tokens: int) -> Work:
+async def _prepare(url: str, run_name: str, group_size: int, groups: int, tokens: int) -> Work:
     async with await TrajectoryStore.connect(StoreConfig(), run=run_name, url=url) as store:
         await store.init_run(
             RunLimits(
-                group_size=GROUP_SIZE,
+                group_size=group_size,
                 groups_per_batch=8,
                 max_staleness=1 << 20,
                 max_attempts=5,
@@ -116,7 +124,15 @@ async def _prepare(url: str, run_name: str, groups: int, tokens: int) -> Work:
         record = PolicyRecord(policy_version=0, train_step=0, path="0", manifest_digest="0")
         await store.announce_policy(trainer, record)
         await store.set_desired(leader, Desired(pool_size=1 << 20))
-        return Work(url=url, run=run_name, groups=groups, tokens=tokens, leader=leader, trainer=trainer)
+        return Work(
+            url=url,
+            run=run_name,
+            group_size=group_size,
+            groups=groups,
+            tokens=tokens,
+            leader=leader,
+            trainer=trainer,
+        )
 
 
 async def _make_stream(url: str, stream: str) -> None:
@@ -147,8 +163,10 @@ class _Resident:
     async def cycle(self, role: Role, segment: Segment) -> None:
         """Admit and complete one group, and train on the oldest one."""
         index = self.cursor
-        await self.store.admit(self.work.leader, [new_group(index)], Cursor(index=index), Cursor(index=index + 1))
-        await produce_group(self.store, self.session, role, segment)
+        await self.store.admit(
+            self.work.leader, [new_group(index, self.work.group_size)], Cursor(index=index), Cursor(index=index + 1)
+        )
+        await produce_group(self.store, self.session, role, segment, self.work.group_size)
         oldest = (await self.store.view()).ready[0].group_id
         await consume_step(self.store, self.work, self.step, oldest, role)
         self.cursor, self.step = index + 1, self.step + 1
@@ -171,7 +189,7 @@ async def _flatness(folder: Path, sizes: list[int], cycles: int) -> list[Measure
             server = EmbeddedServer(folder / str(size), EmbeddedOptions(maxmemory_bytes=4 << 30))
             server.start()
             stack.callback(server.kill)
-            work = await _prepare(server.url, "flatness", 0, FLAT_TOKENS)
+            work = await _prepare(server.url, "flatness", _FLAT_GROUP_SIZE, 0, FLAT_TOKENS)
             store = await stack.enter_async_context(
                 await TrajectoryStore.connect(StoreConfig(), run=work.run, url=server.url)
             )
@@ -185,7 +203,9 @@ async def _flatness(folder: Path, sizes: list[int], cycles: int) -> list[Measure
     costs = {queue.size: 1e6 * statistics.median(queue.samples) for queue in queues}
     base = costs[sizes[0]]
     measures = [
-        compared(f"CPU of an operation on {GROUP_SIZE}, {size} resident", cost, "us", f"{sizes[0]} resident", base)
+        compared(
+            f"CPU of an operation on {_FLAT_GROUP_SIZE}, {size} resident", cost, "us", f"{sizes[0]} resident", base
+        )
         for size, cost in costs.items()
     ]
     spread = max(costs.values()) / min(costs.values())
@@ -195,12 +215,12 @@ async def _flatness(folder: Path, sizes: list[int], cycles: int) -> list[Measure
 async def _fill(store: TrajectoryStore, work: Work, session: str, cursor: int, size: int) -> int:
     """Make ready groups until ``size`` trajectories are resident; returns the new cursor."""
     segment = payload(FLAT_TOKENS // 2)
-    while (missing := size // GROUP_SIZE - (await store.view()).ready_groups) > 0:
+    while (missing := size // work.group_size - (await store.view()).ready_groups) > 0:
         count = min(_FILL_GROUPS, missing)
-        groups = [new_group(cursor + at) for at in range(count)]
+        groups = [new_group(cursor + at, work.group_size) for at in range(count)]
         await store.admit(work.leader, groups, Cursor(index=cursor), Cursor(index=cursor + count))
         for _ in range(count):
-            await produce_group(store, session, Role(), segment)
+            await produce_group(store, session, Role(), segment, work.group_size)
         cursor += count
     return cursor
 

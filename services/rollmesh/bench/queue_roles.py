@@ -19,7 +19,6 @@ from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Seg
 
 T = TypeVar("T")
 
-GROUP_SIZE = 16
 PRODUCER_TASKS = 4
 """Groups that a producer has in flight; the same for the bare loop."""
 BACKLOG_GROUPS = 64
@@ -33,6 +32,7 @@ class Work:
 
     url: str
     run: str
+    group_size: int
     groups: int
     tokens: int
     """Tokens of a trajectory; half of them travel in a partial save."""
@@ -60,12 +60,12 @@ class Role:
         return result
 
 
-def new_group(index: int) -> NewGroup:
+def new_group(index: int, group_size: int) -> NewGroup:
     """A group with a prompt of 64 tokens."""
     prompt = Prompt(
         prompt_id=str(index), token_ids=np.arange(64, dtype=np.int32), verifier="exact", metadata={"answer": "42"}
     )
-    return NewGroup(group_id=f"e0-{index}", prompt=prompt, needed=GROUP_SIZE, epoch=0, index=index)
+    return NewGroup(group_id=f"e0-{index}", prompt=prompt, needed=group_size, epoch=0, index=index)
 
 
 def payload(tokens: int) -> Segment:
@@ -79,9 +79,9 @@ def payload(tokens: int) -> Segment:
     )
 
 
-async def produce_group(store: TrajectoryStore, session: str, role: Role, segment: Segment) -> None:
+async def produce_group(store: TrajectoryStore, session: str, role: Role, segment: Segment, group_size: int) -> None:
     """Lease one group's worth of trajectories and take each to its score."""
-    leased = await role.timed("lease", store.lease(session, GROUP_SIZE))
+    leased = await role.timed("lease", store.lease(session, group_size))
     ids = [item.trajectory.trajectory_id for item in leased]
     tokens = len(segment)
     saves = [Append(trajectory_id=i, token_offset=0, segments=[segment]) for i in ids]
@@ -93,7 +93,7 @@ async def produce_group(store: TrajectoryStore, session: str, role: Role, segmen
     outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0, parts={"exact": 1.0})
     scores = [Score(trajectory_id=i, outcome=outcome, shaped_reward=float(at % 2)) for at, i in enumerate(ids)]
     results = await role.timed("score", store.score(session, scores))
-    if len(results) != GROUP_SIZE or not all(r.status.ok for r in results):
+    if len(results) != group_size or not all(r.status.ok for r in results):
         raise RuntimeError(f"the bench lost a trajectory: {results}")
 
 
@@ -101,7 +101,7 @@ async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: 
     """One batch of one group, from its cut to its trained report."""
     await role.timed("cut", store.cut(work.leader, step, [group_id]))
     batch = await role.timed("claim", store.claim(work.trainer, step, 10.0))
-    if batch is None or len(batch.groups[0].trajectories) != GROUP_SIZE:
+    if batch is None or len(batch.groups[0].trajectories) != work.group_size:
         raise RuntimeError(f"the bench claimed a wrong batch at step {step}")
     if batch.groups[0].trajectories[0].response_token_count != work.tokens:
         raise RuntimeError(f"the bench claimed a short trajectory at step {step}")
@@ -122,9 +122,11 @@ async def produce(work: Work, role: Role) -> None:
                 continue
             count = min(PRODUCER_TASKS, work.groups - done)
             after = Cursor(index=cursor.index + count)
-            groups = [new_group(cursor.index + at) for at in range(count)]
+            groups = [new_group(cursor.index + at, work.group_size) for at in range(count)]
             await role.timed("admit", store.admit(work.leader, groups, cursor, after))
-            await asyncio.gather(*(produce_group(store, session, role, segment) for session in sessions[:count]))
+            await asyncio.gather(
+                *(produce_group(store, session, role, segment, work.group_size) for session in sessions[:count])
+            )
             cursor, done = after, done + count
         role.ended = time.time()
 
@@ -152,7 +154,7 @@ async def produce_bare(work: Work, role: Role) -> None:
 
     async def add() -> None:
         async with client.pipeline(transaction=False) as pipe:
-            for _ in range(GROUP_SIZE):
+            for _ in range(work.group_size):
                 pipe.xadd(work.run, {"d": data})
             await role.timed("XADD", pipe.execute())
 
@@ -168,11 +170,11 @@ async def produce_bare(work: Work, role: Role) -> None:
 async def consume_bare(work: Work, role: Role) -> None:
     """XREADGROUP and XACK of one group at a time."""
     client = create_client(work.url, None)
-    left = work.groups * GROUP_SIZE
+    left = work.groups * work.group_size
     role.started = time.time()
     while left:
         reply: Any = await role.timed(
-            "XREADGROUP", client.xreadgroup("bench", "one", {work.run: ">"}, count=GROUP_SIZE, block=1000)
+            "XREADGROUP", client.xreadgroup("bench", "one", {work.run: ">"}, count=work.group_size, block=1000)
         )
         for entries in _entries(reply):
             ids = [entry[0] for entry in entries]

@@ -7,10 +7,11 @@ from rollmesh.bench.queue import run
 
 def test_the_bench_measures_lives_beside_a_bare_stream_and_every_operation() -> None:
     measures = {m.name: m for m in run(quick=True)}
-    lives = measures["lives of 2048-token trajectories"]
-    assert lives.baseline == "bare XADD/XREADGROUP/XACK"
-    assert lives.baseline_value is not None
-    assert lives.ratio == lives.value / lives.baseline_value
+    for size in (8, 16):
+        lives = measures[f"lives of 2048-token trajectories, group size {size}"]
+        assert lives.baseline == "bare XADD/XREADGROUP/XACK"
+        assert lives.baseline_value is not None
+        assert lives.ratio == lives.value / lives.baseline_value
     operations = {name.partition(" of ")[0] for name in measures if name.endswith("p99")}
     assert {"lease", "partial save", "finish", "score", "cut", "claim", "confirm", "report trained"} <= operations
     assert all(m.value > 0 for m in measures.values())
