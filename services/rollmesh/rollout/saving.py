@@ -103,9 +103,9 @@ class Saver:
                 await self._session.confirm()
                 confirmed = True
                 continue
-            if result.saved_token_count == offset or result.saved_token_count > end:
-                break  # other tokens are there: someone else has continued the trajectory
-            held.saved_token_count = result.saved_token_count
+            if result.saved_token_count >= offset:
+                break  # other tokens are there: ours were written after others, and must not be joined to these
+            held.saved_token_count = result.saved_token_count  # Redis came back from before the last save
         held.lose("the queue does not hold the trajectory for this worker any more")
         raise LetGo(held.trajectory_id)
 

@@ -103,19 +103,23 @@ class WorkerSession:
         async with self._lock:
             if self._session != lost or (server is not None and server == self._server):
                 return  # another task has done it
+            session = lost
             if server is None:
                 self._metrics.sessions_lost.inc()
-                self._session = await self._retrying(lambda: self._store.open_session(self._worker))
-            await self._retrying(self._register)
+                session = await self._retrying(lambda: self._store.open_session(self._worker))
+            await self._retrying(lambda: self._register(session))
 
-    async def _register(self) -> None:
-        stated = [(held.trajectory_id, held.saved_token_count) for held in self.held.values()]
+    async def _register(self, session: str) -> None:
+        """Take everything held along into ``session``, which is nobody's before: a lease under it could bring a
+        trajectory that a task here is still writing."""
+        stated = {held.trajectory_id: held.saved_token_count for held in self.held.values()}
         try:
-            answers = await self._store.reregister(self._session, stated, self._worker)
+            answers = await self._store.reregister(session, list(stated.items()), self._worker)
         except SessionLost:
-            self._session = await self._store.open_session(self._worker)
-            answers = await self._store.reregister(self._session, stated, self._worker)
-        self._server = await self._store.heartbeat(self._session)
+            session = await self._store.open_session(self._worker)
+            answers = await self._store.reregister(session, list(stated.items()), self._worker)
+        self._server = await self._store.heartbeat(session)
+        self._session = session
         kept = 0
         for answer in answers:
             held = self.held.get(answer.trajectory_id)
@@ -123,7 +127,10 @@ class WorkerSession:
                 continue
             if answer.kept:
                 kept += 1
-                held.saved_token_count = min(answer.saved_token_count, held.token_count)
+                saved = answer.saved_token_count
+                if held.saved_token_count > stated[answer.trajectory_id]:
+                    saved = max(saved, held.saved_token_count)  # a save was answered between the two
+                held.saved_token_count = min(saved, held.token_count)
             else:
                 held.lose("the session was lost and the queue has given the trajectory to someone else")
         self._log.warning("session_registered_again", held=len(stated), kept=kept)

@@ -145,8 +145,8 @@ class Worker:
             return 0
         leased_now = await parts.store.lease(session, limit)
         if leased_now:
-            # Groups may have been admitted under a higher floor than the one last seen: read it after the lease, however
-            # long that takes: the queue counts these trajectories as ours, and nobody else would start them.
+            # Groups may have been admitted under a higher floor than the one last seen: read it after the lease. It may
+            # take long, but the queue counts these trajectories as ours, and nobody else would start them.
             await parts.session.call(lambda _: self._look_at_desired())
         for leased in leased_now:
             self._start(leased, self._roll)
@@ -193,8 +193,9 @@ class Worker:
         except LetGo as error:
             self._log.info("trajectory_let_go", trajectory=held.trajectory_id, message=str(error))
             parts.metrics.dropped("lost")
-            # Mostly another worker has it by now. If the queue still counts it as ours, nobody else could take it.
-            await parts.saver.release(held.trajectory_id, ReleaseReason.FAILED)
+            if parts.session.held.get(held.trajectory_id) is held:
+                # Mostly another worker has it by now. If the queue still counts it as ours, nobody else could take it.
+                await parts.saver.release(held.trajectory_id, ReleaseReason.FAILED)
         finally:
             if parts.session.held.get(held.trajectory_id) is held:
                 del parts.session.held[held.trajectory_id]

@@ -9,9 +9,9 @@ import pytest
 from rollmesh.config.data import RewardConfig
 from rollmesh.config.services import EvalConfig, StoreConfig
 from rollmesh.errors import DataError, EngineError, RewardUnavailable, StoreUnavailable
-from rollmesh.store import TrajectoryStore, WriteStatus
+from rollmesh.store import Append, TrajectoryStore, WriteStatus
 from rollmesh.store.types import EvalRequest
-from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
+from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, Segment
 
 from .replicas import limits, running, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedPrompts, ScriptedReward, ScriptedTrainer, answer_of
@@ -190,6 +190,29 @@ async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_no
     assert away == [False, False, False]
 
 
+async def test_tokens_are_never_joined_to_tokens_that_somebody_else_has_saved(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.03))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=16) as run:
+        longest = await until(lambda: next((i for i in run.session.held if len(answer_of(i, 40)) > 20), None))
+        ids = np.array(answer_of(longest, 40)[:3], np.int32)
+        other = Segment(
+            token_ids=ids,
+            behavior_logprobs=-ids.astype(np.float32),
+            policy_version=0,
+            kv_min_version=0,
+            temperature=0.5,
+        )
+        item = Append(trajectory_id=longest, token_offset=0, segments=[other])
+        assert (await store.append(run.session.current, [item]))[0].status is WriteStatus.SAVED
+        batch = await trainer.train(1)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="lost") == 1
+    check_batch(batch, plan)
+    first = next(t for g in batch.groups for t in g.trajectories if t.trajectory_id == longest).segments
+    assert (len(first[0]), first[0].temperature) == (3, 0.5)
+    assert len(first[1]) == 16, "the next call went on after what was saved"
+
+
 async def test_a_trajectory_never_goes_back_to_an_older_version(store):
     """The new trajectories of sync need the newest policy: a generator that stays behind gets none of them."""
     plan = schedule("sync", train_steps=2)
@@ -218,6 +241,51 @@ async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_
         assert run.value("rollmesh_rollout_sessions_lost_total") == 1
     tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
     assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+
+
+async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, monkeypatch):
+    """The new session may lease only once it has taken along what is running here."""
+    reregister, slowly = store.reregister, []
+
+    async def reregister_slowly(session, held, worker=""):
+        slowly.append(len(held))
+        await asyncio.sleep(0.8)
+        return await reregister(session, held, worker)
+
+    monkeypatch.setattr(store, "reregister", reregister_slowly)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
+        await store.close_session(run.session.current)
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_leases_total") == plan.pool_size
+        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+    assert slowly[0] > 0
+
+
+async def test_saves_go_on_while_everything_is_registered_with_a_server_that_came_back(store, monkeypatch):
+    reregister, saves = store.reregister, []
+
+    async def answer_late(session, held, worker=""):
+        answers = await reregister(session, held, worker)
+        before = (await store.counts()).totals["saved_tokens_total"]
+        await asyncio.sleep(0.5)
+        saves.append((await store.counts()).totals["saved_tokens_total"] - before)
+        return answers
+
+    monkeypatch.setattr(store, "reregister", answer_late)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
+        await run.session.recover(run.session.current, "another server")
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="lost") == 0
+        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+    assert saves[0] > 0
 
 
 async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store):
