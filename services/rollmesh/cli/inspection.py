@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,7 +20,9 @@ from rollmesh.cli.common import (
     shutdown_event,
     store_of,
 )
+from rollmesh.errors import StoreUnavailable
 from rollmesh.report.console import output_console
+from rollmesh.report.ledger import QueueAccount
 
 VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
 
@@ -104,18 +107,25 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     from rollmesh.launcher.closing import queue_account
     from rollmesh.report.audit import audit_run, print_audit
 
-    async def main() -> bool:
-        console = progress_console(as_json)
-        async with store_of(run) as (_, folder, store):
-            account = await queue_account(store)
-        result = audit_run(folder.path, account, console)
-        if as_json:
-            typer.echo(json.dumps(asdict(result)))
-        else:
-            print_audit(result, console)
-        return result.green
+    console = progress_console(as_json)
 
-    if not run_async(main):
+    async def look() -> tuple[Path, QueueAccount | None]:
+        _, folder = run_of(run)
+        try:
+            async with store_of(run) as (config, _, store):
+                return folder.path, await queue_account(store, config)
+        except StoreUnavailable as error:
+            console.print(f"lost groups are not checked: {error}", markup=False, highlight=False, soft_wrap=True)
+            return folder.path, None
+
+    folder, account = run_async(look)
+    with clear_errors():
+        result = audit_run(folder, account, console)
+    if as_json:
+        typer.echo(json.dumps(asdict(result)))
+    else:
+        print_audit(result, console)
+    if not result.green:
         raise typer.Exit(1)
 
 

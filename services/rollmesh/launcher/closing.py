@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 from rich.console import Console
 
+from rollmesh.config import RunConfig
+from rollmesh.config.data import PythonSource
+from rollmesh.config.recipes import resolve_model
+from rollmesh.errors import ConfigError, DataError
 from rollmesh.report.audit import audit_run
 from rollmesh.report.html import write_report
 from rollmesh.report.ledger import QueueAccount
 from rollmesh.store import TrajectoryStore
+from rollmesh.tasks.sources.factory import build_prompt_source
+from rollmesh.text import Tokenizer
 
 
 def close_run(folder: Path, account: QueueAccount | None, console: Console) -> bool:
@@ -26,7 +33,7 @@ def close_run(folder: Path, account: QueueAccount | None, console: Console) -> b
     return green
 
 
-async def queue_account(store: TrajectoryStore) -> QueueAccount:
+async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccount:
     """What the queue still holds and what it dropped, for the audit's count of lost groups.
 
     The cursor is read first and the drops last, so that of a run that goes on nothing seems lost: what was admitted by
@@ -36,7 +43,19 @@ async def queue_account(store: TrajectoryStore) -> QueueAccount:
     live = await store.live_groups()
     return QueueAccount(
         cursor=cursor,
+        epoch_size=await asyncio.to_thread(_epoch_size, config) if cursor.epoch > 0 else None,
         live=live,
         dropped=await store.dropped_groups(),
         policies=tuple(await store.policies()),
     )
+
+
+def _epoch_size(config: RunConfig) -> int | None:
+    """Prompts of one epoch; None where the prompts cannot be opened here, and for a person's own code."""
+    if isinstance(config.data.source, PythonSource):
+        return None
+    try:
+        tokenizer = Tokenizer(resolve_model(config.model.path))
+        return build_prompt_source(config.data, tokenizer, config.seed).epoch_size
+    except (ConfigError, DataError):
+        return None

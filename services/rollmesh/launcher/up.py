@@ -38,7 +38,7 @@ async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -
         async with local_mesh(config, folder, shutdown, console) as mesh:
             try:
                 await _train(mesh)
-                account = await mesh.answer(lambda: queue_account(mesh.store), "the queue's account of the run")
+                account = await mesh.answer(lambda: queue_account(mesh.store, config), "the queue's account of the run")
                 return RunResult(folder=folder, account=account)
             except Interrupted:
                 mesh.progress.note("stopped; the same command continues this run")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError, DataError
+from rollmesh.mesh import Cursor
 from rollmesh.report.ledger import (
     QueueAccount,
     StalenessRule,
@@ -125,6 +126,7 @@ def _audit(
         rule=rule,
         lost=None if account is None else lost_groups(account, trained.steps_of_group),
         rescoring=rescoring,
+        config_problem=folder.config_problem,
     )
     return _result(folder, findings, account)
 
@@ -137,6 +139,7 @@ class _Findings:
     rule: StalenessRule
     lost: tuple[str, ...] | None
     rescoring: Rescoring
+    config_problem: str | None
 
 
 def _result(folder: RunFolder, found: _Findings, account: QueueAccount | None) -> AuditResult:
@@ -161,7 +164,8 @@ def _result(folder: RunFolder, found: _Findings, account: QueueAccount | None) -
         staleness_violations=tuple(trained.violations),
         staleness_unknown=trained.unknown,
         lost=found.lost,
-        lost_note=_lost_note(account),
+        lost_note=_lost_note(account, trained.cursor),
+        forgotten=_forgotten(account, trained.cursor),
         dropped=dict(sorted(Counter(account.dropped.values()).items())) if account is not None else {},
         rescoring=found.rescoring,
         problems=problems,
@@ -180,6 +184,8 @@ def _problems(found: _Findings) -> Iterator[str]:
     if twice:
         named = ", ".join(f"{g} at steps {' and '.join(map(str, s))}" for g, s in list(twice.items())[:_NAMED])
         yield f"{len(twice)} group(s) were trained more than once: {named}"
+    if found.rule.max_staleness is None:
+        yield f"the staleness bound is not known, so nothing was held against it: {found.config_problem}"
     if trained.violations:
         yield (
             f"{len(trained.violations)} trajectories exceed the staleness bound of {found.rule.max_staleness}: "
@@ -193,6 +199,11 @@ def _problems(found: _Findings) -> Iterator[str]:
 
 
 def _rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
+    if rescoring.skipped_segments and not rescoring.segments:
+        yield (
+            f"none of {rescoring.skipped_segments} segments could be scored again, so no log-probability is vouched "
+            "for: their checkpoints are gone (checkpoints.keep_last) or refused"
+        )
     for version in rescoring.versions:
         if version.skipped and version.skipped != PRUNED:
             yield f"policy version {version.policy_version}: {version.skipped}"
@@ -203,12 +214,22 @@ def _rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
             )
 
 
-def _lost_note(account: QueueAccount | None) -> str:
+def _lost_note(account: QueueAccount | None, seen: Cursor) -> str:
     if account is None:
         return "queue not reachable"
-    return (
-        f"prompt cursor at epoch {account.cursor.epoch}, index {account.cursor.index}; {len(account.live)} groups live"
-    )
+    cursor = account.cursor
+    note = f"prompt cursor at epoch {cursor.epoch}, index {cursor.index}; {len(account.live)} groups live"
+    if _forgotten(account, seen):
+        note += (
+            f"; a batch file knows of epoch {seen.epoch}, index {seen.index}: Redis came back as an earlier state, and "
+            "the prompts in between had not been admitted again"
+        )
+    return note
+
+
+def _forgotten(account: QueueAccount | None, seen: Cursor) -> bool:
+    cursor = None if account is None else account.cursor
+    return cursor is not None and (cursor.epoch, cursor.index) < (seen.epoch, seen.index)
 
 
 def _some(ids: tuple[str, ...] | list[str]) -> str:

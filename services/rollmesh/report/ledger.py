@@ -57,6 +57,8 @@ class Trained:
     pure_tokens: Counter[int] = field(default_factory=Counter)
     """Their tokens, by version."""
     impure_segments: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    """The furthest prompt cursor that a batch file has noted."""
 
     def trained_twice(self) -> dict[str, tuple[int, ...]]:
         """Groups in more than one batch file."""
@@ -89,13 +91,16 @@ def read_batches(
     for step in range(1, committed + 1):
         try:
             count_batch(trained, store.read_batch(step), rule, train_steps)
+            _note_cursor(trained, store.batch_footer(step).cursor)
         except CheckpointError as error:
             damaged[step] = str(error)
         advance()
     for step in (s for s in store.batch_steps() if s > committed):
         try:
-            for group_id in store.batch_footer(step).group_ids:
+            footer = store.batch_footer(step)
+            for group_id in footer.group_ids:
                 trained.steps_of_group.setdefault(group_id, []).append(step)
+            _note_cursor(trained, footer.cursor)
         except CheckpointError as error:
             damaged[step] = str(error)
     return trained, damaged
@@ -111,6 +116,10 @@ def count_batch(trained: Trained, batch: Batch, rule: StalenessRule, train_steps
             _count_segments(trained, trajectory, batch.train_step)
             if trajectory.outcome is not None and trajectory.outcome.kind is OutcomeKind.SCORED:
                 _count_loss(trained, trajectory, batch.train_step - 1, rule, train_steps)
+
+
+def _note_cursor(trained: Trained, cursor: Cursor) -> None:
+    trained.cursor = max(trained.cursor, cursor, key=lambda c: (c.epoch, c.index))
 
 
 def _count_segments(trained: Trained, trajectory: Trajectory, train_step: int) -> None:

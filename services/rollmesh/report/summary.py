@@ -169,9 +169,14 @@ def _before_and_after(points: Sequence[EvaluationPoint]) -> tuple[EvaluationPoin
 
 
 def _score_name(folder: RunFolder) -> str:
-    if folder.config is None or folder.config.reward.verifier not in ALL_OR_NOTHING_VERIFIERS:
+    if folder.config is None:
         return "mean reward"
-    return "accuracy"
+    data = folder.config.data
+    source = data.evaluation_source or data.source
+    # A generated task brings its own verifier; the one of the run file is for prompts that name none.
+    generated = source.type in ("countdown", "reasoning_gym")
+    verifier = source.type if generated else folder.config.reward.verifier
+    return "accuracy" if verifier in ALL_OR_NOTHING_VERIFIERS else "mean reward"
 
 
 def _version_count(train: TrainSeries) -> int | None:

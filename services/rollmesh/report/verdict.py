@@ -98,6 +98,8 @@ class AuditResult:
     """Admitted groups that are in no batch file, not in the queue and without a reason; None when not checked."""
     lost_note: str = ""
     """Why ``lost`` was not checked, or what it was checked against."""
+    forgotten: bool = False
+    """Whether a batch file knows of later prompts than the queue's cursor: Redis came back as an earlier state."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups by the reason for which they left untrained (from the queue's ledger)."""
     rescoring: Rescoring | None = None

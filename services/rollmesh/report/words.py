@@ -172,10 +172,14 @@ def audit_claims(audit: AuditResult) -> list[str]:
     claims = [
         f"{audit.groups} groups in {audit.batch_files} batch files up to committed step {audit.committed_step}",
         f"trained twice {len(audit.trained_twice)}",
-        f"staleness violations {len(audit.staleness_violations)}",
+        f"staleness violations {len(audit.staleness_violations)}"
+        if audit.max_staleness is not None
+        else "staleness not checked (the bound is not known)",
     ]
     if audit.lost is not None:
-        claims.append(f"lost {len(audit.lost)}")
+        claims.append(
+            f"lost {len(audit.lost)}" + (f" ({audit.lost_note})" if audit.lost_note and audit.forgotten else "")
+        )
     else:
         claims.append(f"lost not checked ({audit.lost_note})" if audit.lost_note else "lost not checked")
     if audit.rescoring is not None:
@@ -189,7 +193,8 @@ def rescoring_claim(rescoring: Rescoring) -> str:
     if rescoring.skipped_impure_segments:
         skipped.append(f"{rescoring.skipped_impure_segments} keep_kv segments have no single policy")
     if rescoring.skipped_segments:
-        skipped.append(f"{rescoring.skipped_segments} segments name a checkpoint that is gone")
+        share = rescoring.skipped_segments / (rescoring.skipped_segments + rescoring.segments)
+        skipped.append(f"{rescoring.skipped_segments} segments, {percent(share)}, name a checkpoint that is gone")
     unresolvable = sum(version.unresolvable for version in rescoring.versions)
     if unresolvable:
         skipped.append(f"{unresolvable} tokens over the bound lie within what float32 can tell apart there")

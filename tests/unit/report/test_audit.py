@@ -20,6 +20,7 @@ from rollmesh.report.audit import audit_run, print_audit
 from rollmesh.report.ledger import QueueAccount, lost_groups
 from rollmesh.report.rescore import Gaps, gaps_of_version
 from rollmesh.report.verdict import AuditResult, read_audit
+from rollmesh.report.words import audit_claims
 from rollmesh.trainer.scorer import PolicyScorer
 from rollmesh.types import Batch, OutcomeKind, RewardOutcome, Segment, Trajectory
 
@@ -323,3 +324,30 @@ def test_a_doubted_trajectory_is_judged_in_float64_with_what_the_last_bit_of_the
 def test_an_audit_of_a_broken_file_is_never_green() -> None:
     with pytest.raises(DataError, match="not an audit"):
         AuditResult.from_json("[]")
+
+
+def test_a_run_without_its_run_file_has_no_bound_to_be_green_by(audited: Any) -> None:
+    (audited.folder / "config.yaml").unlink()
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert any("the staleness bound is not known" in problem for problem in result.problems)
+    assert "staleness not checked (the bound is not known)" in audit_claims(result)
+
+
+def test_a_run_whose_checkpoints_are_all_gone_is_not_vouched_for(audited: Any) -> None:
+    shutil.rmtree(audited.folder / "checkpoints" / "policies")
+    lines = [json.dumps({"train_step": step, "policy_version": step}) for step in range(1, 7)]
+    (audited.folder / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    result = audit_run(audited.folder)
+    assert result.staleness_unknown == 0
+    assert len(result.problems) == 1 and "none of 37 segments could be scored again" in result.problems[0]
+    assert "37 segments, 100.0%, name a checkpoint that is gone" in audit_claims(result)[-1]
+
+
+def test_a_queue_that_forgot_admissions_says_so_beside_its_count_of_lost_groups(audited: Any) -> None:
+    audited.store.write_batch(Batch(train_step=7, groups=()), Cursor(epoch=0, index=40))
+    behind = audit_run(audited.folder, QueueAccount(live=(), dropped={}, cursor=Cursor(epoch=0, index=12)))
+    assert behind.green and behind.lost == () and behind.forgotten
+    (claim,) = [claim for claim in audit_claims(behind) if claim.startswith("lost 0")]
+    assert "a batch file knows of epoch 0, index 40" in claim
+    assert read_audit(audited.folder) == behind

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from rollmesh.errors import DataError
@@ -105,10 +106,28 @@ def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         summarise(tmp_path / "absent")
 
 
+def change_config(folder: Path, source: dict[str, str], verifier: str) -> None:
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config["data"]["source"], config["reward"]["verifier"] = source, verifier
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+
+
 def test_a_verifier_with_partial_credit_is_not_called_accuracy(run_folder: Path) -> None:
-    config = (run_folder / "config.yaml").read_text()
-    (run_folder / "config.yaml").write_text(config.replace("verifier: countdown", "verifier: composite"))
+    for verifier, name in (("composite", "mean reward"), ("exact", "accuracy")):
+        change_config(run_folder, {"type": "jsonl", "path": "rows.jsonl"}, verifier)
+        assert summarise(run_folder).score_name == name
+
+
+def test_a_generated_task_is_named_by_its_own_verifier(run_folder: Path) -> None:
+    change_config(run_folder, {"type": "reasoning_gym", "task": "chain_sum"}, "exact")
     assert summarise(run_folder).score_name == "mean reward"
+
+
+def test_a_pipe_gets_every_sentence_on_one_line(run_folder: Path) -> None:
+    out = io.StringIO()
+    print_summary(summarise(run_folder), Console(file=out, width=80))
+    assert max(map(len, out.getvalue().splitlines())) > 100
+    assert [line[0] for line in out.getvalue().splitlines() if "accuracy" in line.lower()][-1] == "-"
 
 
 def audit_result(**changes: object) -> AuditResult:
@@ -167,7 +186,7 @@ def test_audit_counts_reach_the_words_with_what_was_skipped(run_folder: Path) ->
     text = words_of(run_folder)
     assert "audit is green" in text
     assert "trained twice 1" in text and "lost 0" in text
-    assert "2 keep_kv segments" in text and "1 segments name a checkpoint that is gone" in text
+    assert "2 keep_kv segments" in text and "1 segments, 2.4%, name a checkpoint that is gone" in text
     assert summarise(run_folder).off_policy_share == 0.123
 
 
