@@ -6,6 +6,7 @@ moment. Counts come from the run's audit: batch files and committed states, not 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import subprocess
@@ -22,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollmesh.bench.faults import (
+    Cost,
     Fault,
     FillRedis,
     KillLeader,
@@ -32,14 +34,16 @@ from rollmesh.bench.faults import (
     StallRedis,
     StallService,
 )
-from rollmesh.bench.measure import Measure
+from rollmesh.bench.measure import Measure, compared
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import RollmeshError
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.report.console import output_console
 from rollmesh.store.embedded import EmbeddedServer
 
 SEED = 20261121
 _ROUND_SECONDS = 400.0
+_STOP_SECONDS = 120.0
 _SESSION_TTL_SECONDS = 5.0
 
 _TRAIN_STEPS = 24
@@ -48,7 +52,7 @@ FAULTS: tuple[Fault, ...] = (
     KillTrainerAfter("between state and publication", "checkpoints/states/*/COMMITTED"),
     KillService("generator"),
     KillRedis(lost_bytes=4096),
-    StallService("rollout", 3 * _SESSION_TTL_SECONDS, kills=None),
+    StallService("rollout", 3 * _SESSION_TTL_SECONDS, Cost.WHOLE),
     KillTrainerAfter("between batch file and training", "checkpoints/batches/*.pb"),
     KillLeader(),
     StallRedis(60.0),
@@ -56,14 +60,14 @@ FAULTS: tuple[Fault, ...] = (
     KillService("rollout"),
     FillRedis(8.0),
     KillTrainerAfter("while it publishes", "checkpoints/policies/*"),
-    KillService("reward"),
+    KillService("reward", Cost.NOTHING),
     KillRedis(lost_bytes=65536),
     StallService("generator", 10.0),
     KillTrainerAfter("between publication and announcement", "checkpoints/policies/*/manifest.json"),
-    StallService("trainer", 10.0, kills=0),
+    StallService("trainer", 10.0, Cost.NOTHING),
     KillRedis(),
-    KillService("trainer", kills=0),
-    StallService("reward", 10.0),
+    KillService("trainer", Cost.NOTHING),
+    StallService("reward", 10.0, Cost.NOTHING),
     KillRedis(lost_bytes=1 << 20),
 )
 """In the order of the rounds: the first four are the ones that ``make test`` runs."""
@@ -86,19 +90,19 @@ class Round:
     trained_twice: int
     staleness_violations: int
     green: bool
-    regenerated_tokens: int
-    """Sampled tokens that were never saved: what the fault cost (see ``_regenerated``)."""
+    in_flight: int
+    """Rollouts that the victim held when it was struck."""
+    regenerated_tokens: int | None
+    """Sampled tokens that were never saved: what the fault cost (see ``_regenerated``); None when nobody counted."""
     regenerated_bound: int | None
-    """partial_save_tokens * pool_size per kill.
-
-    None where that bound does not apply: Redis itself lost work, or a stalled worker slept.
-    """
+    """What the fault may cost (``Cost``) on each rollout in flight at its victim; None when Redis itself loses work."""
     output: str
 
     @property
     def passed(self) -> bool:
         """Whether everything that was promised held."""
-        within = self.regenerated_bound is None or self.regenerated_tokens <= self.regenerated_bound
+        counted = self.regenerated_tokens
+        within = self.regenerated_bound is None or (counted is not None and counted <= self.regenerated_bound)
         clean = not (self.lost or self.trained_twice or self.staleness_violations)
         return self.injected and self.exit_status == 0 and self.green and clean and within
 
@@ -108,17 +112,27 @@ def run(*, rounds: int = 20, quick: bool = False) -> list[Measure]:
 
     Raises ChaosError when a round did not keep what was promised.
     """
-    results = run_rounds(4 if quick else rounds, Console(stderr=True))
+    results = run_rounds(4 if quick else rounds, output_console(stderr=True))
     failed = [r for r in results if not r.passed]
     if failed:
         raise ChaosError(f"{len(failed)} of {len(results)} rounds failed: {', '.join(r.fault for r in failed)}")
+    counts = {
+        "rounds passed": ("rounds", len(results)),
+        "groups lost": ("groups", sum(r.lost for r in results)),
+        "groups trained twice": ("groups", sum(r.trained_twice for r in results)),
+        "staleness violations": ("trajectories", sum(r.staleness_violations for r in results)),
+    }
     return [
-        Measure(name="rounds", value=len(results), unit="rounds"),
-        Measure(name="rounds failed", value=len(failed), unit="rounds"),
-        Measure(name="groups lost", value=sum(r.lost for r in results), unit="groups"),
-        Measure(name="groups trained twice", value=sum(r.trained_twice for r in results), unit="groups"),
-        Measure(name="staleness violations", value=sum(r.staleness_violations for r in results), unit="trajectories"),
+        *(Measure(name=name, value=value, unit=unit) for name, (unit, value) in counts.items()),
+        *(_regeneration(number, r) for number, r in enumerate(results, 1)),
     ]
+
+
+def _regeneration(number: int, result: Round) -> Measure:
+    name, tokens = f"regenerated tokens, round {number}: {result.fault}", result.regenerated_tokens or 0
+    if result.regenerated_bound is None:
+        return Measure(name=name, value=tokens, unit="tokens")
+    return compared(name, tokens, "tokens", f"bound for {result.in_flight} rollouts", result.regenerated_bound)
 
 
 def run_rounds(rounds: int, console: Console, folder: Path | None = None) -> list[Round]:
@@ -146,6 +160,7 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ro
     run_file.write_text(yaml.safe_dump(data))
     run_folder = RunFolder(folder / "run")
     start = time.monotonic()
+    deadline = start + _ROUND_SECONDS
     with (folder / "output.txt").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "rollmesh.cli.main", "up", str(run_file)],
@@ -158,17 +173,17 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ro
             redis=EmbeddedServer(run_folder.redis),
             rng=rng,
             ended=lambda: process.poll() is not None,
+            deadline=deadline,
         )
         try:
-            _attack(scene, fault, deadline=start + _ROUND_SECONDS)
-            process.wait(timeout=max(1.0, start + _ROUND_SECONDS - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            process.wait(timeout=120)
+            _attack(scene, fault)
+            _wait(process, max(1.0, deadline - time.monotonic()))
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+            # The launcher stops its server; one that was killed could not.
+            scene.redis.kill()
     seconds = time.monotonic() - start
     return _judge(run_folder, data, fault, scene, process.returncode, seconds, (folder / "output.txt").read_text())
 
@@ -193,25 +208,36 @@ def round_config(folder: Path, number: int) -> dict[str, Any]:
 
 def rounds_table(results: Sequence[Round]) -> Table:
     """The table that ``make chaos`` prints."""
-    table = Table("round", "fault", "result", "seconds", "lost", "twice", "stale", "regenerated tokens", "bound")
+    columns = ("round", "fault", "result", "seconds", "lost", "twice", "stale", "in flight", "regenerated", "bound")
+    table = Table(*columns)
     for number, r in enumerate(results, 1):
         verdict = "ok" if r.passed else "FAILED"
         bound = "-" if r.regenerated_bound is None else str(r.regenerated_bound)
         row = (number, r.fault if r.injected else f"{r.fault} (did not strike)", verdict, f"{r.seconds:.0f}")
-        counts = (r.lost, r.trained_twice, r.staleness_violations, r.regenerated_tokens, bound)
+        counts = (r.lost, r.trained_twice, r.staleness_violations, r.in_flight, r.regenerated_tokens, bound)
         table.add_row(*map(str, (*row, *counts)))
     return table
 
 
-def _attack(scene: Scene, fault: Fault, deadline: float) -> None:
+def _attack(scene: Scene, fault: Fault) -> None:
     """Wait for a random train step of the first third, then a random moment, and inject."""
     step = scene.rng.randint(2, _TRAIN_STEPS // 3)
     while scene.train_step() < step:
-        if scene.ended() or time.monotonic() > deadline:
+        if not scene.waits():
             return
         time.sleep(0.02)
     time.sleep(scene.rng.uniform(0.0, 0.3))
     fault.inject(scene)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the run; one that takes too long is asked to stop, and is judged by its status then."""
+    try:
+        process.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_STOP_SECONDS)
 
 
 def _judge(
@@ -219,7 +245,7 @@ def _judge(
 ) -> Round:
     audit_file = folder.path / "audit.json"
     audit: dict[str, Any] = json.loads(audit_file.read_text()) if audit_file.exists() else {}
-    per_kill = int(data["rollout"]["partial_save_tokens"]) * int(data["schedule"]["pool_size"])
+    in_flight = sum(scene.in_flight)
     return Round(
         fault=fault.name,
         injected=any(step < _TRAIN_STEPS for step in scene.struck_at),
@@ -229,10 +255,18 @@ def _judge(
         trained_twice=_count(audit.get("trained_twice")),
         staleness_violations=_count(audit.get("staleness_violations")),
         green=bool(audit.get("green")),
+        in_flight=in_flight,
         regenerated_tokens=_regenerated(folder, scene.counted),
-        regenerated_bound=None if fault.kills is None else fault.kills * per_kill,
+        regenerated_bound=regenerated_bound(fault.cost, in_flight, data),
         output=output[-4000:],
     )
+
+
+def regenerated_bound(cost: Cost, in_flight: int, data: Mapping[str, Any]) -> int | None:
+    """Tokens that a fault may waste when its victim holds ``in_flight`` rollouts; ``data`` is the run file."""
+    if cost is Cost.UNBOUNDED:
+        return None
+    return 0 if cost is Cost.NOTHING else in_flight * int(data["rollout"][cost.value])
 
 
 def _count(value: object) -> int:
@@ -242,17 +276,16 @@ def _count(value: object) -> int:
     return int(value) if isinstance(value, int) else -1
 
 
-def _regenerated(folder: RunFolder, counted: Mapping[str, float]) -> int:
+def _regenerated(folder: RunFolder, counted: Mapping[str, float]) -> int | None:
     """Tokens that generators sampled and the queue never got, from the timeline's last look: the mesh at rest.
 
     ``counted`` are the counters of processes at the moment they were killed, which the timeline, a look a second, has
-    not seen. A Redis that lost the tail of its file counts less as saved: its rounds have no bound.
+    not seen. A Redis that lost the tail of its file counts less as saved: its rounds have no bound. None without a
+    timeline.
     """
-    if not folder.timeline.exists():
-        return 0
-    lines = folder.timeline.read_text().splitlines()
+    lines = folder.timeline.read_text().splitlines() if folder.timeline.exists() else []
     if not lines:
-        return 0
+        return None
     last = json.loads(lines[-1])
     unseen = sum(max(0.0, value - last["generated_tokens"].get(key, 0.0)) for key, value in counted.items())
     return int(last["generated_token_total"] + unseen - last["saved_token_total"])

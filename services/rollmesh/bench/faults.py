@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
@@ -15,12 +16,11 @@ import httpx
 import psutil
 import redis
 
-from rollmesh.launcher.sampler import GENERATED_TOKENS, counter_value, process_key
+from rollmesh.launcher.sampler import GENERATED_TOKENS, metric_sums, process_key
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
 
-_DEADLINE_SECONDS = 60.0
-_BUSY = {"rollout": "rollmesh_rollout_in_flight_trajectories", "generator": "rollmesh_generator_running_calls"}
+_HELD = {"rollout": "rollmesh_rollout_in_flight_trajectories", "generator": "rollmesh_generator_running_calls"}
 """Gauge of the rollouts that a process holds, by service."""
 
 
@@ -33,8 +33,12 @@ class Scene:
     rng: random.Random
     ended: Callable[[], bool]
     """Whether the run is over: a fault that waits gives up then."""
+    deadline: float
+    """Monotonic second at which a fault that still waits for its moment gives up."""
     struck_at: list[int] = field(default_factory=list)
     """Train steps done when a fault struck."""
+    in_flight: list[int] = field(default_factory=list)
+    """Rollouts that each victim held when it was struck."""
     counted: dict[str, float] = field(default_factory=dict)
     """Tokens that a generator had sampled when it was killed, by process."""
 
@@ -43,10 +47,40 @@ class Scene:
         metrics = self.folder / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
+    def waits(self) -> bool:
+        """Whether it is not too late for a fault to strike."""
+        return not self.ended() and time.monotonic() < self.deadline
+
     def strike(self, pid: int, number: signal.Signals) -> None:
         """Send the signal that is the fault."""
         self.struck_at.append(self.train_step())
         _send(pid, number)
+
+    def strike_holder(self, victim: Victim, number: signal.Signals) -> None:
+        """Strike a process and note how many rollouts it held."""
+        self.in_flight.append(victim.rollouts)
+        self.strike(victim.endpoint.pid, number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """A process and what it holds."""
+
+    endpoint: Endpoint
+    rollouts: int
+    """Rollouts in flight there, by its own metrics an instant ago; 0 for a service that holds none."""
+
+
+class Cost(Enum):
+    """Sampled tokens that a fault may waste on each rollout of its victim."""
+
+    NOTHING = "nothing"
+    UNSAVED = "partial_save_tokens"
+    """What had not been saved yet."""
+    WHOLE = "max_new_tokens"
+    """A worker that sleeps loses its session, and the generators meanwhile write its calls to their end."""
+    UNBOUNDED = "unbounded"
+    """Redis itself loses work, or refuses to take it."""
 
 
 class Fault(Protocol):
@@ -57,8 +91,8 @@ class Fault(Protocol):
         """What the table shows."""
 
     @property
-    def kills(self) -> int | None:
-        """Processes whose unsaved tokens may be lost; None where the bound of a kill does not apply."""
+    def cost(self) -> Cost:
+        """What it may waste."""
 
     def inject(self, scene: Scene) -> None:
         """Do it, blocking; when the run is over before it can be done, nothing is struck."""
@@ -69,7 +103,7 @@ class KillService:
     """kill -9 of one process of a service."""
 
     service: str
-    kills: int = 1
+    cost: Cost = Cost.UNSAVED
 
     @property
     def name(self) -> str:
@@ -79,26 +113,27 @@ class KillService:
         victim = _busy_one_of(scene, self.service)
         if victim is not None:
             if self.service == "generator":
-                scene.counted[process_key(victim)] = _metric(victim, GENERATED_TOKENS)
-            scene.strike(victim.pid, signal.SIGKILL)
+                scene.counted[process_key(victim.endpoint)] = _metrics(victim.endpoint).get(GENERATED_TOKENS, 0.0)
+            scene.strike_holder(victim, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
 class KillLeader:
     """kill -9 of the rollout replica that leads: another one takes over."""
 
-    kills: int = 1
+    cost: Cost = Cost.UNSAVED
 
     @property
     def name(self) -> str:
         return "kill -9 leader"
 
     def inject(self, scene: Scene) -> None:
-        deadline = time.monotonic() + _DEADLINE_SECONDS
-        while not scene.ended() and time.monotonic() < deadline:
+        while scene.waits():
             for replica in read_endpoints(scene.folder, "rollout"):
-                if _metric(replica, "rollmesh_rollout_leader"):
-                    scene.strike(replica.pid, signal.SIGKILL)
+                metrics = _metrics(replica)
+                if metrics.get("rollmesh_rollout_leader"):
+                    held = int(metrics.get(_HELD["rollout"], 0.0))
+                    scene.strike_holder(Victim(endpoint=replica, rollouts=held), signal.SIGKILL)
                     return
             time.sleep(0.05)
 
@@ -109,8 +144,7 @@ class StallService:
 
     service: str
     seconds: float
-    kills: int | None = 1
-    """None for a rollout worker: generators go on feeding it while it sleeps, so more than the unsaved is given up."""
+    cost: Cost = Cost.UNSAVED
 
     @property
     def name(self) -> str:
@@ -119,9 +153,9 @@ class StallService:
     def inject(self, scene: Scene) -> None:
         victim = _busy_one_of(scene, self.service)
         if victim is not None:
-            scene.strike(victim.pid, signal.SIGSTOP)
+            scene.strike_holder(victim, signal.SIGSTOP)
             _sleep(scene, self.seconds)
-            _send(victim.pid, signal.SIGCONT)
+            _send(victim.endpoint.pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +165,7 @@ class KillTrainerAfter:
     when: str
     pattern: str
     """Glob below the run folder: what has just been written."""
-    kills: int = 0
+    cost: Cost = Cost.NOTHING
 
     @property
     def name(self) -> str:
@@ -140,7 +174,7 @@ class KillTrainerAfter:
     def inject(self, scene: Scene) -> None:
         trainer = _one_of(scene, "trainer")
         before = set(scene.folder.glob(self.pattern))
-        while trainer is not None and not scene.ended():
+        while trainer is not None and scene.waits():
             if set(scene.folder.glob(self.pattern)) - before:
                 scene.strike(trainer.pid, signal.SIGKILL)
                 return
@@ -152,7 +186,7 @@ class KillRedis:
     """kill -9 of Redis; optionally the end of its append-only file is lost, as in a power cut."""
 
     lost_bytes: int = 0
-    kills: int | None = None
+    cost: Cost = Cost.UNBOUNDED
 
     @property
     def name(self) -> str:
@@ -174,7 +208,7 @@ class StallRedis:
     """Redis does not answer for a while."""
 
     seconds: float
-    kills: int | None = None
+    cost: Cost = Cost.UNBOUNDED
 
     @property
     def name(self) -> str:
@@ -193,7 +227,7 @@ class FillRedis:
     """maxmemory is reached for a while: what needs memory is refused."""
 
     seconds: float
-    kills: int | None = None
+    cost: Cost = Cost.UNBOUNDED
 
     @property
     def name(self) -> str:
@@ -215,8 +249,7 @@ class FillRedis:
 
 
 def _one_of(scene: Scene, service: str) -> Endpoint | None:
-    deadline = time.monotonic() + _DEADLINE_SECONDS
-    while not scene.ended() and time.monotonic() < deadline:
+    while scene.waits():
         endpoints = read_endpoints(scene.folder, service)
         if endpoints:
             return scene.rng.choice(endpoints)
@@ -224,20 +257,24 @@ def _one_of(scene: Scene, service: str) -> Endpoint | None:
     return None
 
 
-def _busy_one_of(scene: Scene, service: str) -> Endpoint | None:
+def _busy_one_of(scene: Scene, service: str) -> Victim | None:
     """One of the service's processes, at a moment when it holds rollouts that a fault can hurt."""
-    busy = _BUSY.get(service)
-    deadline = time.monotonic() + _DEADLINE_SECONDS
-    while not scene.ended() and time.monotonic() < deadline:
+    held = _HELD.get(service)
+    while scene.waits():
         one = _one_of(scene, service)
-        if one is not None and (busy is None or _metric(one, busy) > 0):
-            return one
+        rollouts = 0 if one is None or held is None else int(_metrics(one).get(held, 0.0))
+        if one is not None and (held is None or rollouts):
+            return Victim(endpoint=one, rollouts=rollouts)
         time.sleep(0.02)
     return None
 
 
-def _metric(endpoint: Endpoint, name: str) -> float:
-    return counter_value(httpx.get(f"http://{endpoint.admin}/metrics", timeout=10.0).text, name)
+def _metrics(endpoint: Endpoint) -> dict[str, float]:
+    """Sums over the labels of what a process exports; empty while it does not answer."""
+    try:
+        return metric_sums(httpx.get(f"http://{endpoint.admin}/metrics", timeout=10.0).text)
+    except httpx.HTTPError:
+        return {}
 
 
 def _send(pid: int, number: signal.Signals) -> None:

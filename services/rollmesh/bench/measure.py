@@ -16,7 +16,7 @@ class Measure:
     """What it is compared with."""
     baseline_value: float | None = None
     ratio: float | None = None
-    """value / baseline_value; the table says in which direction better lies."""
+    """value / baseline_value: above 1 is better for a rate, below 1 for a cost."""
 
 
 def compared(name: str, value: float, unit: str, baseline: str, baseline_value: float) -> Measure:

@@ -129,7 +129,7 @@ class MeshSampler:
             except httpx.HTTPError:
                 continue  # a generator that is restarting: its counter is read again on the next look
             process = process_key(endpoint)
-            values = {s.name: s.value for f in text_string_to_metric_families(answer.text) for s in f.samples}
+            values = metric_sums(answer.text)
             self._generated.update(process, values.get(GENERATED_TOKENS, 0.0))
             for name, counter in self._engine.items():
                 counter.update(process, values.get(f"rollmesh_generator_{name}_total", 0.0))
@@ -156,12 +156,13 @@ def process_key(endpoint: Endpoint) -> str:
     return f"{endpoint.index}:{endpoint.pid}"
 
 
-def counter_value(exposition: str, name: str) -> float:
-    """Sum over the labels of one metric in Prometheus text."""
-    total = 0.0
+def metric_sums(exposition: str) -> dict[str, float]:
+    """Sum over the labels of every sample in Prometheus text, by name."""
+    sums: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition):
-        total += sum(sample.value for sample in family.samples if sample.name == name)
-    return total
+        for sample in family.samples:
+            sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
 
 
 def append_line(file: Path, line: str) -> None:

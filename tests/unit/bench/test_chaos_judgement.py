@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.bench.chaos import FAULTS, Round, _regenerated
+from rollmesh.bench.chaos import FAULTS, Round, _regenerated, regenerated_bound, round_config
+from rollmesh.bench.faults import Cost
 from rollmesh.launcher.run_folder import RunFolder
 
 GOOD = Round(
@@ -20,6 +21,7 @@ GOOD = Round(
     trained_twice=0,
     staleness_violations=0,
     green=True,
+    in_flight=1,
     regenerated_tokens=5,
     regenerated_bound=5,
     output="",
@@ -36,9 +38,10 @@ GOOD = Round(
         {"trained_twice": -1},
         {"staleness_violations": 1},
         {"regenerated_tokens": 6},
+        {"regenerated_tokens": None},
     ],
 )
-def test_a_round_fails_for_each_broken_promise(change: dict[str, int]) -> None:
+def test_a_round_fails_for_each_broken_promise(change: dict[str, int | None]) -> None:
     assert GOOD.passed
     assert not replace(GOOD, **change).passed
 
@@ -51,6 +54,23 @@ def test_regenerated_tokens_include_what_a_killed_generator_took_along(tmp_path:
     folder = RunFolder(tmp_path)
     folder.timeline.write_text("".join(json.dumps(look) + "\n" for look in looks))
     assert _regenerated(folder, {"0:7": 75.0}) == 120 + 15 - 118
+
+
+def test_without_a_timeline_nobody_has_counted(tmp_path: Path) -> None:
+    assert _regenerated(RunFolder(tmp_path), {}) is None
+
+
+@pytest.mark.parametrize(
+    ("cost", "bound"), [(Cost.NOTHING, 0), (Cost.UNSAVED, 5 * 16), (Cost.WHOLE, 5 * 256), (Cost.UNBOUNDED, None)]
+)
+def test_the_bound_counts_the_rollouts_of_the_victim_and_not_the_pool(cost: Cost, bound: int | None) -> None:
+    assert regenerated_bound(cost, 5, round_config(Path("run"), 0)) == bound
+
+
+def test_only_faults_of_redis_itself_are_without_a_bound() -> None:
+    unbounded = [fault.name for fault in FAULTS if fault.cost is Cost.UNBOUNDED]
+    assert len(unbounded) == 6
+    assert all("redis" in name for name in unbounded)
 
 
 def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() -> None:
