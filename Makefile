@@ -12,10 +12,11 @@ export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-seeds test lint unit integration e2e chaos bench clean
+.NOTPARALLEL:
+.PHONY: help setup demo demo-seeds test lint unit integration e2e chaos bench publish-contract clean
 
 help: ## What can be made
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
 
 $(VENV)/.python: $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "python >= 3.11 is needed; set PYTHON=/path/to/python3"; exit 1; }
@@ -62,6 +63,13 @@ e2e: $(VENV)/.dev ## The whole mesh
 
 chaos: $(VENV)/.local ## 20 rounds of kill -9 and stalls against a training mesh
 	$(BIN)/rollmesh bench chaos --rounds 20
+
+bench: $(VENV)/.local ## Every figure beside its baseline, some 15 minutes on an idle machine
+	for name in engine train queue reload; do $(BIN)/rollmesh bench $$name || exit 1; done
+
+publish-contract: $(VENV)/.dev ## Publish new fields of proto/: from then on they cannot be broken
+	$(BIN)/buf breaking proto --against proto/published.binpb
+	$(BIN)/buf build proto --exclude-source-info --output proto/published.binpb
 
 clean: ## Remove the environment and all caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
