@@ -20,7 +20,16 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.bench.measure import Measure, compared
-from rollmesh.bench.queue_roles import Role, Work, consume_step, new_group, payload, produce_group, run_role
+from rollmesh.bench.queue_roles import (
+    Role,
+    Work,
+    bare_payload,
+    consume_step,
+    new_group,
+    payload,
+    produce_group,
+    run_role,
+)
 from rollmesh.config.services import StoreConfig
 from rollmesh.mesh import Cursor, Desired, RunLimits
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
@@ -151,7 +160,7 @@ async def _forget(url: str, pattern: str) -> None:
 class _Resident:
     """A queue with so many trajectories in it, on a server of its own."""
 
-    size: int
+    name: str
     store: TrajectoryStore
     work: Work
     session: str
@@ -181,35 +190,56 @@ class _Resident:
 
 
 async def _flatness(folder: Path, sizes: list[int], cycles: int) -> list[Measure]:
-    """CPU of server and client per operation, with ever more trajectories resident; sizes take turns."""
+    """CPU of server and client per operation, with ever more trajectories resident; sizes take turns.
+
+    The control holds as many bytes as the largest queue, nearly all of them in keys that no queue uses: what memory
+    that is out of the processor's caches costs any server.
+    """
     segment = payload(FLAT_TOKENS // 2)
     async with contextlib.AsyncExitStack() as stack:
-        queues = []
-        for size in sizes:
-            server = EmbeddedServer(folder / str(size), EmbeddedOptions(maxmemory_bytes=4 << 30))
-            server.start()
-            stack.callback(server.kill)
-            work = await _prepare(server.url, "flatness", _FLAT_GROUP_SIZE, 0, FLAT_TOKENS)
-            store = await stack.enter_async_context(
-                await TrajectoryStore.connect(StoreConfig(), run=work.run, url=server.url)
-            )
-            queue = _Resident(size=size, store=store, work=work, session=await store.open_session("bench"))
-            queue.cursor = await _fill(store, work, queue.session, 0, size)
-            queues.append(queue)
-            await _settled(store)
+        queues = [await _resident(stack, folder, f"{size} resident", size) for size in sizes]
+        largest = await _used_bytes(queues[-1].store)
+        control = await _resident(stack, folder, f"{sizes[0]} resident and other keys of {largest >> 20} MiB", sizes[0])
+        await _add_ballast(control.store, largest)
         for _ in range(_FLAT_SAMPLES):
-            for queue in queues:
+            for queue in (*queues, control):
                 await queue.sample(max(1, cycles // _FLAT_SAMPLES), segment)
-    costs = {queue.size: 1e6 * statistics.median(queue.samples) for queue in queues}
-    base = costs[sizes[0]]
+    costs = [1e6 * statistics.median(queue.samples) for queue in queues]
     measures = [
-        compared(
-            f"CPU of an operation on {_FLAT_GROUP_SIZE}, {size} resident", cost, "us", f"{sizes[0]} resident", base
-        )
-        for size, cost in costs.items()
+        compared(f"CPU of an operation on {_FLAT_GROUP_SIZE}, {queue.name}", cost, "us", queues[0].name, costs[0])
+        for queue, cost in zip(queues, costs, strict=True)
     ]
-    spread = max(costs.values()) / min(costs.values())
-    return [*measures, Measure(name="largest over smallest of these", value=spread, unit="ratio")]
+    name, cost = f"CPU of an operation on {_FLAT_GROUP_SIZE}", 1e6 * statistics.median(control.samples)
+    return [
+        *measures,
+        Measure(name="largest over smallest of these", value=max(costs) / min(costs), unit="ratio"),
+        compared(f"{name}, {queues[-1].name}", costs[-1], "us", control.name, cost),
+    ]
+
+
+async def _resident(stack: contextlib.AsyncExitStack, folder: Path, name: str, size: int) -> _Resident:
+    server = EmbeddedServer(folder / name.replace(" ", "-"), EmbeddedOptions(maxmemory_bytes=4 << 30))
+    server.start()
+    stack.callback(server.kill)
+    work = await _prepare(server.url, "flatness", _FLAT_GROUP_SIZE, 0, FLAT_TOKENS)
+    store = await stack.enter_async_context(await TrajectoryStore.connect(StoreConfig(), run=work.run, url=server.url))
+    queue = _Resident(name=name, store=store, work=work, session=await store.open_session("bench"))
+    queue.cursor = await _fill(store, work, queue.session, 0, size)
+    await _settled(store)
+    return queue
+
+
+async def _used_bytes(store: TrajectoryStore) -> int:
+    return int((await store.connection.command("INFO", "memory"))["used_memory"])
+
+
+async def _add_ballast(store: TrajectoryStore, until: int) -> None:
+    """Fill the server with plain strings of a trajectory's size until it uses so many bytes."""
+    data, number = bytes(bare_payload(FLAT_TOKENS)), 0
+    while await _used_bytes(store) < until:
+        await store.connection.commands([("SET", f"ballast:{number + at}", data) for at in range(500)])
+        number += 500
+    await _settled(store)
 
 
 async def _fill(store: TrajectoryStore, work: Work, session: str, cursor: int, size: int) -> int:

@@ -21,16 +21,24 @@ if finished_total > 0 then
 end
 local ratio = limit > 0 and tostring(used / limit) or '0'
 
-local ready, seen = {}, {}
-local function add_ready(gid)
-  if seen[gid] then return end
-  seen[gid] = true
-  ready[#ready + 1] = gid
-  ready[#ready + 1] = call('ZSCORE', K.ready, gid)
-  ready[#ready + 1] = call('ZSCORE', K.ready_steps, gid)
+local ready, ids, seen = {}, {}, {}
+for _, key in ipairs({K.ready, K.ready_steps}) do
+  for _, gid in ipairs(call('ZRANGE', key, 0, bound - 1)) do
+    if not seen[gid] then
+      seen[gid] = true
+      ids[#ids + 1] = gid
+    end
+  end
 end
-for _, gid in ipairs(call('ZRANGE', K.ready, 0, bound - 1)) do add_ready(gid) end
-for _, gid in ipairs(call('ZRANGE', K.ready_steps, 0, bound - 1)) do add_ready(gid) end
+for first = 1, #ids, 1000 do
+  local last = math.min(first + 999, #ids)
+  local indexes = call('ZMSCORE', K.ready, unpack(ids, first, last))
+  local steps = call('ZMSCORE', K.ready_steps, unpack(ids, first, last))
+  for at = first, last do
+    local to = #ready
+    ready[to + 1], ready[to + 2], ready[to + 3] = ids[at], indexes[at - first + 1], steps[at - first + 1]
+  end
+end
 
 local open = {}
 local stalest = call('ZRANGE', K.open_steps, 0, bound - 1, 'WITHSCORES')
