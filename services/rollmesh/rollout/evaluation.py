@@ -173,6 +173,7 @@ class Evaluator:
             budget=self._budget,
             save=_nothing,
             restart=_restart,
+            keep_snapshot=_no_snapshot,
             pinned_version=request.policy_version,
         )
         try:
@@ -194,6 +195,10 @@ class Evaluator:
 
 async def _nothing(_held: Held) -> None:
     """Answers of an evaluation are not saved."""
+
+
+async def _no_snapshot(_held: Held, _snapshot: bytes) -> None:
+    """Nor are their environments."""
 
 
 async def _restart(held: Held) -> None:

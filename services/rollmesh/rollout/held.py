@@ -26,7 +26,9 @@ class LetGo(RollmeshError):
 class Held:
     """One trajectory while a worker holds it. Tokens are only ever appended."""
 
-    def __init__(self, trajectory: Trajectory, attempt: int = 1) -> None:
+    def __init__(self, trajectory: Trajectory, attempt: int = 1, snapshot: bytes | None = None) -> None:
+        self.snapshot = snapshot
+        """State of its environment after a completed turn, as it was saved last."""
         self.attempt = attempt
         """Leases without token progress, this one included."""
         self.failed_calls = 0
@@ -96,6 +98,7 @@ class Held:
         self.segments.clear()
         self.token_count = self.saved_token_count = 0
         self.newest_version = -1
+        self.snapshot = None
 
     def result(self, reason: FinishReason) -> Trajectory:
         """The trajectory as it ended, for scoring."""

@@ -83,6 +83,11 @@ class Saver:
         """Make a dead letter of the trajectory."""
         await self._failures.submit((trajectory_id, reason))
 
+    async def keep_snapshot(self, held: Held, snapshot: bytes) -> None:
+        """Keep the state of the trajectory's environment; whether it is still ours, the next save finds out."""
+        held.snapshot = snapshot
+        await self._session.call(lambda session: self._store.keep_snapshot(session, held.trajectory_id, snapshot))
+
     async def restart(self, held: Held) -> None:
         """Drop the saved tokens: the trajectory begins again under the same lease."""
         await self._restarts.submit(held.trajectory_id)

@@ -156,7 +156,7 @@ class Worker:
         return len(leased_now)
 
     def _start(self, leased: LeasedTrajectory, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
-        held = Held(leased.trajectory, attempt=leased.attempt)
+        held = Held(leased.trajectory, leased.attempt, leased.snapshot)
         held.start_floor, held.call_floor = self._desired.start_at_version, self._desired.interrupt_below_version
         self._parts.session.held[held.trajectory_id] = held
         task = asyncio.create_task(self._guarded(held, work), name=held.trajectory_id)
@@ -219,6 +219,7 @@ class Worker:
             budget=self._budget,
             save=parts.saver.save,
             restart=parts.saver.restart,
+            keep_snapshot=parts.saver.keep_snapshot,
         )
         ending = await parts.program.run(rollout)
         await parts.saver.finish(held, ending.reason)
@@ -231,7 +232,8 @@ class Worker:
 
     async def _score_only(self, held: Held) -> None:
         """A trajectory whose worker died after its last token."""
-        await self._score(held, held.trajectory, await self._parts.program.outcome_of(held.trajectory))
+        known = await self._parts.program.outcome_of(held.trajectory, held.snapshot)
+        await self._score(held, held.trajectory, known)
 
     async def _score(self, held: Held, trajectory: Trajectory, known: RewardOutcome | None) -> None:
         result = await self._parts.scorer.score(trajectory, known)

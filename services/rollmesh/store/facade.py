@@ -56,6 +56,7 @@ class TrajectoryStore:
         self.finish = queue.finish
         self.score = queue.score
         self.release = queue.release
+        self.keep_snapshot = queue.keep_snapshot
         self.restart = queue.restart
         self.fail = queue.fail
 

@@ -97,6 +97,13 @@ class TrajectoryQueue:
             released += int(await self._connection.run("release", session, free, *ids))
         return released
 
+    async def keep_snapshot(self, session: str, trajectory_id: str, snapshot: bytes) -> bool:
+        """Keep the state of a held trajectory's environment, in place of an older one; False when it is not held.
+
+        Not one step with ``append``: a snapshot says itself which turns it covers.
+        """
+        return bool(await self._connection.run("keep_snapshot", session, trajectory_id, snapshot))
+
     async def restart(self, session: str, trajectory_ids: Sequence[str]) -> int:
         """Drop the saved tokens of held trajectories that can only begin again (their environment was lost)."""
         restarted = 0
@@ -133,7 +140,8 @@ class TrajectoryQueue:
         ids = [row[0].decode() for row in rows]
         prompts = await self._load_prompts({group_of(i) for i in ids})
         saved = await self._load_saved([i for i, row in zip(ids, rows, strict=True) if row[3]])
-        finishes = await self._load_finishes(ids) if script == "lease_scoring" else {}
+        snapshots = await self._load_field([i for i, row in zip(ids, rows, strict=True) if row[3]], "snapshot")
+        finishes = await self._load_field(ids, "finish") if script == "lease_scoring" else {}
         leased = []
         for trajectory_id, row in zip(ids, rows, strict=True):
             prompt = prompts.get(group_of(trajectory_id))
@@ -146,7 +154,14 @@ class TrajectoryQueue:
                 birth_version=int(row[2]),
                 finish=finishes.get(trajectory_id),
             )
-            leased.append(LeasedTrajectory(trajectory=trajectory, attempt=int(row[1]), lease_new=bool(row[4])))
+            leased.append(
+                LeasedTrajectory(
+                    trajectory=trajectory,
+                    attempt=int(row[1]),
+                    lease_new=bool(row[4]),
+                    snapshot=snapshots.get(trajectory_id),
+                )
+            )
         return leased
 
     async def _load_prompts(self, group_ids: Iterable[str]) -> dict[str, Prompt]:
@@ -175,9 +190,9 @@ class TrajectoryQueue:
             if elements and None not in chunks[i].values()
         }
 
-    async def _load_finishes(self, ids: Sequence[str]) -> dict[str, bytes]:
-        replies = await self._connection.commands([("HGET", self._keys.of("trajectory", i), "finish") for i in ids])
-        return {i: finish for i, finish in zip(ids, replies, strict=True) if finish is not None}
+    async def _load_field(self, ids: Sequence[str], field: str) -> dict[str, bytes]:
+        replies = await self._connection.commands([("HGET", self._keys.of("trajectory", i), field) for i in ids])
+        return {i: value for i, value in zip(ids, replies, strict=True) if value is not None}
 
     async def _write(
         self, script: str, session: str, items: Sequence[Append | Finish], finishes: Sequence[str]

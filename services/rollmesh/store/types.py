@@ -42,6 +42,8 @@ class LeasedTrajectory:
     """Leases without token progress, this one included."""
     lease_new: bool
     """Whether it is the first lease (nothing to resume)."""
+    snapshot: bytes | None = None
+    """What ``keep_snapshot`` was given last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,12 +11,16 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from rollmesh.errors import DataError
+from rollmesh.rollout.held import Held
 from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.programs import Rollout
 from rollmesh.rollout.programs.environment import EnvironmentProgram
+from rollmesh.rollout.programs.snapshots import LARGEST_STATE_BYTES, Snapshot
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.tasks.environments.protocol import EnvironmentReply
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, OutcomeKind, SegmentSource
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, SamplingParams, Segment, SegmentSource, Trajectory
 
 from .replicas import limits, running, schedule
 from .scripted import STOP, VOCAB, ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, token_at
@@ -152,6 +157,120 @@ async def test_an_environment_that_cannot_be_replayed_starts_over_without_a_trac
         assert (view.leased, view.partial) == (0, 0)
         async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
             check(await trainer.train(1))
+
+
+class SnapshottingEnvironment(ForgetfulEnvironment):
+    def snapshot(self):
+        return json.dumps(self.turns).encode()
+
+    def restore(self, state):
+        self.turns = json.loads(state)
+
+
+async def test_an_environment_with_snapshots_goes_on_at_another_worker(store, tokenizer):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))
+    log = []
+    program = program_of(SnapshottingEnvironment, tokenizer, log)
+    async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
+        await until(lambda: len(log) >= 10)
+        await first.stop()
+        assert (await store.view()).partial > 0
+        async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
+            check(await trainer.train(1))
+    assert len(log) == len(set(log)) == 3 * plan.pool_size, "no turn was played twice"
+
+
+def policy_turn(number):
+    ids = np.array([10 + number, STOP], np.int32)
+    return Segment(token_ids=ids, behavior_logprobs=-np.ones(2, np.float32), policy_version=0, kv_min_version=0)
+
+
+ENVIRONMENT_REPLY = replace(
+    policy_turn(0), token_ids=np.array([8, 9], np.int32), behavior_logprobs=None, source=SegmentSource.ENVIRONMENT
+)
+
+
+class TurnCaller:
+    """Writes one more turn at every call."""
+
+    async def sample(self, held, budget, params, *, save, pinned_version=None):
+        held.add(policy_turn(5))
+        return FinishReason.STOP
+
+
+def kept(turns, reply=REPLY):
+    state = json.dumps([f"turn {n}" for n in range(turns)]).encode()
+    reply = EnvironmentReply(text=reply, done=False)
+    return Snapshot(turn_count=turns, reply=reply, reward=None, state=state).to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("segments", "snapshot", "played"),
+    [
+        # The worker died after a turn was saved and before it was played, after that, and after the reply was saved.
+        ([policy_turn(0), ENVIRONMENT_REPLY, policy_turn(1)], kept(1), [1, 2]),
+        ([policy_turn(0), ENVIRONMENT_REPLY, policy_turn(1)], kept(2), [2]),
+        ([policy_turn(0), ENVIRONMENT_REPLY, policy_turn(1), ENVIRONMENT_REPLY], kept(2), [2]),
+        # Redis has lost the snapshot of a turn whose reply the tokens hold, or all of them: it begins again.
+        ([policy_turn(0), ENVIRONMENT_REPLY, policy_turn(1), ENVIRONMENT_REPLY], kept(1), [0, 1, 2]),
+        ([policy_turn(0)], None, [0, 1, 2]),
+    ],
+)
+async def test_a_snapshot_covers_whatever_the_worker_left(tokenizer, segments, snapshot, played):
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
+    trajectory = Trajectory(
+        trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=tuple(segments)
+    )
+    held, log, snapshots = Held(trajectory, snapshot=snapshot), [], []
+
+    async def save(_held):
+        pass
+
+    async def restart(held):
+        held.restart()
+
+    async def keep(held, data):
+        snapshots.append(Snapshot.from_bytes(data).turn_count)
+
+    rollout = Rollout(
+        held=held,
+        caller=TurnCaller(),
+        params=SamplingParams(stop_token_ids=(STOP,)),
+        budget=100,
+        save=save,
+        restart=restart,
+        keep_snapshot=keep,
+    )
+    ending = await program_of(SnapshottingEnvironment, tokenizer, log).run(rollout)
+    assert log == [f"e0-0.0:{turn}" for turn in played]
+    assert snapshots == [turn + 1 for turn in played]
+    assert ending.reason is FinishReason.ENVIRONMENT
+    sources = [segment.source for segment in held.segments]
+    assert sources == [SegmentSource.POLICY, SegmentSource.ENVIRONMENT] * 2 + [SegmentSource.POLICY]
+
+
+async def test_the_reward_of_an_episode_survives_the_worker_in_its_snapshot(tokenizer):
+    prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
+    trajectory = Trajectory(
+        trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=(policy_turn(0),)
+    )
+    program = program_of(SnapshottingEnvironment, tokenizer, [])
+    reply = EnvironmentReply(text="", done=True, reward=3.0)
+    last = Snapshot(turn_count=1, reply=reply, reward=3.0, state=b"[]").to_bytes()
+    assert (await program.outcome_of(trajectory, last)).value == 3.0
+    for missing in (None, kept(0)):
+        assert (await program.outcome_of(trajectory, missing)).kind is OutcomeKind.VERIFIER_ERROR
+
+
+def test_a_snapshot_comes_back_as_it_was_and_a_huge_one_is_refused():
+    reply = EnvironmentReply(text="w8", done=False, reward=0.5)
+    snapshot = Snapshot(turn_count=2, reply=reply, reward=0.5, state=b"\x00\xff")
+    assert Snapshot.from_bytes(snapshot.to_bytes()) == snapshot
+    with pytest.raises(DataError, match="the limit is"):
+        replace(snapshot, state=bytes(LARGEST_STATE_BYTES + 1)).to_bytes()
+    with pytest.raises(DataError, match="not a snapshot"):
+        Snapshot.from_bytes(b"{}")
 
 
 async def test_an_environment_that_hangs_ends_as_a_dead_letter_after_the_last_attempt(store, tokenizer):

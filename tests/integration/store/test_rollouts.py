@@ -349,6 +349,31 @@ async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: Traject
     assert (await read_truth(store)).problems == []
 
 
+async def test_a_snapshot_rests_with_its_trajectory_until_that_is_scored(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    await mesh.append("e0-0.0", 0, 3)
+    for snapshot in (b"older", b"newer\x00"):
+        assert await store.keep_snapshot(mesh.session, "e0-0.0", snapshot)
+    stranger = await store.open_session("stranger")
+    assert not await store.keep_snapshot(stranger, "e0-0.0", b"stranger's")
+    await store.release(mesh.session, ["e0-0.0"], ReleaseReason.DRAINED)
+    assert not await store.keep_snapshot(mesh.session, "e0-0.0", b"late")
+    assert [t.snapshot for t in await store.lease(mesh.session, 1)] == [b"newer\x00"]
+    await mesh.finish("e0-0.0", 3, 1)
+    await store.close_session(mesh.session)
+    mesh.session = stranger
+    assert [t.snapshot for t in await store.lease_scoring(stranger, 1)] == [b"newer\x00"]
+    await mesh.score("e0-0.0", 1.0)
+    assert not await store.connection.command("HEXISTS", store.connection.keys.of("trajectory", "e0-0.0"), "snapshot")
+    await store.lease(stranger, 1)
+    await mesh.append("e0-0.1", 0, 3)
+    await store.keep_snapshot(stranger, "e0-0.1", b"of tokens that are gone")
+    await store.restart(stranger, ["e0-0.1"])
+    assert not await store.connection.command("HEXISTS", store.connection.keys.of("trajectory", "e0-0.1"), "snapshot")
+
+
 async def test_the_oldest_letters_make_room_for_new_ones(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)

@@ -9,7 +9,7 @@ from rollmesh.store.keys import Keys, lua_preamble
 from rollmesh.store.scripts import Script, compose, load_scripts
 
 SCRIPTS = load_scripts()
-ALLOCATE = {"append", "finish", "admit", "lease", "replay_letter", "request_evaluation", "init_run"}
+ALLOCATE = {"append", "finish", "admit", "lease", "replay_letter", "request_evaluation", "init_run", "keep_snapshot"}
 FREE = {"score", "cut", "evict", "confirm", "sweep", "report_trained", "release", "reap", "close_session", "roll_back"}
 
 

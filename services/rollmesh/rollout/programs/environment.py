@@ -2,7 +2,11 @@
 
 What the model wrote is never tokenised again; only the environment's text is, once. Its tokens are segments without
 logprobs and stay out of the loss. A partial trajectory is resumed by playing its finished turns to a new environment
-(``replayable``); if that cannot be done, nothing is saved before the end and a lost worker means starting over.
+(``replayable``), or from a snapshot of the old one; if neither can be done, nothing is saved before the end and a lost
+worker means starting over.
+
+With snapshots a turn is saved, then played, then the snapshot is kept, then the reply is saved: whenever the worker
+dies, the newest snapshot covers all saved turns or all but the last, which is then played (again).
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from rollmesh.errors import RollmeshError
 from rollmesh.rollout.held import Parked
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.programs.protocol import Ending, Rollout
+from rollmesh.rollout.programs.snapshots import Snapshot
 from rollmesh.rollout.programs.turns import Turn, turns_of
 from rollmesh.runtime.logging import get_logger
-from rollmesh.tasks.environments.protocol import Environment, EnvironmentReply
+from rollmesh.tasks.environments.protocol import Environment, EnvironmentReply, SnapshotEnvironment
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, Int32Array, OutcomeKind, RewardOutcome, Segment, SegmentSource, Trajectory
 
@@ -41,6 +46,11 @@ class _Episode:
         self._reward: float | None = None
         self.turn_count = 0
 
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether the trajectory is resumed from snapshots."""
+        return not self._environment.replayable and isinstance(self._environment, SnapshotEnvironment)
+
     async def begin(self) -> None:
         await self._guarded(self._environment.reset(self._trajectory.prompt), "reset")
 
@@ -53,6 +63,27 @@ class _Episode:
         if reply.reward is not None:
             self._reward = float(reply.reward)
         return reply
+
+    def snapshot(self, reply: EnvironmentReply) -> bytes | None:
+        """The environment after its last reply; None when it cannot be saved or need not be."""
+        environment = self._environment
+        if not self.takes_snapshots:
+            return None
+        assert isinstance(environment, SnapshotEnvironment)
+        try:
+            state = environment.snapshot()
+        except Exception as error:  # as in _guarded
+            raise EnvironmentFailed(f"environment: snapshot: {type(error).__name__}: {error}") from error
+        return Snapshot(turn_count=self.turn_count, reply=reply, reward=self._reward, state=state).to_bytes()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Go on from a snapshot; after ``begin``."""
+        assert isinstance(self._environment, SnapshotEnvironment)
+        try:
+            self._environment.restore(snapshot.state)
+        except Exception as error:  # as in _guarded
+            raise EnvironmentFailed(f"environment: restore: {type(error).__name__}: {error}") from error
+        self.turn_count, self._reward = snapshot.turn_count, snapshot.reward
 
     async def aclose(self) -> None:
         """The episode is over either way: an environment that cannot be closed costs a line in the log, no answer."""
@@ -68,13 +99,8 @@ class _Episode:
 
     @property
     def outcome(self) -> RewardOutcome | None:
-        """The environment's reward of the episode; None when it gave none, or something that is no number."""
-        if self._reward is None:
-            return None
-        if not math.isfinite(self._reward):
-            message = f"the environment's reward is {self._reward}"
-            return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
-        return RewardOutcome(kind=OutcomeKind.SCORED, value=self._reward, parts={"environment": self._reward})
+        """The environment's reward of the episode; None when it gave none."""
+        return _outcome(self._reward)
 
     async def _guarded(self, awaitable: Awaitable[T], what: str) -> T:
         try:
@@ -112,17 +138,32 @@ class EnvironmentProgram:
         """Play turns until the environment ends the episode or tokens or turns run out (LENGTH)."""
         environment = self._make()
         held = rollout.held
-        if held.token_count and not environment.replayable:
+        durable = environment.replayable or isinstance(environment, SnapshotEnvironment)
+        if held.token_count and not self._resumable(environment, rollout):
             await rollout.restart(held)
             self._metrics.restarted.inc()
         try:
             async with aclosing(_Episode(environment, held.trajectory, self._tokenizer, self._timeout)) as episode:
                 await episode.begin()
-                return await self._play(episode, rollout, durable=environment.replayable)
+                return await self._play(episode, rollout, durable=durable)
         except Parked:
-            if not environment.replayable:
+            if not durable:
                 held.restart()  # nobody could go on from these tokens: none of them is saved
             raise
+
+    def _resumable(self, environment: Environment, rollout: Rollout) -> bool:
+        """Whether the saved turns can be gone on from."""
+        if environment.replayable:
+            return True
+        if not isinstance(environment, SnapshotEnvironment):
+            return False
+        turns, snapshot = self._turns(rollout), rollout.held.snapshot
+        played = sum(turn.complete for turn in turns)
+        if not played or snapshot is None:
+            return not played
+        missing = played - Snapshot.from_bytes(snapshot).turn_count
+        unheard = turns[-1].complete and not turns[-1].answered
+        return missing == 0 or (missing == 1 and unheard)
 
     async def _play(self, episode: _Episode, rollout: Rollout, *, durable: bool) -> Ending:
         reply = await self._replay(episode, rollout)
@@ -136,20 +177,33 @@ class EnvironmentProgram:
                 return episode.ending(FinishReason.LENGTH)
             if await rollout.sample(durable=durable) is not FinishReason.STOP:
                 return episode.ending(FinishReason.LENGTH)
-            reply = await episode.play(self._turns(rollout)[-1].token_ids)
+            reply = await self._turn(episode, rollout)
 
-    async def outcome_of(self, trajectory: Trajectory) -> RewardOutcome | None:
-        """Play the turns again for the environment's reward; None when it gives none and the verifier decides."""
+    async def _turn(self, episode: _Episode, rollout: Rollout) -> EnvironmentReply:
+        """Play the newest turn and keep a snapshot where that is how the trajectory is resumed."""
+        if episode.takes_snapshots:
+            await rollout.save(rollout.held)
+        reply = await episode.play(self._turns(rollout)[-1].token_ids)
+        snapshot = episode.snapshot(reply)
+        if snapshot is not None:
+            await rollout.keep_snapshot(rollout.held, snapshot)
+        return reply
+
+    async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
+        """The environment's reward, from its snapshot or by playing the turns again; None leaves it to the verifier."""
         environment = self._make()
+        turns = [turn for turn in turns_of(trajectory.segments, self._stop_token_ids) if turn.complete]
         if not environment.replayable:
+            last = None if snapshot is None else Snapshot.from_bytes(snapshot)
+            if last is not None and last.turn_count == len(turns):
+                return _outcome(last.reward)
             message = "its worker died before the score, and the environment that knew the reward went with it"
             return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
         try:
             async with aclosing(_Episode(environment, trajectory, self._tokenizer, self._timeout)) as episode:
                 await episode.begin()
-                for turn in turns_of(trajectory.segments, self._stop_token_ids):
-                    if turn.complete:
-                        await episode.play(turn.token_ids)
+                for turn in turns:
+                    await episode.play(turn.token_ids)
                 return episode.outcome
         except EnvironmentFailed as error:
             return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
@@ -159,6 +213,8 @@ class EnvironmentProgram:
 
     async def _replay(self, episode: _Episode, rollout: Rollout) -> EnvironmentReply | None:
         """Play the finished turns of a partial trajectory; returns a reply that its tokens do not hold yet."""
+        if episode.takes_snapshots:
+            return await self._restore(episode, rollout)
         reply: EnvironmentReply | None = None
         for turn in self._turns(rollout):
             if not turn.complete:
@@ -168,6 +224,20 @@ class EnvironmentProgram:
                 return answer
             reply = None if turn.answered else answer
         return reply
+
+    async def _restore(self, episode: _Episode, rollout: Rollout) -> EnvironmentReply | None:
+        """Like ``_replay``, from a snapshot that covers all finished turns but perhaps the last."""
+        turns = self._turns(rollout)
+        played = sum(turn.complete for turn in turns)
+        if not played or rollout.held.snapshot is None:
+            return None
+        snapshot = Snapshot.from_bytes(rollout.held.snapshot)
+        episode.restore(snapshot)
+        if snapshot.turn_count < played:
+            return await self._turn(episode, rollout)
+        if snapshot.reply.done:
+            return snapshot.reply
+        return None if turns[-1].answered or not turns[-1].complete else snapshot.reply
 
     async def _hear(self, rollout: Rollout, reply: EnvironmentReply, durable: bool) -> bool:
         """Append the environment's text; False when the budget cannot hold it and a token of an answer."""
@@ -188,3 +258,11 @@ class EnvironmentProgram:
         if durable:
             await rollout.save(held)
         return True
+
+
+def _outcome(reward: float | None) -> RewardOutcome | None:
+    if reward is None:
+        return None
+    if not math.isfinite(reward):
+        return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=f"the environment's reward is {reward}")
+    return RewardOutcome(kind=OutcomeKind.SCORED, value=reward, parts={"environment": reward})

@@ -35,6 +35,8 @@ class Rollout:
     """Make the tokens so far durable."""
     restart: HeldWrite
     """Drop all tokens, saved ones too."""
+    keep_snapshot: Callable[[Held, bytes], Awaitable[None]]
+    """Make the state of the trajectory's environment durable."""
     pinned_version: int | None = None
 
     @property
@@ -62,8 +64,11 @@ class Program(Protocol):
         Raises Parked when it comes to rest, LetGo when the queue gave it up, DataError when it can never work.
         """
 
-    async def outcome_of(self, trajectory: Trajectory) -> RewardOutcome | None:
-        """Reward of a finished trajectory whose worker died before it was scored; None asks the verifier."""
+    async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
+        """Reward of a finished trajectory whose worker died before it was scored; None asks the verifier.
+
+        ``snapshot`` is what was kept of its environment.
+        """
 
 
 async def _keep_in_memory(_held: Held) -> None:

@@ -18,6 +18,6 @@ class SingleTurnProgram:
             return Ending(reason=FinishReason.LENGTH)
         return Ending(reason=await rollout.sample())
 
-    async def outcome_of(self, trajectory: Trajectory) -> RewardOutcome | None:
+    async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
         """The verifier scores single answers."""
         return None

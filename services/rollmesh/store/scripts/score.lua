@@ -16,6 +16,7 @@ local function apply(id, scored, reward, outcome)
   if v[2] ~= 'finished' then return REFUSED, tonumber(v[3]) end
   local state = scored and 'scored' or 'unscorable'
   call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome)
+  call('HDEL', trajectory_key(id), 'snapshot')
   done[#done + 1] = id
   count('finished', -1)
   count(state, 1)

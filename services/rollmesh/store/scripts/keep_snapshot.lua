@@ -1,0 +1,7 @@
+#!lua
+-- The state of an environment after a turn, beside the tokens of its trajectory; a newer one replaces it.
+-- ARGV: session, trajectory id, bytes. Returns 1 when the session holds the trajectory.
+local v = call('HMGET', trajectory_key(ARGV[2]), 'session', 'state')
+if v[1] ~= ARGV[1] or v[2] ~= 'leased' then return 0 end
+call('HSET', trajectory_key(ARGV[2]), 'snapshot', ARGV[3])
+return 1
