@@ -53,7 +53,7 @@ lint: $(VENV)/.dev ## ruff, mypy strict, import-linter, buf
 	$(BIN)/buf lint proto
 
 unit: $(VENV)/.dev ## Unit tests
-	$(BIN)/pytest tests/unit
+	$(BIN)/pytest tests/unit --numprocesses 2 --dist worksteal
 
 integration: $(VENV)/.dev ## Tests against real Redis, gRPC and processes
 	$(BIN)/pytest tests/integration
