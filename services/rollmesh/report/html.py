@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 import rollmesh
-from rollmesh.errors import ConfigError
 from rollmesh.report.plots import PlotSpec, plot_specs, style
 from rollmesh.report.run_folder import Record, RunFolder
 from rollmesh.report.series import EvaluationPoint, TrainSeries, number, train_series
@@ -66,7 +67,7 @@ class VersionRow:
 def write_report(run_folder: Path) -> Path:
     """Write plots and ``report.html`` into a run folder, complete or partial; returns the page.
 
-    Raises DataError when there is no such folder, ConfigError when jinja2 or matplotlib is not installed.
+    Raises DataError when there is no such folder, ConfigError when matplotlib is not installed.
     """
     folder = RunFolder(run_folder)
     summary = summarise(folder)
@@ -114,12 +115,7 @@ def _draw(folder: RunFolder, specs: Sequence[PlotSpec]) -> list[Plot]:
     return plots
 
 
-def _environment() -> Any:
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-        from markupsafe import Markup
-    except ImportError as error:
-        raise ConfigError("the report needs jinja2: pip install 'rollmesh[report]'") from error
+def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("rollmesh.report"),
         autoescape=True,
