@@ -62,6 +62,8 @@ class WorkerPool:
         self._starting = asyncio.Lock()
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
+        self._failure = ""
+        """Why no request can be served any more."""
 
     async def __aenter__(self) -> WorkerPool:
         """Load the verifiers and start the workers; raises ConfigError when they cannot be loaded."""
@@ -104,6 +106,8 @@ class WorkerPool:
         return await self._submit(PROBE, _PROBE_SECONDS)
 
     async def _submit(self, request: bytes, timeout_seconds: float) -> bytes:
+        if self._failure:
+            raise WorkerDied(self._failure)
         result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._jobs.put_nowait(
             _Job(request=request, timeout_seconds=timeout_seconds, queued_at=time.monotonic(), result=result)
@@ -121,7 +125,11 @@ class WorkerPool:
                 self._observer.queued(self._jobs.qsize())
                 if job.result.done():  # its caller has given up
                     continue
-                worker = await self._living_worker(slot, worker)
+                try:
+                    worker = await self._living_worker(slot, worker)
+                except Exception:
+                    self._jobs.put_nowait(job)  # it fails with those that wait, once this slot has ended
+                    raise
                 await self._serve(job, worker)
         finally:
             if worker is not None:
@@ -173,7 +181,8 @@ class WorkerPool:
     def _slot_ended(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
             return
-        self._drop_jobs(f"the pool has failed: {error}")
+        self._failure = self._failure or f"the pool has failed: {error}"
+        self._drop_jobs(self._failure)
         self._on_failure(error)
 
     def _drop_jobs(self, reason: str) -> None:

@@ -156,6 +156,22 @@ async def test_a_killed_template_is_replaced_and_no_answer_is_lost(tmp_path: Pat
         assert (await bench.score("value 1")).value == 1.0
 
 
+async def test_a_pool_that_cannot_start_workers_any_more_says_so_to_every_answer(tmp_path: Path) -> None:
+    config = make_config(tmp_path, verifier="poisonous:verify", workers=1)
+    async with scoring_bench(config) as bench:
+        pid = int((await bench.score("pid")).value)
+        (Path(config.model.path) / "tokenizer.json").unlink()
+        worker = psutil.Process(pid)
+        template = worker.parent()
+        assert template is not None
+        for process in (template, worker):
+            process.kill()
+        outcomes = await asyncio.wait_for(bench.score_all(["value 1", "value 2"]), 20)
+        assert {o.kind for o in outcomes} == {ERROR}
+        assert "the pool has failed" in outcomes[0].message
+        assert "tokenizer.json" in str(bench.failures[0])
+
+
 async def test_what_a_caller_gives_up_on_is_not_started(tmp_path: Path) -> None:
     async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify", workers=1)) as bench:
         running = asyncio.create_task(bench.score("sleep 0.4"))
