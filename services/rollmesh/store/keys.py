@@ -80,6 +80,7 @@ class Keys:
     """Key names of one run."""
 
     def __init__(self, run: str) -> None:
+        self.run = run
         self.prefix = f"{{{run}}}:"
 
     def single(self, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -108,8 +109,9 @@ def build_trajectory(
     finish: bytes | None = None,
     outcome: bytes | None = None,
     reward: bytes | None = None,
+    run: str = "",
 ) -> Trajectory:
-    """Assemble a trajectory from its record in the queue."""
+    """Assemble a trajectory from its record in the queue; ``run`` gives it its trace context."""
     group_id, _, member = trajectory_id.rpartition(".")
     return Trajectory(
         trajectory_id=trajectory_id,
@@ -121,4 +123,11 @@ def build_trajectory(
         outcome=outcome_from_pb(pb.RewardOutcome.FromString(outcome)) if outcome else None,
         shaped_reward=float(reward) if reward else 0.0,
         birth_version=birth_version,
+        traceparent=traceparent_of(run, trajectory_id) if run else "",
     )
+
+
+def traceparent_of(run: str, trajectory_id: str) -> str:
+    """W3C trace context of a trajectory: the same in every service and for every worker that goes on with it."""
+    digest = hashlib.blake2b(f"{run}:{trajectory_id}".encode(), digest_size=24).hexdigest()
+    return f"00-{digest[:32]}-{digest[32:]}-01"

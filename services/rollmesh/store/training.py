@@ -175,7 +175,7 @@ class Training:
                 group_id=gid.decode(),
                 admission_index=int(index),
                 trajectories=tuple(
-                    _scored_trajectory(i, prompt, decode_segments(elements[i], chunks[i]), record)
+                    _scored_trajectory(self._keys.run, i, prompt, decode_segments(elements[i], chunks[i]), record)
                     for i, record in scored
                 ),
             )
@@ -184,7 +184,7 @@ class Training:
 
 
 def _scored_trajectory(
-    trajectory_id: str, prompt: Prompt, segments: tuple[Segment, ...], record: Sequence[Reply]
+    run: str, trajectory_id: str, prompt: Prompt, segments: tuple[Segment, ...], record: Sequence[Reply]
 ) -> Trajectory:
     _, birth, finish, outcome, reward = record
     return build_trajectory(
@@ -195,4 +195,5 @@ def _scored_trajectory(
         finish=finish,
         outcome=outcome,
         reward=reward,
+        run=run,
     )

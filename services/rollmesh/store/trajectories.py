@@ -153,6 +153,7 @@ class TrajectoryQueue:
                 saved.get(trajectory_id, ()),
                 birth_version=int(row[2]),
                 finish=finishes.get(trajectory_id),
+                run=self._keys.run,
             )
             leased.append(
                 LeasedTrajectory(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
@@ -347,6 +348,24 @@ async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: Traject
     assert await mesh.append("e0-0.0", 4, 2) == WriteStatus.LOST
     assert (await store.view()).pending == 1, "a replacement waits"
     assert (await read_truth(store)).problems == []
+
+
+async def test_a_trajectory_has_one_trace_for_its_whole_life(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    first = [t.trajectory.traceparent for t in await store.lease(mesh.session, 2)]
+    assert len(set(first)) == 2
+    assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-01", trace) for trace in first)
+    await store.release(mesh.session, ["e0-0.0", "e0-0.1"], ReleaseReason.DRAINED)
+    mesh.session = await store.open_session("another worker")
+    again = await store.lease(mesh.session, 2)
+    assert [t.trajectory.traceparent for t in again] == first
+    for leased in again:
+        await mesh.complete(leased, float(leased.trajectory.member_index))
+    await store.cut(mesh.leader, 1, ["e0-0"])
+    batch = await store.claim(mesh.trainer, 1, 1.0)
+    assert batch is not None
+    assert [t.traceparent for t in batch.groups[0].trajectories] == first
 
 
 async def test_a_snapshot_rests_with_its_trajectory_until_that_is_scored(store: TrajectoryStore) -> None:
