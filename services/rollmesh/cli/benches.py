@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from dataclasses import asdict
 from enum import StrEnum
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from rollmesh.cli.common import JsonOption, clear_errors
+from rollmesh.cli.common import JsonOption, clear_errors, heavy_module
 from rollmesh.report.console import output_console
 
 
@@ -37,12 +36,11 @@ def bench(
     rounds: Annotated[int, typer.Option(help="Rounds of the chaos bench.", min=1)] = 20,
 ) -> None:
     """Measure one part of the mesh beside a named baseline in the same run; --json prints one object per measure."""
-    module = importlib.import_module(f"rollmesh.bench.{name.value}")
     options: dict[str, object] = {"quick": quick}
     if name is Bench.CHAOS:
         options["rounds"] = rounds
     with clear_errors():
-        measures = module.run(**options)
+        measures = heavy_module(f"rollmesh.bench.{name.value}", f"bench {name.value}").run(**options)
     if as_json:
         for measure in measures:
             typer.echo(json.dumps(asdict(measure)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -43,6 +45,19 @@ def clear_errors(status: int = 2) -> Iterator[None]:
         # Escaped and unwrapped: messages carry paths, brackets and log lines that people copy.
         Console(stderr=True, soft_wrap=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False)
         raise typer.Exit(status) from error
+
+
+def heavy_module(name: str, what: str) -> ModuleType:
+    """Import a module of rollmesh that needs an extra; ConfigError when a package that it needs is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "rollmesh":
+            raise
+        raise ConfigError(
+            f"{what} needs the package {error.name}: install torch for your CPU or CUDA, then "
+            "pip install 'rollmesh[local]'"
+        ) from error
 
 
 def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:

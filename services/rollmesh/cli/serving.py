@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors
+from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, heavy_module
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.errors import ConfigError
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, run_service
 from rollmesh.runtime.logging import configure_logging
 
@@ -50,23 +48,9 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
     with clear_errors(EXIT_CONFIG):
         config = load_run_config(run, overrides or ())
         configure_logging(config.telemetry, service=f"{service}-{index}", run=config.name)
-        serve = _entry(service)
+        serve: Serve = heavy_module(f"rollmesh.{service}.main", f"the {service} service").serve
 
     async def main(shutdown: Shutdown) -> None:
         await serve(config, index, shutdown)
 
     return run_service(main, grace_seconds=config.generator.drain_timeout_seconds + _DRAIN_MARGIN_SECONDS)
-
-
-def _entry(service: str) -> Serve:
-    """The service's main coroutine; ConfigError when a package that it needs is not installed."""
-    try:
-        serve: Serve = importlib.import_module(f"rollmesh.{service}.main").serve
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "rollmesh":
-            raise
-        raise ConfigError(
-            f"the {service} service needs the package {error.name}: install torch for your CPU or CUDA, then "
-            "pip install 'rollmesh[local]'"
-        ) from error
-    return serve

@@ -14,6 +14,9 @@ _BYTES_PER_TOKEN = 8
 _BYTES_PER_TRAJECTORY = 1500
 """Keys, hashes and list overhead in Redis, measured."""
 
+_ADMISSION_SHARE = 0.8
+"""Share of its memory limit up to which Redis takes new groups."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -28,6 +31,8 @@ class Estimate:
     """Groups admitted and not consumed, at most."""
     queue_bytes: int
     """Redis memory at full capacity with answers of full length."""
+    queue_limit_bytes: int | None
+    """Memory limit of the embedded server; None for a server of one's own."""
     slot_count: int
     """Calls that all generators decode at once."""
 
@@ -40,8 +45,16 @@ class Estimate:
         table.add_row("expected staleness", f"{self.expected_staleness:.2f}", "train steps, about pool_size / (B n)")
         table.add_row("batch", f"{self.trajectories_per_batch}", "trajectories per train step")
         table.add_row("capacity", f"{self.capacity_groups}", "groups admitted and not yet trained, at most")
-        table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", "Redis, at capacity and full length")
+        table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", self._memory_words())
         return table
+
+    def _memory_words(self) -> str:
+        words = "Redis, at capacity and full length"
+        if self.queue_limit_bytes is None:
+            return words
+        share = self.queue_bytes / self.queue_limit_bytes
+        held = "; above 80% admission waits: raise it" if share > _ADMISSION_SHARE else ""
+        return f"{words}: {share:.0%} of store.maxmemory_bytes{held}"
 
 
 def estimate(config: RunConfig) -> Estimate:
@@ -59,5 +72,6 @@ def estimate(config: RunConfig) -> Estimate:
         expected_staleness=expected_staleness(schedule),
         capacity_groups=capacity,
         queue_bytes=capacity * per_group,
+        queue_limit_bytes=config.store.maxmemory_bytes if config.store.url is None else None,
         slot_count=config.generator.replicas * config.generator.slots,
     )

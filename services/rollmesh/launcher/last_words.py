@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rollmesh.runtime.lifecycle import FAILURE_EVENT
 
 _TAIL_BYTES = 64 << 10
 _TAIL_LINES = 15
+_CONSOLE_FAILURE = re.compile(rf"\b{FAILURE_EVENT}\b.* error=(\w+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +48,12 @@ def _tail(file: Path, since: int) -> list[str]:
 
 
 def _failure(line: str) -> tuple[str, str] | None:
-    """(error, message) of the JSON log line that ends a service; None for any other line."""
+    """(error, message) of the log line that ends a service, in either log format; None for any other line."""
     try:
         event = json.loads(line)
     except ValueError:
-        return None
+        console = _CONSOLE_FAILURE.search(line)
+        return (console[1], line.strip()) if console is not None else None
     if not isinstance(event, dict) or event.get("event") != FAILURE_EVENT:
         return None
     return str(event.get("error")), str(event.get("message"))

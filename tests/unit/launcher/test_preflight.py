@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError, DataError
@@ -19,6 +21,18 @@ def run(**sections: Any) -> RunConfig:
 
 def test_a_run_that_can_start_is_described() -> None:
     assert check_run(run(schedule={"pool_size": 100})).pool_size == 100
+
+
+@pytest.mark.parametrize(("groups", "waits"), [(16, False), (128, True)])
+def test_the_memory_of_the_queue_is_held_against_its_limit(groups: int, waits: bool) -> None:
+    out, store = io.StringIO(), {"maxmemory_bytes": 1 << 24}
+    schedule = {"groups_per_batch": groups}
+    Console(file=out, width=200).print(check_run(run(store=store, schedule=schedule)).table())
+    (row,) = [line for line in out.getvalue().splitlines() if "queue memory" in line]
+    assert "of store.maxmemory_bytes" in row
+    assert ("above 80% admission waits: raise it" in row) is waits
+    own = check_run(run(schedule=schedule, store={**store, "url": "redis://queue:6379"}))
+    assert own.queue_limit_bytes is None
 
 
 @pytest.mark.parametrize(

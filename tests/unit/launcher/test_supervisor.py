@@ -6,6 +6,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from rollmesh.launcher.supervisor import ServiceSpec, Supervisor
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 
@@ -127,3 +129,24 @@ async def test_an_earlier_start_is_not_blamed_for_the_end_of_a_later_one(tmp_pat
     assert "worker-0 ended with status 1" in reason
     assert "out of memory" in reason
     assert "taken over" not in reason
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
+async def test_the_words_of_a_real_service_are_understood_in_both_log_formats(tmp_path: Path, log_format: str) -> None:
+    script = f"""
+from rollmesh.config.services import TelemetryConfig
+from rollmesh.errors import SessionLost
+from rollmesh.runtime.lifecycle import run_service
+from rollmesh.runtime.logging import configure_logging
+
+async def main(shutdown):
+    raise SessionLost("another trainer has taken over run demo")
+
+configure_logging(TelemetryConfig(log_format="{log_format}"), service="trainer-0", run="demo")
+raise SystemExit(run_service(main))
+"""
+    supervisor = Supervisor(restart_limit=20)
+    supervisor.start(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
+    reason = await asyncio.wait_for(supervisor.failed, 20)
+    assert "worker-0 cannot go on: SessionLost" in reason
+    assert "another trainer has taken over run demo" in reason

@@ -1,0 +1,45 @@
+"""What every command does with errors, stops and missing packages."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import pytest
+import typer
+
+from rollmesh.cli.common import EXIT_STOPPED, heavy_module, run_async
+from rollmesh.errors import ConfigError
+from rollmesh.launcher.local_mesh import Interrupted
+
+
+def test_a_package_that_is_missing_is_named_with_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, "rollmesh.bench.train", raising=False)
+    with pytest.raises(ConfigError, match=r"bench train needs the package torch: .* pip install 'rollmesh\[local\]'"):
+        heavy_module("rollmesh.bench.train", "bench train")
+
+
+def test_a_module_of_our_own_that_is_missing_is_a_bug_and_keeps_its_trace() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"rollmesh\.bench\.absent"):
+        heavy_module("rollmesh.bench.absent", "bench absent")
+
+
+@pytest.mark.parametrize("stop", [Interrupted("stopped while waiting"), asyncio.CancelledError()])
+def test_a_command_that_a_person_stopped_ends_with_the_status_of_ctrl_c(stop: BaseException) -> None:
+    async def main() -> None:
+        raise stop
+
+    with pytest.raises(typer.Exit) as ended:
+        run_async(main)
+    assert ended.value.exit_code == EXIT_STOPPED
+
+
+def test_an_error_on_purpose_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        raise ConfigError("folder=[runs]/demo: no such folder")
+
+    with pytest.raises(typer.Exit) as ended:
+        run_async(main)
+    assert ended.value.exit_code == 2
+    assert capsys.readouterr().err == "error folder=[runs]/demo: no such folder\n"
