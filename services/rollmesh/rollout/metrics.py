@@ -33,6 +33,14 @@ class RolloutMetrics:
     """Counters of the worker and, on the leader, gauges of the whole mesh."""
 
     def __init__(self, metrics: Metrics) -> None:
+        self._count_calls(metrics)
+        self._count_ends(metrics)
+        self._count_work(metrics)
+        self._count_evaluations(metrics)
+        self.leader = metrics.gauge("rollmesh_rollout_leader", "1 while this replica leads the mesh.")
+        self._mesh = _MeshGauges(metrics)
+
+    def _count_calls(self, metrics: Metrics) -> None:
         self._tokens = metrics.counter(
             "rollmesh_rollout_sampled_tokens_total",
             "Tokens kept for training, by version age on arrival.",
@@ -48,6 +56,8 @@ class RolloutMetrics:
         self._fruitless = metrics.counter(
             "rollmesh_rollout_calls_fruitless_total", "Generation calls that were given up without a token."
         )
+
+    def _count_ends(self, metrics: Metrics) -> None:
         self._drops = metrics.counter(
             "rollmesh_rollout_trajectories_dropped_total", "Trajectories this worker gave up, by reason.", ("reason",)
         )
@@ -82,6 +92,8 @@ class RolloutMetrics:
         )
         for kind in _OUTCOMES:
             self._outcomes.labels(kind=kind)
+
+    def _count_work(self, metrics: Metrics) -> None:
         self.leases = metrics.counter("rollmesh_rollout_leases_total", "Trajectories leased by this worker.")
         self.resumed = metrics.counter(
             "rollmesh_rollout_leases_resumed_total", "Leases that continue a partial trajectory."
@@ -101,7 +113,8 @@ class RolloutMetrics:
         self.generators_avoided = metrics.gauge(
             "rollmesh_rollout_generators_avoided", "Generators this worker leaves alone after misbehaviour."
         )
-        self.leader = metrics.gauge("rollmesh_rollout_leader", "1 while this replica leads the mesh.")
+
+    def _count_evaluations(self, metrics: Metrics) -> None:
         self.evaluations_started = metrics.counter(
             "rollmesh_rollout_evaluations_started_total", "Evaluations claimed here."
         )
@@ -112,7 +125,6 @@ class RolloutMetrics:
         self.last_evaluation = metrics.gauge(
             "rollmesh_rollout_last_evaluation_timestamp_seconds", "When an evaluation was last finished here."
         )
-        self._mesh = _MeshGauges(metrics)
 
     def sampled(self, count: int, age: int) -> None:
         """``count`` tokens arrived from a version ``age`` announcements old."""
