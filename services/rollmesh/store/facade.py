@@ -34,14 +34,13 @@ class TrajectoryStore:
         self.connection = connection
         self._limits = Limits(connection)
         sessions = Sessions(connection)
-        leader = Leader(connection, self._limits, sessions)
-        queue = TrajectoryQueue(connection, self._limits)
-        registry = Registry(connection)
-        training = Training(connection, self._limits)
-        view = View(connection, self._limits)
-        evaluations = Evaluations(connection)
-        letters = DeadLetters(connection, self._limits)
+        self._for_workers(sessions, TrajectoryQueue(connection, self._limits))
+        self._for_leaders(Leader(connection, self._limits, sessions))
+        self._for_generators(Registry(connection))
+        self._for_trainers(Training(connection, self._limits), Rollbacks(connection), Unclaimed(connection))
+        self._for_people(View(connection, self._limits), Evaluations(connection), DeadLetters(connection, self._limits))
 
+    def _for_workers(self, sessions: Sessions, queue: TrajectoryQueue) -> None:
         self.open_session = sessions.open_session
         self.heartbeat = sessions.heartbeat
         self.close_session = sessions.close_session
@@ -60,6 +59,7 @@ class TrajectoryStore:
         self.restart = queue.restart
         self.fail = queue.fail
 
+    def _for_leaders(self, leader: Leader) -> None:
         self.acquire_leadership = leader.acquire_leadership
         self.renew_leadership = leader.renew_leadership
         self.resign = leader.resign
@@ -73,6 +73,7 @@ class TrajectoryStore:
         self.report_failure = leader.report_failure
         self.failure = leader.failure
 
+    def _for_generators(self, registry: Registry) -> None:
         self.announce_policy = registry.announce_policy
         self.policies = registry.policies
         self.latest_policy = registry.latest_policy
@@ -85,6 +86,7 @@ class TrajectoryStore:
         self.deregister_generator = registry.deregister_generator
         self.generators = registry.generators
 
+    def _for_trainers(self, training: Training, rollbacks: Rollbacks, unclaimed: Unclaimed) -> None:
         self.open_trainer_session = training.open_trainer_session
         self.close_trainer_session = training.close_trainer_session
         self.training_state = training.training_state
@@ -94,12 +96,12 @@ class TrajectoryStore:
         self.report_committed = training.report_committed
         self.reassert_training = training.reassert_training
         self.rollback = training.rollback
-        rollbacks = Rollbacks(connection)
         self.request_rollback = rollbacks.request_rollback
         self.rollback_request = rollbacks.rollback_request
         self.finish_rollback = rollbacks.finish_rollback
-        self.unclaimed_trajectories = Unclaimed(connection).unclaimed_trajectories
+        self.unclaimed_trajectories = unclaimed.unclaimed_trajectories
 
+    def _for_people(self, view: View, evaluations: Evaluations, letters: DeadLetters) -> None:
         self.view = view.view
         self.counts = view.counts
         self.ledger = view.ledger
