@@ -52,6 +52,7 @@ class LocalMesh:
         self.supervisor = Supervisor(config.launcher.restart_limit)
         self._shutdown = shutdown
         self._sampler = sampler
+        self._complaint = ""
 
     @contextlib.asynccontextmanager
     async def services(self, names: Sequence[str] = STOP_ORDER) -> AsyncIterator[None]:
@@ -69,7 +70,7 @@ class LocalMesh:
                 # Workers first: then every token that will ever be saved is saved, while generators still tell what
                 # they sampled. The timeline's last look is at that moment.
                 await self.supervisor.stop(STOP_ORDER[:1])
-                with contextlib.suppress(StoreUnavailable):
+                with contextlib.suppress(StoreUnavailable, OSError):
                     await self._sampler.sample()
                 await self.supervisor.stop(STOP_ORDER[1:])
             finally:
@@ -125,8 +126,8 @@ class LocalMesh:
     async def _holds(self, done: Callable[[], Awaitable[bool]]) -> bool:
         try:
             return await done()
-        except StoreUnavailable as error:
-            self.progress.note(f"waiting for Redis: {error}")
+        except (StoreUnavailable, OSError) as error:
+            self._complain(error)
             return False
 
     async def _look(self, waiting_for: str) -> None:
@@ -136,8 +137,16 @@ class LocalMesh:
                 raise ServiceFailed(failure)
             await self.evaluations.update()
             self.progress.update(await self._sampler.sample(), waiting_for)
-        except StoreUnavailable as error:
-            self.progress.note(f"waiting for Redis: {error}")
+            self._complaint = ""
+        except (StoreUnavailable, OSError) as error:
+            self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        """Say once what is being waited out: Redis, or a disk without room for the timeline."""
+        what = "waiting for Redis" if isinstance(error, StoreUnavailable) else "the run folder cannot be written"
+        if what != self._complaint:
+            self.progress.note(f"{what}: {error}")
+        self._complaint = what
 
     async def until_serving(self) -> None:
         """Wait for the initial policy and a generator that serves it."""

@@ -77,3 +77,22 @@ async def test_a_server_that_could_not_be_started_again_at_first_is_tried_furthe
                     await asyncio.sleep(0.05)
         assert await running.store.server_run_id() != before
     assert server.pid is None
+
+
+async def test_a_timeline_that_cannot_be_written_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
+    """As on a full disk: the trainer waits for room, and so does the launcher."""
+    run, folder, console = config(tmp_path), RunFolder(tmp_path), Console(file=io.StringIO())
+    folder.timeline.mkdir()
+    looks = 0
+
+    async def room() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            folder.timeline.rmdir()
+        return looks > 4
+
+    async with local_mesh(run, folder, asyncio.Event(), console) as mesh:
+        await mesh.until(room, "room")
+    assert console.file.getvalue().count("the run folder cannot be written") == 1  # type: ignore[attr-defined]
+    assert folder.timeline.read_text().count("\n") >= 1
