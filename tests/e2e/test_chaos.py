@@ -3,15 +3,15 @@
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from rollmesh.bench.chaos import run_rounds
+from rollmesh.report.console import output_console
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1500)
 def test_a_run_survives_kills_a_cut_log_and_loses_or_repeats_nothing(tmp_path: Path) -> None:
-    rounds = run_rounds(4, Console(), tmp_path)
+    rounds = run_rounds(4, output_console(), tmp_path)
     assert all(r.injected for r in rounds)
     assert [r.output for r in rounds if not r.passed] == []
     assert sum(r.lost for r in rounds) == 0

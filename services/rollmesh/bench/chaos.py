@@ -280,12 +280,12 @@ def _regenerated(folder: RunFolder, counted: Mapping[str, float]) -> int | None:
     """Tokens that generators sampled and the queue never got, from the timeline's last look: the mesh at rest.
 
     ``counted`` are the counters of processes at the moment they were killed, which the timeline, a look a second, has
-    not seen. A Redis that lost the tail of its file counts less as saved: its rounds have no bound. None without a
-    timeline.
+    not seen; what a generator sampled in the milliseconds between its last answer and its death is not in them. A
+    Redis that lost the tail of its file counts less as saved: its rounds have no bound. None without a timeline.
     """
     lines = folder.timeline.read_text().splitlines() if folder.timeline.exists() else []
     if not lines:
         return None
     last = json.loads(lines[-1])
     unseen = sum(max(0.0, value - last["generated_tokens"].get(key, 0.0)) for key, value in counted.items())
-    return int(last["generated_token_total"] + unseen - last["saved_token_total"])
+    return max(0, int(last["generated_token_total"] + unseen - last["saved_token_total"]))
