@@ -187,7 +187,7 @@ class Worker:
             except RollmeshError as error:
                 self._log.warning("attempt_failed", trajectory=held.trajectory_id, message=str(error))
                 await self._give_up(held)
-            except Exception:
+            except Exception:  # whatever a program of the user raises fails its attempt, not the worker
                 self._log.exception("attempt_failed", trajectory=held.trajectory_id)
                 await self._give_up(held)
         except LetGo as error:
