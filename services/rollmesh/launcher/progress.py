@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmesh.launcher.sampler import MeshSample
+from rollmesh.mesh import MeshView
 
 _LINE_SECONDS = 5.0
 _RATE_WINDOW_SECONDS = 10.0
@@ -140,6 +141,7 @@ def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: in
     drops = [f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(sample.dropped.items()) if count]
     return {
         "step": f"{view.trained_step}/{steps}",
+        "queue": _held_up(view) or _NOTHING,
         "reward": _number(report, "reward_mean", ".3f"),
         "length": _number(report, "response_length_mean", ".0f"),
         "tokens/s": f"{rate:,.0f}",
@@ -150,6 +152,13 @@ def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: in
         "off-policy": _number(report, "off_policy_token_share", ".0%"),
         "dropped": ", ".join(drops) or _NOTHING,
     }
+
+
+def _held_up(view: MeshView) -> str:
+    """Why nothing new is begun; empty while it is."""
+    if view.recovering:
+        return "recovering: Redis was restarted, workers and trainer tell it what they hold"
+    return "paused" if view.user_paused else ""
 
 
 def _number(report: Mapping[str, Any], key: str, spec: str) -> str:

@@ -262,8 +262,8 @@ def _load_exact_scorer(policy: Path) -> ExactScorer:
 
 @contextmanager
 def _progress(console: Console | None) -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """Yields ``stage(name, total) -> advance``; draws bars when there is a console."""
-    if console is None:
+    """Yields ``stage(name, total) -> advance``; draws bars on a terminal."""
+    if console is None or not console.is_terminal:
         yield lambda name, total: lambda: None
         return
     from rich.progress import Progress

@@ -110,7 +110,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 def difference_words(difference: Difference, score_name: str) -> str:
     """What a difference says, and whether it is beyond noise."""
-    how = f"over {difference.pairs} paired seeds" if difference.pairs else "of unpaired means"
+    seeds = "seed" if difference.pairs == 1 else "seeds"
+    how = f"over {difference.pairs} paired {seeds}" if difference.pairs else "of unpaired means"
     mean, error = difference.spread.mean, difference.spread.standard_error
     text = f"{score_name} after training, {difference.label} minus {difference.baseline}, {how}: {mean:+.3f}"
     if error is None:

@@ -107,6 +107,12 @@ def test_a_pipe_is_told_what_the_start_waits_for_instead_of_zeros(shown) -> None
     assert "tokens/s" not in text
 
 
+def test_a_queue_that_is_held_up_says_why(shown) -> None:
+    assert "queue" not in shown(sample(), terminal=False)
+    assert "queue recovering: Redis was restarted" in shown(sample(recovering=True), terminal=False)
+    assert "queue paused" in shown(sample(user_paused=True), terminal=False)
+
+
 def test_a_panel_keeps_the_bar_beside_its_step_and_the_sample_on_one_line(shown) -> None:
     lines = [line for line in shown(sample(), terminal=True).splitlines() if "│" in line]
     assert "step" in lines[0]
