@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
@@ -27,7 +28,18 @@ _IDLE_SECONDS = 0.25
 _STANDBY_SECONDS = 1.0
 _REAP_SECONDS = 2.0
 _GROUPS_PER_ADMISSION = 64
+_EXPLAIN_SECONDS = 30.0
+"""A cut that waits for the same thing for so long gets a line in the log, and another one each time it has again."""
 _LOOP_DEADLINE_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    """What the next cut waits for, since when, and when that was last said."""
+
+    waiting_for: str = ""
+    since: float = 0.0
+    said_at: float = 0.0
 
 
 class Leader:
@@ -60,6 +72,7 @@ class Leader:
         self._reap_due = 0.0
         self._failed = ""
         self._reported: str | None = None
+        self._waiting = _Waiting()
         self._log = get_logger("leader")
 
     async def run(self, shutdown: Shutdown) -> None:
@@ -122,6 +135,7 @@ class Leader:
             return False
         # The desired state first: groups must never be leased under a version floor from before their admission.
         await self._write(decisions.desired, blocked=decisions.blocked)
+        self._explain(decisions.waiting_for)
         await self._evict(decisions)
         await self._cut(view, decisions)
         if decisions.admit_groups:
@@ -147,6 +161,14 @@ class Leader:
             self._log.error("run_failed", message=failure)
         await self._store.report_failure(self._token, failure)
         self._reported = failure
+
+    def _explain(self, waiting_for: str) -> None:
+        now, waiting = time.monotonic(), self._waiting
+        if waiting_for != waiting.waiting_for:
+            self._waiting = _Waiting(waiting_for=waiting_for, since=now, said_at=now)
+        elif waiting_for and now - waiting.said_at >= _EXPLAIN_SECONDS:
+            self._waiting = replace(waiting, said_at=now)
+            self._log.info("cut_waits", waiting_for=waiting_for, seconds=round(now - waiting.since))
 
     async def _evict(self, decisions: Decisions) -> None:
         assert self._token is not None

@@ -92,6 +92,11 @@ def _wind_down(schedule: Schedule, view: MeshView) -> Decisions:
 
 
 def _waiting(plan: CutPlan, view: MeshView, not_admitted: str) -> str:
+    if plan.group_ids is None and view.memory_ratio >= 1:
+        return (
+            f"{plan.waiting_for}; the store is full ({view.memory_ratio:.0%} of maxmemory with what is still to be "
+            "written): raise store.maxmemory_bytes (embedded) or the server's maxmemory"
+        )
     nothing_runs = view.pending + view.partial + view.leased + view.finished == 0
     if plan.group_ids is None and nothing_runs and not_admitted:
         return f"{plan.waiting_for}; admission waits for {not_admitted}"

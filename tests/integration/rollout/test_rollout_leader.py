@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+from structlog.testing import capture_logs
+
 from rollmesh.config.services import EvalConfig
 from rollmesh.rollout.leader import Leader
 from rollmesh.rollout.metrics import RolloutMetrics
@@ -107,3 +109,12 @@ async def test_the_process_stays_awake_while_its_prompts_are_opened(store) -> No
         await until(admitted)
     gap.cancel()
     assert await gap < 0.6
+
+
+async def test_a_cut_that_waits_long_for_the_same_thing_says_so(store, monkeypatch) -> None:
+    monkeypatch.setattr("rollmesh.rollout.leader._EXPLAIN_SECONDS", 0.3)
+    with capture_logs() as logs:
+        async with leading(store, schedule("copris")):
+            await until(lambda: sum(line["event"] == "cut_waits" for line in logs) >= 2)
+    said = [line for line in logs if line["event"] == "cut_waits"]
+    assert said[0]["waiting_for"] == "2 more ready groups of 2"

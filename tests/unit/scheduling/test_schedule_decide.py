@@ -109,6 +109,11 @@ def test_admission_stops_and_says_why(state, reason):
     assert reason in decisions.waiting_for
 
 
+def test_a_full_store_is_named_even_while_rollouts_wait_for_room():
+    seen = view(memory_ratio=1.25, opened=[group(0)], unfinished=4)
+    assert "the store is full (125% of maxmemory" in decide(schedule(), seen).waiting_for
+
+
 def test_a_paused_or_recovering_mesh_cuts_nothing():
     ready = [group(0), group(1)]
     assert decide(schedule(), view(ready=ready)).cut is not None
