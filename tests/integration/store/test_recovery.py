@@ -298,6 +298,8 @@ async def test_redis_reaching_maxmemory_loses_nothing(own_server: EmbeddedServer
             await refused
     assert (await own_store.view()).memory_ratio > 1
     # What frees memory still works.
+    assert await own_store.release(mesh.session, ["e0-0.1"]) == 1
+    assert len(await own_store.lease_scoring(mesh.session, 1)) == 1
     assert await mesh.score("e0-0.1", 1.0) == WriteStatus.SAVED
     await own_store.heartbeat(mesh.session)
     await own_store.set_desired(mesh.leader, Desired(pool_size=1, paused=True))

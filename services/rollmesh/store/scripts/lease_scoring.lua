@@ -1,6 +1,7 @@
-#!lua
+#!lua flags=allow-oom
 -- uses: fence roles
--- Finished trajectories whose worker died, oldest group first. ARGV: session, nonce, limit. Reply as in lease.
+-- Finished trajectories whose worker died, oldest group first; their scores let batches be cut, which frees memory.
+-- ARGV: session, nonce, limit. Reply as in lease.
 local session = ARGV[1]
 require_session(session)
 local before = call('HMGET', session_key(session), 'scoring_nonce', 'scoring_reply')
