@@ -89,7 +89,10 @@ def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def shutdown_event() -> asyncio.Event:
-    """An event that Ctrl-C and SIGTERM set; a second one cancels the calling task. Call inside the running loop."""
+    """An event that Ctrl-C, SIGTERM and a terminal that closes set; a second one cancels the calling task.
+
+    Call inside the running loop. Under nohup a terminal may close.
+    """
     shutdown = asyncio.Event()
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
 
@@ -98,8 +101,9 @@ def shutdown_event() -> asyncio.Event:
             task.cancel()
         shutdown.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, on_signal)
     return shutdown
 
 

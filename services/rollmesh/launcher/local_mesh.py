@@ -65,8 +65,8 @@ class LocalMesh:
         try:
             yield
         finally:
-            self.progress.note("draining services; Ctrl-C again kills them")
             try:
+                self.progress.note("draining services; Ctrl-C again kills them")
                 # Workers first: then every token that will ever be saved is saved, while generators still tell what
                 # they sampled. The timeline's last look is at that moment.
                 await self.supervisor.stop(STOP_ORDER[:1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -93,7 +94,9 @@ class RunProgress:
         """Print a lasting line."""
         # One line however wide: a pipe has no columns, and 80 assumed ones would break the line for whoever greps it.
         line = Text.assemble((time.strftime("%H:%M:%S"), "dim"), " ", text)
-        self._console.print(line, highlight=False, soft_wrap=True)
+        # Whoever listened may have gone (a closed pipe or terminal); the run is no worse for it.
+        with contextlib.suppress(OSError):
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def update(self, sample: MeshSample, waiting_for: str = "") -> None:
         """Show the newest look at the mesh and the newest step report."""

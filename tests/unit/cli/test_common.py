@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
 import typer
 
-from rollmesh.cli.common import EXIT_STOPPED, heavy_module, run_async
+from rollmesh.cli.common import EXIT_STOPPED, heavy_module, run_async, shutdown_event
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.local_mesh import Interrupted
 
@@ -43,3 +46,43 @@ def test_an_error_on_purpose_is_one_message_and_status_2(capsys: pytest.CaptureF
         run_async(main)
     assert ended.value.exit_code == 2
     assert capsys.readouterr().err == "error folder=[runs]/demo: no such folder\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_a_stop_is_asked_for_once_and_the_second_one_cancels(number: signal.Signals) -> None:
+    waiting = asyncio.Event()
+
+    async def command() -> None:
+        shutdown = shutdown_event()
+        os.kill(os.getpid(), number)
+        await asyncio.wait_for(shutdown.wait(), 5)
+        waiting.set()
+        await asyncio.Event().wait()  # drains, and does not come to an end
+
+    try:
+        task = asyncio.create_task(command())
+        await asyncio.wait_for(waiting.wait(), 10)
+        assert not task.done()
+        os.kill(os.getpid(), number)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+    finally:
+        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().remove_signal_handler(each)
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    script = """
+import asyncio, os, signal
+from rollmesh.cli.common import shutdown_event
+
+async def main():
+    shutdown = shutdown_event()
+    os.kill(os.getpid(), signal.SIGHUP)
+    await asyncio.sleep(0)
+    print("alive" if not shutdown.is_set() else "stopped")
+
+asyncio.run(main())
+"""
+    command = ["nohup", sys.executable, "-c", script]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "alive\n"

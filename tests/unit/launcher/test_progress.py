@@ -1,5 +1,7 @@
+import contextlib
 import io
 import json
+import os
 
 import pytest
 from rich.console import Console
@@ -7,6 +9,7 @@ from rich.console import Console
 from rollmesh.launcher.progress import RunProgress
 from rollmesh.launcher.sampler import MeshSample
 from rollmesh.mesh import MeshView
+from rollmesh.report.console import OutputConsole
 from rollmesh.types import GeneratorRecord
 
 
@@ -121,3 +124,14 @@ def test_a_panel_keeps_the_bar_beside_its_step_and_the_sample_on_one_line(shown)
     assert len({line for line in lines if "1 + 2 = 3" in line}) == 1
     assert any("[bold]1 + 2" in line for line in lines)
     assert max(map(len, lines)) <= 80
+
+
+def test_a_pipe_that_nobody_reads_any_more_does_not_end_the_run(tmp_path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), open(writer, "w", buffering=1) as out:
+        console = OutputConsole(file=out)
+        progress = RunProgress(console, train_steps=1, pool_size=1, metrics=tmp_path / "m", samples=tmp_path / "s")
+        progress.note("draining services")
+        progress.note("stopped")
+    assert console.quiet
