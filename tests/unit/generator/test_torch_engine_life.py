@@ -174,8 +174,10 @@ async def test_load_with_kept_kv_splits_chunks_at_the_swap_and_stamps_the_oldest
 
 async def test_drain_swaps_after_the_running_calls_and_before_the_waiting_ones(engine_of, model_folder):
     engine = await engine_of(slots=2, version=4)
+    folder = model_folder("qwen2", seed=1)
+    await engine.stage(folder)  # so that the load is asked for while the calls run, however busy the machine is
     tasks = await start_calls(engine, 2)
-    load = asyncio.create_task(engine.load(model_folder("qwen2", seed=1), 5, OnNewVersion.DRAIN))
+    load = asyncio.create_task(engine.load(folder, 5, OnNewVersion.DRAIN))
     waiting = [asyncio.create_task(collect(engine, make_call(f"w{i}"))) for i in range(3)]
     await load
     for task in tasks:
@@ -370,3 +372,19 @@ def test_options_refuse_a_cache_that_does_not_hold_one_call():
 def test_pace_is_linear_between_its_points():
     options = TorchEngineOptions(slots=4, max_context_tokens=128, pace=((1, 0.01), (3, 0.03)))
     assert [options.step_seconds(n) for n in (1, 2, 3, 9)] == pytest.approx([0.01, 0.02, 0.03, 0.03])
+
+
+async def test_a_swap_that_breaks_the_engine_is_told_to_whoever_asked_for_it(engine_of, model_folder):
+    engine = await engine_of()
+
+    def broken(_weights: object) -> None:
+        raise RuntimeError("no such device")
+
+    engine._worker.batch.model.swap = broken
+    async with asyncio.timeout(10):
+        with pytest.raises(EngineError, match="no such device"):
+            await engine.load(model_folder(), 1, OnNewVersion.INTERRUPT)
+    async with asyncio.timeout(10):
+        await engine.aclose()
+    with pytest.raises(EngineError, match="no such device"):
+        engine.status()

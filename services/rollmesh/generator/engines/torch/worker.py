@@ -232,7 +232,13 @@ class Worker:
             self._swaps.pop(0)
             if not swap.done.set_running_or_notify_cancel():
                 continue
-            swap.done.set_result(self._swap(swap))
+            try:
+                swap.done.set_result(self._swap(swap))
+            except Exception as error:
+                # The engine has failed half-way through; whoever waits for the swap must hear of it.
+                reason = f"policy version {swap.policy_version}: the swap failed: {error!r}"
+                swap.done.set_exception(EngineError(reason))
+                raise
 
     def _swap(self, swap: Swap) -> float:
         started = time.perf_counter()
