@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -165,9 +166,10 @@ class PolicyTrainer:
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
         """Log-probabilities of each token given its predecessors, float32 [tokens - 1] per sequence of >= 2 tokens.
 
-        Every rank computes all of them: for canaries and audits.
+        Every rank computes all of them: for canaries and audits, so never in autocast: a reader that computes in
+        float32 must find the same numbers.
         """
-        return score_sequences(self._model, self._compute, sequences, temperature)
+        return score_sequences(self._model, replace(self._compute, autocast=False), sequences, temperature)
 
     def end_stage(self, trajectories: Sequence[Trajectory], train_step_of_version: Mapping[int, int]) -> int:
         """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``.
@@ -182,7 +184,9 @@ class PolicyTrainer:
             by_temperature.setdefault(trajectory.segments[-1].temperature, []).append(trajectory)
         for temperature, members in by_temperature.items():
             ids = [np.concatenate([t.prompt.token_ids, t.response_ids]).astype(np.int32) for t in members]
-            for trajectory, values in zip(members, self.logprobs(ids, temperature), strict=True):
+            # In the precision of the gradient pass, so that on-policy ratios are 1.
+            scored = score_sequences(self._model, self._compute, ids, temperature)
+            for trajectory, values in zip(members, scored, strict=True):
                 tail = values[len(trajectory.prompt.token_ids) - 1 :]
                 self._stage.append(trajectory.trajectory_id, tail, response_versions(trajectory), current)
         return len(fresh)

@@ -12,6 +12,10 @@ import torch
 
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
+from rollmesh.trainer.distributed import Gang
+from rollmesh.trainer.model import load_policy_model
+from rollmesh.trainer.passes import Compute
+from rollmesh.trainer.scorer import score_sequences
 from rollmesh.trainer.step import PolicyTrainer
 from rollmesh.types import Batch, Segment, Trajectory
 
@@ -62,6 +66,19 @@ def test_three_steps_equal_the_reference_in_float64(make_model: ModelMaker, tmp_
         loss, norm = reference.step(batch)
         assert report.loss == pytest.approx(loss, abs=1e-10) and report.grad_norm == pytest.approx(norm, rel=1e-9)
     assert largest_difference(weights(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-10
+
+
+def test_canaries_are_scored_in_float32_however_the_gradient_pass_computes(make_model: ModelMaker) -> None:
+    folder = make_model("qwen2")
+    ids = [np.arange(2, 40, dtype=np.int32)]
+    exact = PolicyTrainer.from_folder(folder, TrainerConfig()).logprobs(ids)[0]
+    place = torch.device("cpu")
+    model = load_policy_model(folder, dtype=torch.float32, device=place)
+    compute = Compute(device=place, gang=Gang(), token_budget=4096, autocast=True)
+    halved = PolicyTrainer(model, TrainerConfig(), compute, source=folder, publish_dtype=torch.float32)
+    rough = score_sequences(model, compute, ids, 1.0)[0]
+    assert np.abs(rough - exact).max() > 1e-4
+    assert np.array_equal(halved.logprobs(ids)[0], exact)
 
 
 def test_masked_old_segments_change_the_numerator_only(make_model: ModelMaker, tmp_path: Path) -> None:
