@@ -156,8 +156,12 @@ class Publisher:
 
 
 def kept_policies(config: RunConfig) -> int:
-    """How many of the newest policies stay; the old-logprob source ``snapshot`` needs those of the staleness bound."""
+    """How many of the newest policies stay.
+
+    The old-logprob source ``snapshot`` needs those of the staleness bound, and as many more as steps are replayed after
+    a crash: a replay that fell back to other logprobs would give other weights than those published.
+    """
     if config.trainer.algorithm.old_logprobs != "snapshot":
         return config.checkpoints.keep_last
     staleness = resolve_schedule(config.schedule, config.trainer.train_steps).max_staleness
-    return max(config.checkpoints.keep_last, staleness + 2)
+    return max(config.checkpoints.keep_last, staleness + 1 + config.checkpoints.state_every_steps)

@@ -11,13 +11,13 @@ from rollmesh.config.load import validate_run_config
 from rollmesh.trainer.publishing import canary_sequences, kept_policies
 
 
-def config(**algorithm: Any) -> RunConfig:
+def config(state_every_steps: int = 1, **algorithm: Any) -> RunConfig:
     data = {
         "name": "run",
         "folder": "run",
         "model": {"path": "model"},
         "schedule": {"max_staleness": 7},
-        "checkpoints": {"keep_last": 4},
+        "checkpoints": {"keep_last": 4, "state_every_steps": state_every_steps},
         "trainer": {"algorithm": algorithm},
     }
     return validate_run_config(data, "made")
@@ -37,3 +37,7 @@ def test_the_canary_is_the_same_for_every_policy_and_within_the_vocabulary() -> 
 def test_the_snapshot_source_keeps_every_version_that_a_batch_may_name() -> None:
     assert kept_policies(config()) == 4
     assert kept_policies(config(old_logprobs="snapshot")) == 9
+
+
+def test_the_snapshot_source_keeps_what_a_replay_after_a_crash_names_too() -> None:
+    assert kept_policies(config(3, old_logprobs="snapshot")) == 11
