@@ -38,8 +38,9 @@ class GeneratorConfig(Section):
     """Tokens of KV cache; null is slots * max_context_tokens."""
     on_new_version: Literal["interrupt", "keep_kv", "drain"] = "interrupt"
     """What a new policy version does to running calls."""
-    canary_threshold: float = Field(default=5e-3, gt=0)
-    """Largest logprob gap on the manifest's canary sequences before the generator leaves the rotation."""
+    canary_threshold: float | None = Field(default=None, gt=0)
+    """Largest logprob gap on the manifest's canary sequences before the generator leaves the rotation, in nats; null
+    takes what fits model.dtype (float32 0.005, bfloat16 0.5)."""
     drain_timeout_seconds: float = Field(default=20.0, gt=0)
     """Time that SIGTERM leaves for running streams to end as interrupted; no sampled token is lost."""
     pace: list[tuple[int, float]] | None = None

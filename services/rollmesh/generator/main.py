@@ -10,6 +10,7 @@ from pathlib import Path
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError
+from rollmesh.generator.canary import canary_threshold
 from rollmesh.generator.engines.factory import build_engine
 from rollmesh.generator.engines.protocol import Engine, OnNewVersion
 from rollmesh.generator.metrics import EngineCollector, GeneratorMetrics
@@ -54,7 +55,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             own,
             health,
             mode=OnNewVersion(config.generator.on_new_version),
-            canary_threshold=config.generator.canary_threshold,
+            canary_threshold=canary_threshold(config),
             max_context_tokens=config.generator.max_context_tokens,
         )
         server = create_server()

@@ -1,0 +1,47 @@
+"""The canary passes the trainer's own weights in every dtype, and catches others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollmesh.config.load import validate_run_config
+from rollmesh.config.recipes import resolve_model
+from rollmesh.config.trainer import TrainerConfig
+from rollmesh.generator.canary import canary_threshold
+from rollmesh.generator.engines.torch.engine import TorchEngine
+from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.trainer.publishing import canary_sequences
+from rollmesh.trainer.step import PolicyTrainer
+
+
+def threshold(dtype: str, **generator: float) -> float:
+    data = {"name": "run", "folder": "run", "model": {"path": "model", "dtype": dtype}, "generator": generator}
+    return canary_threshold(validate_run_config(data, "made"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_the_canary_lets_own_weights_pass_and_refuses_others(tmp_path: Path, dtype: str) -> None:
+    trainer = PolicyTrainer.from_folder(resolve_model("recipe:countdown"), TrainerConfig(device="cpu"), dtype=dtype)
+    canary = canary_sequences(96)
+    expected = np.concatenate(trainer.logprobs(canary))
+    trainer.export(tmp_path / "own")
+    with torch.no_grad():
+        for name, tensor in trainer.state_tensors().items():
+            if name.endswith("o_proj.weight"):
+                tensor.neg_()
+    trainer.export(tmp_path / "other")
+    gaps = {}
+    for which in ("own", "other"):
+        engine = TorchEngine(TorchEngineOptions(slots=8, max_context_tokens=64, device="cpu", dtype=dtype))
+        await engine.start(tmp_path / which, 0)
+        gaps[which] = np.abs(np.concatenate(await engine.score(canary)) - expected).max()
+        await engine.aclose()
+    assert gaps["own"] <= threshold(dtype) < gaps["other"]
+
+
+def test_a_threshold_in_the_run_file_wins() -> None:
+    assert threshold("bfloat16", canary_threshold=0.01) == 0.01
