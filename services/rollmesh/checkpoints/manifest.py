@@ -99,8 +99,8 @@ class Manifest(_Closed):
     """Digest over the tokenizer's files."""
     chat_template_sha256: Digest
     """Digest of the chat template; that of nothing when there is none."""
-    canary: list[CanarySequence]
-    """Fixed sequences with the trainer's log-probabilities."""
+    canary: list[CanarySequence] = Field(min_length=1)
+    """Fixed sequences with the trainer's log-probabilities; without any a reader would check nothing."""
     create_time: datetime
     """When the manifest was written, UTC."""
     hmac: str = ""

@@ -118,11 +118,17 @@ def test_a_policy_of_another_run_is_refused_by_its_seal(store: CheckpointStore, 
     foreign.open(record)
 
 
+def test_a_policy_without_a_canary_is_never_published(store: CheckpointStore) -> None:
+    with pytest.raises(ValueError, match="canary"):
+        store.publish(session="abc", policy_version=0, train_step=0, parent=None, write=write_model(), canary=[])
+    assert store.complete_policies() == [] and not any((store.root / "policies").iterdir())
+
+
 def test_a_forged_manifest_with_a_matching_record_is_refused(store: CheckpointStore) -> None:
     record = publish(store, 0)
     path = store.root / record.path / MANIFEST_FILE
     data = json.loads(path.read_bytes())
-    data["canary"] = []
+    data["canary"] = data["canary"][:1]
     forged = json.dumps(data).encode()
     path.write_bytes(forged)
     assert refusal(store, replace(record, manifest_digest=hashlib.sha256(forged).hexdigest())).reason == Reason.TAMPERED
