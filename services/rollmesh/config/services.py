@@ -21,15 +21,70 @@ class ModelConfig(Section):
     """Always false: model code comes from transformers only."""
 
 
+_OWN_FLAGS = frozenset(
+    {
+        "--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key", "--skip-tokenizer-init",
+        "--weight-version", "--context-length", "--max-running-requests", "--max-total-tokens", "--dtype", "--device",
+    }
+)  # fmt: skip
+_STARTED_ONLY = ("python", "arguments", "environment")
+
+
+class SglangConfig(Section):
+    """The SGLang server behind ``generator.engine: sglang``."""
+
+    url: str | None = None
+    """http(s):// address of a server that runs already and reads the same checkpoint folder; null starts one."""
+    python: str | None = None
+    """Python interpreter of the environment that has SGLang; null is the one that runs rollmesh."""
+    arguments: list[str] = Field(default_factory=list)
+    """Further flags of the server, for example ["--tp-size", "8"]; those that rollmesh sets itself are refused."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the server, beside those of this process."""
+    interrupt: Literal["retract", "abort"] = "retract"
+    """What on_new_version=interrupt does to running requests: retract prefills them again under the new weights and
+    goes on, abort ends them as interrupted."""
+    start_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Limit for a server to become ready, its start and loading included, or to be reached at its url."""
+    request_timeout_seconds: float = Field(default=300.0, gt=0)
+    """Limit for one slice of a call (rollout.partial_save_tokens tokens), time in a paused server not counted."""
+    update_timeout_seconds: float = Field(default=600.0, gt=0)
+    """Limit for the server to load a policy from disk."""
+    admin_key: SecretStr | None = None
+    """Key of the server's endpoints; null makes one per process for a server that is started, and sends none to one
+    at a url. Better from ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY."""
+
+    @model_validator(mode="after")
+    def _the_server_is_started_or_found(self) -> Self:
+        if self.url is not None:
+            if not self.url.startswith(("http://", "https://")):
+                raise ValueError(f"generator.sglang.url={self.url}: expected http:// or https://")
+            for name in _STARTED_ONLY:
+                if getattr(self, name):
+                    raise ValueError(
+                        f"generator.sglang.{name} is for a server that rollmesh starts; "
+                        f"generator.sglang.url={self.url} names one that runs already"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _flags_have_one_owner(self) -> Self:
+        for argument in self.arguments:
+            flag = argument.split("=", 1)[0]
+            if flag in _OWN_FLAGS:
+                raise ValueError(f"generator.sglang.arguments: {flag} is set by rollmesh from the run file")
+        return self
+
+
 class GeneratorConfig(Section):
     """Generation."""
 
     replicas: int = Field(default=1, ge=0)
     """Generator processes that the launcher starts."""
-    engine: Literal["torch"] = "torch"
-    """torch: the embedded engine."""
+    engine: Literal["torch", "sglang"] = "torch"
+    """torch: the embedded engine; sglang: an SGLang server, see ``sglang``."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the embedded engine computes; auto takes CUDA when there is one."""
+    """Where the engine computes; auto takes CUDA when there is one (sglang: leaves it to the server)."""
     slots: int = Field(default=64, ge=1)
     """Most calls decoded at once by one generator."""
     max_context_tokens: int = Field(default=2048, ge=2)
@@ -45,6 +100,25 @@ class GeneratorConfig(Section):
     """Time that SIGTERM leaves for running streams to end as interrupted; no sampled token is lost."""
     pace: list[tuple[int, float]] | None = None
     """Step-time curve [(running calls, seconds)]: sleeps every decode step to it. Emulated latency, for experiments."""
+    sglang: SglangConfig = Field(default_factory=SglangConfig)
+    """The SGLang server."""
+
+    @model_validator(mode="after")
+    def _the_engine_can_do_it(self) -> Self:
+        if self.engine != "sglang":
+            return self
+        if self.pace is not None:
+            raise ValueError("generator.pace sleeps the steps of engine=torch; an SGLang server has its own pace")
+        if self.sglang.url is not None and self.replicas > 1:
+            raise ValueError(
+                f"generator.replicas={self.replicas} generators cannot share the server at generator.sglang.url="
+                f"{self.sglang.url}: each loads policies into its own"
+            )
+        if self.sglang.url is not None and self.device != "auto":
+            raise ValueError(
+                f"generator.device={self.device}: the server at generator.sglang.url={self.sglang.url} has a device"
+            )
+        return self
 
 
 def split_password(url: str) -> tuple[str, str | None]:

@@ -41,7 +41,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     host = config.launcher.host
     metrics, health, rotation = Metrics("generator"), Health(), Rotation()
     async with AsyncExitStack() as stack:
-        engine = build_engine(config)
+        engine = build_engine(config, index)
         stack.push_async_callback(engine.aclose)
         metrics.registry.register(EngineCollector(engine.status, rotation))
         admin_port = await stack.enter_async_context(admin_server(metrics, health, host))

@@ -21,7 +21,7 @@ from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavailable
-from rollmesh.generator.engines.protocol import Engine, OnNewVersion
+from rollmesh.generator.engines.protocol import Engine, EngineLost, OnNewVersion
 from rollmesh.generator.metrics import GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
 from rollmesh.runtime.health import Health
@@ -117,6 +117,11 @@ class PolicyWatcher:
                 return False
         except CanaryFailed as error:
             self._refused(record, "canary", error)
+        except EngineLost as error:
+            # Nothing serves any more, so nothing is left to wait for: the process ends and starts anew.
+            self._rotation.take_out(str(error))
+            self._refused(record, "engine", error)
+            raise
         except EngineError as error:
             self._refused(record, "engine", error)
         self._settled = record

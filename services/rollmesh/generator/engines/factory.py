@@ -6,8 +6,16 @@ from rollmesh.config.run import RunConfig
 from rollmesh.generator.engines.protocol import Engine
 
 
-def build_engine(config: RunConfig) -> Engine:
-    """Build the engine, not started. Engines bring heavy imports, so only the one that is used is imported."""
+def build_engine(config: RunConfig, index: int = 0) -> Engine:
+    """Build the engine of the run's generator number ``index``, not started.
+
+    Engines bring heavy imports, so only the one that is used is imported.
+    """
+    if config.generator.engine == "sglang":
+        from rollmesh.generator.engines.sglang.engine import SglangEngine
+        from rollmesh.generator.engines.sglang.options import SglangOptions
+
+        return SglangEngine(SglangOptions.from_config(config, index))
     import torch
 
     from rollmesh.generator.engines.torch.engine import TorchEngine

@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
+from rollmesh.errors import EngineError
 from rollmesh.types import Chunk as Chunk
 from rollmesh.types import Float32Array, Int32Array
 from rollmesh.types import GenerationCall as GenerationCall
@@ -22,6 +23,10 @@ class OnNewVersion(StrEnum):
     """Weights swap under running calls; chunks split at the swap and carry the older kv_min_version."""
     DRAIN = "drain"
     """New calls wait; weights swap once the running ones have finished."""
+
+
+class EngineLost(EngineError):
+    """What the engine runs on is gone or in an unknown state: this process must end and be started anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

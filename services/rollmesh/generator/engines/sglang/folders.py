@@ -1,0 +1,114 @@
+"""What a policy folder holds, read without torch: enough to know whether a running server can take it.
+
+SGLang's own answer to weights that do not fit comes when some of them are in place already, so whatever can be known
+before is checked here.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmesh.errors import EngineError
+
+_ARCHITECTURE_KEYS = (
+    "architectures",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rms_norm_eps",
+    "sliding_window",
+    "use_sliding_window",
+    "layer_types",
+)
+_LONGEST_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyFolder:
+    """One verified Hugging Face folder."""
+
+    path: Path
+    vocab_size: int
+    max_positions: int
+    architecture: Mapping[str, Any]
+    """The fields of config.json that decide the shape of the computation."""
+    tensors: Mapping[str, tuple[int, ...]]
+    """Shape of every stored tensor by name."""
+
+
+def read_folder(path: Path) -> PolicyFolder:
+    """Read config.json and the headers of the weight files; EngineError names what is wrong."""
+    config = _read_json(path / "config.json")
+    tensors: dict[str, tuple[int, ...]] = {}
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{path}: no *.safetensors file")
+    for file in files:
+        tensors.update(_read_header(file))
+    try:
+        vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise EngineError(f"{path / 'config.json'}: vocab_size and max_position_embeddings are needed") from error
+    return PolicyFolder(
+        path=path,
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        architecture={key: config[key] for key in _ARCHITECTURE_KEYS if key in config},
+        tensors=tensors,
+    )
+
+
+def difference(running: PolicyFolder, other: PolicyFolder) -> str:
+    """The first thing in which ``other`` does not fit the running architecture; empty when it fits."""
+    for key in _ARCHITECTURE_KEYS:
+        mine, theirs = running.architecture.get(key), other.architecture.get(key)
+        if mine != theirs:
+            return f"{key} is {theirs}, the running policy has {mine}"
+    for name, shape in running.tensors.items():
+        if name not in other.tensors:
+            return f"no tensor {name}"
+        if other.tensors[name] != shape:
+            return f"{name} has shape {list(other.tensors[name])}, the running policy has {list(shape)}"
+    surplus = sorted(set(other.tensors) - set(running.tensors))
+    return f"tensor {surplus[0]}, which the running policy has not" if surplus else ""
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{file} cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise EngineError(f"{file}: expected a JSON object")
+    return data
+
+
+def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name from a safetensors header, which must account for every byte of the file."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _LONGEST_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(stream.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        if (size := file.stat().st_size) != 8 + length + end:
+            raise ValueError(f"{size} bytes, its header describes {8 + length + end}")
+        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise EngineError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,126 @@
+"""Options of the SGLang engine."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollmesh.config.run import RunConfig
+from rollmesh.errors import ConfigError
+
+SPARE_TOKENS = 8
+"""Positions that the server keeps back of its context length; a call never reaches them."""
+_SECRET_PREFIX = "ROLLMESH_"
+_OUR_PYTHON = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SglangOptions:
+    """One server and how it is used."""
+
+    slots: int
+    """Most requests decoded at once."""
+    max_context_tokens: int
+    """Prompt plus response of one call."""
+    kv_token_capacity: int | None = None
+    """Tokens of key-value cache; None is slots * max_context_tokens."""
+    device: str = "auto"
+    dtype: str = "float32"
+    on_new_version: str = "interrupt"
+    url: str | None = None
+    """Server that runs already; None starts one."""
+    python: str | None = None
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    interrupt: str = "retract"
+    """``retract`` or ``abort``: what an interrupting load does to running requests."""
+    start_timeout_seconds: float = 600.0
+    request_timeout_seconds: float = 300.0
+    update_timeout_seconds: float = 600.0
+    admin_key: str | None = None
+    log_file: Path = Path("sglang.log")
+    """Where the output of a started server goes."""
+    probe_seconds: float = 5.0
+    """Time between two looks at whether the server lives."""
+
+    def __post_init__(self) -> None:
+        if self.kv_token_capacity is not None and self.kv_token_capacity < self.max_context_tokens:
+            raise ConfigError(
+                f"generator.kv_token_capacity={self.kv_token_capacity} does not hold one call of "
+                f"generator.max_context_tokens={self.max_context_tokens}"
+            )
+
+    @classmethod
+    def from_config(cls, config: RunConfig, index: int) -> SglangOptions:
+        """Take the options of generator number ``index`` from a run file."""
+        generator, sglang = config.generator, config.generator.sglang
+        key = sglang.admin_key.get_secret_value() if sglang.admin_key is not None else None
+        if key is None and sglang.url is None:
+            key = secrets.token_hex(16)
+        return cls(
+            slots=generator.slots,
+            max_context_tokens=generator.max_context_tokens,
+            kv_token_capacity=generator.kv_token_capacity,
+            device=generator.device,
+            dtype=config.model.dtype,
+            on_new_version=generator.on_new_version,
+            url=sglang.url,
+            python=sglang.python,
+            arguments=tuple(sglang.arguments),
+            environment=dict(sglang.environment),
+            interrupt=sglang.interrupt,
+            start_timeout_seconds=sglang.start_timeout_seconds,
+            request_timeout_seconds=sglang.request_timeout_seconds,
+            update_timeout_seconds=sglang.update_timeout_seconds,
+            admin_key=key,
+            log_file=Path(config.folder) / "logs" / f"sglang-{index}.log",
+        )
+
+    @property
+    def pause_mode(self) -> str:
+        """How a pause holds running requests: ``in_place`` keeps their cache, but the server's watchdog ends a server
+        that has been held like that for minutes; ``retract`` prefills them again and may last."""
+        return "in_place" if self.on_new_version == "keep_kv" else "retract"
+
+    def command(self, folder: Path, policy_version: int, port: int) -> list[str]:
+        """The command that serves ``folder`` on a loopback port."""
+        flags = {
+            "--model-path": str(folder),
+            "--weight-version": str(policy_version),
+            "--host": "127.0.0.1",
+            "--port": str(port),
+            "--dtype": self.dtype,
+            "--context-length": str(self.max_context_tokens + SPARE_TOKENS),
+            "--max-running-requests": str(self.slots),
+            "--max-total-tokens": str(self.kv_token_capacity or self.slots * self.max_context_tokens),
+        }
+        if self.device != "auto":
+            flags["--device"] = self.device
+        if self.device == "cpu" and not self._given("--attention-backend"):
+            flags["--attention-backend"] = "torch_native"
+        if self.admin_key is not None:
+            # Both keys: the admin key alone would leave /generate open to every user of this machine.
+            flags["--admin-api-key"] = flags["--api-key"] = self.admin_key
+        # Ids in, ids out. An idle scheduler would spin on a core without the second.
+        bare = ["--skip-tokenizer-init", "--sleep-on-idle"]
+        if self.on_new_version == "keep_kv" and not self._given("--disable-overlap-schedule"):
+            # A step in flight during the swap would be stamped with the version that it was not sampled from.
+            bare.append("--disable-overlap-schedule")
+        pairs = [part for pair in flags.items() for part in pair]
+        python = self.python or sys.executable
+        return [python, "-m", "sglang.launch_server", *pairs, *bare, *self.arguments]
+
+    def server_environment(self, inherited: dict[str, str]) -> dict[str, str]:
+        """Environment of a started server: ours without our secrets and our Python, and what the run file adds."""
+        kept = {k: v for k, v in inherited.items() if not k.startswith(_SECRET_PREFIX)}
+        if self.python is not None:
+            kept = {k: v for k, v in kept.items() if k not in _OUR_PYTHON}
+        kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for SPARE_TOKENS, which no call reaches
+        if self.device == "cpu":
+            kept["SGLANG_USE_CPU_ENGINE"] = "1"
+        return kept | self.environment
+
+    def _given(self, flag: str) -> bool:
+        return any(a == flag or a.startswith(f"{flag}=") for a in self.arguments)

@@ -1,0 +1,102 @@
+"""A server that this process starts: its own session and Python, its log, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rollmesh.errors import EngineError
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_TAIL_BYTES = 16_384
+_LAST_LINES = 12
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """One started program. It dies with this process, however that dies (keeper)."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
+        self._log_file = log_file
+        self._process = self._start(command, environment)
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        threading.Thread(target=self._wait, name="sglang-server", daemon=True).start()
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        try:
+            self._log_file.parent.mkdir(parents=True, exist_ok=True)
+            with self._log_file.open("ab") as log:
+                self._log_start = log.tell()
+                return subprocess.Popen(
+                    [sys.executable, "-I", "-S", str(_KEEPER), *command],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env=dict(environment),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise EngineError(f"the SGLang server cannot be started: {error}") from error
+
+    @property
+    def pid(self) -> int:
+        """Process id of the keeper, which leads the session."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the program runs."""
+        return not self._ended.done()
+
+    async def ended(self) -> int:
+        """Wait for its end; returns the exit status, 128 plus the signal where one ended it."""
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """SIGTERM, and SIGKILL for the whole session after the grace period."""
+        if self.alive:
+            self._process.terminate()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_seconds):
+                    await self.ended()
+        self._kill_session()
+        await self.ended()
+
+    def last_words(self) -> str:
+        """The last lines of its log, and where the rest is."""
+        try:
+            with self._log_file.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - _TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"its log {self._log_file} cannot be read: {error}"
+        tail = "\n".join(line for line in lines[-_LAST_LINES:] if line.strip())
+        return f"see {self._log_file}; its last lines:\n{tail}" if tail else f"it wrote nothing to {self._log_file}"
+
+    def _wait(self) -> None:
+        status = self._process.wait()
+        self._kill_session()  # what the program may have left behind
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the server
+            self._loop.call_soon_threadsafe(self._ended.set_result, 128 - status if status < 0 else status)
+
+    def _kill_session(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)

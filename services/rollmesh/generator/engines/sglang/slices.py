@@ -1,0 +1,262 @@
+"""One slice of a call: the request, and what its answer means. Pure functions.
+
+A call is generated in requests of at most ``chunk_token_count`` tokens. Only a finished answer says which tokens were
+sampled from which weights (``weight_versions``), so a slice is also what can be delivered at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rollmesh.errors import DataError, EngineError
+from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Tokens [start, end) of a slice, sampled from one policy version."""
+
+    policy_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """What one request brought."""
+
+    token_ids: Int32Array  # [tokens]
+    logprobs: Float32Array  # [tokens], log_softmax(z/T) over the full vocabulary; raw at T=0
+    spans: tuple[Span, ...]
+    """Cover the tokens in order without gaps."""
+    stopped: bool
+    """The last token is one of the call's stop tokens."""
+    aborted: bool
+    """Ended by an abort before its budget."""
+    cut: bool = False
+    """Tokens at its end were refused."""
+    prompt_token_count: int = 0
+    cached_token_count: int = 0
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def check_call(call: GenerationCall, *, vocab_size: int, longest: int) -> int:
+    """Check a call before anything is sent; returns the tokens that it may get.
+
+    DataError names the field, the value and the limit: a single id outside the vocabulary kills the server.
+    """
+    ids = call.context_ids
+    if len(ids) == 0:
+        raise DataError("context_ids: empty; generation needs at least one token")
+    check_ids(ids, vocab_size, "context_ids")
+    if len(ids) >= longest:
+        raise DataError(
+            f"context_ids: {len(ids)} tokens leave no room to generate; generator.max_context_tokens and "
+            f"kv_token_capacity allow {longest} tokens of prompt plus response"
+        )
+    if not 1 <= call.prompt_token_count <= len(ids):
+        raise DataError(f"prompt_token_count={call.prompt_token_count}: expected 1 to {len(ids)} (context_ids)")
+    for name in ("max_new_token_count", "chunk_token_count"):
+        if getattr(call, name) < 1:
+            raise DataError(f"{name}={getattr(call, name)}: expected at least 1")
+    _check_sampling(call.sampling, vocab_size)
+    return min(call.max_new_token_count, longest - len(ids))
+
+
+def check_ids(ids: Int32Array, vocab_size: int, name: str) -> None:
+    """Raise DataError for the first id outside the vocabulary."""
+    foreign = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(foreign):
+        at = int(foreign[0])
+        raise DataError(f"{name}[{at}]={int(ids[at])} is outside the vocabulary of {vocab_size} tokens")
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise DataError(f"sampling.temperature={sampling.temperature}: expected a finite number of at least 0")
+    if not 0 < sampling.top_p <= 1:
+        raise DataError(f"sampling.top_p={sampling.top_p}: expected more than 0 and at most 1")
+    if sampling.top_k < 0:
+        raise DataError(f"sampling.top_k={sampling.top_k}: expected 0 (off) or more")
+    for token in sampling.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise DataError(f"sampling.stop_token_ids: {token} is outside the vocabulary of {vocab_size} tokens")
+
+
+def slice_body(
+    context: Sequence[int], new_token_count: int, sampling: SamplingParams, *, request_id: str, cache_key: str
+) -> dict[str, Any]:
+    """The /generate request that continues ``context``; ids in, ids out, one log-probability a token."""
+    return {
+        "rid": request_id,
+        "input_ids": context,
+        "extra_key": cache_key,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "sampling_params": {
+            "max_new_tokens": new_token_count,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            # Without stop tokens of our own, those of the model's configuration must not end the answer either.
+            "ignore_eos": not sampling.stop_token_ids,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+        },
+    }
+
+
+def score_body(ids: Sequence[int], *, request_id: str) -> dict[str, Any]:
+    """The /generate request that returns the log-probabilities (T=1) of ``ids`` and samples nothing."""
+    return {
+        "rid": request_id,
+        "input_ids": ids,
+        "extra_key": request_id,  # scored under the weights of this moment, never from a cache
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0, "ignore_eos": True},
+    }
+
+
+def read_slice(
+    answer: Mapping[str, Any], call: SamplingParams, *, vocab_size: int, budget: int, sole_version: int | None
+) -> Slice:
+    """Take an answer apart; EngineError when it cannot be true.
+
+    ``sole_version`` is the version that the whole slice must be of where the answer does not say it: an answer
+    without spans is accepted only when no load met the slice.
+    """
+    meta = answer.get("meta_info")
+    ids = answer.get("output_ids")
+    if not isinstance(meta, Mapping) or not isinstance(ids, list):
+        raise EngineError("SGLang /generate: the answer has no meta_info or no output_ids")
+    try:
+        tokens = np.array(ids, np.int64).reshape(-1)
+        logprobs, stamped = _read_logprobs(meta.get("output_token_logprobs") or [])
+        reason = meta.get("finish_reason") or {}
+        kind = reason.get("type")
+        spans = _read_spans(meta, len(tokens), sole_version)
+        prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+        raise EngineError(f"SGLang /generate: malformed answer: {error!r}") from error
+    if len(tokens) != len(logprobs) or (tokens != stamped).any():
+        raise EngineError(f"SGLang /generate: {len(tokens)} tokens, but log-probabilities of {len(logprobs)} others")
+    if len(tokens) > budget:
+        raise EngineError(f"SGLang /generate: {len(tokens)} tokens where {budget} were asked for")
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        raise EngineError(f"SGLang /generate: a token id outside the vocabulary of {vocab_size} tokens")
+    if not np.isfinite(logprobs).all():
+        versions = sorted({span.policy_version for span in spans})
+        raise EngineError(f"SGLang /generate: log-probabilities are not finite under policy version {versions}")
+    return Slice(
+        token_ids=tokens.astype(np.int32),
+        logprobs=logprobs,
+        spans=spans,
+        # The model's own end tokens stop a request beside ours: only ours end the call.
+        stopped=bool(len(tokens)) and int(tokens[-1]) in call.stop_token_ids,
+        aborted=kind == "abort",
+        prompt_token_count=prompt,
+        cached_token_count=cached,
+    )
+
+
+def _read_logprobs(entries: Sequence[Sequence[Any]]) -> tuple[Float32Array, np.ndarray[Any, Any]]:
+    """Log-probabilities and token ids of [[logprob, id, ...], ...]; null becomes NaN."""
+    values = np.array([math.nan if e[0] is None else e[0] for e in entries], np.float32)
+    return values, np.array([e[1] for e in entries], np.int64)
+
+
+def _read_spans(meta: Mapping[str, Any], count: int, sole_version: int | None) -> tuple[Span, ...]:
+    if not count:
+        return ()
+    found = meta.get("weight_versions")
+    if not found:
+        if sole_version is None or str(sole_version) != meta.get("weight_version"):
+            raise ValueError("weight_versions is missing")
+        return (Span(policy_version=sole_version, start=0, end=count),)
+    spans = tuple(Span(policy_version=int(s["version"]), start=int(s["start"]), end=int(s["end"])) for s in found)
+    edges = [0, *(s.end for s in spans)]
+    if [s.start for s in spans] != edges[:-1] or edges[-1] != count or any(s.end < s.start for s in spans):
+        raise ValueError(f"weight_versions {found} do not cover {count} tokens")
+    return tuple(s for s in spans if s.end > s.start)
+
+
+def without(piece: Slice, refused: Collection[int], floor: int) -> tuple[Slice, bool]:
+    """The slice up to its first token that must not be delivered, and whether the versions went down there.
+
+    ``refused`` versions were in the server but never in service; versions of one call never fall below ``floor``.
+    """
+    for number, span in enumerate(piece.spans):
+        if span.policy_version not in refused and span.policy_version >= floor:
+            floor = span.policy_version
+            continue
+        fell = span.policy_version not in refused
+        kept = replace(
+            piece,
+            token_ids=piece.token_ids[: span.start],
+            logprobs=piece.logprobs[: span.start],
+            spans=piece.spans[:number],
+            stopped=False,
+            cut=True,
+        )
+        return kept, fell
+    return piece, False
+
+
+def chunks_of(
+    piece: Slice,
+    kv_min_version: Callable[[int], int],
+    reason: FinishReason | None,
+    *,
+    cached_token_count: int,
+    idle_version: int,
+) -> list[Chunk]:
+    """One chunk a span; the last carries the finish reason.
+
+    ``idle_version`` stamps the empty chunk of a call that ends without a further token.
+    """
+    chunks = [
+        Chunk(
+            token_ids=piece.token_ids[span.start : span.end],
+            behavior_logprobs=piece.logprobs[span.start : span.end],
+            policy_version=span.policy_version,
+            kv_min_version=kv_min_version(span.policy_version),
+        )
+        for span in piece.spans
+    ]
+    if not chunks and reason is not None:
+        chunks = [empty_chunk(reason, idle_version)]
+    if chunks:
+        chunks[0] = replace(chunks[0], cached_token_count=cached_token_count)
+        chunks[-1] = replace(chunks[-1], finish_reason=reason)
+    return chunks
+
+
+def empty_chunk(reason: FinishReason, policy_version: int) -> Chunk:
+    """The end of a call without a further token."""
+    return Chunk(
+        token_ids=np.empty(0, np.int32),
+        behavior_logprobs=np.empty(0, np.float32),
+        policy_version=policy_version,
+        kv_min_version=policy_version,
+        finish_reason=reason,
+    )
+
+
+def read_scores(answer: Mapping[str, Any], count: int) -> Float32Array:
+    """Log-probabilities of the tokens after the first, float32 [count - 1]; NaN where the server gives none."""
+    try:
+        values, _ = _read_logprobs(answer["meta_info"]["input_token_logprobs"])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(f"SGLang /generate: no input_token_logprobs: {error!r}") from error
+    if len(values) != count:
+        raise EngineError(f"SGLang /generate: {len(values)} input_token_logprobs for {count} tokens")
+    return values[1:]

@@ -1,0 +1,143 @@
+"""The engines under contract: embedded torch, SGLang's adapter before a stand-in, and before the real server."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from rollmesh.generator.engines.protocol import Engine
+from rollmesh.generator.engines.sglang.engine import SglangEngine
+from rollmesh.generator.engines.sglang.options import SglangOptions
+from rollmesh.generator.engines.torch.engine import TorchEngine
+from rollmesh.generator.engines.torch.options import TorchEngineOptions
+
+from .contract_kit import KEY, LONGEST, StandIn, write_model
+
+_CPU = Path(__file__).parents[1] / "sglang_cpu"
+_SERVER_ARGUMENTS = (
+    "--skip-tokenizer-init",
+    *("--context-length", str(LONGEST + 8), "--max-total-tokens", "16384", "--max-running-requests", "32"),
+    *("--admin-api-key", KEY, "--api-key", KEY),
+)
+KINDS = ("torch", "stand-in", "sglang-overlap", "sglang-serial")
+"""The real server twice: with the overlapping schedule that it has by default, and without, as keep_kv needs it."""
+_PASSED: Counter[str] = Counter()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    disable_progress_bar()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders of policy versions 0 to 3."""
+    root = tmp_path_factory.mktemp("models")
+    return [write_model(root / f"policy-{seed}", seed) for seed in range(4)]
+
+
+def _server_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sglang_cpu_server", _CPU / "server.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> Path:
+    """Python of an environment with the real server; skips where it is not installed."""
+    check = subprocess.run([sys.executable, _CPU / "install.py", "--check"], capture_output=True, text=True)
+    if check.returncode:
+        pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
+    return Path(check.stdout.strip())
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def endpoint(
+    request: pytest.FixtureRequest, models: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str | None]]:
+    """An engine's kind and the server behind it; pytest runs all cases of one kind before it starts the next."""
+    kind = str(request.param)
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    if kind == "torch":
+        yield kind, None
+    elif kind == "stand-in":
+        server = StandIn(models[0], log)
+        yield kind, server.url
+        server.stop()
+    else:
+        python = request.getfixturevalue("sglang_python")
+        serial = ("--disable-overlap-schedule",) if kind == "sglang-serial" else ()
+        with _server_module().running_server(python, models[0], log, _SERVER_ARGUMENTS + serial) as real:
+            yield kind, real.url
+
+
+class EngineMaker:
+    """``await make(slots=4)``: an engine of this kind on policy version 0, closed at the end of the test."""
+
+    def __init__(self, kind: str, url: str | None, models: list[Path]) -> None:
+        self.kind = kind
+        self.retracts = kind != "torch"
+        """An interrupting load prefills running calls again instead of ending them."""
+        self.overlaps = kind == "sglang-overlap"
+        """A step is under way while the one before it is accounted for."""
+        self._url = url
+        self._models = models
+        self._engines: list[Engine] = []
+
+    async def __call__(self, *, slots: int = 8, version: int = 0, **sglang: Any) -> Engine:
+        engine: Engine
+        if self.kind == "torch":
+            engine = TorchEngine(TorchEngineOptions(slots=slots, max_context_tokens=LONGEST, device="cpu"))
+        else:
+            options = SglangOptions(slots=slots, max_context_tokens=LONGEST, url=self._url, admin_key=KEY, **sglang)
+            engine = SglangEngine(options)
+        self._engines.append(engine)
+        await engine.start(self._models[version], version)
+        return engine
+
+    async def aclose(self) -> None:
+        for engine in self._engines:
+            await engine.aclose()
+
+
+@pytest.fixture
+async def make(endpoint: tuple[str, str | None], models: list[Path]) -> AsyncIterator[EngineMaker]:
+    kind, url = endpoint
+    maker = EngineMaker(kind, url, models)
+    yield maker
+    await maker.aclose()
+
+
+@pytest.fixture
+async def engine(make: EngineMaker) -> Engine:
+    return await make()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and "test_engine_contract" in report.nodeid:
+        kind = next((k for k in KINDS if f"[{k}" in report.nodeid), None)
+        if kind is not None:
+            _PASSED[f"{kind} {report.outcome}"] += 1
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _PASSED:
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(_PASSED.items()))
+        terminalreporter.write_line(f"engine contract, cases by engine: {counts}")

@@ -1,0 +1,225 @@
+"""Tiny models, calls and reference numbers of the engine contract, and the servers that it is held to."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
+
+from rollmesh.generator.engines.protocol import Engine
+from rollmesh.generator.engines.sglang.process import free_port
+from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
+
+VOCAB = 61
+EOS = 7
+"""The models' own end token: it ends a call only if the call says so."""
+LONGEST = 256
+KEY = "contract"
+FAKES = Path(__file__).parents[1] / "fakes"
+
+
+def write_model(folder: Path, seed: int, hidden_size: int = 48) -> Path:
+    """A random Qwen3 whose distributions are neither flat nor certain."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden_size,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_id=EOS,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(5.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@functools.lru_cache
+def load_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def hf_logprobs(folder: Path, ids: Int32Array, temperature: float = 1.0) -> Float32Array:
+    """log_softmax(z / T) of every token after the first, by plain teacher forcing, float32 [tokens - 1]."""
+    with torch.inference_mode():
+        tokens = torch.from_numpy(ids.astype(np.int64))
+        logprobs = torch.log_softmax(load_model(folder)(tokens[None]).logits[0] / (temperature or 1.0), dim=-1)
+        return logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
+
+
+def hf_greedy(folder: Path, context: Int32Array, count: int) -> Int32Array:
+    ids = torch.from_numpy(context.astype(np.int64))[None]
+    with torch.inference_mode():
+        for _ in range(count):
+            ids = torch.cat([ids, load_model(folder)(ids).logits[:, -1:].argmax(-1)], dim=1)
+    return ids[0, len(context) :].numpy().astype(np.int32)
+
+
+def hf_mixed_logprobs(folders: Iterable[Path], context: Int32Array, chunks: list[Chunk]) -> Float32Array:
+    """Log-probabilities of sampled tokens when the weights change and the cache stays, float32 [tokens].
+
+    The key and value of a token are computed in the step that it is the input of, by the weights of that step.
+    """
+    by_version = dict(enumerate(folders))
+    cache, inputs, found = DynamicCache(), context, [np.empty(0, np.float32)]
+    with torch.inference_mode():
+        for chunk in (c for c in chunks if len(c.token_ids)):
+            fed = np.concatenate((inputs, chunk.token_ids[:-1])).astype(np.int64)
+            logits = load_model(by_version[chunk.policy_version])(
+                torch.from_numpy(fed)[None], past_key_values=cache, use_cache=True
+            ).logits[0, -len(chunk.token_ids) :]
+            tokens = torch.from_numpy(chunk.token_ids.astype(np.int64))[:, None]
+            found.append(torch.log_softmax(logits, -1).gather(1, tokens).squeeze(1).numpy())
+            inputs = chunk.token_ids[-1:]
+    return np.concatenate(found)
+
+
+def prompt_ids(seed: int, count: int = 12) -> Int32Array:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).astype(np.int32)
+
+
+def make_call(name: str = "t", context: Int32Array | None = None, **changes: Any) -> GenerationCall:
+    """A call; keyword arguments are fields of GenerationCall or of SamplingParams."""
+    ids = prompt_ids(0) if context is None else context
+    sampling = {k: changes.pop(k) for k in list(changes) if k in SamplingParams.__dataclass_fields__}
+    fields: dict[str, Any] = {
+        "prompt_token_count": len(ids),
+        "max_new_token_count": 40,
+        "chunk_token_count": 8,
+        "sampling": SamplingParams(**{"seed": 7, **sampling}),
+        **changes,
+    }
+    return GenerationCall(trajectory_id=name, context_ids=ids, **fields)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one call streamed."""
+
+    call: GenerationCall
+    chunks: list[Chunk]
+
+    @property
+    def tokens(self) -> Int32Array:
+        return np.concatenate([c.token_ids for c in self.chunks])
+
+    @property
+    def ids(self) -> Int32Array:
+        """Context and tokens."""
+        return np.concatenate((self.call.context_ids, self.tokens))
+
+    @property
+    def logprobs(self) -> Float32Array:
+        return np.concatenate([c.behavior_logprobs for c in self.chunks])
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.chunks[-1].finish_reason
+
+    @property
+    def versions(self) -> list[int]:
+        return [c.policy_version for c in self.chunks if len(c.token_ids)]
+
+    @property
+    def stamps(self) -> set[tuple[int, int]]:
+        return {(c.policy_version, c.kv_min_version) for c in self.chunks if len(c.token_ids)}
+
+    def check_pure(self, folders: list[Path]) -> None:
+        """Every token's log-probability is that of the version that it is stamped with, recomputed from scratch."""
+        assert all(pure == version for version, pure in self.stamps)
+        at = len(self.call.context_ids) - 1
+        for chunk in self.chunks:
+            wanted = hf_logprobs(folders[chunk.policy_version], self.ids, self.call.sampling.temperature)
+            np.testing.assert_allclose(chunk.behavior_logprobs, wanted[at : at + len(chunk.token_ids)], atol=1e-4)
+            at += len(chunk.token_ids)
+
+
+async def collect(engine: Engine, call: GenerationCall) -> Rollout:
+    return Rollout(call, [chunk async for chunk in engine.generate(call)])
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class Running:
+    """Calls under way, each of which has delivered tokens."""
+
+    def __init__(self, engine: Engine, calls: list[GenerationCall]) -> None:
+        self.rollouts = [Rollout(call, []) for call in calls]
+        self.tasks = [asyncio.create_task(self._read(engine, rollout)) for rollout in self.rollouts]
+
+    async def _read(self, engine: Engine, rollout: Rollout) -> None:
+        async for chunk in engine.generate(rollout.call):
+            rollout.chunks.append(chunk)
+
+    async def begun(self, chunks: int = 1) -> Running:
+        await until(lambda: all(len(r.chunks) >= chunks or t.done() for r, t in self.pairs()))
+        for task in self.tasks:
+            if task.done():
+                task.result()
+        return self
+
+    def pairs(self) -> list[tuple[Rollout, asyncio.Task[None]]]:
+        return list(zip(self.rollouts, self.tasks, strict=True))
+
+    async def end(self) -> list[Rollout]:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*self.tasks)
+        return self.rollouts
+
+
+async def start_calls(engine: Engine, count: int, **changes: Any) -> Running:
+    """Long calls that have delivered their first chunk."""
+    fields = {"max_new_token_count": 200, **changes}
+    return await Running(engine, [make_call(f"t{i}", prompt_ids(i, 8), **fields) for i in range(count)]).begun()
+
+
+class StandIn:
+    """The fast stand-in for the SGLang server, as a process."""
+
+    def __init__(self, model: Path, log: Path) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--port", str(port)]
+        command += ["--admin-api-key", KEY, "--context-length", str(LONGEST + 8)]
+        environment = os.environ | {"PYTHONPATH": str(FAKES), "OMP_NUM_THREADS": "1"}
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                if httpx.get(f"{self.url}/ready").status_code == 200:
+                    return
+            except httpx.TransportError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise AssertionError(f"the stand-in does not start:\n{log.read_text()}") from None
+                time.sleep(0.05)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()

@@ -1,0 +1,414 @@
+"""What every generation engine keeps to; the same cases on each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
+from rollmesh.generator.engines.protocol import OnNewVersion
+from rollmesh.types import FinishReason
+
+from .contract_kit import (
+    EOS,
+    LONGEST,
+    VOCAB,
+    Running,
+    collect,
+    hf_greedy,
+    hf_logprobs,
+    hf_mixed_logprobs,
+    make_call,
+    prompt_ids,
+    start_calls,
+    until,
+    write_model,
+)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5, 0.0])
+async def test_chunks_make_the_answer_and_logprobs_equal_teacher_forcing(engine, models, temperature):
+    calls = [make_call(f"t{i}", prompt_ids(i, 3 + 9 * i), temperature=temperature) for i in range(4)]
+    for rollout in await asyncio.gather(*(collect(engine, call) for call in calls)):
+        assert (len(rollout.tokens), rollout.reason) == (40, FinishReason.LENGTH)
+        assert all(0 < len(c.token_ids) <= 8 for c in rollout.chunks)
+        assert [c.finish_reason for c in rollout.chunks[:-1]] == [None] * (len(rollout.chunks) - 1)
+        rollout.check_pure(models)
+
+
+async def test_greedy_equals_hugging_face_greedy(engine, models):
+    rollout = await collect(engine, make_call(temperature=0.0, max_new_token_count=60))
+    wanted = hf_greedy(models[0], rollout.call.context_ids, 60)
+    np.testing.assert_array_equal(rollout.tokens, wanted)
+
+
+async def test_top_k_and_top_p_restrict_the_draw_but_not_the_reported_distribution(engine, models):
+    greedy = await collect(engine, make_call("g", temperature=0.0))
+    for changes in ({"top_k": 1}, {"top_p": 1e-6}):
+        narrow = await collect(engine, make_call("n", **changes))
+        np.testing.assert_array_equal(narrow.tokens, greedy.tokens)
+        narrow.check_pure(models)
+
+
+async def test_a_stop_token_ends_the_call_and_is_part_of_it(engine, models):
+    plain = await collect(engine, make_call(temperature=0.0))
+    stop = int(plain.tokens[17])
+    first = int(np.flatnonzero(plain.tokens == stop)[0])
+    stopped = await collect(engine, make_call(temperature=0.0, stop_token_ids=(stop,)))
+    assert stopped.reason is FinishReason.STOP
+    np.testing.assert_array_equal(stopped.tokens, plain.tokens[: first + 1])
+    stopped.check_pure(models)
+
+
+async def test_the_model_s_own_end_token_is_an_ordinary_token_unless_the_call_says_otherwise(engine):
+    unused = VOCAB - 1
+    for stops in ((), (unused,)):
+        calls = [make_call(f"e{i}", prompt_ids(i), max_new_token_count=100, stop_token_ids=stops) for i in range(6)]
+        rollouts = await asyncio.gather(*(collect(engine, call) for call in calls))
+        assert any(EOS in r.tokens[:-1] for r in rollouts)
+        for rollout in rollouts:
+            ended = rollout.reason is FinishReason.STOP
+            assert ended == (unused in stops and rollout.tokens[-1] == unused)
+            assert ended or len(rollout.tokens) == 100
+
+
+@pytest.mark.parametrize(("count", "context", "expected"), [(1, 12, 1), (500, LONGEST - 5, 5), (500, LONGEST - 1, 1)])
+async def test_length_is_the_budget_or_what_the_context_leaves(engine, models, count, context, expected):
+    rollout = await collect(engine, make_call("t", prompt_ids(3, context), max_new_token_count=count))
+    assert (len(rollout.tokens), rollout.reason) == (expected, FinishReason.LENGTH)
+    rollout.check_pure(models)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": np.empty(0, np.int32)}, "context_ids: empty"),
+        ({"context": np.array([3, VOCAB], np.int32)}, r"context_ids\[1\]=61 is outside the vocabulary"),
+        ({"context": np.array([-1], np.int32)}, r"context_ids\[0\]=-1"),
+        ({"context": prompt_ids(0, LONGEST)}, "context_ids: 256 tokens leave no room"),
+        ({"prompt_token_count": 13}, "prompt_token_count=13"),
+        ({"max_new_token_count": 0}, "max_new_token_count=0"),
+        ({"chunk_token_count": 0}, "chunk_token_count=0"),
+        ({"temperature": -1.0}, r"sampling\.temperature=-1"),
+        ({"temperature": float("nan")}, r"sampling\.temperature=nan"),
+        ({"top_p": 0.0}, r"sampling\.top_p=0"),
+        ({"top_k": -2}, r"sampling\.top_k=-2"),
+        ({"stop_token_ids": (VOCAB,)}, "stop_token_ids: 61"),
+    ],
+)
+async def test_a_wrong_call_is_refused_by_its_field_and_the_engine_lives(engine, changes, message):
+    with pytest.raises(DataError, match=message):
+        await collect(engine, make_call("wrong", **changes))
+    assert len((await collect(engine, make_call("right", max_new_token_count=3))).tokens) == 3
+
+
+async def test_interrupting_one_call_ends_it_with_its_tokens_and_lets_the_others_go_on(engine, models):
+    running = await start_calls(engine, 3)
+    assert await engine.interrupt(["t1", "unknown"]) == 1
+    rollouts = await running.end()
+    assert [r.reason for r in rollouts] == [FinishReason.LENGTH, FinishReason.INTERRUPTED, FinishReason.LENGTH]
+    assert 0 < len(rollouts[1].tokens) < 200
+    for rollout in rollouts:
+        rollout.check_pure(models)
+
+
+async def test_interrupting_all_ends_waiting_calls_too(make):
+    engine = await make(slots=1)
+    running = await start_calls(engine, 1)
+    waiting = Running(engine, [make_call("waiting")])
+    await until(lambda: engine.status().waiting_count == 1)
+    assert await engine.interrupt() == 2
+    (first,), (second,) = await running.end(), await waiting.end()
+    assert first.reason is FinishReason.INTERRUPTED and len(first.tokens)
+    assert (second.reason, len(second.tokens)) == (FinishReason.INTERRUPTED, 0)
+
+
+async def test_an_interrupted_greedy_call_resumed_equals_an_uninterrupted_one(engine, models):
+    running = await start_calls(engine, 1, temperature=0.0)
+    await engine.interrupt()
+    (begun,) = await running.end()
+    rest = await collect(
+        engine,
+        make_call("t0", begun.ids, temperature=0.0, prompt_token_count=8, max_new_token_count=200 - len(begun.tokens)),
+    )
+    wanted = hf_greedy(models[0], prompt_ids(0, 8), 200)
+    np.testing.assert_array_equal(np.concatenate((begun.tokens, rest.tokens)), wanted)
+
+
+async def test_pause_holds_calls_and_resume_continues_them(engine, models):
+    running = await start_calls(engine, 2)
+    await engine.pause()
+    assert engine.status().paused
+    late = Running(engine, [make_call("late")])
+    await until(lambda: engine.status().waiting_count == 1)
+    held = engine.status().generated_token_total
+    await asyncio.sleep(0.3)  # nothing to wait for: nothing must happen
+    assert engine.status().generated_token_total == held
+    assert engine.status().running_count == 2
+    await engine.resume()
+    assert not engine.status().paused
+    for rollout in (*await running.end(), *await late.end()):
+        assert rollout.reason is FinishReason.LENGTH
+        rollout.check_pure(models)
+
+
+async def test_calls_are_interrupted_while_paused(engine):
+    running = await start_calls(engine, 2)
+    await engine.pause()
+    assert await engine.interrupt() == 2
+    assert {r.reason for r in await running.end()} == {FinishReason.INTERRUPTED}
+    assert engine.status().paused
+    await engine.resume()
+    assert len((await collect(engine, make_call("next"))).tokens) == 40
+
+
+async def test_an_interrupting_load_leaves_every_token_pure(make, models):
+    engine = await make()
+    running = await start_calls(engine, 3)
+    seconds = await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
+    assert 0 <= seconds < 10
+    for rollout in await running.end():
+        rollout.check_pure(models)
+        if make.retracts:
+            assert (set(rollout.versions), rollout.reason) == ({0, 1}, FinishReason.LENGTH)
+        else:
+            assert (set(rollout.versions), rollout.reason) == ({0}, FinishReason.INTERRUPTED)
+        assert rollout.versions == sorted(rollout.versions)
+    fresh = await collect(engine, make_call("fresh"))
+    assert fresh.stamps == {(1, 1)}
+    fresh.check_pure(models)
+
+
+async def test_an_interrupting_load_may_end_running_calls(make, models):
+    engine = await make(interrupt="abort") if make.retracts else await make()
+    running = await start_calls(engine, 3)
+    await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
+    for rollout in await running.end():
+        assert (set(rollout.versions), rollout.reason) == ({0}, FinishReason.INTERRUPTED)
+        rollout.check_pure(models)
+    fresh = await collect(engine, make_call("fresh"))
+    assert fresh.stamps == {(1, 1)}
+    fresh.check_pure(models)
+
+
+async def test_a_load_that_keeps_the_cache_stamps_it_and_every_logprob_is_of_both(make, models):
+    if make.overlaps:  # the token in flight during the swap would get the wrong stamp
+        with pytest.raises(ConfigError, match="--disable-overlap-schedule"):
+            await make(on_new_version="keep_kv")
+        return
+    engine = await make()
+    running = await start_calls(engine, 3)
+    await engine.load(models[1], 1, OnNewVersion.KEEP_KV)
+    await until(lambda: all(1 in r.versions or t.done() for r, t in running.pairs()))
+    await engine.load(models[2], 2, OnNewVersion.KEEP_KV)
+    for rollout in await running.end():
+        assert (len(rollout.tokens), rollout.reason) == (200, FinishReason.LENGTH)
+        assert rollout.versions == sorted(rollout.versions) and set(rollout.versions) == {0, 1, 2}
+        assert rollout.stamps == {(0, 0), (1, 0), (2, 0)}
+        wanted = hf_mixed_logprobs(models, rollout.call.context_ids, rollout.chunks)
+        np.testing.assert_allclose(rollout.logprobs, wanted, atol=1e-4)
+
+
+async def test_after_a_kept_cache_no_new_call_sees_the_cache_of_the_old_version(engine, models):
+    context = prompt_ids(1, 30)
+    old = await Running(engine, [make_call("old", context, max_new_token_count=200)]).begun()
+    await engine.load(models[1], 1, OnNewVersion.KEEP_KV)
+    new = await collect(engine, make_call("new", context))
+    assert new.stamps == {(1, 1)}
+    new.check_pure(models)
+    assert (await old.end())[0].reason is FinishReason.LENGTH
+
+
+async def test_a_draining_load_waits_for_running_calls_and_goes_before_waiting_ones(make, models):
+    engine = await make(slots=2)
+    running = await start_calls(engine, 2)
+    load = asyncio.create_task(engine.load(models[1], 1, OnNewVersion.DRAIN))
+    waiting = Running(engine, [make_call(f"w{i}") for i in range(3)])
+    await load
+    for rollout in await running.end():
+        assert (rollout.stamps, rollout.reason) == ({(0, 0)}, FinishReason.LENGTH)
+        rollout.check_pure(models)
+    for rollout in await waiting.end():
+        assert rollout.stamps == {(1, 1)}
+        rollout.check_pure(models)
+
+
+async def test_loads_follow_each_other_in_order(engine, models):
+    await start_calls(engine, 2)
+    modes = (OnNewVersion.KEEP_KV, OnNewVersion.INTERRUPT, OnNewVersion.KEEP_KV)
+    await asyncio.gather(*(engine.load(models[i], i, mode) for i, mode in enumerate(modes, start=1)))
+    assert engine.status().policy_version == 3
+    (scores,) = await engine.score([prompt_ids(0, 30)])
+    np.testing.assert_allclose(scores, hf_logprobs(models[3], prompt_ids(0, 30)), atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", [OnNewVersion.INTERRUPT, OnNewVersion.KEEP_KV])
+async def test_weights_that_fail_their_trial_leave_no_token_behind(engine, models, mode):
+    running = await start_calls(engine, 3)
+    await engine.pause()
+    await engine.load(models[1], 1, mode)
+    (scores,) = await engine.score([prompt_ids(5, 40)])
+    np.testing.assert_allclose(scores, hf_logprobs(models[1], prompt_ids(5, 40)), atol=1e-4)
+    await engine.load(models[0], 0, mode)
+    await engine.resume()
+    for rollout in await running.end():
+        assert set(rollout.versions) == {0}
+        if rollout.stamps == {(0, 0)}:
+            rollout.check_pure(models)
+        assert rollout.reason in (FinishReason.LENGTH, FinishReason.INTERRUPTED)
+    fresh = await collect(engine, make_call("fresh"))
+    assert fresh.stamps == {(0, 0)}
+    fresh.check_pure(models)
+
+
+async def test_weights_that_pass_their_trial_go_into_service_with_resume(make, models):
+    engine = await make()
+    running = await start_calls(engine, 3)
+    await engine.pause()
+    before = [len(r.chunks) for r in running.rollouts]
+    await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
+    await engine.score([prompt_ids(5, 40)])
+    assert all(1 not in r.versions for r in running.rollouts) and len(before) == 3
+    await engine.resume()
+    for rollout in await running.end():
+        rollout.check_pure(models)
+        assert (1 in rollout.versions) == make.retracts
+
+
+async def test_the_versions_of_a_call_never_fall(engine, models):
+    await engine.load(models[1], 1, OnNewVersion.KEEP_KV)
+    running = await start_calls(engine, 3)
+    await engine.load(models[0], 0, OnNewVersion.INTERRUPT)
+    for rollout in await running.end():
+        assert (set(rollout.versions), rollout.reason) == ({1}, FinishReason.INTERRUPTED)
+        rollout.check_pure(models)
+    fresh = await collect(engine, make_call("fresh"))
+    assert fresh.stamps == {(0, 0)}
+    fresh.check_pure(models)
+
+
+def _truncate(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def _widen(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 96}))
+
+
+def _no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def _no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def _other_model(folder):
+    shutil.rmtree(folder)
+    write_model(folder, 9, hidden_size=32)
+
+
+@pytest.mark.parametrize("damage", [_truncate, _widen, _no_weights, _no_config, _other_model])
+async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_go_on(engine, models, tmp_path, damage):
+    running = await start_calls(engine, 2)
+    folder = tmp_path / "policy"
+    shutil.copytree(models[1], folder)
+    damage(folder)
+    with pytest.raises(EngineError):
+        await engine.stage(folder)
+    with pytest.raises(EngineError):
+        await engine.load(folder, 1, OnNewVersion.INTERRUPT)
+    for rollout in await running.end():
+        assert (set(rollout.versions), rollout.reason) == ({0}, FinishReason.LENGTH)
+        rollout.check_pure(models)
+    assert engine.status().policy_version == 0
+
+
+async def test_scores_equal_teacher_forcing_for_ragged_sequences(engine, models):
+    sequences = [prompt_ids(i, count) for i, count in enumerate((40, 3, 17, 1, 100, LONGEST))]
+    for ids, scores in zip(sequences, await engine.score(sequences), strict=True):
+        assert len(scores) == len(ids) - 1
+        np.testing.assert_allclose(scores, hf_logprobs(models[0], ids), atol=1e-4)
+
+
+async def test_scoring_refuses_foreign_tokens_and_overlong_sequences(engine):
+    with pytest.raises(DataError, match=r"sequences\[1\]"):
+        await engine.score([prompt_ids(0), np.array([1, VOCAB], np.int32)])
+    with pytest.raises(DataError, match="257 tokens"):
+        await engine.score([prompt_ids(0, LONGEST + 1)])
+
+
+async def test_members_of_a_group_share_the_prefill_of_their_prompt(make, models):
+    engine = await make()
+    context = prompt_ids(1, 30)
+    await collect(engine, make_call("g.0", context, group_id="g"))
+    before = engine.status()
+    first = await start_calls(engine, 1, max_new_token_count=100)
+    rollouts = await asyncio.gather(*(collect(engine, make_call(f"g.{i}", context, group_id="g")) for i in (1, 2, 3)))
+    after = engine.status()
+    cached = after.cached_token_total - before.cached_token_total
+    assert cached >= 2 * 29
+    assert sum(c.cached_token_count for r in (*rollouts, *first.rollouts) for c in r.chunks) == cached
+    for rollout in (*rollouts, *await first.end()):
+        rollout.check_pure(models)
+
+
+async def test_the_counters_of_the_status_only_grow_and_end_in_agreement(make):
+    engine = await make(slots=3)
+    running = Running(engine, [make_call(f"t{i}", prompt_ids(i, 4 + i), max_new_token_count=60) for i in range(9)])
+    names = [n for n in type(engine.status()).__dataclass_fields__ if n.endswith("_total")]
+    last = {name: 0.0 for name in names}
+    while not all(task.done() for task in running.tasks):
+        status = engine.status()
+        assert status.running_count <= status.slot_count == 3
+        for name in names:
+            assert getattr(status, name) >= last[name]
+            last[name] = getattr(status, name)
+        await asyncio.sleep(0.005)
+    await running.end()
+    status = engine.status()
+    assert (status.running_count, status.waiting_count, status.kv_tokens_used) == (0, 0, 0)
+    assert status.generated_token_total == 9 * 60
+    assert 0 < status.busy_seconds_total <= status.running_slot_seconds_total
+    assert status.prefill_token_total + status.cached_token_total >= sum(3 + i for i in range(9))
+
+
+async def test_closing_a_stream_early_frees_its_slot(make):
+    engine = await make(slots=1)
+    stream = engine.generate(make_call("left", max_new_token_count=200))
+    await anext(stream)
+    await stream.aclose()
+    task = asyncio.create_task(collect(engine, make_call("cancelled", max_new_token_count=200)))
+    await until(lambda: engine.status().running_count == 1)
+    task.cancel()
+    await until(lambda: engine.status().running_count == 0)
+    assert len((await collect(engine, make_call("next"))).tokens) == 40
+
+
+async def test_an_update_among_32_running_calls_leaves_no_token_with_the_wrong_version(make, models):
+    engine = await make(slots=32)
+    running = await start_calls(engine, 32, max_new_token_count=60)
+    await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
+    rollouts = await running.end()
+    seen = {version for rollout in rollouts for version in rollout.versions}
+    assert seen == ({0, 1} if make.retracts else {0})
+    for rollout in rollouts:
+        rollout.check_pure(models)
+    assert engine.status().policy_version == 1
+
+
+async def test_closing_ends_calls_as_interrupted_and_refuses_new_ones(make):
+    engine = await make(slots=1)
+    running = await start_calls(engine, 1)
+    waiting = Running(engine, [make_call("waiting")])
+    await until(lambda: engine.status().waiting_count == 1)
+    await engine.aclose()
+    assert {r.reason for r in (*await running.end(), *await waiting.end())} == {FinishReason.INTERRUPTED}
+    with pytest.raises(GenerationRefused):
+        await collect(engine, make_call())

@@ -1,0 +1,205 @@
+"""The stand-in's model side: real logits, a key-value cache per request, weights that can be swapped under it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+_PREFIXES = 64
+"""Contexts kept in the prefix cache, by key."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One /generate request."""
+
+    rid: str
+    input_ids: list[int]
+    params: dict[str, Any]
+    extra_key: str
+    wants_input_logprobs: bool
+    done: asyncio.Future[dict[str, Any]]
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    input_logprobs: list[list[Any]] = field(default_factory=list)
+    version_events: list[tuple[str, int]] = field(default_factory=list)
+    cache: DynamicCache | None = None
+    cached_tokens: int = 0
+    aborting: bool = False
+    retractions: int = 0
+
+
+class Decoder:
+    """Continuous batching, one row at a time."""
+
+    def __init__(self, folder: str, weight_version: str, slots: int) -> None:
+        self.model = load_model(folder)
+        self.weight_version = weight_version
+        self.slots = slots
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.prefixes: dict[str, deque[tuple[list[int], DynamicCache]]] = {}
+        self.go = asyncio.Event()
+        self.paused = False
+        self.eos = set(_ids(self.model.generation_config.eos_token_id) + _ids(self.model.config.eos_token_id))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.config.vocab_size)
+
+    def add(self, request: Request) -> None:
+        self.waiting.append(request)
+        self.go.set()
+
+    async def run(self) -> None:
+        """Decode for ever."""
+        while True:
+            if self.paused or not (self.running or self.waiting):
+                self.go.clear()
+                await self.go.wait()
+                continue
+            while self.waiting and len(self.running) < self.slots:
+                request = self.waiting.popleft()
+                self.running.append(request)
+                self._prefill(request)
+                await asyncio.sleep(0)
+                if self.paused:
+                    break
+            if not self.paused:
+                for request in [r for r in self.running if r.cache is not None]:
+                    self._step(request)
+            await asyncio.sleep(0)
+
+    def abort(self, rid: str, everything: bool) -> None:
+        for request in list(self.waiting):
+            if everything or request.rid.startswith(rid):
+                self.waiting.remove(request)
+                request.output_ids, request.logprobs, request.version_events = [], [], []
+                self._finish(request, {"type": "abort", "message": "Abort in waiting queue"})
+        for request in self.running:
+            request.aborting |= everything or request.rid.startswith(rid)
+
+    def retract(self) -> None:
+        """Running requests go back to the queue and lose their cache."""
+        for request in reversed(self.running):
+            request.cache = None
+            request.retractions += 1
+            self.waiting.appendleft(request)
+        self.running.clear()
+
+    def swap(self, folder: str, version: str | None) -> None:
+        """Put other weights in place; whoever has tokens remembers how many."""
+        self.model = load_model(folder)
+        if version is not None and version != self.weight_version:
+            for request in (*self.running, *self.waiting):
+                if request.output_ids:
+                    request.version_events.append((self.weight_version, len(request.output_ids)))
+            self.weight_version = version
+
+    def _prefill(self, request: Request) -> None:
+        context = request.input_ids + request.output_ids
+        request.cache, known = self._cached(request.extra_key, context)
+        with torch.inference_mode():
+            out = self.model(torch.tensor([context[known:]]), past_key_values=request.cache, use_cache=True)
+        if request.wants_input_logprobs:
+            logprobs = torch.log_softmax(out.logits[0].float(), -1)
+            picked = logprobs[:-1].gather(1, torch.tensor(context[1:])[:, None]).squeeze(1).tolist()
+            request.input_logprobs = [[None, context[0], None]]
+            request.input_logprobs += [[p, t, None] for p, t in zip(picked, context[1:], strict=True)]
+        elif not request.output_ids:
+            request.cached_tokens = known
+        if request.params["max_new_tokens"] == 0:
+            self._finish(request, {"type": "length", "length": 0})
+        else:
+            self._take(request, out.logits[0, -1].float())
+
+    def _step(self, request: Request) -> None:
+        with torch.inference_mode():
+            last = torch.tensor([[request.output_ids[-1]]])
+            out = self.model(last, past_key_values=request.cache, use_cache=True)
+        self._take(request, out.logits[0, -1].float())
+
+    def _take(self, request: Request, logits: torch.Tensor) -> None:
+        params = request.params
+        temperature = params["temperature"]
+        logprobs = torch.log_softmax(logits / (temperature or 1.0), -1)
+        token = int(logits.argmax()) if temperature == 0 else self._draw(logprobs, params)
+        request.output_ids.append(token)
+        request.logprobs.append(float(logprobs[token]))
+        stops = set() if params.get("ignore_eos") else self.eos | set(params.get("stop_token_ids") or ())
+        if request.aborting:
+            self._finish(request, {"type": "abort", "message": "Aborted", "status_code": None})
+        elif token in stops:
+            self._finish(request, {"type": "stop", "matched": token})
+        elif len(request.output_ids) >= params["max_new_tokens"]:
+            self._finish(request, {"type": "length", "length": params["max_new_tokens"]})
+
+    def _draw(self, logprobs: torch.Tensor, params: dict[str, Any]) -> int:
+        probabilities, order = logprobs.exp().sort(descending=True)
+        top_k = params.get("top_k", -1)
+        if top_k > 0:
+            probabilities[top_k:] = 0
+        before = probabilities.cumsum(0) - probabilities
+        probabilities[before >= params.get("top_p", 1.0) * probabilities.sum()] = 0
+        return int(order[torch.multinomial(probabilities, 1)])
+
+    def _cached(self, key: str, context: list[int]) -> tuple[DynamicCache, int]:
+        """A copy of the longest cached prefix under this key, and its length; the last token is never cached."""
+        best, source = 0, None
+        for tokens, cache in self.prefixes.get(key, ()):
+            same = next((i for i, (a, b) in enumerate(zip(context, tokens, strict=False)) if a != b), None)
+            length = min(len(context) - 1, len(tokens) if same is None else same)
+            if length > best:
+                best, source = length, cache
+        if source is None:
+            return DynamicCache(), 0
+        copy = deepcopy(source)
+        copy.crop(best - copy.get_seq_length())
+        return copy, best
+
+    def _finish(self, request: Request, reason: dict[str, Any]) -> None:
+        if request in self.running:
+            self.running.remove(request)
+        context = request.input_ids + request.output_ids
+        if request.cache is not None:
+            known = self.prefixes.setdefault(request.extra_key, deque(maxlen=_PREFIXES))
+            known.append((context[: request.cache.get_seq_length()], request.cache))
+        count = len(request.output_ids)
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": reason,
+            "weight_version": self.weight_version,
+            "prompt_tokens": len(request.input_ids),
+            "cached_tokens": request.cached_tokens,
+            "completion_tokens": count,
+            "num_retractions": request.retractions,
+            "input_token_logprobs": request.input_logprobs,
+            "output_token_logprobs": [[p, t, None] for p, t in zip(request.logprobs, request.output_ids, strict=True)],
+            "weight_versions": self._spans(request.version_events, count),
+        }
+        if not request.done.done():
+            request.done.set_result({"text": "", "output_ids": request.output_ids, "meta_info": meta})
+
+    def _spans(self, events: list[tuple[str, int]], count: int) -> list[dict[str, Any]]:
+        spans: list[dict[str, Any]] = []
+        for version, end in [*events, (self.weight_version, count)]:
+            start = spans[-1]["end"] if spans else 0
+            if not spans or end > start:
+                spans.append({"version": version, "start": start, "end": end})
+        return spans
+
+
+def load_model(folder: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return [int(v) for v in value] if isinstance(value, list) else [int(value)]

@@ -1,0 +1,166 @@
+"""HTTP of the stand-in server; run as ``python -m sglang.launch_server`` with this folder's parent on PYTHONPATH."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from typing import Any
+
+import torch
+from aiohttp import web
+from transformers.utils.logging import disable_progress_bar
+
+from .decoder import Decoder, Request
+
+
+class Server:
+    """Endpoints and their gate: while paused, new requests are held and /ready says no."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.decoder = Decoder(options.model_path, options.weight_version, options.max_running_requests)
+        self.model_path = options.model_path
+        self.open = asyncio.Event()
+        self.open.set()
+        self.known: dict[str, Request] = {}
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self.authorise], client_max_size=1 << 26)
+        app.router.add_post("/generate", self.generate)
+        app.router.add_post("/abort_request", self.abort)
+        app.router.add_post("/pause_generation", self.pause)
+        app.router.add_post("/continue_generation", self.resume)
+        app.router.add_post("/update_weights_from_disk", self.update)
+        app.router.add_get("/model_info", self.model_info)
+        app.router.add_get("/server_info", self.server_info)
+        app.router.add_get("/ready", self.ready)
+        app.on_startup.append(self._begin)
+        return app
+
+    async def _begin(self, app: web.Application) -> None:
+        self.task = asyncio.create_task(self.decoder.run())
+        self.task.add_done_callback(lambda task: os._exit(1))
+
+    @web.middleware
+    async def authorise(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        key = self.options.admin_api_key
+        if key and request.path != "/ready" and request.headers.get("Authorization") != f"Bearer {key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        response: web.StreamResponse = await handler(request)
+        return response
+
+    async def generate(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        rid, ids = body["rid"], body["input_ids"]
+        if rid in self.known:
+            return _wrong(f"Duplicate request ID: {rid}")
+        if len(ids) >= self.options.context_length - 6:
+            return _wrong(f"The input ({len(ids)} tokens) is longer than the model's context length")
+        if body["sampling_params"]["temperature"] < 0:
+            return _wrong("temperature must be a non-negative finite number")
+        request = Request(
+            rid=rid,
+            input_ids=ids,
+            params=body["sampling_params"],
+            extra_key=body.get("extra_key") or "",
+            wants_input_logprobs=body.get("logprob_start_len", -1) == 0,
+            done=asyncio.get_running_loop().create_future(),
+        )
+        self.known[rid] = request
+        try:
+            await self.open.wait()
+            if max(ids) >= self.decoder.vocab_size or min(ids) < 0:
+                print("index out of range in self", file=sys.stderr, flush=True)
+                os._exit(1)  # as the real one: its scheduler dies of it
+            self.decoder.add(request)
+            return web.json_response(await request.done)
+        finally:
+            del self.known[rid]
+
+    async def abort(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if body.get("abort_all") or body["rid"] in self.known:
+            self.decoder.abort(body["rid"], bool(body.get("abort_all")))
+        return web.Response()
+
+    async def pause(self, http: web.Request) -> web.Response:
+        mode = (await http.json()).get("mode", "abort")
+        if mode not in ("abort", "retract", "in_place"):
+            return _wrong(f"mode {mode}")
+        self.open.clear()
+        self.decoder.paused = True
+        if mode == "retract":
+            self.decoder.retract()
+        return web.json_response({"status": "ok"})
+
+    async def resume(self, http: web.Request) -> web.Response:
+        self.decoder.paused = False
+        self.decoder.go.set()
+        self.open.set()
+        return web.json_response({"status": "ok"})
+
+    async def update(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        while not self.decoder.paused and (self.decoder.running or self.decoder.waiting):
+            await asyncio.sleep(0.001)
+        try:
+            self.decoder.swap(body["model_path"], body.get("weight_version"))
+        except Exception as error:
+            return _updated(False, f"Failed to get weights iterator: {error}.")
+        self.model_path = body["model_path"]
+        if body.get("flush_cache", True):
+            if self.decoder.running:
+                return _updated(False, "Weights were updated, but the cache was not flushed because requests run")
+            self.decoder.prefixes.clear()
+        return _updated(True, "Succeeded to update model weights.")
+
+    async def model_info(self, http: web.Request) -> web.Response:
+        return web.json_response({"model_path": self.model_path, "weight_version": self.decoder.weight_version})
+
+    async def server_info(self, http: web.Request) -> web.Response:
+        return web.json_response(
+            {
+                "version": "stand-in",
+                "context_length": self.options.context_length,
+                "max_running_requests": self.options.max_running_requests,
+                "max_total_num_tokens": self.options.max_total_tokens,
+                "disable_overlap_schedule": True,
+            }
+        )
+
+    async def ready(self, http: web.Request) -> web.Response:
+        return web.Response(status=200 if self.open.is_set() else 503)
+
+
+def _wrong(message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=400)
+
+
+def _updated(success: bool, message: str) -> web.Response:
+    return web.json_response({"success": success, "message": message}, status=200 if success else 400)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--weight-version", default="default")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--context-length", type=int, default=264)
+    parser.add_argument("--max-running-requests", type=int, default=32)
+    parser.add_argument("--max-total-tokens", type=int, default=16384)
+    parser.add_argument("--admin-api-key")
+    options, _ = parser.parse_known_args()
+    torch.set_num_threads(1)
+    disable_progress_bar()
+
+    async def application() -> web.Application:
+        return Server(options).app()
+
+    web.run_app(application(), host=options.host, port=options.port, print=None)
+
+
+if __name__ == "__main__":
+    main()
