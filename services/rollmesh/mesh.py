@@ -21,7 +21,8 @@ class Desired:
     """Calls on generators older than this policy version are interrupted and continued elsewhere."""
     start_at_version: int = 0
     """A trajectory without tokens starts on a generator at this policy version or a newer one, read after its lease:
-    however far a generator lags, what it writes can still be trained within the staleness bound."""
+    however far a generator lags, what it writes can still be trained within the staleness bound. After a rollback the
+    store raises it to the version that the rollback announced: none of an abandoned branch is trained on."""
     reason: str = ""
     """Why the mesh is paused, for people."""
 

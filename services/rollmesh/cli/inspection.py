@@ -164,7 +164,8 @@ def rollback(
     """Go back to an older policy: its weights are published again as the next version, and training goes on from there.
 
     The trainer carries it out between two train steps, or when the run is next started; the optimizer starts afresh,
-    work of the abandoned branch is dropped with the reason rolled_back, and what was trained stays in the ledger.
+    work of the abandoned branch is dropped with the reason rolled_back, and what was trained stays in the ledger. From
+    then on no answer starts on an older version: a pin on one holds all new work up until it is released.
     """
 
     async def main() -> None:

@@ -78,14 +78,24 @@ class Leader:
         )
 
     async def desired(self) -> Desired:
-        """The desired state; an empty pool before the leader has written one."""
-        raw = await self._connection.command("HGETALL", self._keys.single("desired"))
+        """The desired state; an empty pool before the leader has written one.
+
+        The version floor of a rollback is added here, not by the leader: one that looked at the mesh just before the
+        rollback may still admit after it, and whoever leases such a group reads the floor after its lease.
+        """
+        raw, branch_version = await self._connection.commands(
+            [
+                ("HGETALL", self._keys.single("desired")),
+                ("HGET", self._keys.single("meta"), "branch_version"),
+            ],
+            "desired",
+        )
         return Desired(
             pool_size=int(raw.get(b"pool_size", 0)),
             paused=raw.get(b"paused") == b"1",
             interrupt_below_version=int(raw.get(b"interrupt_below_version", 0)),
             reason=raw.get(b"reason", b"").decode(),
-            start_at_version=int(raw.get(b"start_at_version", 0)),
+            start_at_version=max(int(raw.get(b"start_at_version", 0)), int(branch_version or 0)),
         )
 
     async def report_failure(self, leader: str, text: str) -> None:

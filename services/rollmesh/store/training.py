@@ -113,6 +113,9 @@ class Training:
         admitted. Steps, versions and cursor never go back. Steps that Redis knows as trained are skipped: its own
         state covers them. Ends a recovery once its TTL has passed. A session that was opened in the part that Redis
         has lost is taken as the newest; SessionLost for one that was ever fenced.
+
+        A Redis that has forgotten a rollback drops its unclaimed work again before it learns the rollback's version:
+        all of it is older than that.
         """
         known = (await self.training_state()).trained_step
         size = await self._limits.groups_per_call()
@@ -131,6 +134,8 @@ class Training:
             for p in sorted(policies, key=lambda record: record.policy_version)
             for word in (p.policy_version, p.train_step, p.path, p.manifest_digest)
         ]
+        if await self._forgot_rollback(policies):
+            await self.rollback(trainer_session)
         await self._connection.run(
             "reassert_done", trainer_session, committed_step, trained_step, newest, cursor.epoch, cursor.index, *words
         )
@@ -150,6 +155,19 @@ class Training:
             if not dropped:
                 return total
             total += dropped
+
+    async def _forgot_rollback(self, policies: Sequence[PolicyRecord]) -> bool:
+        """Whether one of the policies is of a rollback (the second of its train step) and not announced there."""
+        meta = self._keys.single("meta")
+        version, train_step = (
+            int(v) for v in await self._connection.command("HMGET", meta, "policy_version", "policy_train_step")
+        )
+        for record in sorted(policies, key=lambda p: p.policy_version):
+            if record.policy_version > version:
+                if version >= 0 and record.train_step <= train_step:
+                    return True
+                version, train_step = record.policy_version, record.train_step
+        return False
 
     async def _load_groups(self, rows: Sequence[Sequence[Reply]]) -> list[Group]:
         """Prompt and tokens of some groups in one round trip (and one more for linked chunks)."""

@@ -233,6 +233,22 @@ async def test_a_rollback_drops_all_unclaimed_work(store: TrajectoryStore) -> No
     assert (await read_truth(store)).problems == []
 
 
+async def test_no_leader_can_lower_the_floor_that_a_rollback_sets(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    for version, train_step in ((1, 1), (2, 2)):
+        await store.announce_policy(mesh.trainer, policy(version, train_step))
+    assert (await store.desired()).start_at_version == 0
+    await store.announce_policy(mesh.trainer, policy(3, train_step=2))
+    assert (await store.desired()).start_at_version == 3
+    # A leader that looked at the mesh before the rollback.
+    await store.set_desired(mesh.leader, Desired(pool_size=8, start_at_version=1))
+    assert (await store.desired()).start_at_version == 3
+    await store.announce_policy(mesh.trainer, policy(4, train_step=3))
+    assert (await store.desired()).start_at_version == 3
+    await store.set_desired(mesh.leader, Desired(pool_size=8, start_at_version=4))
+    assert (await store.desired()).start_at_version == 4
+
+
 async def test_blocked_since_starts_once_and_is_cleared(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await store.set_desired(mesh.leader, Desired(pool_size=1), blocked=True)

@@ -152,6 +152,21 @@ async def test_a_forgotten_session_is_opened_again_during_a_recovery_only(store:
     assert await mesh.append("e0-0.0", 0, 3) == WriteStatus.SAVED
 
 
+async def test_a_redis_that_forgot_a_rollback_drops_the_abandoned_work_again(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await store.announce_policy(mesh.trainer, policy(1))
+    await mesh.admit(3)
+    await mesh.complete_all(version=1)
+    await other_server(store)
+    policies = [policy(0), policy(1), policy(2, train_step=1)]
+    await store.reassert_training(mesh.trainer, 0, 0, [], policies, Cursor())
+    assert (await store.counts()).drops == {"rolled_back": 3}
+    assert (await store.desired()).start_at_version == 2
+    await store.reassert_training(mesh.trainer, 0, 0, [], policies, Cursor())
+    assert (await store.counts()).drops == {"rolled_back": 3}
+    assert (await read_truth(store)).problems == []
+
+
 @pytest.mark.parametrize("restored", ["unknown", "open", "ready", "cut"])
 async def test_batch_files_win_over_whatever_redis_restored(store: TrajectoryStore, restored: str) -> None:
     mesh = await Mesh.start(store)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- uses: roles
+-- uses: roles branch
 -- A policy exists once this accepts it. ARGV: trainer, version, train step, path, manifest digest.
 require_trainer(ARGV[1])
 local version = tonumber(ARGV[2])
@@ -12,8 +12,5 @@ end
 if version ~= highest + 1 then
   fail('CONFLICT', 'policy version ' .. version .. ': the next one is ' .. (highest + 1))
 end
-call('XADD', K.policies, (version + 1) .. '-0', 'version', ARGV[2], 'train_step', ARGV[3], 'path', ARGV[4],
-  'digest', ARGV[5])
-call('HSET', K.versions, ARGV[2], ARGV[3])
-call('HSET', K.meta, 'policy_version', ARGV[2], 'policy_train_step', ARGV[3])
+add_policy(ARGV[2], ARGV[3], ARGV[4], ARGV[5])
 return 1

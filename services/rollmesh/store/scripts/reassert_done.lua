@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- uses: fence adopt
+-- uses: fence adopt branch
 -- Closes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
 -- trainer's copy of the cursor, then (version, train step, path, digest) per policy, ascending.
 adopt_trainer(ARGV[1])
@@ -14,10 +14,7 @@ local highest = tonumber(meta[3])
 for at = 7, #ARGV, 4 do
   local version = tonumber(ARGV[at])
   if version > highest then
-    call('XADD', K.policies, (version + 1) .. '-0', 'version', ARGV[at], 'train_step', ARGV[at + 1],
-      'path', ARGV[at + 2], 'digest', ARGV[at + 3])
-    call('HSET', K.versions, ARGV[at], ARGV[at + 1])
-    call('HSET', K.meta, 'policy_version', ARGV[at], 'policy_train_step', ARGV[at + 1])
+    add_policy(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3])
     highest = version
   end
 end

@@ -1,0 +1,64 @@
+"""A rollback while the mesh runs: what comes after it is written by the new branch alone."""
+
+from dataclasses import dataclass, field, replace
+
+from rollmesh.types import SegmentSource
+
+from .replicas import limits, running, schedule
+from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of
+from .waiting import until
+
+
+@dataclass
+class BranchingTrainer(ScriptedTrainer):
+    """Can roll back; ``lagging`` generators do not hear of what it announces then."""
+
+    rollbacks: int = 0
+    lagging: list[str] = field(default_factory=list)
+
+    async def announce(self, step):
+        version = step + self.rollbacks
+        await self.store.announce_policy(self.session, replace(record_of(step), policy_version=version))
+        for generator in self.cluster.generators.values():
+            if generator.name not in self.lagging:
+                generator.load(version)
+        await self.cluster.register()
+
+    async def roll_back(self, step):
+        self.rollbacks += 1
+        await self.announce(step)
+        await self.store.rollback(self.session)
+
+
+async def test_a_generator_that_lags_behind_a_rollback_starts_nothing(store):
+    plan = schedule("copris", train_steps=4)
+    assert plan.max_staleness >= 4, "by its staleness alone the abandoned version could still be trained on"
+    await store.init_run(limits(plan))
+    cluster = ScriptedCluster(
+        store, [ScriptedGenerator("follows", seconds_per_token=0.002), ScriptedGenerator("lags", seconds_per_token=0)]
+    )
+    trainer = BranchingTrainer(store, cluster)
+    await trainer.start()
+    async with running(store, cluster, ScriptedReward(), plan):
+        for step in (1, 2):
+            await trainer.train(step)
+        trainer.lagging = ["lags"]
+        await trainer.roll_back(2)
+        calls = cluster.generators["lags"].calls
+        for step in (3, 4):
+            batch = await trainer.train(step)
+            written_by = {
+                segment.policy_version
+                for group in batch.groups
+                for trajectory in group.trajectories
+                for segment in trajectory.segments
+                if segment.source is SegmentSource.POLICY
+            }
+            assert min(written_by) >= 3
+        assert cluster.generators["lags"].calls - calls <= plan.pool_size
+        await until(lambda: _finished(store))
+    assert (await store.counts()).drops["rolled_back"] > 0
+
+
+async def _finished(store):
+    return (await store.view()).trained_enough
