@@ -100,6 +100,9 @@ class GeneratorConfig(Section):
     """Time that SIGTERM leaves for running streams to end as interrupted; no sampled token is lost."""
     pace: list[tuple[int, float]] | None = None
     """Step-time curve [(running calls, seconds)]: sleeps every decode step to it. Emulated latency, for experiments."""
+    cuda_graphs: bool = False
+    """engine=torch on a GPU: decode by CUDA graphs, one per bucket of rows, instead of a launch per operation. Not yet
+    run on a GPU. On a CPU the same padded steps run without capture: slower, for tests."""
     sglang: SglangConfig = Field(default_factory=SglangConfig)
     """The SGLang server."""
 
@@ -109,6 +112,8 @@ class GeneratorConfig(Section):
             return self
         if self.pace is not None:
             raise ValueError("generator.pace sleeps the steps of engine=torch; an SGLang server has its own pace")
+        if self.cuda_graphs:
+            raise ValueError("generator.cuda_graphs is for engine=torch; an SGLang server captures its own graphs")
         if self.sglang.url is not None and self.replicas > 1:
             raise ValueError(
                 f"generator.replicas={self.replicas} generators cannot share the server at generator.sglang.url="

@@ -16,10 +16,10 @@ from rollmesh.generator.engines.torch.admission import prefill_batches
 from rollmesh.generator.engines.torch.cache import KvCache, Tier
 from rollmesh.generator.engines.torch.counters import Counters
 from rollmesh.generator.engines.torch.model import Model
-from rollmesh.generator.engines.torch.plan import Planner, StepPlan
 from rollmesh.generator.engines.torch.sampling import sample
 from rollmesh.generator.engines.torch.sequence import Sequence
 from rollmesh.generator.engines.torch.slots import Int64Array, RowOrder, SlotTable
+from rollmesh.generator.engines.torch.stepper import Stepper
 from rollmesh.types import Chunk, FinishReason, Int32Array
 
 BoolArray = npt.NDArray[np.bool_]
@@ -37,7 +37,14 @@ class Batch:
     """
 
     def __init__(
-        self, model: Model, cache: KvCache, slots: int, forward_tokens: int, counters: Counters, emit: Emit
+        self,
+        model: Model,
+        cache: KvCache,
+        stepper: Stepper,
+        slots: int,
+        forward_tokens: int,
+        counters: Counters,
+        emit: Emit,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -45,13 +52,12 @@ class Batch:
         self.response_lengths: deque[int] = deque(maxlen=_HISTORY)
         """Lengths of finished responses, for the admission's estimate."""
         self._slots = SlotTable(slots, model.arch.vocab_size, model.device)
-        self._planner = Planner(model.arch, slots, model.multiply, model.weights.embedding.dtype, model.device)
+        self._stepper = stepper
         self._forward_tokens = forward_tokens
         self._counters = counters
         self._emit = emit
         self._step = 0
         self._order: RowOrder | None = None
-        self._plan: StepPlan | None = None
         self._plan_until = 0
         self._tokens = torch.empty(0, dtype=torch.int64)
         self._donors: dict[bytes, set[int]] = {}
@@ -141,8 +147,8 @@ class Batch:
 
     def step(self) -> None:
         """Sample one token for every running call and deliver what is due."""
-        order, plan = self._ready()
-        logits = self.model.decode(self._tokens, plan)
+        order = self._ready()
+        logits = self._stepper.logits(self._tokens)
         self._tokens, drawn = sample(logits, order.noise_at(self._step), order.sampling)
         tokens, logprobs = self._tokens.cpu().numpy(), drawn.cpu().numpy()
         self._slots.record(tokens, logprobs)
@@ -255,16 +261,17 @@ class Batch:
         """Write back what a step keeps in row order, before rows move."""
         if self._order is not None:
             self._slots.last_tokens[self._order.slots] = self._tokens.cpu().numpy()
-            self._order = self._plan = None
+            self._order = None
+            self._plan_until = self._step
+            self._stepper.release()
 
-    def _ready(self) -> tuple[RowOrder, StepPlan]:
+    def _ready(self) -> RowOrder:
         if self._order is None:
             slots = np.array([slot for tier in self.cache.tiers for slot in tier.slots], np.int64)
             self._order = self._slots.arrange(slots, self._step)
             self._tokens = torch.from_numpy(self._slots.last_tokens[slots]).to(self.model.device)
-            self._plan = None
-        if self._plan is None or self._step >= self._plan_until:
+            self._plan_until = self._step
+        if self._step >= self._plan_until:
             lengths = self._slots.lengths[self._order.slots] + self._step
-            self._plan = self._planner.plan(self.cache, lengths)
-            self._plan_until = self._step + self._plan.step_count
-        return self._order, self._plan
+            self._plan_until = self._step + self._stepper.prepare(lengths)
+        return self._order

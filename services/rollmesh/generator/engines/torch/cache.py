@@ -11,7 +11,7 @@ move, one block or the rows that move exist twice).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,15 +21,25 @@ from rollmesh.generator.engines.torch.architecture import Architecture
 _NARROWEST = 64
 _GROWTH = 1.5
 _ALIGNMENT = 16
+_COARSE_NARROWEST, _COARSE_GROWTH, _COARSE_SLACK = 256, 2.0, 1.25
 
 
 def tier_widths(longest: int) -> tuple[int, ...]:
     """Ascending widths up to exactly ``longest`` tokens; each about 1.5 times the one before."""
+    return _widths(longest, longest, _NARROWEST, _GROWTH)
+
+
+def coarse_tier_widths(longest: int) -> tuple[int, ...]:
+    """Few widths, doubling from 256, the last one at most 1.25 times a doubling: a tier costs a GPU several launches
+    per layer, and every combination of tiers that have rows is a graph of its own."""
+    return _widths(longest, math.ceil(longest / _COARSE_SLACK), _COARSE_NARROWEST, _COARSE_GROWTH)
+
+
+def _widths(longest: int, below: int, width: int, growth: float) -> tuple[int, ...]:
     widths = []
-    width = _NARROWEST
-    while width < longest:
+    while width < below:
         widths.append(width)
-        width = math.ceil(width * _GROWTH / _ALIGNMENT) * _ALIGNMENT
+        width = math.ceil(width * growth / _ALIGNMENT) * _ALIGNMENT
     return (*widths, longest)
 
 
@@ -80,12 +90,21 @@ class KvCache:
     """Where the keys and values of every slot are."""
 
     def __init__(
-        self, arch: Architecture, *, token_capacity: int, longest: int, dtype: torch.dtype, device: torch.device
+        self,
+        arch: Architecture,
+        *,
+        token_capacity: int,
+        longest: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        widths: Callable[[int], Sequence[int]] = tier_widths,
     ) -> None:
         self.token_capacity = token_capacity
         self.longest = min(longest, token_capacity)
         """Longest context that one row can hold."""
-        self.tiers = [Tier(arch, width, dtype, device) for width in tier_widths(self.longest)]
+        self.tiers = [Tier(arch, width, dtype, device) for width in widths(self.longest)]
+        self.before_move: Callable[[Tier], None] | None = None
+        """Told of a tier whose block is about to be reallocated: views of it must be dropped."""
         self._place: dict[int, tuple[Tier, int]] = {}
 
     @property
@@ -181,6 +200,11 @@ class KvCache:
         if rows * tier.width > free():
             for other in others:
                 if other.row_capacity > len(other.slots):
-                    other.resize(len(other.slots))
+                    self._resize(other, len(other.slots))
         wanted = max(rows, 2 * tier.row_capacity, 4)
-        tier.resize(max(rows, min(wanted, free() // tier.width)))
+        self._resize(tier, max(rows, min(wanted, free() // tier.width)))
+
+    def _resize(self, tier: Tier, row_capacity: int) -> None:
+        if self.before_move is not None:
+            self.before_move(tier)
+        tier.resize(row_capacity)

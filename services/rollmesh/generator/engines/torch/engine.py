@@ -17,11 +17,12 @@ from rollmesh.generator.engines.protocol import EngineStatus, OnNewVersion
 from rollmesh.generator.engines.torch.admission import prefill_batches
 from rollmesh.generator.engines.torch.architecture import Architecture, difference, read_architecture
 from rollmesh.generator.engines.torch.batch import Batch, Emit
-from rollmesh.generator.engines.torch.cache import KvCache
+from rollmesh.generator.engines.torch.cache import KvCache, coarse_tier_widths, tier_widths
 from rollmesh.generator.engines.torch.counters import Counters
 from rollmesh.generator.engines.torch.model import Model
 from rollmesh.generator.engines.torch.options import TorchEngineOptions
 from rollmesh.generator.engines.torch.sequence import make_sequence
+from rollmesh.generator.engines.torch.stepper import make_stepper
 from rollmesh.generator.engines.torch.weights import Weights, load_weights
 from rollmesh.generator.engines.torch.worker import Swap, Worker
 from rollmesh.types import Chunk, Float32Array, GenerationCall, Int32Array
@@ -57,6 +58,8 @@ class TorchEngine:
             )
         weights = await asyncio.to_thread(load_weights, folder, arch, self._dtype, self._device)
 
+        graphs = self._options.cuda_graphs
+
         def make_batch(counters: Counters, emit: Emit) -> Batch:
             cache = KvCache(
                 arch,
@@ -64,10 +67,13 @@ class TorchEngine:
                 longest=self._options.max_context_tokens,
                 dtype=self._dtype,
                 device=self._device,
+                widths=coarse_tier_widths if graphs else tier_widths,
             )
-            model = Model(arch, weights, self._options.max_context_tokens, self._device)
+            in_place = graphs or self._device.type != "cpu"
+            model = Model(arch, weights, self._options.max_context_tokens, self._device, swap_in_place=in_place)
+            stepper = make_stepper(model, cache, self._options.slots, graphs=graphs)
             forward_tokens = self._options.forward_tokens(self._device)
-            batch = Batch(model, cache, self._options.slots, forward_tokens, counters, emit)
+            batch = Batch(model, cache, stepper, self._options.slots, forward_tokens, counters, emit)
             batch.policy_version = policy_version
             return batch
 

@@ -40,8 +40,18 @@ def unit_norm(x: Tensor, floor: Tensor, out: Tensor | None = None) -> Tensor:
 class Model:
     """Stateless besides weights; the caches belong to the caller. Not safe for concurrent use."""
 
-    def __init__(self, arch: Architecture, weights: Weights, positions: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        arch: Architecture,
+        weights: Weights,
+        positions: int,
+        device: torch.device,
+        *,
+        swap_in_place: bool | None = None,
+    ) -> None:
+        """``swap_in_place``: ``swap`` copies into the tensors in use; None does so on a GPU."""
         self.arch = arch
+        self._swap_in_place = device.type != "cpu" if swap_in_place is None else swap_in_place
         self.device = device
         self.weights = weights
         self.multiply: Multiply = fastest_multiply(weights.layers[0].gate_up, arch.head_size)
@@ -57,9 +67,10 @@ class Model:
     def swap(self, weights: Weights) -> None:
         """Serve other weights of the same architecture from the next call on.
 
-        On a GPU they are copied into the tensors in use: no second copy in its memory, and no address changes.
+        On a GPU they are copied into the tensors in use: no second copy in its memory, and no address changes, so
+        that captured graphs compute with the new weights.
         """
-        if self.device.type == "cpu":
+        if not self._swap_in_place:
             self._bind(weights)
             return
         for old, new in zip(self.weights.tensors(), weights.tensors(), strict=True):

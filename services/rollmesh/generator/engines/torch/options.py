@@ -33,6 +33,8 @@ class TorchEngineOptions:
     """Tokens of one prefill or scoring pass; None takes 256 on a CPU, where they stay in its cache, else 8192."""
     pace: tuple[tuple[int, float], ...] | None = None
     """Step-time curve [(running calls, seconds)], piecewise linear; None runs at full speed."""
+    cuda_graphs: bool = False
+    """Decode with CUDA graphs, one per bucket of rows; a CPU runs the same padded steps without capture."""
 
     def __post_init__(self) -> None:
         if self.kv_tokens < self.max_context_tokens:
@@ -52,6 +54,7 @@ class TorchEngineOptions:
             device=generator.device,
             dtype=config.model.dtype,
             pace=tuple(sorted(generator.pace)) if generator.pace else None,
+            cuda_graphs=generator.cuda_graphs,
         )
 
     @property

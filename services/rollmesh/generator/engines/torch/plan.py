@@ -7,6 +7,8 @@ operands of the run's ``Multiply`` over the memory of the tensor named before th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,6 +74,15 @@ class StepPlan:
     logits_op: Operand
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierShare:
+    """What a plan takes of one tier: its first rows, over the first tokens."""
+
+    tier: Tier
+    rows: int
+    span: int
+
+
 class Planner:
     """Owns the step buffers and cuts plans out of them."""
 
@@ -82,9 +93,17 @@ class Planner:
         multiply: Multiply,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        shared_score_tokens: int = 0,
     ) -> None:
+        """``slot_count`` bounds the rows of a plan. ``shared_score_tokens``: largest rows * span of a tier, when all
+        plans are to share one buffer for attention scores; 0 gives each plan its own."""
         self._arch = arch
         self._multiply = multiply
+        self._scratch: Tensor | None = None
+        if shared_score_tokens:
+            elements = shared_score_tokens * arch.head_count
+            self._scratch = torch.empty((2, elements), dtype=dtype, device=device)
         heads, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
 
         def buffer(*shape: int) -> Tensor:
@@ -102,10 +121,7 @@ class Planner:
 
     def plan(self, cache: KvCache, lengths: npt.NDArray[np.int64]) -> StepPlan:
         """Plan steps for the rows of all tiers in order; ``lengths`` [rows] are their cached tokens."""
-        arch, op, heads = self._arch, self._multiply.operand, self._arch.kv_head_count
-        count = len(lengths)
-        counters = torch.from_numpy(np.repeat(lengths, heads)).to(self._rows.device)
-        parts: list[TierPlan] = []
+        shares: list[TierShare] = []
         steps, start = cache.longest, 0
         for tier in cache.tiers:
             if not tier.slots:
@@ -114,13 +130,27 @@ class Planner:
             longest = int(lengths[start:stop].max())
             span = min(tier.width, (longest // _SPAN + 1) * _SPAN)
             steps = min(steps, span - longest)
-            parts.append(self._tier(tier, start, stop, span, counters))
+            shares.append(TierShare(tier=tier, rows=stop - start, span=span))
             start = stop
+        return self.build(shares, self.counters(lengths), steps)
+
+    def counters(self, lengths: npt.NDArray[np.int64]) -> Tensor:
+        """Next position of every row and kv head, int64 [rows * kv_heads]."""
+        return torch.from_numpy(np.repeat(lengths, self._arch.kv_head_count)).to(self._rows.device)
+
+    def build(self, shares: Iterable[TierShare], counters: Tensor, step_count: int) -> StepPlan:
+        """Cut a plan for these shares of the tiers; row r of it advances ``counters`` [rows * kv_heads]."""
+        arch, op, heads = self._arch, self._multiply.operand, self._arch.kv_head_count
+        parts: list[TierPlan] = []
+        count = 0
+        for share in shares:
+            parts.append(self._tier(share, count, counters))
+            count += share.rows
         qkv, gate_up, gated = self._qkv[:count], self._gate_up[:count], self._gated[:count]
         normed, change, logits = self._normed[:count], self._change[:count], self._logits[:count]
         flat, rotated = qkv.view(count, -1), qkv[:, :, : arch.heads_per_kv + 1]
         return StepPlan(
-            step_count=steps,
+            step_count=step_count,
             tiers=tuple(parts),
             counters=counters,
             positions=counters[::heads],
@@ -143,14 +173,15 @@ class Planner:
             logits_op=op(logits),
         )
 
-    def _tier(self, tier: Tier, start: int, stop: int, span: int, counters: Tensor) -> TierPlan:
+    def _tier(self, share: TierShare, start: int, counters: Tensor) -> TierPlan:
         arch, op, group = self._arch, self._multiply.operand, self._arch.heads_per_kv
-        heads = arch.kv_head_count
-        used = (stop - start) * heads
+        heads, tier, span = arch.kv_head_count, share.tier, share.span
+        stop = start + share.rows
+        used = share.rows * heads
         qkv = self._qkv[start:stop].view(used, group + 2, arch.head_size)
         # Layers stay together until the end: one unbind instead of one slice per layer.
         keys, values, mask = tier.keys[:, :used], tier.values[:, :used], tier.mask[:used]
-        scores, shares = qkv.new_empty((2, used, group, span)).unbind(0)
+        scores, shares = self._score_buffers(used, group, span)
         return TierPlan(
             place=(self._rows[:used], counters[start * heads : stop * heads]),
             keys=keys.transpose(2, 3).unbind(0),
@@ -168,3 +199,8 @@ class Planner:
             shares_op=op(shares),
             attended_op=op(self._attended[start:stop].view(used, group, arch.head_size)),
         )
+
+    def _score_buffers(self, *shape: int) -> Tensor:
+        if self._scratch is None:
+            return self._qkv.new_empty((2, *shape))
+        return self._scratch[:, : math.prod(shape)].view(2, *shape)
