@@ -28,6 +28,8 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
         environment["ROLLMESH_STORE__PASSWORD"] = config.store.password.get_secret_value()
     if config.checkpoints.secret is not None:
         environment["ROLLMESH_CHECKPOINTS__SECRET"] = config.checkpoints.secret.get_secret_value()
+    if config.generator.sglang.admin_key is not None:
+        environment["ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"] = config.generator.sglang.admin_key.get_secret_value()
     return environment
 
 

@@ -219,7 +219,7 @@ class GeneratorRun:
                 )
             await asyncio.sleep(0.01)
 
-    async def serving(self, version: int, count: int = 1) -> list[GeneratorRecord]:
+    async def serving(self, version: int, count: int = 1, seconds: float = 60.0) -> list[GeneratorRecord]:
         """Wait until ``count`` generators serve ``version``; their records, ordered by address."""
         found: list[GeneratorRecord] = []
 
@@ -227,7 +227,7 @@ class GeneratorRun:
             found[:] = [g for g in await self.store.generators() if g.serving and g.policy_version == version]
             return len(found) >= count
 
-        await self.until(f"{count} generators serving {version}", there)
+        await self.until(f"{count} generators serving {version}", there, seconds)
         return sorted(found, key=lambda g: g.address)
 
     def stream(self, record: GeneratorRecord, call: GenerationCall, **need: Any) -> Stream:

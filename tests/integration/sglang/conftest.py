@@ -1,0 +1,90 @@
+"""Runs whose generator has an SGLang server of its own: the fast stand-in, or the real one where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.wire.generation_client import GenerationClient
+
+_TESTS = Path(__file__).parents[2]
+_FAKES = _TESTS / "fakes"
+_INSTALL = _TESTS / "sglang_cpu" / "install.py"
+_NUMBERS = itertools.count()
+
+
+def _sibling() -> ModuleType:
+    """The run of the generator's own tests: the trainer's part is played there."""
+    name = "generator_run_for_sglang"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, _TESTS / "integration" / "generator" / "generator_run.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quiet() -> None:
+    torch.set_num_threads(1)
+    disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def kit() -> ModuleType:
+    return _sibling()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
+    embedded = EmbeddedServer(tmp_path_factory.mktemp("redis"), EmbeddedOptions(maxmemory_bytes=1 << 26))
+    embedded.start()
+    yield embedded
+    embedded.kill()
+
+
+@pytest.fixture(scope="session")
+def real() -> dict[str, Any]:
+    """Options of the real server; skips where it is not installed."""
+    check = subprocess.run([sys.executable, _INSTALL, "--check"], capture_output=True, text=True)
+    if check.returncode:
+        pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return {"python": check.stdout.strip(), "environment": environment}
+
+
+@pytest.fixture(scope="session")
+def stand_in() -> dict[str, Any]:
+    """Options of the stand-in: found first on the server's path."""
+    return {"environment": {"PYTHONPATH": str(_FAKES), "OMP_NUM_THREADS": "1"}}
+
+
+@pytest.fixture
+async def make_run(server: EmbeddedServer, tmp_path: Path, kit: ModuleType) -> AsyncIterator[Callable[..., Any]]:
+    """``await make_run(stand_in, slots=4)``: a run whose generators start such a server."""
+    async with AsyncExitStack() as stack:
+
+        async def make(sglang: dict[str, Any], **generator: Any) -> Any:
+            fields = {"engine": "sglang", "slots": 32, "sglang": {"start_timeout_seconds": 300.0, **sglang}}
+            config = kit.make_config(tmp_path / f"run{next(_NUMBERS)}", server, **{**fields, **generator})
+            store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
+            client = await stack.enter_async_context(GenerationClient())
+            run = kit.GeneratorRun(config, store, CheckpointStore.from_config(config), client)
+            stack.push_async_callback(run.aclose)
+            return run
+
+        yield make

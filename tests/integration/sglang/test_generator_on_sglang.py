@@ -1,0 +1,141 @@
+"""A generator service in front of an SGLang server of its own, with the real policy watcher and registry."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from rollmesh.errors import DataError, GenerationRefused
+from rollmesh.types import FinishReason
+
+SERVERS = ["stand_in", "real"]
+
+
+def check_pure(kit, run, call, stream):
+    """Every token has the log-probability that its version gives it."""
+    ids, at = np.concatenate((call.context_ids, stream.tokens)), len(call.context_ids) - 1
+    for chunk in stream.chunks:
+        assert chunk.kv_min_version == chunk.policy_version or not len(chunk.token_ids)
+        wanted = kit.hf_logprobs(run.models[chunk.policy_version], ids)[at : at + len(chunk.token_ids)]
+        np.testing.assert_allclose(chunk.behavior_logprobs, wanted, atol=1e-4)
+        at += len(chunk.token_ids)
+
+
+async def begun(run, streams, chunks=2):
+    async def there() -> bool:
+        return all(len(s.chunks) >= chunks or s.task.done() for s in streams)
+
+    await run.until("the first chunks", there)
+
+
+@pytest.mark.parametrize("which", SERVERS)
+async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_no_token(make_run, kit, request, which):
+    run = await make_run(request.getfixturevalue(which))
+    await run.publish(0)
+    generator = run.start()
+    (record,) = await run.serving(0, seconds=300.0)
+
+    with pytest.raises(DataError, match=r"context_ids\[0\]=99"):
+        await run.stream(record, kit.make_call(context=np.array([99], np.int32))).end()
+
+    calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=200) for i in range(32)]
+    streams = [run.stream(record, call) for call in calls]
+    for version in (1, 2):
+        await begun(run, streams)
+        await run.publish(version)
+        await run.serving(version)
+    for call, stream in zip(calls, streams, strict=True):
+        assert await stream.end() is FinishReason.LENGTH
+        assert len(stream.tokens) == 200
+        versions = [c.policy_version for c in stream.chunks]
+        assert versions == sorted(versions)
+        check_pure(kit, run, call, stream)
+    assert set().union(*(s.versions for s in streams)) >= {0, 2}
+
+    streams = [run.stream(record, call) for call in calls]
+    await begun(run, streams)
+    await run.publish(3, canary_error=0.5)
+
+    async def out() -> bool:
+        return any("canary" in g.reason and not g.serving for g in await run.store.generators())
+
+    await run.until("the generator to leave the rotation", out)
+    for call, stream in zip(calls, streams, strict=True):
+        assert await stream.end() is FinishReason.LENGTH
+        assert stream.versions == {2}
+        check_pure(kit, run, call, stream)
+    with pytest.raises(GenerationRefused, match="canary"):
+        await run.stream(record, kit.make_call("late")).end()
+
+    await run.publish(4)
+    await run.serving(4)
+    fresh = run.stream(record, kit.make_call("fresh"), min_policy_version=4)
+    await fresh.end()
+    assert fresh.versions == {4}
+    await generator.stop()
+    assert await run.store.generators() == []
+
+
+@pytest.mark.parametrize("which", ["stand_in"])
+@pytest.mark.parametrize("mode", ["interrupt", "keep_kv", "drain"])
+async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, kit, request, which, mode):
+    run = await make_run(request.getfixturevalue(which), on_new_version=mode)
+    await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0, seconds=300.0)
+    call = kit.make_call(max_new_token_count=200)
+    stream = await run.under_way(record, call)
+    await run.publish(1)
+    assert await stream.end() is FinishReason.LENGTH
+    await run.serving(1)
+    stamps = {(c.policy_version, c.kv_min_version) for c in stream.chunks if len(c.token_ids)}
+    wanted = {"interrupt": {(0, 0), (1, 1)}, "keep_kv": {(0, 0), (1, 0)}, "drain": {(0, 0)}}
+    assert stamps == wanted[mode]
+    if mode != "keep_kv":
+        check_pure(kit, run, call, stream)
+    fresh = run.stream(record, kit.make_call("fresh"), min_policy_version=1)
+    await fresh.end()
+    assert {(c.policy_version, c.kv_min_version) for c in fresh.chunks} == {(1, 1)}
+
+
+async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_generator(make_run, kit, stand_in):
+    run = await make_run(stand_in)
+    await run.publish(0)
+    process = run.start_process(0)
+    (record,) = await run.serving(0, seconds=300.0)
+    calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=200) for i in range(8)]
+    streams = [run.stream(record, call) for call in calls]
+    await begun(run, streams)
+    process.terminate()
+    for call, stream in zip(calls, streams, strict=True):
+        assert await stream.end() is FinishReason.INTERRUPTED
+        check_pure(kit, run, call, stream)
+    assert await asyncio.to_thread(process.wait, 20) == 0
+    assert await run.store.generators() == []
+
+
+async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_again(make_run, kit, stand_in):
+    run = await make_run(stand_in)
+    await run.publish(0)
+    first = run.start_process(0)
+    (record,) = await run.serving(0, seconds=300.0)
+    stream = await run.under_way(record, kit.make_call(max_new_token_count=200))
+    first.kill()
+    first.wait()
+    second = run.start_process(0)
+
+    async def back() -> bool:
+        return any(g.serving and g.instance_id != record.instance_id for g in await run.store.generators())
+
+    await run.until("a generator again", back, 120.0)
+    (again,) = [g for g in await run.store.generators() if g.instance_id != record.instance_id]
+    context = np.concatenate((kit.prompt_ids(0), stream.tokens))
+    rest_call = kit.make_call("t", context, prompt_token_count=12, max_new_token_count=200 - len(stream.tokens))
+    rest = run.stream(again, rest_call)
+    assert await rest.end() is FinishReason.LENGTH
+    assert len(stream.tokens) > 0 and len(stream.tokens) + len(rest.tokens) == 200
+    check_pure(kit, run, rest_call, rest)
+    second.terminate()
+    assert await asyncio.to_thread(second.wait, 20) == 0

@@ -1,0 +1,230 @@
+"""What starts, dies and is left behind: the server as a process of the generator."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from rollmesh.errors import EngineError, RollmeshError
+from rollmesh.generator.engines.protocol import EngineLost
+from rollmesh.generator.engines.sglang.engine import SglangEngine
+from rollmesh.generator.engines.sglang.options import SglangOptions
+from rollmesh.generator.engines.sglang.process import ServerProcess
+
+_TREE = """
+import subprocess, sys, time
+inner = "import signal, time; signal.signal(15, signal.SIG_IGN); print('inner', flush=True); time.sleep(600)"
+children = [subprocess.Popen([sys.executable, "-c", inner]) for _ in range(2)]
+print("outer", flush=True)
+time.sleep(600)
+"""
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def tree(pid: int) -> list[psutil.Process]:
+    parent = psutil.Process(pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+
+def server_of(generator: int) -> psutil.Process:
+    """The main process of the server below a generator (the keeper is between them)."""
+    (keeper,) = (p for p in psutil.Process(generator).children() if "keeper.py" in " ".join(p.cmdline()))
+    (server,) = keeper.children()
+    return server
+
+
+async def test_stopping_ends_the_program_and_all_that_it_started(tmp_path):
+    log = tmp_path / "logs" / "server.log"
+    process = ServerProcess([sys.executable, "-c", _TREE], {}, log)
+    await until(lambda: log.read_text().count("inner") == 2)
+    processes = tree(process.pid)
+    assert len(processes) == 4 and process.alive
+    await process.stop(5.0)
+    await until(lambda: gone(processes))
+    assert not process.alive
+
+
+async def test_the_end_of_a_program_is_told_with_its_status_and_its_last_lines(tmp_path):
+    command = [sys.executable, "-c", "print('line\\n' * 50 + 'out of memory'); raise SystemExit(3)"]
+    process = ServerProcess(command, {}, tmp_path / "server.log")
+    assert await process.ended() == 3
+    assert process.last_words().endswith("out of memory")
+    assert str(tmp_path / "server.log") in process.last_words()
+    assert process.last_words().count("line\n") < 20
+    missing = ServerProcess([str(tmp_path / "nothing")], {}, tmp_path / "server.log")
+    assert await missing.ended() == 127
+    assert "cannot be started" in missing.last_words() and "out of memory" not in missing.last_words()
+
+
+async def test_a_killed_owner_leaves_no_process_behind(tmp_path):
+    log = tmp_path / "server.log"
+    owner = (
+        "import asyncio, sys\nfrom pathlib import Path\n"
+        "from rollmesh.generator.engines.sglang.process import ServerProcess\n"
+        "async def main():\n"
+        "    process = ServerProcess([sys.executable, '-c', sys.argv[1]], {}, Path(sys.argv[2]))\n"
+        "    await process.ended()\n"
+        "asyncio.run(main())\n"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", owner, _TREE, str(log))
+    await until(lambda: log.exists() and log.read_text().count("inner") == 2)
+    processes = tree(process.pid)
+    assert len(processes) == 5
+    process.kill()
+    await process.wait()
+    await until(lambda: gone(processes))
+
+
+async def test_a_server_that_is_not_ready_in_time_is_an_error_that_names_its_log(tmp_path, kit):
+    stuck = tmp_path / "sglang"
+    stuck.mkdir()
+    (stuck / "__init__.py").touch()
+    (stuck / "launch_server.py").write_text("import time\nprint('loading shard 1 of 9', flush=True)\ntime.sleep(600)\n")
+    engine = _engine(tmp_path, {"PYTHONPATH": str(tmp_path)}, start_timeout_seconds=2.0)
+    with pytest.raises(EngineLost, match=r"start_timeout_seconds=2: see (?s:.*)sglang\.log(?s:.*)loading shard 1 of 9"):
+        await engine.start(kit.write_model(tmp_path / "model", 0), 0)
+    await engine.aclose()
+
+
+async def test_a_server_that_dies_as_it_starts_is_an_error_with_its_last_lines(tmp_path, kit):
+    broken = tmp_path / "sglang"
+    broken.mkdir()
+    (broken / "__init__.py").touch()
+    (broken / "launch_server.py").write_text("raise SystemExit('no CUDA device')\n")
+    engine = _engine(tmp_path, {"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(EngineLost, match=r"ended with status 1; (?s:.*)no CUDA device"):
+        await engine.start(kit.write_model(tmp_path / "model", 0), 0)
+    await engine.aclose()
+
+
+async def test_a_server_at_a_url_that_never_answers_is_an_error_that_names_it(tmp_path, kit):
+    engine = SglangEngine(
+        SglangOptions(slots=2, max_context_tokens=64, url="http://127.0.0.1:9", start_timeout_seconds=1.0)
+    )
+    with pytest.raises(EngineLost, match=r"start_timeout_seconds=1: nothing at http://127\.0\.0\.1:9"):
+        await engine.start(kit.write_model(tmp_path / "model", 0), 0)
+    await engine.aclose()
+
+
+def _engine(folder: Path, environment: dict[str, str], **options: object) -> SglangEngine:
+    return SglangEngine(
+        SglangOptions(
+            slots=2,
+            max_context_tokens=64,
+            environment=environment,
+            log_file=folder / "sglang.log",
+            **options,  # type: ignore[arg-type]
+        )
+    )
+
+
+@pytest.mark.parametrize("which", ["stand_in", "real"])
+async def test_a_server_killed_among_32_calls_ends_them_after_what_they_have_and_ends_the_generator(
+    make_run, kit, request, which
+):
+    run = await make_run(request.getfixturevalue(which))
+    await run.publish(0)
+    process = run.start_process(0)
+    (record,) = await run.serving(0, seconds=300.0)
+    calls = [kit.make_call(f"t{i}", kit.prompt_ids(i), max_new_token_count=200) for i in range(32)]
+    streams = [run.stream(record, call) for call in calls]
+
+    async def begun() -> bool:
+        return all(stream.chunks for stream in streams)
+
+    await run.until("the first chunks of all", begun)
+    server_of(process.pid).kill()
+    for stream in streams:
+        with pytest.raises(EngineError):
+            await stream.end()
+    for call, stream in zip(calls, streams, strict=True):
+        assert 0 < len(stream.tokens) < 200
+        wanted = kit.hf_logprobs(run.models[0], np.concatenate((call.context_ids, stream.tokens)))[11:]
+        np.testing.assert_allclose(stream.logprobs, wanted, atol=1e-4)
+    assert await asyncio.to_thread(process.wait, 30) == 1
+
+    async def left() -> bool:
+        return not await run.store.generators()
+
+    await run.until("the generator to leave the registry", left)
+    log = (run.folder / "generator-0.log").read_text()
+    (last,) = re.findall(r".*service_failed.*", log)
+    assert "EngineLost" in last and "ended with status 137" in last and "sglang-0.log" in last
+
+
+@pytest.mark.parametrize("which", ["stand_in", "real"])
+async def test_a_killed_generator_takes_its_server_along(make_run, request, which):
+    run = await make_run(request.getfixturevalue(which))
+    await run.publish(0)
+    process = run.start_process(0)
+    await run.serving(0, seconds=300.0)
+    processes = tree(process.pid)
+    assert len(processes) >= 3
+    process.kill()
+    process.wait()
+    await until(lambda: gone(processes), 10.0)
+
+
+async def test_a_paused_server_is_not_taken_for_dead(tmp_path, kit, stand_in):
+    engine = _engine(tmp_path, stand_in["environment"], probe_seconds=0.05, request_timeout_seconds=0.5)
+    try:
+        await engine.start(kit.write_model(tmp_path / "model", 0), 0)
+        call = kit.make_call(context=kit.prompt_ids(0, 4), max_new_token_count=50)
+        stream = engine.generate(call)
+        tokens = [await anext(stream)]
+        await engine.pause()
+        await asyncio.sleep(2.0)  # many looks and several deadlines
+        assert engine.status().paused
+        await engine.resume()
+        tokens += [chunk async for chunk in stream]
+        assert sum(len(c.token_ids) for c in tokens) == 50
+    finally:
+        await engine.aclose()
+
+
+async def test_a_server_that_hangs_ends_its_calls_and_the_engine(tmp_path, kit, stand_in):
+    engine = _engine(tmp_path, stand_in["environment"], request_timeout_seconds=1.0)
+    try:
+        await engine.start(kit.write_model(tmp_path / "model", 0), 0)
+        stream = engine.generate(kit.make_call(context=kit.prompt_ids(0, 4), max_new_token_count=50))
+        await anext(stream)
+        engine_server = server_of(psutil.Process().pid)
+        engine_server.suspend()
+        with pytest.raises(EngineLost, match="request_timeout_seconds=1"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineLost):
+            engine.status()
+    finally:
+        await engine.aclose()
+
+
+async def test_a_wrong_key_is_told_and_nothing_is_served(tmp_path, kit, stand_in):
+    owner = _engine(tmp_path, stand_in["environment"], admin_key="right")
+    try:
+        await owner.start(kit.write_model(tmp_path / "model", 0), 0)
+        url = owner._server.api.url
+        stranger = SglangEngine(
+            SglangOptions(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=1.0)
+        )
+        with pytest.raises(RollmeshError, match="start_timeout_seconds=1"):
+            await stranger.start(tmp_path / "model", 0)
+        await stranger.aclose()
+    finally:
+        await owner.aclose()
