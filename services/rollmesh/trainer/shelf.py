@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
@@ -45,8 +46,13 @@ class PolicyShelf:
         return max(versions) if versions else max(self._records, default=-1) + 1
 
     def folder(self, policy_version: int) -> Path | None:
-        """Verified folder of a version; None when it is not known, pruned or refused (logged)."""
-        if policy_version not in self._verified:
+        """Verified folder of a version; None when it is not known, pruned or refused (logged).
+
+        Verified once and looked for each time: pruning takes what was verified before.
+        """
+        verified = self._verified.get(policy_version)
+        if verified is None or not (verified / MANIFEST_FILE).is_file():
+            self._verified.pop(policy_version, None)
             record = self._records.get(policy_version)
             if record is None:
                 return None

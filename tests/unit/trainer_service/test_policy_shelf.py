@@ -1,0 +1,35 @@
+"""Folders of the policies that are still kept, as the train step asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.trainer.shelf import PolicyShelf
+
+from ..checkpoints.checkpoint_samples import SECRET, publish
+
+
+def test_a_version_that_was_verified_and_then_pruned_has_no_folder(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path, SECRET)
+    records = [publish(checkpoints, version) for version in range(3)]
+    shelf = PolicyShelf(checkpoints)
+    shelf.update(records)
+    verified = shelf.folder(1)
+    assert verified is not None
+    assert verified.is_dir()
+    checkpoints.prune(records, keep_last=1, pinned=(), in_use=(), session="abc")
+    assert shelf.folder(1) is None
+    assert shelf.folder(2) == checkpoints.open(records[2]).folder
+    assert shelf.folder(7) is None
+
+
+def test_a_version_is_verified_once_while_it_stays(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path, SECRET)
+    shelf = PolicyShelf(checkpoints)
+    shelf.update([publish(checkpoints, 0)])
+    folder = shelf.folder(0)
+    assert folder is not None
+    (folder / "model.safetensors").write_bytes(b"changed")
+    assert shelf.folder(0) == folder, "reading gigabytes again for every look-up would cost too much"
+    assert PolicyShelf(checkpoints).folder(0) is None
