@@ -83,6 +83,28 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _stage_end_saves_every_step(self) -> Self:
+        every = self.checkpoints.state_every_steps
+        if self.trainer.algorithm.old_logprobs == "stage_end" and every != 1:
+            raise ValueError(
+                f"checkpoints.state_every_steps={every}: trainer.algorithm.old_logprobs=stage_end allows only 1: what "
+                "was recorded at the end of a stage is saved with the trainer state, and a replay cannot record it again"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _corrections_need_a_trainer_side_source(self) -> Self:
+        algorithm = self.trainer.algorithm
+        if algorithm.loss in ("tis", "decoupled_ppo") and algorithm.old_logprobs == "sampler":
+            raise ValueError(
+                f"trainer.algorithm.loss={algorithm.loss} with trainer.algorithm.old_logprobs=sampler would correct "
+                "nothing: its weight is old_logprobs over the behavior policy's, which sampler makes exactly 1; use "
+                "old_logprobs=recompute, snapshot, current or (with schedule.preset=copris_paper) stage_end, or "
+                "loss=ppo_clip"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _recompute_refuses_mixed_caches(self) -> Self:
         recomputed = self.trainer.algorithm.old_logprobs in ("stage_end", "recompute", "snapshot")
         if recomputed and self.generator.on_new_version == "keep_kv":

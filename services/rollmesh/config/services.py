@@ -183,7 +183,8 @@ class CheckpointConfig(Section):
     keep_last: int = Field(default=6, ge=2)
     """Published policies kept; pinned ones and those in use stay."""
     state_every_steps: int = Field(default=1, ge=1)
-    """Trainer state is committed every so many steps; steps in between are replayed after a crash."""
+    """Trainer state is committed every so many steps; steps in between are replayed after a crash. Only 1 with
+    trainer.algorithm.old_logprobs=stage_end."""
     secret: SecretStr | None = None
     """HMAC key of the manifests; null makes one per run, in the run folder."""
 

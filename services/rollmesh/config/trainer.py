@@ -15,7 +15,7 @@ class AlgorithmConfig(Section):
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Group-relative advantage."""
     loss: Literal["ppo_clip", "decoupled_ppo", "tis", "gspo", "cispo"] = "ppo_clip"
-    """Policy loss."""
+    """Policy loss; decoupled_ppo and tis need old_logprobs other than sampler."""
     old_logprobs: Literal["sampler", "stage_end", "recompute", "current", "snapshot"] = "sampler"
     """Where the denominator of the ratio comes from."""
     clip_low: float | None = Field(default=None, gt=0)

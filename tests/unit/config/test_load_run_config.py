@@ -40,6 +40,22 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ({"rollout": {"temperature": 0}}, ["rollout.temperature", "greater than 0"]),
         ({"trainer": {"algorithm": {"old_logprobs": "stage_end"}}}, ["stage_end", "copris_paper"]),
         (
+            {
+                "schedule": {"preset": "copris_paper"},
+                "trainer": {"algorithm": {"old_logprobs": "stage_end"}},
+                "checkpoints": {"state_every_steps": 2},
+            },
+            ["checkpoints.state_every_steps=2", "old_logprobs=stage_end", "only 1"],
+        ),
+        (
+            {"trainer": {"algorithm": {"loss": "tis"}}},
+            ["trainer.algorithm.loss=tis", "trainer.algorithm.old_logprobs=sampler", "old_logprobs=recompute"],
+        ),
+        (
+            {"trainer": {"algorithm": {"loss": "decoupled_ppo", "old_logprobs": "sampler"}}},
+            ["trainer.algorithm.loss=decoupled_ppo", "trainer.algorithm.old_logprobs=sampler", "loss=ppo_clip"],
+        ),
+        (
             {"trainer": {"algorithm": {"old_logprobs": "recompute"}}, "generator": {"on_new_version": "keep_kv"}},
             ["old_logprobs=recompute", "on_new_version=interrupt"],
         ),
@@ -61,6 +77,15 @@ def test_a_wrong_value_is_named_with_its_field_and_what_is_allowed(run_file, sec
         load_run_config(run_file(**sections), environ={})
     for name in names:
         assert name in str(error.value)
+
+
+@pytest.mark.parametrize("loss", ["tis", "decoupled_ppo"])
+@pytest.mark.parametrize("source", ["recompute", "snapshot", "current", "stage_end"])
+def test_a_correcting_loss_takes_every_trainer_side_source(run_file, loss: str, source: str) -> None:
+    preset = "copris_paper" if source == "stage_end" else "copris"
+    algorithm = {"loss": loss, "old_logprobs": source}
+    config = load_run_config(run_file(schedule={"preset": preset}, trainer={"algorithm": algorithm}), environ={})
+    assert (config.trainer.algorithm.loss, config.trainer.algorithm.old_logprobs) == (loss, source)
 
 
 def test_a_missing_file_and_broken_yaml_are_clear_errors(tmp_path: Path) -> None:
