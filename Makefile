@@ -43,7 +43,7 @@ demo: $(VENV)/.local ## Set up what is needed and run the main job: train a smal
 demo-seeds: $(VENV)/.local ## The demo over three seeds, copris beside sync at equal updates
 	$(BIN)/rollmesh demo-seeds
 
-test: lint unit integration e2e ## Set up what is needed and run all checks and tests
+test: lint unit integration contract sglang e2e ## Set up what is needed and run all checks and tests
 
 lint: $(VENV)/.dev ## ruff, mypy strict, import-linter, buf
 	$(BIN)/ruff check .
@@ -57,6 +57,20 @@ unit: $(VENV)/.dev ## Unit tests
 
 integration: $(VENV)/.dev ## Tests against real Redis, gRPC and processes
 	$(BIN)/pytest tests/integration
+
+contract: $(VENV)/.dev sglang-try ## One suite of cases for every engine, the real SGLang server among them
+	$(BIN)/pytest tests/contract
+
+sglang: $(VENV)/.dev sglang-try ## What we rely on of the real SGLang server
+	$(BIN)/pytest -rs tests/sglang
+
+# Not a stamp: the environment lies outside of this folder and knows best whether it is complete.
+sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU (3.4 GB in the user's cache)
+	@$(BIN)/python tests/sglang_cpu/install.py
+
+# Without a way to install it, for example without a network, the tests that need it say why and are skipped.
+sglang-try: $(VENV)/.python
+	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
 e2e: $(VENV)/.dev ## The whole mesh
 	$(BIN)/pytest tests/e2e

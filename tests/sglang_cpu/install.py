@@ -121,13 +121,15 @@ def _run(step: str, command: list[str | Path], deadline: float) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            close_fds=False,
             timeout=max(1.0, deadline - started),
         )
     except subprocess.TimeoutExpired as error:
         raise NotInstalled(f"could not {step}: no end after {time.monotonic() - started:.0f} s") from error
     if done.returncode != 0:
-        last_lines = " | ".join(line.strip() for line in done.stdout.strip().splitlines()[-4:])
-        raise NotInstalled(f"could not {step} (exit {done.returncode}): {last_lines}")
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        said = [line for line in lines if line.startswith("ERROR")] or lines
+        raise NotInstalled(f"could not {step} (exit {done.returncode}): {' | '.join(said[-3:])}")
     _say(f"{step}: {time.monotonic() - started:.0f} s")
 
 
@@ -146,8 +148,10 @@ def _remove_unused(current: Path) -> None:
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """One build at a time; the kernel lets go of the lock when its holder dies."""
+    """One build at a time. The steps inherit the lock: it is free when the build and its last step have ended,
+    killed or not."""
     with (cache_folder() / f"{PREFIX[:-1]}.lock").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -171,7 +175,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         python = find_python() if arguments.check else install()
-    except NotInstalled as error:
+    except (NotInstalled, OSError) as error:
         print(f"sglang-cpu: {error}", file=sys.stderr)
         return 1
     print(python)

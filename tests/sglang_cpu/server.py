@@ -27,7 +27,8 @@ CPU_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
 }
 # dtype: `auto` would serve a float32 checkpoint in float16. attention: the default on x86 wants instructions for AMX.
-CPU_ARGUMENTS = ("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32")
+# sleep: an idle scheduler would spin on a core of its own.
+CPU_ARGUMENTS = ("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--sleep-on-idle")
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,0 +1,171 @@
+"""A served model and its twin: calls into the server over HTTP, and the logprobs that a plain HF forward pass gives."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import torch
+from transformers import AutoModelForCausalLM
+
+import rollmesh.recipes.countdown
+
+from ..sglang_cpu.server import SglangServer
+
+VOCAB, CONTEXT = 96, 1024
+TOLERANCE = 1e-4
+"""Between two float32 implementations of one model, in nats."""
+_MOST_REQUESTS = 32
+
+
+def recipe_model() -> Path:
+    return Path(rollmesh.recipes.countdown.__file__).parent / "model"
+
+
+def write_variant(folder: Path, seed: int) -> Path:
+    """The recipe's model with noise on every weight: the same shape, visibly other probabilities."""
+    model = AutoModelForCausalLM.from_pretrained(recipe_model(), dtype=torch.float32)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
+    model.save_pretrained(folder)
+    return folder
+
+
+class Policies:
+    """Policy versions by number: their folders, and their logprobs."""
+
+    def __init__(self, folders: dict[int, Path]) -> None:
+        self.folders = folders
+        self._models = {
+            version: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            for version, folder in folders.items()
+        }
+
+    def logprobs(self, version: int, ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+        """log_softmax(z / T) at every position, float32 [tokens, vocabulary]: row i is about token i + 1."""
+        with torch.inference_mode():
+            logits = self._models[version](torch.tensor([ids])).logits[0]
+        return torch.log_softmax(logits / temperature, dim=-1)
+
+    def mixed_logprobs(self, old: int, new: int, ids: Sequence[int], swap: int) -> torch.Tensor:
+        """As ``logprobs``, where ``ids[:swap]`` went through the old weights and the rest, on their cache, through
+        the new ones."""
+        with torch.inference_mode():
+            before = self._models[old](torch.tensor([ids[:swap]]), use_cache=True)
+            cache = before.past_key_values
+            after = self._models[new](torch.tensor([ids[swap:]]), past_key_values=cache, use_cache=True)
+        return torch.log_softmax(torch.cat([before.logits[0], after.logits[0]]), dim=-1)
+
+
+class Answer:
+    """A finished request."""
+
+    def __init__(self, prompt: Sequence[int], body: dict[str, Any]) -> None:
+        self.prompt = list(prompt)
+        self.tokens: list[int] = body["output_ids"]
+        self.meta: dict[str, Any] = body["meta_info"]
+        self.logprobs = [entry[0] for entry in self.meta["output_token_logprobs"]]
+        self.spans = [(int(s["version"]), s["start"], s["end"]) for s in self.meta["weight_versions"]]
+        self.finish: str = self.meta["finish_reason"]["type"]
+        self.cached_token_count: int = self.meta["cached_tokens"]
+
+    def gap(self, expected: torch.Tensor, start: int = 0, end: int | None = None) -> float:
+        """Largest difference of the server's logprobs from ``expected`` over tokens start to end of the answer."""
+        first = len(self.prompt) - 1
+        wanted = range(start, len(self.tokens) if end is None else end)
+        return max(abs(self.logprobs[i] - expected[first + i, self.tokens[i]].item()) for i in wanted)
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.tokens
+
+
+class Served:
+    """Calls into one server; a context manager."""
+
+    def __init__(self, server: SglangServer, policies: Policies) -> None:
+        self.server, self.policies = server, policies
+        limits = httpx.Limits(max_connections=_MOST_REQUESTS + 8)
+        self._http = httpx.Client(base_url=server.url, timeout=60.0, limits=limits)
+        self._pool = ThreadPoolExecutor(_MOST_REQUESTS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.post("/continue_generation")
+        self._pool.shutdown()
+        self._http.close()
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        return self._http.post(path, json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        return self._http.get(path)
+
+    def reset(self) -> None:
+        """Policy version 0 is served, nothing runs, the cache is empty."""
+        self.post("/continue_generation")
+        assert self.load(0).status_code == 200
+
+    def load(self, version: int, flush_cache: bool = True) -> httpx.Response:
+        folder = str(self.policies.folders[version])
+        return self.post(
+            "/update_weights_from_disk", model_path=folder, weight_version=str(version), flush_cache=flush_cache
+        )
+
+    def pause(self, mode: str) -> None:
+        assert self.post("/pause_generation", mode=mode).status_code == 200
+
+    def resume(self) -> None:
+        assert self.post("/continue_generation").status_code == 200
+
+    def version(self) -> str:
+        """The version that the server's front says it serves."""
+        return str(self.get("/model_info").json()["weight_version"])
+
+    def wait_running(self, count: int) -> None:
+        """Wait until this many requests decode, by a report that the scheduler made after this call."""
+        called = time.time()
+        deadline = time.monotonic() + 30.0
+        while True:
+            load = self.get("/v1/loads").json()["loads"][0]
+            if load["timestamp"] > called and load["num_running_reqs"] == count:
+                return
+            assert time.monotonic() < deadline, f"{count} requests should run, but the server says {load}"
+            time.sleep(0.01)
+
+    def send(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        *,
+        extra_key: str | None = None,
+        rid: str | None = None,
+        **sampling: Any,
+    ) -> httpx.Response:
+        sampling = {"max_new_tokens": count, "temperature": 1.0, "ignore_eos": True, **sampling}
+        return self.post(
+            "/generate",
+            input_ids=list(prompt),
+            rid=rid or uuid.uuid4().hex,
+            extra_key=extra_key,
+            return_logprob=True,
+            sampling_params=sampling,
+        )
+
+    def generate(self, prompt: Sequence[int], count: int, **options: Any) -> Answer:
+        response = self.send(prompt, count, **options)
+        assert response.status_code == 200, response.text
+        return Answer(prompt, response.json())
+
+    def start(self, prompt: Sequence[int], count: int, **options: Any) -> Future[Answer]:
+        """Send a request from another thread."""
+        return self._pool.submit(self.generate, prompt, count, **options)

@@ -1,0 +1,172 @@
+"""What the SGLang engine relies on, held against the real server: another version that behaves otherwise fails here."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from .served import CONTEXT, TOLERANCE, VOCAB, Answer, Served
+
+PROMPT = [30, 40, 41, 42, 50, 20, 21, 22]
+LONG = 600
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[20 + i, *PROMPT] for i in range(count)]
+
+
+def start_all(served: Served, count: int, tokens: int = LONG) -> list[Future[Answer]]:
+    """So many long requests, all of them decoding when this returns."""
+    futures = [served.start(prompt, tokens, extra_key="0") for prompt in prompts(count)]
+    served.wait_running(count)
+    return futures
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (0.7, 0.5), (1.0, 0.5), (1.5, 1.0), (0.0, 1.0)]
+)
+def test_a_logprob_is_of_the_tempered_distribution_over_the_whole_vocabulary(
+    served: Served, temperature: float, top_p: float
+) -> None:
+    answer = served.generate(PROMPT, 64, temperature=temperature, top_p=top_p)
+    raw = answer.gap(served.policies.logprobs(0, answer.ids))
+    tempered = answer.gap(served.policies.logprobs(0, answer.ids, temperature or 1.0))
+    assert tempered <= TOLERANCE
+    assert raw <= TOLERANCE if temperature in (0.0, 1.0) else raw > 0.01
+
+
+def test_prompt_logprobs_come_without_generating(served: Served) -> None:
+    body = {"input_ids": PROMPT, "return_logprob": True, "logprob_start_len": 0}
+    response = served.post("/generate", **body, sampling_params={"max_new_tokens": 0, "temperature": 1.0}).json()
+    entries = response["meta_info"]["input_token_logprobs"]
+    expected = served.policies.logprobs(0, PROMPT)
+    assert response["output_ids"] == []
+    assert [entry[1] for entry in entries] == PROMPT and entries[0][0] is None
+    assert all(abs(entries[i][0] - expected[i - 1, PROMPT[i]].item()) <= TOLERANCE for i in range(1, len(PROMPT)))
+
+
+def test_the_stop_token_is_in_the_answer_with_its_logprob(served: Served) -> None:
+    whole = served.generate(PROMPT, 12, temperature=0.0)
+    stop = whole.tokens[4]
+    answer = served.generate(PROMPT, 12, temperature=0.0, ignore_eos=False, stop_token_ids=[stop])
+    assert answer.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
+    assert len(answer.logprobs) == len(answer.tokens)
+    assert answer.meta["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+def test_slices_of_a_greedy_answer_are_the_answer_and_come_from_the_cache(served: Served) -> None:
+    whole = served.generate(PROMPT, 64, temperature=0.0)
+    tokens: list[int] = []
+    for _ in range(4):
+        part = served.generate(PROMPT + tokens, 16, temperature=0.0, extra_key="slices")
+        # The last token of a context is computed anew, and so is the last one sampled: nobody has fed it in yet.
+        assert part.cached_token_count >= len(PROMPT + tokens) - 2 or not tokens
+        tokens += part.tokens
+    assert tokens == whole.tokens
+
+
+def test_an_extra_key_keeps_a_prefix_cache_of_its_own(served: Served) -> None:
+    prompt = [20 + i % 50 for i in range(96)]
+    hits = [served.generate(prompt, 1, extra_key=key).cached_token_count for key in ("5", "5", "6", "6", None)]
+    assert hits == [0, 95, 0, 95, 0]
+
+
+def test_running_requests_change_weights_exactly_where_their_spans_say(served: Served) -> None:
+    """Retract, load, flush: every token's logprob is that of the one model that its span names."""
+    futures = start_all(served, 16)
+    for version in (1, 2):
+        served.pause("retract")
+        assert served.load(version).status_code == 200
+        served.resume()
+        served.wait_running(16)
+    answers = [future.result() for future in futures]
+    assert served.version() == "2"
+    for answer in answers:
+        assert [span[0] for span in answer.spans] == [0, 1, 2]
+        assert [span[1] for span in answer.spans] + [LONG] == [0] + [span[2] for span in answer.spans]
+        for version, start, end in answer.spans:
+            assert answer.gap(served.policies.logprobs(version, answer.ids), start, end) <= TOLERANCE
+
+
+def test_a_swap_in_place_keeps_the_cache_and_is_exact_on_a_serial_schedule(serial_served: Served) -> None:
+    assert in_place_gap(serial_served, shift=0) <= TOLERANCE
+    assert in_place_gap(serial_served, shift=1) > TOLERANCE
+
+
+def test_a_swap_in_place_is_stamped_one_token_early_on_the_overlapping_schedule(served: Served) -> None:
+    """The step under way at the pause was computed with the old weights, and its token is counted as new. This is why
+    keep_kv turns the overlapping schedule off; once this test fails, it need not any more."""
+    assert in_place_gap(served, shift=0) > TOLERANCE
+    assert in_place_gap(served, shift=1) <= TOLERANCE
+
+
+def in_place_gap(served: Served, shift: int) -> float:
+    """Swap version 0 for 1 under 8 requests without touching their cache; the largest gap to a model whose tokens up
+    to ``shift`` past the stamped one came from the old weights."""
+    served.reset()
+    futures = start_all(served, 8)
+    served.pause("in_place")
+    assert served.load(1, flush_cache=False).status_code == 200
+    served.resume()
+    gaps = []
+    for answer in (future.result() for future in futures):
+        (old, _, end), (new, _, _) = answer.spans
+        swap = len(answer.prompt) + end - 1 + shift
+        gaps.append(answer.gap(served.policies.mixed_logprobs(old, new, answer.ids, swap)))
+    return max(gaps)
+
+
+def test_a_flush_that_cannot_happen_loads_the_weights_and_says_that_it_failed(served: Served) -> None:
+    """Why keep_kv says flush_cache=false: else the server's front and its requests name different versions."""
+    future = start_all(served, 1)[0]
+    served.pause("in_place")
+    assert served.load(1).status_code == 400
+    served.resume()
+    assert [version for version, _, _ in future.result().spans] == [0, 1]
+    assert served.version() == "0"
+
+
+def test_an_abort_ends_its_request_with_what_it_has_and_an_unknown_one_nothing(served: Served) -> None:
+    rid = "a" * 32
+    future = served.start(PROMPT, LONG, rid=rid)
+    served.wait_running(1)
+    assert served.post("/abort_request", rid="b" * 32).status_code == 200
+    served.wait_running(1)
+    assert served.post("/abort_request", rid=rid).status_code == 200
+    answer = future.result()
+    assert answer.finish == "abort"
+    assert 0 < len(answer.tokens) < LONG and len(answer.logprobs) == len(answer.tokens)
+    assert answer.gap(served.policies.logprobs(0, answer.ids)) <= TOLERANCE
+
+
+def test_a_paused_server_lives_but_is_not_ready_and_holds_what_it_is_sent(served: Served) -> None:
+    served.pause("retract")
+    assert served.get("/ready").status_code == 503
+    assert served.get("/model_info").status_code == 200
+    future = served.start(PROMPT, 4)
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.5)
+    served.resume()
+    assert len(future.result().tokens) == 4
+    assert served.get("/ready").status_code == 200
+
+
+def test_a_folder_without_weights_is_refused_and_the_old_ones_serve_on(served: Served) -> None:
+    refused = served.post("/update_weights_from_disk", model_path="/nowhere", weight_version="9")
+    assert refused.status_code == 400 and refused.json()["success"] is False
+    assert served.version() == "0"
+    answer = served.generate(PROMPT, 16)
+    assert answer.spans == [(0, 0, 16)]
+    assert answer.gap(served.policies.logprobs(0, answer.ids)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [([], 1), ([20] * (CONTEXT + 1), 1), ([20] * CONTEXT, 1), ([20] * (CONTEXT - 8), 9)],
+    ids=["no token", "too long", "no room", "too many"],
+)
+def test_a_request_that_cannot_fit_is_refused_with_400(served: Served, prompt: list[int], count: int) -> None:
+    refused = served.send(prompt, count)
+    assert refused.status_code == 400 and "error" in refused.json()
+    assert served.send([VOCAB - 1] * (CONTEXT - 8), 8).status_code == 200
