@@ -104,7 +104,7 @@ def write_run_config(config: RunConfig, path: str | Path) -> None:
     Services take the secrets from the environment (``ROLLMESH_STORE__PASSWORD``, ``ROLLMESH_CHECKPOINTS__SECRET``,
     ``ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY``).
     """
-    secrets = {"store": {"password"}, "checkpoints": {"secret"}, "generator": {"sglang": {"admin_key"}}}
+    secrets: dict[str, Any] = {"store": {"password"}, "checkpoints": {"secret"}, "generator": {"sglang": {"admin_key"}}}
     data = config.model_dump(mode="json", exclude=secrets)
     Path(path).write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
 

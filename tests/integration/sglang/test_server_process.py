@@ -204,8 +204,8 @@ async def test_a_server_that_hangs_ends_its_calls_and_the_engine(tmp_path, kit, 
         await engine.start(kit.write_model(tmp_path / "model", 0), 0)
         stream = engine.generate(kit.make_call(context=kit.prompt_ids(0, 4), max_new_token_count=50))
         await anext(stream)
-        engine_server = server_of(psutil.Process().pid)
-        engine_server.suspend()
+        hanging = server_of(psutil.Process().pid)
+        hanging.suspend()
         with pytest.raises(EngineLost, match="request_timeout_seconds=1"):
             async for _ in stream:
                 pass

@@ -1,10 +1,13 @@
 """An SGLang server as the engine of a generator, over HTTP only: nothing of SGLang is imported here.
 
 engine     asyncio face: implements ``generator.engines.protocol.Engine``
+state      what the parts share
+calls      a call's way: its turn, its slices, its end
 seats      which calls run, which wait, what they hold
 slices     one request of a call and what comes back (pure)
 reload     the order of steps that changes the weights under running requests (pure)
 folders    what a policy folder holds, compared before the server is asked to load it
-api        the server's HTTP endpoints
-process    a server that this process starts, and keeper, which outlives both just long enough to end it
+server     the server behind it all: started or found, watched, paused, loaded
+api        its HTTP endpoints
+process    one that this process starts, and keeper, which outlives both just long enough to end it
 """

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.protocol import EngineLost
@@ -82,20 +83,33 @@ class SglangServer:
 
     async def pause(self, mode: str) -> None:
         """Hold its running requests: ``in_place``, or ``retract`` to drop their cache too."""
-        await self.api.pause(mode)
+        await self._control(self.api.pause(mode))
         self.paused = True
 
     async def resume(self) -> None:
         """Let it go on."""
-        await self.api.resume()
+        await self._control(self.api.resume())
         self.paused = False
+
+    async def _control(self, request: Coroutine[Any, Any, None]) -> None:
+        """A server that cannot be paused or continued any more is lost: nobody knows whether it is held."""
+        try:
+            await request
+        except EngineError as error:
+            lost = EngineLost(str(await self.explained(error)))
+            self._lost(lost)
+            raise lost from error
 
     async def load(self, folder: Path, policy_version: int, *, flush: bool) -> None:
         """Change the weights of the paused server.
 
         EngineError when it refuses and goes on with the old ones, EngineLost when nobody knows which it has.
         """
-        await self._update(folder, policy_version, flush=flush)
+        try:
+            await self._update(folder, policy_version, flush=flush)
+        except EngineLost as error:
+            self._lost(error)
+            raise
         self.policy_version = policy_version
 
     async def explained(self, error: EngineError) -> EngineError:

@@ -145,7 +145,7 @@ def read_slice(
         kind = reason.get("type")
         spans = _read_spans(meta, len(tokens), sole_version)
         prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise EngineError(f"SGLang /generate: malformed answer: {error!r}") from error
     if len(tokens) != len(logprobs) or (tokens != stamped).any():
         raise EngineError(f"SGLang /generate: {len(tokens)} tokens, but log-probabilities of {len(logprobs)} others")
@@ -255,7 +255,7 @@ def read_scores(answer: Mapping[str, Any], count: int) -> Float32Array:
     """Log-probabilities of the tokens after the first, float32 [count - 1]; NaN where the server gives none."""
     try:
         values, _ = _read_logprobs(answer["meta_info"]["input_token_logprobs"])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (LookupError, TypeError, ValueError) as error:
         raise EngineError(f"SGLang /generate: no input_token_logprobs: {error!r}") from error
     if len(values) != count:
         raise EngineError(f"SGLang /generate: {len(values)} input_token_logprobs for {count} tokens")

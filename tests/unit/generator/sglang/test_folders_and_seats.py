@@ -1,0 +1,132 @@
+"""Policy folders read without torch; calls in slots."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollmesh.errors import EngineError
+from rollmesh.generator.engines.sglang.folders import difference, read_folder
+from rollmesh.generator.engines.sglang.seats import Seat, Seats
+from rollmesh.types import GenerationCall, SamplingParams
+
+SHAPES = {"model.embed_tokens.weight": [50, 8], "model.norm.weight": [8]}
+
+
+def write_folder(folder: Path, shapes: dict[str, list[int]] | None = None, **config: object) -> Path:
+    folder.mkdir()
+    fields = {"vocab_size": 50, "max_position_embeddings": 64, "hidden_size": 8, "model_type": "qwen3"}
+    (folder / "config.json").write_text(json.dumps({**fields, **config}))
+    header, at = {}, 0
+    for name, shape in (SHAPES if shapes is None else shapes).items():
+        size = 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
+    return folder
+
+
+def test_a_folder_tells_its_sizes_and_its_tensors(tmp_path):
+    found = read_folder(write_folder(tmp_path / "a"))
+    assert (found.vocab_size, found.max_positions) == (50, 64)
+    assert found.tensors == {name: tuple(shape) for name, shape in SHAPES.items()}
+    assert difference(found, read_folder(write_folder(tmp_path / "b"))) == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 16}, "hidden_size is 16, the running policy has 8"),
+        ({"rope_theta": 1e6}, "rope_theta is 1000000.0, the running policy has None"),
+        ({"shapes": {"model.norm.weight": [8]}}, "no tensor model.embed_tokens.weight"),
+        ({"shapes": {**SHAPES, "model.norm.weight": [7]}}, r"shape \[7\], the running policy has \[8\]"),
+        ({"shapes": {**SHAPES, "lm_head.weight": [50, 8]}}, "tensor lm_head.weight, which"),
+    ],
+)
+def test_another_architecture_is_told_by_its_first_difference(tmp_path, changes, message):
+    running = read_folder(write_folder(tmp_path / "a"))
+    assert re.search(message, difference(running, read_folder(write_folder(tmp_path / "b", **changes))))
+
+
+def test_damaged_folders_are_engine_errors(tmp_path):
+    folder = write_folder(tmp_path / "a")
+    data = (folder / "model.safetensors").read_bytes()
+    for damaged in (data[:-1], data + b"x", data[:5], b"\xff" * 100, struct.pack("<Q", 4) + b"nope"):
+        (folder / "model.safetensors").write_bytes(damaged)
+        with pytest.raises(EngineError, match=r"model\.safetensors cannot be read"):
+            read_folder(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match="no \\*\\.safetensors"):
+        read_folder(folder)
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(EngineError, match="expected a JSON object"):
+        read_folder(folder)
+
+
+def make_seat(name: str = "t") -> Seat:
+    call = GenerationCall(
+        trajectory_id=name,
+        context_ids=np.arange(5, dtype=np.int32),
+        prompt_token_count=5,
+        max_new_token_count=9,
+        sampling=SamplingParams(),
+        chunk_token_count=4,
+    )
+    return Seat(call=call, budget=9, context=call.context_ids.tolist())
+
+
+def test_slots_go_out_in_order_of_arrival_and_are_kept_until_the_call_leaves():
+    seats = Seats(2)
+    first, second, third = (make_seat(n) for n in "abc")
+    for seat in (first, second, third):
+        seats.enter(seat)
+    assert not seats.take(second)
+    assert seats.take(first) and seats.take(second) and not seats.take(third)
+    assert (seats.running_count, seats.waiting_count, seats.context_tokens) == (2, 1, 10)
+    third.changed.clear()
+    seats.leave(first)
+    assert third.changed.is_set() and seats.take(third)
+    assert first.running is False and list(seats) == [second, third]
+    seats.leave(second)
+    seats.leave(third)
+    assert (seats.running_count, seats.waiting_count) == (0, 0)
+
+
+def test_a_call_that_leaves_the_queue_lets_the_next_one_in():
+    seats = Seats(1)
+    first, second = make_seat("a"), make_seat("b")
+    seats.enter(first)
+    seats.enter(second)
+    seats.leave(first)
+    assert second.changed.is_set() and seats.take(second)
+
+
+def test_time_counts_only_while_something_is_decoded():
+    seats = Seats(2)
+    seat = make_seat()
+    seats.account()
+    assert seats.busy_seconds == 0
+    seats.enter(seat)
+    seats.take(seat)
+    seats.stand_still(True)
+    before = seats.busy_seconds
+    seats.account()
+    assert seats.busy_seconds == before
+    seats.stand_still(False)
+    seats.account()
+    assert seats.busy_seconds >= before and seats.running_seconds == seats.busy_seconds
+
+
+def test_the_oldest_version_in_a_cache_never_exceeds_the_one_that_samples():
+    seat = make_seat()
+    seat.kv_min = {3: 3, 4: 3, 5: 5}
+    assert [seat.kv_min_version(v) for v in (3, 4, 5, 6)] == [3, 3, 5, 6]
+    assert not seat.begun
+    seat.context.append(1)
+    assert seat.begun
