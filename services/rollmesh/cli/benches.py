@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +23,7 @@ class Bench(StrEnum):
     QUEUE = "queue"
     RELOAD = "reload"
     CHAOS = "chaos"
+    GPU = "gpu"
 
 
 def register(app: typer.Typer) -> None:
@@ -34,11 +36,19 @@ def bench(
     as_json: JsonOption = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: a check that it runs.")] = False,
     rounds: Annotated[int, typer.Option(help="Rounds of the chaos bench.", min=1)] = 20,
+    curve_only: Annotated[bool, typer.Option("--curve-only", help="gpu: only the step-time curve of decode.")] = False,
+    pool: Annotated[list[int] | None, typer.Option(help="gpu: pool_size of a copris_paper arm; repeatable.")] = None,
+    updates: Annotated[int | None, typer.Option(help="gpu: measured updates of every arm.", min=1)] = None,
+    cuda_graphs: Annotated[bool | None, typer.Option(help="gpu: decode with CUDA graphs or without.")] = None,
+    output: Annotated[Path | None, typer.Option(help="gpu: folder for its JSON files.")] = None,
 ) -> None:
     """Measure one part of the mesh beside a named baseline in the same run; --json prints one object per measure."""
     options: dict[str, object] = {"quick": quick}
     if name is Bench.CHAOS:
         options["rounds"] = rounds
+    if name is Bench.GPU:
+        options |= {"curve_only": curve_only, "pools": pool or (), "updates": updates, "cuda_graphs": cuda_graphs}
+        options["output"] = output
     with clear_errors():
         measures = heavy_module(f"rollmesh.bench.{name.value}", f"bench {name.value}").run(**options)
     if as_json:

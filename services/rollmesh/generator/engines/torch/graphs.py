@@ -37,4 +37,9 @@ class GraphPool:
                 work()
             finally:
                 graph.capture_end()
-        return graph.replay
+
+        def replay() -> None:
+            with torch.cuda.device(self._device):  # another thread's current device says nothing about this one's
+                graph.replay()
+
+        return replay

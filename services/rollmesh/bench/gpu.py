@@ -1,0 +1,280 @@
+"""``rollmesh bench gpu``: ``sync`` beside ``copris_paper`` on one shared GPU, and the step-time curve of decode.
+
+A randomly initialised model of Qwen2.5-0.5B's shape in bfloat16, 32 groups of 8 trajectories an update. Response
+lengths are forced per (prompt, index), lognormal with median 500 and cap 4096, the same in every arm. Scheduling core,
+engine and train step are those of a mesh; weights go from trainer to engine by a checkpoint folder. Arms take turns,
+update by update, on one engine that is empty in between; warm-up updates do not count.
+
+What differs from a mesh: queue, reward and gRPC are left out (the queue is this process's memory, rewards are fixed by
+key), in every arm alike. What is charged: an arm's rate counts the smaller of the tokens it trained and those it
+generated in the measured updates, so work left unfinished earns nothing and work inherited from the warm-up neither.
+Old log-probabilities are the paper's, so copris_paper pays for scoring what it parks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmesh.bench.gpu_arm import Arm, Update, make_trainer
+from rollmesh.bench.gpu_curve import Curve, running_counts, step_time_curve
+from rollmesh.bench.gpu_workload import QWEN2_5_05B, TINY, Shape, Workload, write_random_model
+from rollmesh.bench.measure import Measure, compared
+from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.errors import ConfigError
+from rollmesh.generator.engines.torch.engine import TorchEngine
+from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.scheduling import Schedule, resolve_schedule
+
+RESULTS, CURVE = "results.json", "step_time_curve.json"
+SYNC = "sync"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Sizes of one experiment."""
+
+    shape: Shape
+    dtype: str
+    device: str
+    workload: Workload
+    groups_per_batch: int
+    group_size: int
+    pools: tuple[int, ...]
+    updates: int
+    """Measured updates of every arm."""
+    warmup: int
+    """Updates of copris_paper before those, while its pool fills; sync, which starts afresh each time, makes one."""
+    token_budget: int
+    """Tokens of one training pass."""
+    cuda_graphs: bool
+    curve_context: int
+    """Tokens before those that the step-time curve times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What was measured; either part may be empty."""
+
+    parameters: int
+    updates: tuple[Update, ...]
+    curve: Curve
+
+
+def full_plan() -> Plan:
+    """The experiment of docs/gpu.md."""
+    workload = Workload(
+        vocab_size=QWEN2_5_05B.vocab_size, prompt_tokens=128, median_length=500, sigma=1.0, longest=4096
+    )
+    return Plan(
+        shape=QWEN2_5_05B,
+        dtype="bfloat16",
+        device="cuda",
+        workload=workload,
+        groups_per_batch=32,
+        group_size=8,
+        pools=(256, 512, 768),
+        updates=6,
+        warmup=3,
+        token_budget=8192,
+        cuda_graphs=True,
+        curve_context=640,
+    )
+
+
+def quick_plan() -> Plan:
+    """Seconds on a CPU: that it runs, not how fast."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    workload = Workload(vocab_size=TINY.vocab_size, prompt_tokens=8, median_length=20, sigma=1.0, longest=120)
+    return Plan(
+        shape=TINY,
+        dtype="float32",
+        device=device,
+        workload=workload,
+        groups_per_batch=4,
+        group_size=4,
+        pools=(16, 32),
+        updates=2,
+        warmup=2,
+        token_budget=512,
+        cuda_graphs=device == "cuda",
+        curve_context=16,
+    )
+
+
+def run(
+    *,
+    quick: bool = False,
+    curve_only: bool = False,
+    pools: Sequence[int] = (),
+    updates: int | None = None,
+    cuda_graphs: bool | None = None,
+    output: Path | None = None,
+) -> list[Measure]:
+    """Measure; what is given replaces the plan's own. Files go to ``output`` (``bench-gpu``, nowhere when quick).
+
+    ConfigError without a GPU, unless quick.
+    """
+    if not quick and not torch.cuda.is_available():
+        raise ConfigError(
+            "bench gpu: this machine or this build of torch has no CUDA, and on a CPU the figures would mean nothing; "
+            "--quick runs a tiny model to show that it works"
+        )
+    plan = quick_plan() if quick else full_plan()
+    changes: dict[str, Any] = {"pools": tuple(pools) or None, "updates": updates, "cuda_graphs": cuda_graphs}
+    plan = replace(plan, **{name: value for name, value in changes.items() if value is not None})
+    folder = output if output is not None or quick else Path("bench-gpu")
+    threads = torch.get_num_threads()
+    if plan.device == "cpu":
+        torch.set_num_threads(1)
+    try:
+        findings = asyncio.run(measure(plan, folder, curve_only=curve_only))
+    finally:
+        torch.set_num_threads(threads)
+    return measures(plan, findings)
+
+
+async def measure(plan: Plan, output: Path | None, *, curve_only: bool = False) -> Findings:
+    """Carry out a plan; files are written anew after every update, so that a run that is cut short has left figures."""
+    options = TorchEngineOptions(
+        slots=max(*plan.pools, plan.groups_per_batch * plan.group_size),
+        max_context_tokens=plan.workload.context_tokens,
+        device=plan.device,
+        dtype=plan.dtype,
+        cuda_graphs=plan.cuda_graphs,
+    )
+    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as scratch:
+        model = Path(scratch) / "initial"
+        parameters = write_random_model(model, plan.shape, plan.dtype)
+        engine = TorchEngine(options)
+        await engine.start(model, 0)
+        try:
+            context = plan.workload.prompt(0).token_ids.repeat(plan.curve_context)[: plan.curve_context]
+            curve = await step_time_curve(engine, running_counts(options.slots), context)
+            findings = Findings(parameters=parameters, updates=(), curve=curve)
+            _save(output, plan, findings)
+            if curve_only:
+                return findings
+            arms = [_arm(plan, schedule, engine, model, Path(scratch)) for schedule in schedules(plan)]
+            async for update in _turns(plan, arms):
+                findings = Findings(parameters=parameters, updates=(*findings.updates, update), curve=curve)
+                _save(output, plan, findings)
+            return findings
+        finally:
+            await engine.aclose()
+
+
+def schedules(plan: Plan) -> list[Schedule]:
+    """sync, and copris_paper at every pool size."""
+    # The scheduler winds down towards its last step; that must lie beyond what is measured.
+    pool_batches = -(-max(plan.pools) // (plan.groups_per_batch * plan.group_size))
+    steps = plan.warmup + plan.updates + pool_batches + 1
+    sizes = {"groups_per_batch": plan.groups_per_batch, "group_size": plan.group_size}
+    sync = ScheduleConfig.model_validate({"preset": SYNC, **sizes})
+    # The paper has no staleness bound; ours must not end up pacing what is measured.
+    free = {"preset": "copris_paper", "max_staleness": steps, **sizes}
+    copris = [ScheduleConfig.model_validate({"pool_size": pool, **free}) for pool in plan.pools]
+    return [resolve_schedule(config, steps) for config in (sync, *copris)]
+
+
+async def _turns(plan: Plan, arms: Sequence[Arm]) -> AsyncIterator[Update]:
+    """One update of every arm in turn; yields those that count."""
+    for turn in range(plan.warmup + plan.updates):
+        for arm in arms:
+            if arm.name == SYNC and turn < plan.warmup - 1:
+                continue
+            update = await arm.update()
+            if turn >= plan.warmup:
+                yield update
+
+
+def _arm(plan: Plan, schedule: Schedule, engine: TorchEngine, model: Path, scratch: Path) -> Arm:
+    name = SYNC if schedule.preset == SYNC else f"{schedule.preset} {schedule.pool_size}"
+    trainer = make_trainer(model, dtype=plan.dtype, device=plan.device, token_budget=plan.token_budget)
+    return Arm(name, schedule, plan.workload, engine, trainer, scratch / name)
+
+
+def measures(plan: Plan, findings: Findings) -> list[Measure]:
+    """The table: every arm beside sync, then the curve."""
+    label = f"{plan.shape.name} shape on {device_name(plan.device)}, {plan.dtype}"
+    rows = [Measure(name=label, value=findings.parameters / 1e6, unit="million parameters")]
+    by_arm: dict[str, list[Update]] = {}
+    for update in findings.updates:
+        by_arm.setdefault(update.arm, []).append(update)
+    base = by_arm.get(SYNC, [])
+    for name, updates in by_arm.items():
+        for what, value, beside, unit in zip(_WHAT, _figures(updates), _figures(base), _UNITS, strict=True):
+            title = f"{name}: {what}"
+            if name == SYNC:
+                rows.append(Measure(name=title, value=value, unit=unit))
+            else:
+                rows.append(compared(title, value, unit, SYNC, beside))
+    graphs = "CUDA graphs" if plan.cuda_graphs and plan.device == "cuda" else "no graphs"
+    for running, seconds in findings.curve:
+        rows.append(Measure(name=f"decode step, {running} running, {graphs}", value=1000 * seconds, unit="ms"))
+    return rows
+
+
+_WHAT = (
+    "time per update",
+    "of it generation",
+    "of it training",
+    "trained tokens, charged for what is unfinished",
+    "generated tokens",
+    "mean response trained on",
+    "response tokens prefilled again per update",
+    "tokens in flight at the end of the last update",
+    "most trajectories running",
+)
+_UNITS = ("s", "s", "s", "tokens/s", "tokens/s", "tokens", "tokens", "tokens", "trajectories")
+
+
+def _figures(updates: Sequence[Update]) -> tuple[float, ...]:
+    """One number for each of ``_WHAT``."""
+    if not updates:
+        return (0.0,) * len(_WHAT)
+    count, seconds = len(updates), sum(u.total_seconds for u in updates)
+    trained, generated = charged_tokens(updates), sum(u.generated_tokens for u in updates)
+    return (
+        seconds / count,
+        sum(u.seconds["generate"] for u in updates) / count,
+        sum(u.seconds["train"] + u.seconds["stage_end"] for u in updates) / count,
+        trained / seconds,
+        generated / seconds,
+        sum(u.trained_tokens for u in updates) / sum(len(u.lengths) for u in updates),
+        sum(u.reprefilled_tokens for u in updates) / count,
+        updates[-1].untrained_tokens,
+        max(u.most_running for u in updates),
+    )
+
+
+def charged_tokens(updates: Sequence[Update]) -> int:
+    """Trained tokens that were also paid for in these updates: the smaller of tokens trained and generated."""
+    return min(sum(u.trained_tokens for u in updates), sum(u.generated_tokens for u in updates))
+
+
+def device_name(device: str) -> str:
+    """The name that belongs beside every figure."""
+    return torch.cuda.get_device_name(device) if device == "cuda" else "CPU"
+
+
+def _save(output: Path | None, plan: Plan, findings: Findings) -> None:
+    if output is None:
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    document = {
+        "device": device_name(plan.device),
+        "torch": torch.__version__,
+        "plan": asdict(plan),
+        "findings": asdict(findings),
+        "measures": [asdict(m) for m in measures(plan, findings)],
+    }
+    (output / RESULTS).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (output / CURVE).write_text(json.dumps(findings.curve) + "\n", encoding="utf-8")
