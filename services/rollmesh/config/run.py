@@ -88,7 +88,7 @@ class RunConfig(Section):
         if self.trainer.algorithm.old_logprobs == "stage_end" and every != 1:
             raise ValueError(
                 f"checkpoints.state_every_steps={every}: trainer.algorithm.old_logprobs=stage_end allows only 1: what "
-                "was recorded at the end of a stage is saved with the trainer state, and a replay cannot record it again"
+                "a stage recorded at its end is saved with the trainer state, and a replay cannot record it again"
             )
         return self
 

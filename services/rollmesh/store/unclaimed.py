@@ -21,12 +21,14 @@ class Unclaimed:
         self._keys = connection.keys
 
     async def unclaimed_trajectories(self) -> list[Trajectory]:
-        """Every trajectory with saved tokens whose group is open or ready, in admission order.
+        """Every trajectory with saved tokens whose group is open or ready: open ones first, in admission order.
 
         Costs a read of all their payload; not a consistent snapshot, a group may move on meanwhile.
         """
-        queues = [("ZRANGE", self._keys.single(name), 0, -1) for name in ("ready", "open")]
-        group_ids = [group_id.decode() for reply in await self._connection.commands(queues) for group_id in reply]
+        # Open ones first: a group that becomes ready between the two reads is seen twice then, instead of never.
+        queues = [("ZRANGE", self._keys.single(name), 0, -1) for name in ("open", "ready")]
+        replies = await self._connection.commands(queues)
+        group_ids = list(dict.fromkeys(group_id.decode() for reply in replies for group_id in reply))
         found: list[Trajectory] = []
         for part in slices(group_ids, _GROUPS_PER_READ):
             found += await self._read(part)

@@ -7,7 +7,7 @@ leaves with an error, its peers fail in their next collective call, and the laun
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,13 @@ class Crew:
             broadcast_bytes(batch_to_bytes(batch), self.gang)
         return self.trainer.train(batch, self.shelf.train_steps)
 
-    def end_stage(self, trajectories: Sequence[Trajectory]) -> int:
+    def end_stage(self, trajectories: Sequence[Trajectory], in_batch: Collection[str]) -> int:
         """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``."""
-        self._order({"do": "end_stage", "policies": self._news()})
+        self._order({"do": "end_stage", "policies": self._news(), "in_batch": sorted(in_batch)})
         if self.gang.world > 1:
             held = Group(group_id="", admission_index=0, trajectories=tuple(trajectories))
             broadcast_bytes(batch_to_bytes(Batch(train_step=0, groups=(held,))), self.gang)
-        return self.trainer.end_stage(trajectories, self.shelf.train_steps)
+        return self.trainer.end_stage(trajectories, self.shelf.train_steps, in_batch)
 
     def save(self, session: str, rollback_count: int, extra: Mapping[str, Any]) -> CommittedState:
         """Commit the trainer state; raises CheckpointError."""
@@ -71,7 +71,7 @@ class Crew:
         return self._load(state)
 
     def take_weights(self, policy_version: int) -> None:
-        """Take the weights of a published policy and forget the optimizer's moments; CheckpointError if it is gone."""
+        """Take the weights of a published policy, forget moments and stages; CheckpointError if it is gone."""
         if self.shelf.folder(policy_version) is None:
             raise CheckpointError(f"policy version {policy_version} is not kept any more")
         self._order({"do": "take_weights", "policy_version": policy_version, "policies": self._news()})
@@ -116,7 +116,8 @@ class Crew:
             case "end_stage":
                 self.shelf.update(PolicyRecord(**record) for record in order["policies"])
                 held = batch_from_bytes(0, broadcast_bytes(None, self.gang)).groups
-                self.trainer.end_stage([t for g in held for t in g.trajectories], self.shelf.train_steps)
+                others = [t for g in held for t in g.trajectories]
+                self.trainer.end_stage(others, self.shelf.train_steps, order["in_batch"])
             case "save":
                 self._save(order)
             case "load":
@@ -153,8 +154,9 @@ class Crew:
         )
 
     def _load(self, state: CommittedState) -> Mapping[str, Any]:
-        extra = self._checkpoints.load_state(state, self.trainer.state_tensors())
-        self.trainer.restore_extra(extra)
+        tensors = self.trainer.tensors_to_fill(state.record.extra)
+        extra = self._checkpoints.load_state(state, tensors)
+        self.trainer.restore_extra(extra, tensors)
         return extra
 
     def _take_weights(self, policy_version: int) -> None:
@@ -166,6 +168,7 @@ class Crew:
         for name, tensor in tensors.items():
             if name.startswith("optimizer."):
                 tensor.zero_()
+        self.trainer.forget_stages()
 
     def _find(self, name: str) -> CommittedState:
         for state in self._checkpoints.committed_states():

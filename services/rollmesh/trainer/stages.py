@@ -42,8 +42,11 @@ class StageEnds:
         store = self._session.store
         unclaimed = await self._session.patiently("unclaimed_trajectories", store.unclaimed_trajectories)
         in_batch = {t.trajectory_id for g in batch.groups for t in g.trajectories}
-        others = [t for t in unclaimed if t.trajectory_id not in in_batch]
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._crew.end_stage, others)
+        # By id: after a restart the same ones are packed, and so rounded, in the same way.
+        others = sorted(
+            (t for t in unclaimed if t.trajectory_id not in in_batch), key=lambda trajectory: trajectory.trajectory_id
+        )
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._crew.end_stage, others, in_batch)
 
     async def _until_parked(self) -> None:
         """Wait until no rollout runs; what a worker has not saved by then falls back to the sampler's logprobs."""

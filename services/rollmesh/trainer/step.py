@@ -9,9 +9,10 @@ and a replayed step gives the same weights.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -33,10 +34,13 @@ from rollmesh.trainer.optimizer import build_optimizer, learning_rate
 from rollmesh.trainer.passes import Compute, LossRecipe, TokenColumns, judge_tokens, score_batch
 from rollmesh.trainer.report import StepReport
 from rollmesh.trainer.scorer import score_sequences
-from rollmesh.trainer.stage import StageRecord, current_version, response_versions
+from rollmesh.trainer.stage import StageRecord, current_version
 from rollmesh.trainer.statistics import TokenResults, batch_stats, policy_stats
 from rollmesh.trainer.update import Updates, run_minibatches
 from rollmesh.types import Batch, Float32Array, Int32Array, Trajectory
+
+_STAGE_TENSOR, _STAGE_LAYOUT = "stage.logprobs", "stage"
+_NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class PolicyTrainer:
@@ -171,12 +175,18 @@ class PolicyTrainer:
         """
         return score_sequences(self._model, replace(self._compute, autocast=False), sequences, temperature)
 
-    def end_stage(self, trajectories: Sequence[Trajectory], train_step_of_version: Mapping[int, int]) -> int:
+    def end_stage(
+        self,
+        trajectories: Sequence[Trajectory],
+        train_step_of_version: Mapping[int, int],
+        in_batch: Collection[str] = (),
+    ) -> int:
         """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``.
 
-        Call it at the barrier, before ``train``, with every trajectory that holds tokens of the newest version and is
-        not in the batch. Returns how many were recorded.
+        Call it at the barrier, before ``train``, with every trajectory that has tokens and is not in the batch, whose
+        ids are ``in_batch``; what was recorded of any other one is forgotten. Returns how many were recorded.
         """
+        self._stage.keep([*in_batch, *(t.trajectory_id for t in trajectories)])
         fresh = [t for t in trajectories if self._stage.unrecorded(t) > 0]
         current = current_version(train_step_of_version, self.train_step)
         by_temperature: dict[float, list[Trajectory]] = {}
@@ -188,7 +198,7 @@ class PolicyTrainer:
             scored = score_sequences(self._model, self._compute, ids, temperature)
             for trajectory, values in zip(members, scored, strict=True):
                 tail = values[len(trajectory.prompt.token_ids) - 1 :]
-                self._stage.append(trajectory.trajectory_id, tail, response_versions(trajectory), current)
+                self._stage.append(trajectory, tail, current)
         return len(fresh)
 
     def explain(self, batch: Batch, train_step_of_version: Mapping[int, int]) -> Iterator[TokenExplanation]:
@@ -211,7 +221,19 @@ class PolicyTrainer:
             write_policy_folder(Path(folder), weights, self._publish_dtype, self._source)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments by name: the live (possibly sharded) tensors, to be saved or filled in place."""
+        """Weights and moments by name: the live (possibly sharded) tensors, to be saved or filled in place.
+
+        With the old-logprob source ``stage_end`` also a copy of what its stages recorded.
+        """
+        recorded = torch.from_numpy(self._stage.values())
+        return self._live_tensors() | ({_STAGE_TENSOR: recorded} if len(recorded) else {})
+
+    def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a saved state with this ``extra``: the live ones, and room for what its stages recorded."""
+        recorded = sum(int(count) for _, count, _ in extra.get(_STAGE_LAYOUT, ()))
+        return self._live_tensors() | ({_STAGE_TENSOR: torch.empty(recorded)} if recorded else {})
+
+    def _live_tensors(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             tensors[f"model.{name}"] = parameter.detach()
@@ -221,11 +243,18 @@ class PolicyTrainer:
 
     def state_extra(self) -> dict[str, Any]:
         """The rest of the state, as JSON values."""
-        return {"train_step": self.train_step}
+        layout = self._stage.layout()
+        return {"train_step": self.train_step} | ({_STAGE_LAYOUT: layout} if layout else {})
 
-    def restore_extra(self, extra: Mapping[str, Any]) -> None:
-        """Take back ``state_extra``, after ``state_tensors`` have been filled."""
+    def restore_extra(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor] = _NO_TENSORS) -> None:
+        """Take back ``state_extra``, after ``tensors_to_fill`` of it have been ``filled``."""
         self.train_step = int(extra["train_step"])
+        values = filled.get(_STAGE_TENSOR, torch.empty(0))
+        self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
+
+    def forget_stages(self) -> None:
+        """Forget what the stages recorded: after a rollback none of that work is trained on."""
+        self._stage.keep(())
 
     def _flatten(self, batch: Batch, train_step_of_version: Mapping[int, int]) -> TrainBatch:
         return build_train_batch(

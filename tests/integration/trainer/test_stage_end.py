@@ -11,51 +11,83 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import Append, EmbeddedServer, Finish, NewGroup, Score
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
+from .test_kills import last_weights
 from .trainer_run import GROUPS, MEMBERS, VOCABULARY, TrainerRun, opened_run, write_run_file
 
+STAGES, TOKENS = 3, 6
 
-async def test_tokens_of_an_earlier_stage_keep_that_stages_logprobs(
+BETWEEN_STAGES = {
+    "the state after a stage is committed": "states/00000001-*/COMMITTED",
+    "a policy folder is begun": "policies/00000002-*",
+    "a stage has ended": "batches/00000002.pb",
+}
+
+
+async def test_tokens_of_an_earlier_stage_keep_that_stages_logprobs_through_kills(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
+    expected = await _weights_after_stages(tmp_path / "calm", tiny_model, server)
+    for number, pattern in enumerate(BETWEEN_STAGES.values()):
+        found = await _weights_after_stages(tmp_path / f"killed-{number}", tiny_model, server, kill_at=pattern)
+        assert found == expected, pattern
+
+
+async def test_a_gang_goes_on_from_what_its_stages_recorded(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    await _weights_after_stages(tmp_path / "gang", tiny_model, server, kill_at="states/00000002-*/COMMITTED", ranks=2)
+
+
+async def _weights_after_stages(
+    folder: Path, model: Path, server: EmbeddedServer, *, kill_at: str = "", ranks: int = 1
+) -> bytes:
+    """Train the batches of all stages; those of later ones gain tokens in every stage. The trainer is killed once."""
     config = write_run_file(
-        tmp_path / "run",
-        tiny_model,
+        folder,
+        model,
         server,
-        trainer={"train_steps": 2, "algorithm": {"old_logprobs": "stage_end"}},
+        trainer={"train_steps": STAGES, "algorithm": {"old_logprobs": "stage_end"}},
         schedule={"preset": "copris_paper"},
     )
     async with opened_run(config) as run:
-        run.start()
+        run.start(ranks)
         await run.until("the initial policy", lambda: _announced(run, 0), pause=0.05)
-        first, second = await _admit(run)
+        batches = await _admit(run)
         session = await run.store.open_session("feeder")
-        leased = await run.store.lease(session, 2 * GROUPS * MEMBERS)
-        ids = [item.trajectory.trajectory_id for item in leased]
-        early = [i for i in ids if i.rpartition(".")[0] in first]
-        late = [i for i in ids if i.rpartition(".")[0] in second]
-        assert len(early) == len(late) == GROUPS * MEMBERS
-        await run.store.append(
-            session, [Append(trajectory_id=i, token_offset=0, segments=[_segment(i, 0)]) for i in late]
-        )
-        await _end(run, session, early, version=0, offset=0)
-        await run.store.release(session, late, "paused")
-        await run.store.cut(run.leader, 1, first)
-        await run.until("version 1", lambda: _announced(run, 1), pause=0.02)
-        again = await run.store.lease(session, GROUPS * MEMBERS)
-        assert sorted(i.trajectory.trajectory_id for i in again) == sorted(late)
-        await _end(run, session, late, version=1, offset=6)
-        await run.store.cut(run.leader, 2, second)
+        for stage in range(STAGES):
+            leased = await run.store.lease(session, STAGES * GROUPS * MEMBERS)
+            ids = [item.trajectory.trajectory_id for item in leased]
+            assert len(ids) == (STAGES - stage) * GROUPS * MEMBERS
+            ended = [i for i in ids if i.rpartition(".")[0] in batches[stage]]
+            parked = [i for i in ids if i not in ended]
+            offset = TOKENS * stage
+            await run.store.append(
+                session, [Append(trajectory_id=i, token_offset=offset, segments=[_segment(i, stage)]) for i in parked]
+            )
+            await _end(run, session, ended, version=stage, offset=offset)
+            await run.store.release(session, parked, "paused")
+            await run.store.cut(run.leader, stage + 1, batches[stage])
+            announced = lambda version=stage + 1: _announced(run, version)  # noqa: E731
+            if kill_at.partition("/")[2].startswith(f"{stage + 1:08d}"):
+                await run.until(kill_at, lambda: any(run.checkpoints.root.glob(kill_at)))
+                run.kill()
+                run.start(ranks)
+            await run.until(f"version {stage + 1}", announced, pause=0.01)
         await run.until_finished()
         lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-        assert lines[1]["batch"]["version_span"]["mean"] == 1.0
-        assert sum(lines[1]["policy"]["old_logprob_fallbacks"].values()) == 0
+        assert [line["batch"]["version_span"]["mean"] for line in lines] == [0.0, 1.0, 2.0]
+        assert [sum(line["policy"]["old_logprob_fallbacks"].values()) for line in lines] == [0, 0, 0]
+        (state,) = run.checkpoints.committed_states()[:1]
+        assert state.record.extra["train_step"] == STAGES
+        assert "stage" not in state.record.extra, "nothing is in flight at the end"
+        return await last_weights(run)
 
 
-async def _admit(run: TrainerRun) -> tuple[list[str], list[str]]:
+async def _admit(run: TrainerRun) -> list[list[str]]:
     token = await run.store.acquire_leadership("feeder")
     assert token is not None
     run.leader = token
-    await run.store.set_desired(token, Desired(pool_size=2 * GROUPS * MEMBERS))
+    await run.store.set_desired(token, Desired(pool_size=STAGES * GROUPS * MEMBERS))
     groups = [
         NewGroup(
             group_id=f"e0-{g}",
@@ -64,11 +96,11 @@ async def _admit(run: TrainerRun) -> tuple[list[str], list[str]]:
             epoch=0,
             index=g,
         )
-        for g in range(2 * GROUPS)
+        for g in range(STAGES * GROUPS)
     ]
-    await run.store.admit(token, groups, Cursor(), Cursor(epoch=0, index=2 * GROUPS))
+    await run.store.admit(token, groups, Cursor(), Cursor(epoch=0, index=STAGES * GROUPS))
     ids = [g.group_id for g in groups]
-    return ids[:GROUPS], ids[GROUPS:]
+    return [ids[at : at + GROUPS] for at in range(0, len(ids), GROUPS)]
 
 
 async def _end(run: TrainerRun, session: str, ids: list[str], *, version: int, offset: int) -> None:
@@ -91,8 +123,8 @@ async def _end(run: TrainerRun, session: str, ids: list[str], *, version: int, o
 def _segment(trajectory_id: str, version: int) -> Segment:
     noise = np.random.default_rng([version, *trajectory_id.encode()])
     return Segment(
-        token_ids=noise.integers(0, VOCABULARY, 6).astype(np.int32),
-        behavior_logprobs=np.full(6, -3.4, np.float32),
+        token_ids=noise.integers(0, VOCABULARY, TOKENS).astype(np.int32),
+        behavior_logprobs=np.full(TOKENS, -3.4, np.float32),
         policy_version=version,
         kv_min_version=version,
     )

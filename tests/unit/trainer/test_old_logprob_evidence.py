@@ -128,6 +128,29 @@ def test_stage_end_keeps_what_each_stage_computed(run: Run, tmp_path: Path) -> N
     assert trainer.train(own.batch, VERSIONS).policy.old_logprob_fallbacks == {"mixed_cache": 4}
 
 
+def test_a_trajectory_that_began_again_is_not_given_the_logprobs_of_its_former_tokens(run: Run) -> None:
+    trainer = run.trainer("stage_end")
+    trainer.restore_extra({"train_step": 1})
+    straggler = run.batch.groups[0].trajectories[0]
+    former = replace(straggler, segments=(policy_segment(np.random.default_rng(8), 9, 1),), finish_reason=None)
+    assert trainer.end_stage([former], VERSIONS) == 1
+    trainer.restore_extra(trainer.state_extra() | {"train_step": 2}, trainer.state_tensors())
+    report = trainer.train(run.batch, VERSIONS)
+    assert report.policy.old_logprob_fallbacks == {"mixed_cache": 4, "stage_not_recorded": 9}
+
+
+def test_what_a_stage_recorded_is_forgotten_once_its_trajectory_is_gone(run: Run) -> None:
+    trainer = run.trainer("stage_end")
+    straggler, mixed = run.batch.groups[0].trajectories
+    dropped = replace(straggler, trajectory_id="dropped.0", group_id="dropped")
+    assert trainer.end_stage([straggler, mixed, dropped], VERSIONS) == 3
+    assert [i for i, _, _ in trainer.state_extra()["stage"]] == ["m.0", "m.1", "dropped.0"]
+    assert trainer.end_stage([straggler], VERSIONS, in_batch=["m.1"]) == 0
+    assert [i for i, _, _ in trainer.state_extra()["stage"]] == ["m.0", "m.1"]
+    trainer.forget_stages()
+    assert "stage" not in trainer.state_extra()
+
+
 def test_a_stage_that_was_not_recorded_falls_back_and_is_counted(run: Run) -> None:
     report = run.trainer("stage_end").train(run.batch, VERSIONS)
     assert report.policy.old_logprob_fallbacks == {"mixed_cache": 4, "stage_not_recorded": 9}
