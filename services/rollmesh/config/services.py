@@ -24,7 +24,8 @@ class ModelConfig(Section):
 _OWN_FLAGS = frozenset(
     {
         "--model-path", "--model", "--host", "--port", "--api-key", "--admin-api-key", "--skip-tokenizer-init",
-        "--weight-version", "--context-length", "--max-running-requests", "--max-total-tokens", "--dtype", "--device",
+        "--weight-version", "--context-length", "--config", "--max-running-requests", "--max-total-tokens", "--dtype",
+        "--device",
     }
 )  # fmt: skip
 _STARTED_ONLY = ("python", "arguments", "environment")

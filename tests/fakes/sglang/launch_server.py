@@ -6,9 +6,11 @@ import argparse
 import asyncio
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from aiohttp import web
 from transformers.utils.logging import disable_progress_bar
 
@@ -152,7 +154,10 @@ def main() -> None:
     parser.add_argument("--max-running-requests", type=int, default=32)
     parser.add_argument("--max-total-tokens", type=int, default=16384)
     parser.add_argument("--admin-api-key")
+    parser.add_argument("--config", type=Path)
     options, _ = parser.parse_known_args()
+    if options.config is not None:
+        options.admin_api_key = yaml.safe_load(options.config.read_text())["admin-api-key"]
     torch.set_num_threads(1)
     disable_progress_bar()
 

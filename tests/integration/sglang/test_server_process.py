@@ -16,7 +16,7 @@ from rollmesh.errors import EngineError, RollmeshError
 from rollmesh.generator.engines.protocol import EngineLost
 from rollmesh.generator.engines.sglang.engine import SglangEngine
 from rollmesh.generator.engines.sglang.options import SglangOptions
-from rollmesh.generator.engines.sglang.process import ServerProcess
+from rollmesh.generator.engines.sglang.process import ServerProcess, telling_lines
 
 _TREE = """
 import subprocess, sys, time
@@ -67,9 +67,18 @@ async def test_the_end_of_a_program_is_told_with_its_status_and_its_last_lines(t
     assert process.last_words().endswith("out of memory")
     assert str(tmp_path / "server.log") in process.last_words()
     assert process.last_words().count("line\n") < 20
+    assert (tmp_path / "server.log").stat().st_mode & 0o077 == 0
     missing = ServerProcess([str(tmp_path / "nothing")], {}, tmp_path / "server.log")
     assert await missing.ended() == 127
     assert "cannot be started" in missing.last_words() and "out of memory" not in missing.last_words()
+
+
+def test_an_exception_tells_more_than_the_noise_after_it():
+    trace = ["Traceback (most recent call last):", "  File x", "RuntimeError: index out of range"]
+    log = ["start", "Scheduler hit an exception: rank 0", *trace, *[f" - leaked {i}" for i in range(30)], "bye"]
+    assert telling_lines("\n".join(log)).splitlines() == [log[1], *trace, "bye"]
+    assert telling_lines("\n".join(str(i) for i in range(50))).splitlines() == [str(i) for i in range(38, 50)]
+    assert telling_lines("") == ""
 
 
 async def test_a_killed_owner_leaves_no_process_behind(tmp_path):
@@ -220,6 +229,7 @@ async def test_a_wrong_key_is_told_and_nothing_is_served(tmp_path, kit, stand_in
     try:
         await owner.start(kit.write_model(tmp_path / "model", 0), 0)
         url = owner._server.api.url
+        assert [f.name for f in tmp_path.iterdir() if "key" in f.name] == []
         stranger = SglangEngine(
             SglangOptions(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=1.0)
         )

@@ -44,7 +44,9 @@ def test_the_command_serves_the_folder_on_loopback_with_a_key_of_its_own(tmp_pat
     assert found["--max-running-requests"] == "4" and found["--max-total-tokens"] == "1024"
     assert int(found["--context-length"]) > 256
     assert "--skip-tokenizer-init" in found and "--disable-overlap-schedule" not in found
-    assert found["--api-key"] == found["--admin-api-key"] == first.admin_key
+    assert first.admin_key not in first.command(Path("p"), 0, 1)
+    assert found["--config"] == str(first.key_file)
+    assert yaml.safe_load(first.key_text()) == {"api-key": first.admin_key, "admin-api-key": first.admin_key}
     assert len(first.admin_key) == 32 and first.admin_key != second.admin_key
     assert first.log_file == tmp_path / "logs" / "sglang-0.log"
     assert "--device" not in found
@@ -53,6 +55,10 @@ def test_the_command_serves_the_folder_on_loopback_with_a_key_of_its_own(tmp_pat
 def test_a_kept_cache_needs_the_schedule_without_overlap(tmp_path):
     options = SglangOptions.from_config(load(tmp_path, on_new_version="keep_kv"), 0)
     assert "--disable-overlap-schedule" in flags(options)
+    assert int(flags(options)["--watchdog-timeout"]) > 3600
+    given = {"arguments": ["--watchdog-timeout", "900"]}
+    options = SglangOptions.from_config(load(tmp_path, on_new_version="keep_kv", sglang=given), 0)
+    assert flags(options)["--watchdog-timeout"] == "900"
 
 
 def test_flags_of_the_run_file_are_passed_on(tmp_path):

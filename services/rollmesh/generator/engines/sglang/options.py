@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from rollmesh.errors import ConfigError
 
 SPARE_TOKENS = 8
 """Positions that the server keeps back of its context length; a call never reaches them."""
+_PATIENT_WATCHDOG_SECONDS = "86400"
 _SECRET_PREFIX = "ROLLMESH_"
 _OUR_PYTHON = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
 
@@ -79,6 +81,15 @@ class SglangOptions:
         )
 
     @property
+    def key_file(self) -> Path:
+        """Where a server that is started reads its key: arguments can be seen by everybody on the machine."""
+        return self.log_file.with_suffix(".key.yaml")
+
+    def key_text(self) -> str:
+        """What the key file says. Both keys: the admin key alone would leave /generate open to the machine's users."""
+        return json.dumps({"api-key": self.admin_key, "admin-api-key": self.admin_key})  # JSON is YAML
+
+    @property
     def pause_mode(self) -> str:
         """How a pause holds running requests: ``in_place`` keeps their cache, but the server's watchdog ends a server
         that has been held like that for minutes; ``retract`` prefills them again and may last."""
@@ -101,13 +112,14 @@ class SglangOptions:
         if self.device == "cpu" and not self._given("--attention-backend"):
             flags["--attention-backend"] = "torch_native"
         if self.admin_key is not None:
-            # Both keys: the admin key alone would leave /generate open to every user of this machine.
-            flags["--admin-api-key"] = flags["--api-key"] = self.admin_key
+            flags["--config"] = str(self.key_file)
         # Ids in, ids out. An idle scheduler would spin on a core without the second.
         bare = ["--skip-tokenizer-init", "--sleep-on-idle"]
-        if self.on_new_version == "keep_kv" and not self._given("--disable-overlap-schedule"):
+        if self.on_new_version == "keep_kv":
             # A step in flight during the swap would be stamped with the version that it was not sampled from.
             bare.append("--disable-overlap-schedule")
+            if not self._given("--watchdog-timeout"):
+                flags["--watchdog-timeout"] = _PATIENT_WATCHDOG_SECONDS  # it takes a pause in place for a hang
         pairs = [part for pair in flags.items() for part in pair]
         python = self.python or sys.executable
         return [python, "-m", "sglang.launch_server", *pairs, *bare, *self.arguments]

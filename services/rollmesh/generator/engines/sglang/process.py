@@ -16,8 +16,22 @@ from pathlib import Path
 from rollmesh.errors import EngineError
 
 _KEEPER = Path(__file__).with_name("keeper.py")
-_TAIL_BYTES = 16_384
+_TAIL_BYTES = 65_536
 _LAST_LINES = 12
+_LINES_OF_AN_EXCEPTION = 40
+_EXCEPTIONS = ("hit an exception", "Traceback (most recent call last)")
+_NOISE = ("nanobind", " - leaked")
+
+
+def telling_lines(log: str) -> str:
+    """The lines that tell what ended a program: its last exception, else its last lines."""
+    lines = [line for line in log.splitlines() if line.strip() and not any(noise in line for noise in _NOISE)]
+    begins = [number for number, line in enumerate(lines) if any(mark in line for mark in _EXCEPTIONS)]
+    if not begins:
+        return "\n".join(lines[-_LAST_LINES:])
+    # The trace of an exception begins soon after it is announced.
+    first = next((b for b in begins if begins[-1] - b <= 2), begins[-1])
+    return "\n".join(lines[first : first + _LINES_OF_AN_EXCEPTION])
 
 
 def free_port() -> int:
@@ -25,6 +39,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def write_private(file: Path, text: str) -> None:
+    """Write a file that nobody else can read."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "w", encoding="utf-8", opener=_private) as stream:
+        stream.write(text)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 class ServerProcess:
@@ -40,7 +65,8 @@ class ServerProcess:
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         try:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
-            with self._log_file.open("ab") as log:
+            # Ours alone: the server writes its arguments there, the key among them.
+            with open(self._log_file, "ab", opener=_private) as log:
                 self._log_start = log.tell()
                 return subprocess.Popen(
                     [sys.executable, "-I", "-S", str(_KEEPER), *command],
@@ -83,10 +109,9 @@ class ServerProcess:
             with self._log_file.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
                 log.seek(max(self._log_start, end - _TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()
+                tail = telling_lines(log.read().decode(errors="replace"))
         except OSError as error:
             return f"its log {self._log_file} cannot be read: {error}"
-        tail = "\n".join(line for line in lines[-_LAST_LINES:] if line.strip())
         return f"see {self._log_file}; its last lines:\n{tail}" if tail else f"it wrote nothing to {self._log_file}"
 
     def _wait(self) -> None:

@@ -14,7 +14,7 @@ from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.protocol import EngineLost
 from rollmesh.generator.engines.sglang.api import SglangApi
 from rollmesh.generator.engines.sglang.options import SPARE_TOKENS, SglangOptions
-from rollmesh.generator.engines.sglang.process import ServerProcess, free_port
+from rollmesh.generator.engines.sglang.process import ServerProcess, free_port, write_private
 from rollmesh.generator.engines.sglang.reload import nothing_changed
 from rollmesh.runtime.logging import get_logger
 
@@ -54,12 +54,17 @@ class SglangServer:
         if options.url is None:
             port = free_port()
             self._api = SglangApi(f"http://127.0.0.1:{port}", options.admin_key)
+            if options.admin_key is not None:
+                write_private(options.key_file, options.key_text())
             command = options.command(folder, policy_version, port)
             self._process = ServerProcess(command, options.server_environment(dict(os.environ)), options.log_file)
             self._log.info("server_started", pid=self._process.pid, url=self._api.url, log=str(options.log_file))
         else:
             self._api = SglangApi(options.url, options.admin_key)
-        await self._until_up()
+        try:
+            await self._until_up()
+        finally:
+            options.key_file.unlink(missing_ok=True)
         await self._check_settings()
         if options.url is not None:
             await self.pause("retract")
