@@ -1,6 +1,6 @@
 """One rank under torchrun's environment: trains the batches of the FSDP2 tests and writes what came out.
 
-Usage, in the repository root: python -m tests.unit.trainer.gang_process MODEL_FOLDER OUT_FOLDER SOURCE
+Usage, in the repository root: python -m tests.integration.trainer.gang_process MODEL_FOLDER OUT_FOLDER SOURCE
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.distributed import Gang, broadcast_bytes, join_gang, leave_gang
 from rollmesh.trainer.step import PolicyTrainer
 
-from .made_batches import random_batch
+from ...unit.trainer.made_batches import random_batch
 
 STEPS = 3
 VERSIONS = {v: v for v in range(8)}
