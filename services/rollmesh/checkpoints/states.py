@@ -53,31 +53,33 @@ def save_state(
     """Save and commit a trainer state; every rank of the process group calls this with its shards.
 
     ``tensors`` may hold DTensors. ``extra`` (JSON values) is rank 0's. Raises CheckpointError (disk_full) naming
-    the folder and the free bytes; the folder is gone then, and the call may be repeated on one process.
+    the folder and the free bytes, on every rank whichever it befell; the folder is gone then, and the call may be
+    repeated by all.
     """
     rank, world = _rank_and_world()
     folder = root / committed.FOLDER / folder_name(train_step, session)
     try:
-        if rank == 0:
-            remove_tree(folder, first=[committed.COMMITTED_FILE])
-            make_folder(folder)
-        _barrier()
+        with _agreed(folder):
+            if rank == 0:
+                remove_tree(folder, first=[committed.COMMITTED_FILE])
+                make_folder(folder)
         with _single_process_is_fine():
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
             dcp_save(dict(tensors), storage_writer=writer, no_dist=world == 1)
-        _write_rank_file(folder, rank)
-        _barrier()
-        if rank == 0:
-            files = [_RANK_FILES.validate_json(_rank_file(folder, r).read_bytes()) for r in range(world)]
-            record = committed.new_record(
-                train_step=train_step, rollback_count=rollback_count, session=session, files=files, extra=extra
-            )
-            committed.commit(folder, secret, record)
-        _barrier()
+        with _agreed(folder):
+            _write_rank_file(folder, rank)
+        with _agreed(folder):
+            if rank == 0:
+                files = [_RANK_FILES.validate_json(_rank_file(folder, r).read_bytes()) for r in range(world)]
+                record = committed.new_record(
+                    train_step=train_step, rollback_count=rollback_count, session=session, files=files, extra=extra
+                )
+                committed.commit(folder, secret, record)
     except (Exception, CheckpointException) as error:
-        if full_disk(error):
+        if full_disk(error) or (isinstance(error, CheckpointError) and error.reason == Reason.DISK_FULL):
             failure = disk_full_error(folder, "a trainer state", error)
-            remove_tree(folder, first=[committed.COMMITTED_FILE])
+            if rank == 0:
+                remove_tree(folder, first=[committed.COMMITTED_FILE])
             raise failure from error
         if isinstance(error, CheckpointException):  # a BaseException in torch
             raise CheckpointError(f"{folder}: the trainer state cannot be saved: {error}") from error
@@ -96,8 +98,8 @@ def load_state(state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> di
     Every rank calls this. Digests are verified first: raises CheckpointError with the reason.
     """
     rank, world = _rank_and_world()
-    committed.verify_files(state, part=rank, parts=world)
-    _barrier()
+    with _agreed(state.folder):
+        committed.verify_files(state, part=rank, parts=world)
     _fill(state.folder, tensors)
     return dict(state.record.extra)
 
@@ -128,9 +130,26 @@ def _rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
-def _barrier() -> None:
-    if dist.is_available() and dist.is_initialized():
-        dist.barrier()
+@contextmanager
+def _agreed(folder: Path) -> Iterator[None]:
+    """What each rank does alone; all of them leave it together, with an error when one failed.
+
+    A rank that left alone would keep its peers in their next collective call until that times out.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    _, world = _rank_and_world()
+    if world > 1:
+        outcome = torch.tensor([0 if failure is None else 2 if full_disk(failure) else 1])
+        dist.all_reduce(outcome, dist.ReduceOp.MAX)
+        if failure is None and int(outcome):
+            reason = Reason.DISK_FULL if int(outcome) == 2 else Reason.INVALID
+            raise CheckpointError(f"{folder}: another rank failed ({reason})", reason=reason)
+    if failure is not None:
+        raise failure
 
 
 def _rank_file(folder: Path, rank: int) -> Path:

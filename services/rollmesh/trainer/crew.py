@@ -17,9 +17,11 @@ import numpy as np
 from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.checkpoints.frames import batch_from_bytes, batch_to_bytes
 from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.states import load_weights
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
+from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.distributed import Gang, broadcast_bytes
 from rollmesh.trainer.report import StepReport
 from rollmesh.trainer.shelf import PolicyShelf
@@ -119,7 +121,7 @@ class Crew:
                 others = [t for g in held for t in g.trajectories]
                 self.trainer.end_stage(others, self.shelf.train_steps, order["in_batch"])
             case "save":
-                self._save(order)
+                self._save_if_there_is_room(order)
             case "load":
                 self._load(self._find(order["folder"]))
             case "take_weights":
@@ -152,6 +154,15 @@ class Crew:
             tensors=self.trainer.state_tensors(),
             extra=order["extra"],
         )
+
+    def _save_if_there_is_room(self, order: Order) -> None:
+        """Every rank knows of the failure of one; rank 0 waits for room and gives the order again."""
+        try:
+            self._save(order)
+        except CheckpointError as error:
+            if error.reason != Reason.DISK_FULL:
+                raise
+            get_logger("crew").warning("state_not_saved", rank=self.gang.rank, message=str(error))
 
     def _load(self, state: CommittedState) -> Mapping[str, Any]:
         tensors = self.trainer.tensors_to_fill(state.record.extra)

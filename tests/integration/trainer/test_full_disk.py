@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
 
+from .gangs import run_gang
 from .test_kills import assert_every_batch_counts_once
 from .trainer_run import TrainerRun, opened_run, write_run_file
 
@@ -52,6 +54,14 @@ async def test_a_full_disk_delays_the_run_and_loses_nothing(
             filler.unlink()
             await run.until_finished()
         await assert_every_batch_counts_once(run, {})
+
+
+def test_a_gang_whose_disk_is_full_on_one_rank_fails_together_and_saves_later(tmp_path: Path, tiny_model: Path) -> None:
+    leader, follower = run_gang("full_disk_process", tiny_model, tmp_path / "checkpoints")
+    assert re.findall(r"^full (\S+)$", leader, re.MULTILINE) == ["rank-00001.json", "rank-00000.json", "COMMITTED"]
+    assert "saved 00000000-s" in leader
+    assert follower.count("disk full while writing a trainer state") == 3
+    assert "followed to the end" in follower
 
 
 def _fill(path: Path) -> None:
