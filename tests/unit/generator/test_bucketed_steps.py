@@ -6,62 +6,24 @@ Capture itself needs a GPU; here a capture is a function that checks what a repl
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
 from rollmesh.generator.engines.protocol import OnNewVersion
-from rollmesh.generator.engines.torch.architecture import read_architecture
-from rollmesh.generator.engines.torch.cache import KvCache, coarse_tier_widths
-from rollmesh.generator.engines.torch.model import Model
+from rollmesh.generator.engines.torch.cache import coarse_tier_widths
 from rollmesh.generator.engines.torch.stepper import BucketedStepper, PlainStepper, bucket
 from rollmesh.generator.engines.torch.weights import load_weights
 
-from .conftest import CONFIGS, VOCAB, collect, make_call, prompt_ids
-
-CPU = torch.device("cpu")
-SLOTS = 8
-
-
-class Bench:
-    """A model, a cache with random contents, and steppers over them."""
-
-    def __init__(self, folder, *, context: int = 96, widths: Callable = lambda longest: (32, longest)) -> None:
-        self.arch = read_architecture(folder)
-        weights = load_weights(folder, self.arch, torch.float32, CPU)
-        self.model = Model(self.arch, weights, context, CPU, swap_in_place=True)
-        self.cache = KvCache(
-            self.arch,
-            token_capacity=SLOTS * context,
-            longest=context,
-            dtype=torch.float32,
-            device=CPU,
-            widths=widths,
-        )
-
-    def fill(self, lengths: list[int]) -> np.ndarray:
-        """Give slot i ``lengths[i]`` random tokens; returns the lengths in the order of the rows."""
-        arch, noise = self.arch, torch.Generator().manual_seed(1)
-        for slot, count in enumerate(lengths):
-            self.cache.add(slot, count)
-            shape = (arch.layer_count, arch.kv_head_count)
-            keys = torch.randn(*shape, arch.head_size, count, generator=noise)
-            self.cache.write(slot, keys, torch.randn(*shape, count, arch.head_size, generator=noise))
-        return self.in_rows(lengths)
-
-    def in_rows(self, lengths: list[int]) -> np.ndarray:
-        return np.array([lengths[slot] for tier in self.cache.tiers for slot in tier.slots], np.int64)
-
-    def tokens(self, seed: int, rows: int) -> torch.Tensor:
-        return torch.from_numpy(np.random.default_rng(seed).integers(0, VOCAB, rows))
+from .conftest import CONFIGS, collect, make_call, prompt_ids
+from .made_steps import CPU, SLOTS, StepBench
 
 
 @pytest.fixture
 def bench_of(model_folder):
-    def make(name: str = "qwen2", **changes) -> Bench:
-        return Bench(model_folder(name), **changes)
+    def make(name: str = "qwen2", **changes) -> StepBench:
+        return StepBench(model_folder(name), **changes)
 
     with torch.inference_mode():
         yield make
@@ -201,7 +163,7 @@ def test_a_capture_is_not_replayed_after_the_block_has_moved(bench_of):
 
 
 def test_the_next_replay_computes_with_weights_that_were_swapped_in_place(bench_of, model_folder):
-    bench, other = bench_of(), Bench(model_folder("qwen2", seed=1))
+    bench, other = bench_of(), StepBench(model_folder("qwen2", seed=1))
 
     def addresses():
         return [t.data_ptr() for t in bench.model.weights.tensors()]
