@@ -10,9 +10,12 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
+from rollmesh.config.run import RunConfig
 from rollmesh.generator.engines.protocol import OnNewVersion
 from rollmesh.generator.engines.torch.cache import coarse_tier_widths
+from rollmesh.generator.engines.torch.options import TorchEngineOptions
 from rollmesh.generator.engines.torch.stepper import BucketedStepper, PlainStepper, bucket
 from rollmesh.generator.engines.torch.weights import load_weights
 
@@ -221,3 +224,12 @@ def test_coarse_tiers_double_and_end_at_the_longest_context():
     assert coarse_tier_widths(4352) == (256, 512, 1024, 2048, 4352)
     assert coarse_tier_widths(5500) == (256, 512, 1024, 2048, 4096, 5500)
     assert coarse_tier_widths(100) == (100,)
+
+
+def test_the_run_file_turns_graphs_on_for_the_torch_engine_only():
+    model = {"name": "run", "folder": "run", "model": {"path": "model"}}
+    on = RunConfig.model_validate({**model, "generator": {"cuda_graphs": True}})
+    assert TorchEngineOptions.from_config(on).cuda_graphs
+    assert not TorchEngineOptions.from_config(RunConfig.model_validate(model)).cuda_graphs
+    with pytest.raises(ValidationError, match="cuda_graphs is for engine=torch"):
+        RunConfig.model_validate({**model, "generator": {"cuda_graphs": True, "engine": "sglang"}})
