@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
-from rollmesh.errors import RollmeshError
 from rollmesh.generator.canary import canary_threshold
 from rollmesh.generator.engines.factory import build_engine
 from rollmesh.generator.engines.protocol import Engine, OnNewVersion
+from rollmesh.generator.interrupting import interrupt_all
 from rollmesh.generator.metrics import EngineCollector, GeneratorMetrics
 from rollmesh.generator.policies import PolicyWatcher
 from rollmesh.generator.registration import Registration
@@ -28,7 +27,6 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.store import TrajectoryStore
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
-_STRAGGLER_SECONDS = 0.2
 SERVICE_NAME = "rollmesh.v1.GenerationService"
 
 
@@ -94,23 +92,8 @@ async def _run(
             task.cancel()
         ended = await asyncio.gather(*loops, return_exceptions=True)
         await registration.leave()
-        interrupted = await _interrupt_all(engine, rotation) if rotation.started else 0
+        interrupted = await interrupt_all(engine, rotation) if rotation.started else 0
         log.info("left_the_mesh", interrupted_calls=interrupted)
     for result in ended:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
             raise result
-
-
-async def _interrupt_all(engine: Engine, rotation: Rotation) -> int:
-    """End all calls as interrupted, those too that were admitted a moment ago and had not reached the engine."""
-    count = 0
-    while rotation.call_count:
-        try:
-            count += await engine.interrupt()
-        except RollmeshError as error:  # a failed engine has told its callers already
-            get_logger("generator").warning("interrupt_failed", message=str(error))
-            break
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STRAGGLER_SECONDS):
-                await rotation.until_idle()
-    return count

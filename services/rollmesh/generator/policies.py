@@ -5,12 +5,14 @@
     waits for    a version above the newest seen, or a pin
     unblocked by the trainer's announcement
 
-Whatever is wrong with a policy, the old weights keep serving and the reason is logged and counted.
+Whatever is wrong with a policy, the old weights keep serving and the reason is logged and counted. Should they be lost
+too, the generator ends its calls and stays out of rotation, paused, until a version passes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 
@@ -22,6 +24,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavailable
 from rollmesh.generator.engines.protocol import Engine, EngineLost, OnNewVersion
+from rollmesh.generator.interrupting import interrupt_all
 from rollmesh.generator.metrics import GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
 from rollmesh.runtime.health import Health
@@ -35,6 +38,7 @@ _LOOK_SECONDS = 0.5
 """A pin is no announcement: it is looked for this often."""
 _FIRST_RETRY_SECONDS = 0.5
 _LONGEST_RETRY_SECONDS = 10.0
+_INTERRUPT_SECONDS = 10.0
 _PASSING = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED, Reason.DISK_FULL, Reason.INVALID})
 """What a shared folder that lags behind can look like: tried again. The rest is refused until the policy changes."""
 
@@ -69,6 +73,8 @@ class PolicyWatcher:
         self._canary_threshold = canary_threshold
         self._max_context_tokens = max_context_tokens
         self._serving: VerifiedPolicy | None = None
+        self._unchecked = False
+        """Whether the engine holds weights that passed no canary: then it stays paused and out of rotation."""
         self._settled: PolicyRecord | None = None
         self._newest_seen = -1
         self._lock = asyncio.Lock()
@@ -177,7 +183,8 @@ class PolicyWatcher:
 
     def _serves(self, record: PolicyRecord) -> bool:
         serving = self._serving
-        return serving is not None and serving.manifest.policy_version == record.policy_version
+        same = serving is not None and serving.manifest.policy_version == record.policy_version
+        return same and not self._unchecked
 
     async def _start(self, policy: VerifiedPolicy) -> None:
         await self._engine.start(policy.folder, policy.manifest.policy_version)
@@ -198,30 +205,51 @@ class PolicyWatcher:
         try:
             if self._mode is OnNewVersion.DRAIN:
                 await self._rotation.until_idle()
-            held_by_others = engine.status().paused
+            held_by_others = engine.status().paused and not self._unchecked
             started = time.monotonic()
             # Held until the canary has passed: no token is ever sampled from unchecked weights.
             await engine.pause()
             try:
                 await engine.load(policy.folder, version, self._mode)
-                await self._check_canary(policy)
+                await self._check_or_go_back(policy)
                 self._rotation.put_in()
-            except CanaryFailed as error:
-                self._rotation.take_out(str(error))
-                await self._go_back()
-                raise
             finally:
-                if not held_by_others:
+                if not (held_by_others or self._unchecked):
                     await engine.resume()
             return time.monotonic() - started
         finally:
             self._rotation.set_reloading(False)
 
-    async def _go_back(self) -> None:
-        """Put the last good policy back into the engine; its calls go on, new ones are refused."""
-        if self._serving is not None:
-            version = self._serving.manifest.policy_version
+    async def _check_or_go_back(self, policy: VerifiedPolicy) -> None:
+        """Check what was just loaded. When it fails, the last good policy goes back into the engine and its calls go
+        on, while new ones are refused; if it cannot go back either, the calls are ended too."""
+        self._unchecked = True
+        try:
+            await self._check_canary(policy)
+        except EngineLost:
+            raise
+        except EngineError as error:
+            self._rotation.take_out(str(error))
+            self._unchecked = not await self._went_back()
+            raise
+        self._unchecked = False
+
+    async def _went_back(self) -> bool:
+        """Whether the last good policy is in the engine again."""
+        if self._serving is None:
+            return False
+        version = self._serving.manifest.policy_version
+        try:
             await self._engine.load(self._serving.folder, version, self._mode)
+        except EngineLost:
+            raise
+        except EngineError as error:
+            self._log.error("old_policy_not_loaded", policy_version=version, message=str(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_INTERRUPT_SECONDS):
+                    await interrupt_all(self._engine, self._rotation)
+            return False
+        return True
 
     async def _check_canary(self, policy: VerifiedPolicy) -> None:
         gap = await self._canary_gap(policy.manifest.canary)

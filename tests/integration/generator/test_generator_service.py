@@ -155,6 +155,33 @@ async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_ol
     assert (await run.client.status(record)).out_of_rotation_reason == ""
 
 
+@pytest.mark.parametrize("mode", ["keep_kv", "interrupt"])
+async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_are_gone(make_run, mode):
+    run = await make_run(pace=SLOW, on_new_version=mode)
+    old = await run.publish(0)
+    run.start()
+    (record,) = await run.serving(0)
+    stream = await run.under_way(record, make_call(max_new_token_count=200))
+    (old / "model.safetensors").unlink()
+    await run.publish(1, canary_error=0.5)
+    assert await stream.end() is FinishReason.INTERRUPTED
+    assert stream.versions == {0}
+
+    async def paused() -> bool:
+        status = await run.client.status(record)
+        return status.paused and "canary" in status.out_of_rotation_reason
+
+    await run.until("the generator to stand still", paused)
+    with pytest.raises(GenerationRefused, match="canary"):
+        await run.stream(record, make_call("late")).end()
+    await run.publish(2)
+    await run.serving(2)
+    assert not (await run.client.status(record)).paused
+    later = run.stream(record, make_call("later"))
+    assert await later.end() is FinishReason.LENGTH
+    assert later.versions == {2}
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
