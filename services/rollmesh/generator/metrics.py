@@ -58,6 +58,10 @@ class GeneratorMetrics:
         for reason in CALL_ENDS:
             self._ended.labels(reason=reason)
         self.calls = metrics.counter("rollmesh_generator_calls_total", "Generation calls received.")
+        self.held_back = metrics.counter(
+            "rollmesh_generator_calls_held_back_total",
+            "Calls ended as interrupted because their caller fell behind with saving the tokens.",
+        )
         self._last_call = metrics.gauge(
             "rollmesh_generator_last_call_timestamp_seconds", "When a generation call last ended."
         )

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from rollmesh.errors import CheckpointError, DataError, EngineError, GenerationRefused
+from rollmesh.generator.acknowledgements import Acknowledgements
 from rollmesh.generator.engines.protocol import Engine
 from rollmesh.generator.metrics import GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
@@ -48,6 +49,8 @@ class GenerationService(stubs.GenerationServiceServicer):
         self._rotation = rotation
         self._metrics = metrics
         self._load_policy = load_policy
+        self._acknowledgements = Acknowledgements()
+        self._held_back: set[asyncio.Task[None]] = set()
         self._log = get_logger("generation")
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -56,15 +59,19 @@ class GenerationService(stubs.GenerationServiceServicer):
         ended = "cancelled"
         try:
             call, need = request_from_pb(request)
-            self._check_instance(need)
+            self._check_instance(need.instance_id)
             with self._rotation.admitted():
                 self._check_load(need)
-                async with aclosing(self._engine.generate(call)) as chunks:
-                    async for chunk in chunks:
-                        _check_version(chunk, need)
-                        if chunk.finish_reason is not None:
-                            ended = chunk.finish_reason.value
-                        yield chunk_to_pb(chunk)
+                limit = request.unacknowledged_token_limit
+                with self._acknowledgements.of(call, limit) as backlog:
+                    async with aclosing(self._engine.generate(call)) as chunks:
+                        async for chunk in chunks:
+                            _check_version(chunk, need)
+                            if chunk.finish_reason is not None:
+                                ended = chunk.finish_reason.value
+                            elif backlog.add(len(chunk.token_ids)):
+                                self._hold_back(call.trajectory_id)
+                            yield chunk_to_pb(chunk)
         except GenerationRefused as error:
             ended = "refused"
             await _abort(context, error)
@@ -82,6 +89,16 @@ class GenerationService(stubs.GenerationServiceServicer):
         """End running calls gracefully."""
         count = await self._run(context, self._engine.interrupt(list(request.trajectory_ids) or None))
         return pb.InterruptResponse(interrupted_count=count)
+
+    async def Acknowledge(self, request: pb.AcknowledgeRequest, context: Context) -> pb.AcknowledgeResponse:
+        """Note what callers have made durable."""
+        try:
+            self._check_instance(request.instance_id)
+        except GenerationRefused as error:
+            await _abort(context, error)
+        for each in request.acknowledgements:
+            self._acknowledgements.acknowledge(each.trajectory_id, each.context_token_count)
+        return pb.AcknowledgeResponse()
 
     async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Context) -> pb.LoadPolicyResponse:
         """Load one version now."""
@@ -125,11 +142,25 @@ class GenerationService(stubs.GenerationServiceServicer):
         response.paused = status.paused
         return response
 
-    def _check_instance(self, need: VersionNeed) -> None:
+    def _hold_back(self, trajectory_id: str) -> None:
+        """End a call whose caller is behind with saving; beside its stream, so that the chunk at hand is not late."""
+        self._metrics.held_back.inc()
+        task = asyncio.create_task(self._interrupt(trajectory_id), name="hold-back")
+        self._held_back.add(task)
+        task.add_done_callback(self._held_back.discard)
+
+    async def _interrupt(self, trajectory_id: str) -> None:
+        try:
+            await self._engine.interrupt([trajectory_id])
+        except (GenerationRefused, EngineError) as error:
+            # The engine stops or has failed: its streams end of themselves.
+            self._log.debug("hold_back_failed", trajectory=trajectory_id, message=str(error))
+
+    def _check_instance(self, instance_id: str) -> None:
         """Raise GenerationRefused when the caller means another generator that had this address."""
-        if need.instance_id != self._rotation.instance_id:
+        if instance_id != self._rotation.instance_id:
             raise PreconditionFailed(
-                f"instance_id={need.instance_id}: this is instance {self._rotation.instance_id}; addresses are reused"
+                f"instance_id={instance_id}: this is instance {self._rotation.instance_id}; addresses are reused"
             )
 
     def _check_load(self, need: VersionNeed) -> None:

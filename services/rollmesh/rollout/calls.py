@@ -1,7 +1,11 @@
 """Generation calls of one trajectory: as many as it takes, on whichever generators can continue it.
 
 A call ends because the answer is complete, its budget is used up, the generator was interrupted, or something went
-wrong. Whatever it was, tokens that arrived and passed the checks are kept and the next call goes on from there.
+wrong. Whatever it was, tokens that arrived and passed the checks are kept, saved, and the next call goes on from there.
+
+A generator samples on while its chunks are saved. So that a killed worker loses at most ``partial_save_tokens`` of each
+rollout, every save is acknowledged to the generator, which ends a call that is too far ahead (``SaveLimits``); and
+no call begins before everything that came before it is saved.
 """
 
 from __future__ import annotations
@@ -9,8 +13,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Self
 
 from rollmesh.errors import EngineError, GenerationRefused
+from rollmesh.rollout.acknowledging import Acknowledger
 from rollmesh.rollout.checks import Expected, GarbageAnswer, check_chunk
 from rollmesh.rollout.generators import Generators, Seat
 from rollmesh.rollout.held import Held
@@ -29,6 +35,40 @@ MOST_FAILED_CALLS = 16
 
 SaveTokens = Callable[[Held], Awaitable[None]]
 
+_OVERRUN_TOKENS = 16
+"""Tokens of a call that may be sampled between the chunk that ends it and the moment the interrupt takes effect: a few
+until the engine's next delivery, the others in the milliseconds that the interrupt is under way."""
+
+_LEAST_CHUNK_TOKENS = 16
+"""Chunks below this size cost more than they bring: messages and saves of a few tokens each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveLimits:
+    """How far the calls of a trajectory that is saved as it grows may be ahead of its saved tokens."""
+
+    chunk_token_count: int
+    unacknowledged_token_limit: int
+    """Most tokens that a generator may have delivered beyond the acknowledged ones; 0 is no limit."""
+    call_token_count: int | None
+    """Most tokens of one call; None is no limit."""
+
+    @classmethod
+    def of(cls, partial_save_tokens: int) -> Self:
+        """Limits under which at most ``partial_save_tokens`` of a trajectory are unsaved.
+
+        A quarter, at least ``_OVERRUN_TOKENS``, is kept for what is sampled until an interrupt takes effect. The rest
+        are two chunks: the second one is sampled while the first is saved, and the call goes on beyond it only if the
+        acknowledgement of the first is there by then. Smaller chunks would leave saves more time, and cost more of
+        them. Where such chunks would be too small, a call ends after ``partial_save_tokens``: an exact bound, at the
+        price of a prefill each time.
+        """
+        limit = partial_save_tokens - max(_OVERRUN_TOKENS, partial_save_tokens // 4)
+        if limit < 2 * _LEAST_CHUNK_TOKENS:
+            chunk, limit, call = partial_save_tokens, 0, partial_save_tokens
+            return cls(chunk_token_count=chunk, unacknowledged_token_limit=limit, call_token_count=call)
+        return cls(chunk_token_count=limit // 2, unacknowledged_token_limit=limit, call_token_count=None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
@@ -36,7 +76,7 @@ class CallLimits:
 
     vocab_size: int
     max_context_tokens: int
-    chunk_token_count: int
+    saving: SaveLimits
     chunk_timeout_seconds: float
     """A generator that sends no chunk for so long has hung."""
 
@@ -53,6 +93,7 @@ class Caller:
         metrics: RolloutMetrics,
     ) -> None:
         self._client = client
+        self._acknowledger = Acknowledger(client)
         self._generators = generators
         self._policies = policies
         self._limits = limits
@@ -65,27 +106,37 @@ class Caller:
         budget: int,
         params: SamplingParams,
         *,
-        save: SaveTokens,
+        save: SaveTokens | None,
         pinned_version: int | None = None,
     ) -> FinishReason:
         """Append up to ``budget`` tokens to the trajectory; returns STOP or LENGTH.
 
-        ``save`` is called after every chunk but the last. Raises Parked or LetGo (``held.check``), DataError when the
+        ``save`` is called before every call and after every chunk but a call's last; None when nothing is saved before
+        the end: then no call is held back either. Raises Parked or LetGo (``held.check``), DataError when the
         generator refuses the request itself as wrong, and EngineError when call after call breaks without a token.
         """
         goal = held.token_count + budget
+        longest = (self._limits.saving.call_token_count if save is not None else None) or budget
         while held.token_count < goal:
+            if save is not None:
+                await save(held)
             need = Need(min_version=held.min_version, pinned_version=pinned_version, group_id=held.trajectory.group_id)
             with await self._generators.acquire(held, need) as seat:
-                reason = await self._call(seat, goal, params, need, save)
+                end = min(goal, held.token_count + longest)
+                reason = await self._call(seat, end, params, need, save)
             if held.failed_calls >= MOST_FAILED_CALLS:
                 raise EngineError(f"{held.failed_calls} generation calls in a row broke without a token")
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if reason is FinishReason.STOP or (reason is FinishReason.LENGTH and not self._goes_on(held, end)):
                 return reason
         return FinishReason.LENGTH
 
+    def _goes_on(self, held: Held, end: int) -> bool:
+        """Whether a call ended at its own length only: not where the context is full."""
+        full = held.prompt_token_count + held.token_count >= self._limits.max_context_tokens
+        return held.token_count == end and not full
+
     async def _call(
-        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens
+        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens | None
     ) -> FinishReason | None:
         """One call; None when it was given up."""
         held, before = seat.held, seat.held.token_count
@@ -128,7 +179,7 @@ class Caller:
         )
 
     async def _stream(
-        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens
+        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens | None
     ) -> FinishReason | None:
         held = seat.held
         call = GenerationCall(
@@ -137,7 +188,7 @@ class Caller:
             prompt_token_count=held.prompt_token_count,
             max_new_token_count=goal - held.token_count,
             sampling=params,
-            chunk_token_count=self._limits.chunk_token_count,
+            chunk_token_count=self._limits.saving.chunk_token_count,
             group_id=held.trajectory.group_id,
         )
         chunks = self._client.generate(
@@ -146,6 +197,7 @@ class Caller:
             min_policy_version=need.min_version,
             pinned_policy_version=need.pinned_version,
             traceparent=held.trajectory.traceparent,
+            unacknowledged_token_limit=self._limits.saving.unacknowledged_token_limit if save is not None else 0,
         )
         try:
             while True:
@@ -160,7 +212,10 @@ class Caller:
                 if chunk.finish_reason is not None:
                     self._metrics.call_ended(chunk.finish_reason.value)
                     return chunk.finish_reason
-                await save(held)
+                if save is not None:
+                    await save(held)
+                    saved = held.prompt_token_count + held.saved_token_count
+                    self._acknowledger.saved(seat.record, held.trajectory_id, saved)
                 held.check_lost()
         finally:
             await chunks.aclose()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.rollout.calls import Caller, CallLimits
+from rollmesh.rollout.calls import Caller, CallLimits, SaveLimits
 from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
 from rollmesh.rollout.generators import Generators
 from rollmesh.rollout.interrupts import Interrupter
@@ -137,7 +137,7 @@ def _call_limits(config: RunConfig, tokenizer: Tokenizer) -> CallLimits:
     return CallLimits(
         vocab_size=tokenizer.vocab_size,
         max_context_tokens=config.generator.max_context_tokens,
-        chunk_token_count=config.rollout.partial_save_tokens,
+        saving=SaveLimits.of(config.rollout.partial_save_tokens),
         chunk_timeout_seconds=config.rollout.chunk_timeout_seconds,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -58,9 +58,11 @@ class GenerationClient:
         min_policy_version: int = 0,
         pinned_policy_version: int | None = None,
         traceparent: str = "",
+        unacknowledged_token_limit: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of one call; the last one carries a finish reason.
 
+        With an ``unacknowledged_token_limit`` the call ends as ``interrupted`` when ``acknowledge`` falls behind.
         Raises GenerationRefused (not now, not here), EngineError (the generator or the way to it is broken) or
         DataError (the call can never work). Closing the generator cancels the call; its undelivered tokens are lost.
         """
@@ -71,7 +73,7 @@ class GenerationClient:
         )
         line = await self._line(record.address)
         metadata = call_metadata(traceparent=traceparent, token=self._token)
-        stream = line.stub.Generate(request_to_pb(call, need), metadata=metadata)
+        stream = line.stub.Generate(request_to_pb(call, need, unacknowledged_token_limit), metadata=metadata)
         received = False
         line.calls += 1
         try:
@@ -94,6 +96,21 @@ class GenerationClient:
         except grpc.aio.AioRpcError as error:
             raise self._error(error, record.address) from error
         return int(response.interrupted_count)
+
+    async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
+        """Tell the generator how much of each trajectory, prompt included, is durable."""
+        line = await self._line(record.address)
+        request = pb.AcknowledgeRequest(
+            instance_id=record.instance_id,
+            acknowledgements=[
+                pb.Acknowledgement(trajectory_id=name, context_token_count=count)
+                for name, count in context_token_counts.items()
+            ],
+        )
+        try:
+            await line.stub.Acknowledge(request, metadata=call_metadata(token=self._token))
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, record.address) from error
 
     async def status(self, record: GeneratorRecord) -> pb.GetStatusResponse:
         """Version, load and capacity of a generator."""

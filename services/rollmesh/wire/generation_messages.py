@@ -37,7 +37,7 @@ class VersionNeed:
     pinned_policy_version: int | None = None
 
 
-def request_to_pb(call: GenerationCall, need: VersionNeed) -> pb.GenerateRequest:
+def request_to_pb(call: GenerationCall, need: VersionNeed, unacknowledged_token_limit: int = 0) -> pb.GenerateRequest:
     """Encode a call."""
     pinned = need.pinned_policy_version
     return pb.GenerateRequest(
@@ -51,6 +51,7 @@ def request_to_pb(call: GenerationCall, need: VersionNeed) -> pb.GenerateRequest
         instance_id=need.instance_id,
         min_policy_version=need.min_policy_version,
         pinned_policy_version_plus_one=0 if pinned is None else pinned + 1,
+        unacknowledged_token_limit=unacknowledged_token_limit,
     )
 
 

@@ -11,7 +11,7 @@ from rollmesh.config.data import RewardConfig
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.config.services import EvalConfig
 from rollmesh.mesh import RunLimits
-from rollmesh.rollout.calls import Caller, CallLimits
+from rollmesh.rollout.calls import Caller, CallLimits, SaveLimits
 from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
 from rollmesh.rollout.generators import Generators
 from rollmesh.rollout.interrupts import Interrupter
@@ -99,7 +99,10 @@ def build(
     session = WorkerSession(store, f"rollout-{index}", heartbeat, metrics)
     generators, policies = Generators(store), Policies(store)
     call_limits = CallLimits(
-        vocab_size=VOCAB, max_context_tokens=CONTEXT, chunk_token_count=chunk, chunk_timeout_seconds=chunk_timeout
+        vocab_size=VOCAB,
+        max_context_tokens=CONTEXT,
+        saving=SaveLimits(chunk_token_count=chunk, unacknowledged_token_limit=2 * chunk, call_token_count=None),
+        chunk_timeout_seconds=chunk_timeout,
     )
     caller = Caller(generation, generators, policies, call_limits, metrics)
     scorer = Scorer(reward, reward_config or RewardConfig(), budget, metrics)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -145,6 +145,7 @@ class ScriptedCluster:
     def __init__(self, store: TrajectoryStore, generators: Sequence[ScriptedGenerator]) -> None:
         self.store = store
         self.generators = {g.name: g for g in generators}
+        self.acknowledged: dict[str, int] = {}
 
     async def register(self) -> None:
         for generator in self.generators.values():
@@ -161,6 +162,7 @@ class ScriptedCluster:
         min_policy_version: int = 0,
         pinned_policy_version: int | None = None,
         traceparent: str = "",
+        unacknowledged_token_limit: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
         generator = self.generators[record.instance_id]
         if generator.version < min_policy_version:
@@ -178,6 +180,9 @@ class ScriptedCluster:
             if trajectory_id in running:
                 running[trajectory_id].set()
         return len(trajectory_ids)
+
+    async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
+        self.acknowledged.update(context_token_counts)
 
 
 @dataclass

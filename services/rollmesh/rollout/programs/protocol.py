@@ -47,9 +47,9 @@ class Rollout:
     async def sample(self, *, durable: bool = True) -> FinishReason:
         """Let the policy continue until a stop token (STOP) or the end of the budget (LENGTH).
 
-        ``durable`` saves partial tokens on the way. Raises Parked or LetGo.
+        ``durable`` saves partial tokens on the way, unless it is an evaluation. Raises Parked or LetGo.
         """
-        save = self.save if durable else _keep_in_memory
+        save = self.save if durable and self.pinned_version is None else None
         return await self.caller.sample(
             self.held, self.left, self.params, save=save, pinned_version=self.pinned_version
         )
@@ -69,7 +69,3 @@ class Program(Protocol):
 
         ``snapshot`` is what was kept of its environment.
         """
-
-
-async def _keep_in_memory(_held: Held) -> None:
-    """A trajectory whose environment cannot be resumed saves nothing before its end."""

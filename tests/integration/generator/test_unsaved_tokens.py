@@ -1,0 +1,115 @@
+"""How far a real generator runs ahead of a caller whose saves are slow: what a killed worker would lose."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import httpx
+import pytest
+
+from rollmesh.launcher.sampler import GENERATED_TOKENS, metric_sums
+from rollmesh.rollout.calls import Caller, CallLimits, SaveLimits
+from rollmesh.rollout.generators import Generators
+from rollmesh.rollout.held import Held
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.policies import Policies
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.types import FinishReason, Prompt, SamplingParams, Trajectory
+
+from .generator_run import VOCAB, GeneratorRun, prompt_ids
+
+HELD_BACK = "rollmesh_generator_calls_held_back_total"
+BUDGET = 160
+
+
+class Saves:
+    """Stands in for the queue: a save takes up to ``seconds``, and looks at the generator just before it is done."""
+
+    def __init__(self, run: GeneratorRun, client: httpx.AsyncClient, seconds: float) -> None:
+        self._admin = read_endpoints(run.folder, "generator")[0].admin
+        self._client = client
+        self._seconds = seconds
+        self._rng = random.Random(7)
+        self._already = 0.0
+        self.saved = 0
+        self.most_unsaved = 0
+
+    async def metrics(self) -> dict[str, float]:
+        return metric_sums((await self._client.get(f"http://{self._admin}/metrics")).text)
+
+    async def begin(self) -> None:
+        self._already = (await self.metrics())[GENERATED_TOKENS]
+
+    async def save(self, held: Held) -> None:
+        """The unsaved tokens grow until a save is done, so this is where they are most."""
+        end = held.token_count
+        if end == held.saved_token_count:
+            return
+        await asyncio.sleep(self._rng.uniform(0.0, self._seconds))
+        generated = (await self.metrics())[GENERATED_TOKENS] - self._already
+        self.most_unsaved = max(self.most_unsaved, int(generated) - self.saved)
+        self.saved += end - held.saved_token_count
+        held.saved_token_count = end
+
+
+def held_trajectory(name: str) -> Held:
+    prompt = Prompt(prompt_id=name, token_ids=prompt_ids(len(name)), verifier="exact")
+    return Held(Trajectory(trajectory_id=name, group_id=name, member_index=0, prompt=prompt, birth_version=0))
+
+
+async def make_caller(run: GeneratorRun, partial_save_tokens: int) -> Caller:
+    generators = Generators(run.store)
+    await generators.refresh()
+    limits = CallLimits(
+        vocab_size=VOCAB,
+        max_context_tokens=256,
+        saving=SaveLimits.of(partial_save_tokens),
+        chunk_timeout_seconds=20.0,
+    )
+    return Caller(run.client, generators, Policies(run.store), limits, RolloutMetrics(Metrics("rollout")))
+
+
+async def sample(caller: Caller, name: str, save: Callable[[Held], Awaitable[None]] | None) -> Held:
+    held = held_trajectory(name)
+    assert await caller.sample(held, BUDGET, SamplingParams(seed=3), save=save) is FinishReason.LENGTH
+    if save is not None:
+        await save(held)
+    return held
+
+
+@pytest.mark.parametrize("rollouts", [1, 8])
+@pytest.mark.parametrize("partial_save_tokens", [16, 64])
+async def test_the_unsaved_tokens_of_a_rollout_stay_within_partial_save_tokens(make_run, partial_save_tokens, rollouts):
+    run = await make_run()
+    await run.publish(0)
+    run.start_process(0)
+    await run.serving(0)
+    caller = await make_caller(run, partial_save_tokens)
+    whole = [await sample(caller, f"t{i}", None) for i in range(rollouts)]
+    async with httpx.AsyncClient() as client:
+        saves = Saves(run, client, 0.15)
+        await saves.begin()
+        async with asyncio.timeout(60):
+            helds = await asyncio.gather(*(sample(caller, f"t{i}", saves.save) for i in range(rollouts)))
+        held_back = (await saves.metrics())[HELD_BACK]
+    assert (held_back > 0) is (partial_save_tokens == 64)
+    assert saves.most_unsaved <= partial_save_tokens * rollouts
+    for held, one in zip(helds, whole, strict=True):
+        assert held.context_ids().tolist() == one.context_ids().tolist()
+
+
+async def test_a_generator_goes_on_while_the_acknowledgements_keep_up(make_run):
+    run = await make_run(pace=[[1, 0.01]])
+    await run.publish(0)
+    run.start()
+    await run.serving(0)
+    caller = await make_caller(run, 64)
+    async with httpx.AsyncClient() as client:
+        saves = Saves(run, client, 0.0)
+        await sample(caller, "t", saves.save)
+        assert (await saves.metrics())[HELD_BACK] == 0
+        assert (await saves.metrics())["rollmesh_generator_calls_total"] == 1
+    assert saves.saved > BUDGET - 64

@@ -1,0 +1,206 @@
+"""What is saved when: before every call, after every chunk, and what the generator is told about it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.errors import EngineError
+from rollmesh.rollout.acknowledging import Acknowledger
+from rollmesh.rollout.calls import Caller, CallLimits, SaveLimits
+from rollmesh.rollout.generators import Generators
+from rollmesh.rollout.held import Held
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.policies import Policies
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.types import (
+    Chunk,
+    FinishReason,
+    GenerationCall,
+    GeneratorRecord,
+    PolicyRecord,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+)
+
+PROMPT = 3
+CONTEXT = 400
+BREAK = "break"
+RECORD = GeneratorRecord(
+    instance_id="a",
+    address="a:1",
+    policy_version=0,
+    running_count=0,
+    waiting_count=0,
+    slot_count=1,
+    kv_token_capacity=100,
+    serving=True,
+)
+
+
+class Registry:
+    """One generator and one policy."""
+
+    async def generators(self) -> list[GeneratorRecord]:
+        return [RECORD]
+
+    async def latest_policy(self) -> PolicyRecord:
+        return PolicyRecord(policy_version=0, train_step=0, path="p", manifest_digest="")
+
+
+class Generator:
+    """A GenerationPort whose calls end as a script says: after so many tokens, interrupted or broken."""
+
+    def __init__(self, script: Sequence[tuple[int, FinishReason | str]], held: Held) -> None:
+        self._script = list(script)
+        self._held = held
+        self.calls: list[tuple[GenerationCall, int]] = []
+        self.unsaved_at_start: list[int] = []
+        self.acknowledged: list[Mapping[str, int]] = []
+
+    async def generate(
+        self,
+        record: GeneratorRecord,
+        call: GenerationCall,
+        *,
+        min_policy_version: int = 0,
+        pinned_policy_version: int | None = None,
+        traceparent: str = "",
+        unacknowledged_token_limit: int = 0,
+    ) -> AsyncGenerator[Chunk, None]:
+        self.calls.append((call, unacknowledged_token_limit))
+        self.unsaved_at_start.append(self._held.token_count - self._held.saved_token_count)
+        count, end = self._script.pop(0) if self._script else (call.max_new_token_count, FinishReason.LENGTH)
+        room = min(call.max_new_token_count, CONTEXT - len(call.context_ids))
+        if count >= room:
+            count, end = room, FinishReason.LENGTH
+        for start in range(0, count, call.chunk_token_count):
+            size = min(call.chunk_token_count, count - start)
+            last = start + size == count and end != BREAK
+            yield chunk(size, end if last and isinstance(end, FinishReason) else None)
+        if end == BREAK:
+            raise EngineError("the connection was lost")
+        if not count:
+            yield chunk(0, FinishReason.INTERRUPTED)
+
+    async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
+        return 0
+
+    async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
+        assert record is RECORD
+        self.acknowledged.append(dict(context_token_counts))
+        await asyncio.sleep(0)
+
+
+def chunk(size: int, reason: FinishReason | None) -> Chunk:
+    return Chunk(
+        token_ids=np.full(size, 5, np.int32),
+        behavior_logprobs=np.full(size, -1.0, np.float32),
+        policy_version=0,
+        kv_min_version=0,
+        finish_reason=reason,
+    )
+
+
+def make_held() -> Held:
+    prompt = Prompt(prompt_id="p", token_ids=np.ones(PROMPT, np.int32), verifier="exact")
+    return Held(Trajectory(trajectory_id="t", group_id="g", member_index=0, prompt=prompt))
+
+
+async def make_caller(generator: Generator, partial_save_tokens: int) -> Caller:
+    registry = Registry()
+    looks = itertools.count(0, 1000)  # nobody is avoided for so long
+    generators = Generators(registry, clock=lambda: next(looks))  # type: ignore[arg-type]
+    await generators.refresh()
+    limits = CallLimits(
+        vocab_size=10,
+        max_context_tokens=CONTEXT,
+        saving=SaveLimits.of(partial_save_tokens),
+        chunk_timeout_seconds=10.0,
+    )
+    policies = Policies(registry)  # type: ignore[arg-type]
+    return Caller(generator, generators, policies, limits, RolloutMetrics(Metrics("rollout")))
+
+
+async def save(held: Held) -> None:
+    await asyncio.sleep(0)
+    held.saved_token_count = held.token_count
+
+
+endings = st.tuples(st.integers(1, 120), st.sampled_from([FinishReason.INTERRUPTED, BREAK]))
+
+
+@given(script=st.lists(endings, max_size=8), partial_save_tokens=st.integers(1, 200), budget=st.integers(1, 390))
+async def test_everything_is_saved_before_the_next_call_begins(
+    script: list[tuple[int, FinishReason | str]], partial_save_tokens: int, budget: int
+) -> None:
+    held = make_held()
+    generator = Generator(script, held)
+    caller = await make_caller(generator, partial_save_tokens)
+    assert await caller.sample(held, budget, SamplingParams(), save=save) is FinishReason.LENGTH
+    assert held.token_count == budget
+    assert set(generator.unsaved_at_start) == {0}
+    assert held.token_count - held.saved_token_count <= partial_save_tokens
+    durable = [report["t"] for report in generator.acknowledged]
+    assert durable == sorted(durable)
+    assert all(count <= PROMPT + held.saved_token_count for count in durable)
+
+
+@given(partial_save_tokens=st.integers(1, 8192))
+def test_a_call_and_its_overrun_stay_within_partial_save_tokens(partial_save_tokens: int) -> None:
+    limits = SaveLimits.of(partial_save_tokens)
+    if limits.call_token_count is not None:
+        assert limits.call_token_count == limits.chunk_token_count == partial_save_tokens < 48
+        return
+    assert 2 * limits.chunk_token_count <= limits.unacknowledged_token_limit <= partial_save_tokens - 16
+    assert limits.chunk_token_count >= 16
+
+
+async def test_what_is_not_saved_before_its_end_is_neither_held_back_nor_cut_into_calls() -> None:
+    held = make_held()
+    generator = Generator([], held)
+    caller = await make_caller(generator, 16)
+    await caller.sample(held, 100, SamplingParams(), save=None)
+    assert [(call.max_new_token_count, limit) for call, limit in generator.calls] == [(100, 0)]
+    assert not generator.acknowledged
+
+
+async def test_a_small_bound_ends_calls_and_a_full_context_ends_the_answer() -> None:
+    held = make_held()
+    generator = Generator([], held)
+    caller = await make_caller(generator, 16)
+    async with asyncio.timeout(10):
+        reason = await caller.sample(held, CONTEXT, SamplingParams(), save=save)
+    assert reason is FinishReason.LENGTH
+    assert held.token_count == CONTEXT - PROMPT
+    assert {call.max_new_token_count for call, _ in generator.calls} == {16}
+
+
+async def test_reports_that_come_up_during_a_report_travel_together_and_a_lost_one_is_no_error() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Generator):
+        async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
+            self.acknowledged.append(dict(context_token_counts))
+            begun.set()
+            await go_on.wait()
+            raise EngineError("lost")
+
+    generator = Slow([], make_held())
+    acknowledger = Acknowledger(generator)
+    acknowledger.saved(RECORD, "a", 5)
+    await begun.wait()
+    acknowledger.saved(RECORD, "a", 9)
+    acknowledger.saved(RECORD, "b", 7)
+    acknowledger.saved(RECORD, "a", 12)
+    go_on.set()
+    async with asyncio.timeout(10):
+        while len(generator.acknowledged) < 2:
+            await asyncio.sleep(0)
+    assert generator.acknowledged == [{"a": 5}, {"a": 12, "b": 7}]
