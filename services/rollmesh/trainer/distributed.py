@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -55,20 +55,23 @@ def pick_device(choice: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def shard(model: nn.Module, causal_lm: PreTrainedModel, gang: Gang, device: torch.device) -> None:
+def shard(model: nn.Module, causal_lm: PreTrainedModel, gang: Gang, *, mixed: bool) -> None:
     """Shard the parameters over the gang with FSDP2: each decoder layer, then the rest with the root.
 
-    Gradients are summed in float32 whatever the compute dtype. Nothing happens with one process.
+    ``mixed`` gathers and computes in bfloat16. Gradients are summed in float32 whatever the compute dtype. Nothing
+    happens with one process.
     """
     if gang.world == 1:
         return
     policy = MixedPrecisionPolicy()
-    if device.type == "cuda":
+    if mixed:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = set(causal_lm._no_split_modules or ())
     for module in causal_lm.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mp_policy=policy)
+    # The root's inputs are token ids, and temperatures, which bfloat16 would change by up to 0.4%.
+    policy = replace(policy, cast_forward_inputs=False)
     # The root keeps its parameters gathered after a pass unless told otherwise; between passes they are read.
     fully_shard(model, mp_policy=policy, reshard_after_forward=True)
 

@@ -129,7 +129,7 @@ class EvidenceGatherer:
         if model is None or int(found) < self._compute.gang.world:
             return None
         model.requires_grad_(False)
-        shard(model, model.causal_lm, self._compute.gang, self._compute.device)
+        shard(model, model.causal_lm, self._compute.gang, mixed=self._compute.mixed_shards)
         return model
 
     def _read(self, version: int) -> PolicyModel | None:

@@ -27,6 +27,8 @@ class Compute:
     token_budget: int
     autocast: bool
     """bfloat16 autocast: CUDA, one process (FSDP2 brings its own mixed precision)."""
+    mixed_shards: bool = False
+    """Sharded models gather bfloat16 parameters, whatever the dtype of their shards: CUDA, several processes."""
 
     def precision(self) -> torch.autocast | nullcontext[None]:
         """Context of every forward pass."""

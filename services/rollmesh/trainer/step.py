@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -28,6 +27,7 @@ from rollmesh.errors import DataError
 from rollmesh.trainer.batch import TrainBatch, build_train_batch, split_minibatches
 from rollmesh.trainer.distributed import Gang, pick_device, shard, whole
 from rollmesh.trainer.evidence import EvidenceGatherer, PolicyFolder
+from rollmesh.trainer.exact import ExactTwin
 from rollmesh.trainer.explain import TokenExplanation, explain_tokens
 from rollmesh.trainer.model import PolicyModel, load_policy_model, write_policy_folder
 from rollmesh.trainer.optimizer import build_optimizer, learning_rate
@@ -65,10 +65,11 @@ class PolicyTrainer:
         self._source = source
         self._publish_dtype = publish_dtype
         self._max_token_staleness = max_token_staleness
-        shard(model, model.causal_lm, compute.gang, compute.device)
+        shard(model, model.causal_lm, compute.gang, mixed=compute.mixed_shards)
         self._optimizer = build_optimizer(model, config)
         self._recipe = loss_recipe(config.algorithm)
         self._stage = StageRecord()
+        self._exact = ExactTwin(model, source, compute)
         self._evidence = EvidenceGatherer(
             model, compute, SOURCES[config.algorithm.old_logprobs], self._stage, policy_folder
         )
@@ -85,24 +86,27 @@ class PolicyTrainer:
         max_token_staleness: int | None = None,
         policy_folder: PolicyFolder | None = None,
         compute_dtype: torch.dtype = torch.float32,
+        mixed_precision: bool | None = None,
     ) -> Self:
         """Load a policy from a Hugging Face folder.
 
-        ``dtype`` is that of published weights; the trainer's own are ``compute_dtype`` (on CUDA the passes run in
-        bfloat16). ``device`` overrides ``config.device``. ``max_token_staleness`` masks older tokens.
-        ``policy_folder`` finds earlier versions, for the old-logprob source ``snapshot`` and the KL reference.
-        Raises CheckpointError or ConfigError.
+        ``dtype`` is that of published weights; the trainer's own are ``compute_dtype``. ``mixed_precision`` runs the
+        passes in bfloat16; None does so on CUDA. ``device`` overrides ``config.device``. ``max_token_staleness`` masks
+        older tokens. ``policy_folder`` finds earlier versions, for the old-logprob source ``snapshot`` and the KL
+        reference. Raises CheckpointError or ConfigError.
         """
         gang = gang or Gang()
         place = pick_device(device or config.device, gang.local_rank)
         model = load_policy_model(
             Path(folder), dtype=compute_dtype, device=place, gradient_checkpointing=config.gradient_checkpointing
         )
+        mixed = place.type == "cuda" if mixed_precision is None else mixed_precision
         compute = Compute(
             device=place,
             gang=gang,
             token_budget=config.tokens_per_microbatch,
-            autocast=place.type == "cuda" and gang.world == 1,
+            autocast=mixed and gang.world == 1,
+            mixed_shards=mixed and gang.world > 1,
         )
         return cls(
             model,
@@ -170,10 +174,11 @@ class PolicyTrainer:
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
         """Log-probabilities of each token given its predecessors, float32 [tokens - 1] per sequence of >= 2 tokens.
 
-        Every rank computes all of them: for canaries and audits, so never in autocast: a reader that computes in
-        float32 must find the same numbers.
+        Every rank computes all of them: for canaries and audits, so never in mixed precision: a reader that computes
+        in float32 must find the same numbers.
         """
-        return score_sequences(self._model, replace(self._compute, autocast=False), sequences, temperature)
+        model = self._exact.current() if self._compute.mixed_shards else self._model
+        return score_sequences(model, self._exact.compute, sequences, temperature)
 
     def end_stage(
         self,

@@ -50,3 +50,15 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path) -> None:
     alone.restore_extra(load_state(state, alone.state_tensors()))
     alone.export(tmp_path / "resharded")
     assert largest_difference(weights_of(tmp_path / "resharded"), weights_of(two / str(STEPS))) == 0
+
+
+def test_a_gang_that_computes_in_bfloat16_scores_canaries_in_float32(tmp_path: Path) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    write_random_model(model)
+    out.mkdir()
+    run_gang("mixed_precision_process", model, out)
+    gaps = json.loads((out / "gaps.json").read_text())
+    assert len(gaps) == 3, "before, and after each update"
+    for gap in gaps:
+        assert gap["pass"] > 1e-3, "the passes are in bfloat16"
+        assert gap["canary"] < 1e-5
