@@ -83,7 +83,8 @@ def demo_seeds(
 def run_to_report(config: RunConfig, console: Console) -> int:
     """Run, audit and report; returns the exit status: 0 done and green, 1 not green, 130 stopped by a person."""
     from rollmesh.launcher.closing import close_run
-    from rollmesh.report.summary import print_summary, summarise
+    from rollmesh.report.overview import print_summary
+    from rollmesh.report.summary import summarise
 
     check_run(config)
     folder = Path(config.folder)

@@ -26,8 +26,8 @@ from rollmesh.report.ledger import (
     read_batches,
     train_steps_of_versions,
 )
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.rescore import PRUNED, ExactScorer, Scorer, rescore
-from rollmesh.report.run_folder import RunFolder
 from rollmesh.report.series import train_series
 from rollmesh.report.verdict import AUDIT_FILE, DECIDING_DTYPES, AuditResult, Rescoring
 
@@ -45,7 +45,7 @@ def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: C
     ``account`` is what the queue knows (None: lost groups are not checked); ``progress`` shows how far the audit is.
     Raises DataError when the folder or its checkpoint store is not there, CheckpointError for an unreadable secret.
     """
-    folder = RunFolder(run_folder)
+    folder = RecordedRun(run_folder)
     result = _audit(folder, open_checkpoints(folder), account, progress)
     temporary = folder.path / f".{AUDIT_FILE}.{os.getpid()}.tmp"
     temporary.write_text(result.to_json(), encoding="utf-8")
@@ -53,7 +53,7 @@ def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: C
     return result
 
 
-def open_checkpoints(folder: RunFolder) -> CheckpointStore:
+def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
     """The run's checkpoint store; DataError when there is none, CheckpointError without the secret that sealed it."""
     if not folder.checkpoints.is_dir():
         raise DataError(f"{folder.checkpoints}: no checkpoint store; has this run begun?")
@@ -66,7 +66,7 @@ def open_checkpoints(folder: RunFolder) -> CheckpointStore:
     raise CheckpointError(f"{folder.path}: no secret in the run folder, and {SECRET_VARIABLE} is not set")
 
 
-def known_train_steps(folder: RunFolder, store: CheckpointStore, account: QueueAccount | None) -> dict[int, int]:
+def known_train_steps(folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None) -> dict[int, int]:
     """Train step of every policy version that the registry, the manifests or the metrics name."""
     train = train_series(folder.metrics.records)
     logged = zip(train.policy_version, train.train_step, strict=True)
@@ -101,7 +101,7 @@ def print_audit(result: AuditResult, console: Console) -> None:
 
 
 def _audit(
-    folder: RunFolder, store: CheckpointStore, account: QueueAccount | None, progress: Console | None
+    folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None, progress: Console | None
 ) -> AuditResult:
     newest = store.latest_committed()
     committed = newest.train_step if newest is not None else -1
@@ -142,7 +142,7 @@ class _Findings:
     config_problem: str | None
 
 
-def _result(folder: RunFolder, found: _Findings, account: QueueAccount | None) -> AuditResult:
+def _result(folder: RecordedRun, found: _Findings, account: QueueAccount | None) -> AuditResult:
     trained = found.trained
     problems = tuple(_problems(found))
     counted = trained.staleness.total()
@@ -237,12 +237,12 @@ def _some(ids: tuple[str, ...] | list[str]) -> str:
     return ", ".join(ids[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _staleness_rule(folder: RunFolder) -> StalenessRule:
+def _staleness_rule(folder: RecordedRun) -> StalenessRule:
     masked = folder.config is not None and folder.config.schedule.on_stale == "mask_old_segments"
     return StalenessRule(max_staleness=folder.max_staleness, mask_old_segments=masked)
 
 
-def _dtype(folder: RunFolder) -> str:
+def _dtype(folder: RecordedRun) -> str:
     return folder.config.model.dtype if folder.config is not None else "float32"
 
 

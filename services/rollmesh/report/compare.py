@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rollmesh.report.plots import style
 from rollmesh.report.plots.comparison import comparison_plot
-from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import evaluation_points, train_series
 from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.report.words import NOISE_STANDARD_ERRORS, count, duration, percent
@@ -128,7 +128,7 @@ def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path, n
     arms = {
         label: [
             (train_series(folder.metrics.records), evaluation_points(folder.evaluations.records))
-            for folder in map(RunFolder, paths)
+            for folder in map(RecordedRun, paths)
         ]
         for label, paths in folders.items()
     }

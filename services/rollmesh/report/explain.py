@@ -18,7 +18,7 @@ import numpy as np
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import known_train_steps, open_checkpoints
-from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.types import Batch, PolicyRecord, Trajectory
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def explain_trajectories(
     """Explain one trajectory of a batch, or its first ``limit``; errors as ``explain_batch``."""
     from rollmesh.trainer.samples import decoder
 
-    folder = RunFolder(run_folder)
+    folder = RecordedRun(run_folder)
     store = open_checkpoints(folder)
     batch = _batch(store, train_step)
     chosen = _chosen(batch, trajectory_id, limit)
@@ -179,7 +179,7 @@ def _weights_before(store: CheckpointStore, train_step: int) -> PolicyRecord:
 
 
 def _explain(
-    folder: RunFolder, store: CheckpointStore, policy: Path, batch: Batch, train_steps: Mapping[int, int]
+    folder: RecordedRun, store: CheckpointStore, policy: Path, batch: Batch, train_steps: Mapping[int, int]
 ) -> Iterable[TokenExplanation]:
     from rollmesh.trainer.step import PolicyTrainer
 

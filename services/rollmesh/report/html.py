@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 import rollmesh
 from rollmesh.report.plots import PlotSpec, plot_specs, style
-from rollmesh.report.run_folder import Record, RunFolder
+from rollmesh.report.recorded_run import Record, RecordedRun
 from rollmesh.report.series import EvaluationPoint, TrainSeries, number, train_series
 from rollmesh.report.summary import RunSummary, summarise
 from rollmesh.report.verdict import AuditResult
@@ -69,7 +69,7 @@ def write_report(run_folder: Path) -> Path:
 
     Raises DataError when there is no such folder, ConfigError when matplotlib is not installed.
     """
-    folder = RunFolder(run_folder)
+    folder = RecordedRun(run_folder)
     summary = summarise(folder)
     text = render(folder, summary, _draw(folder, plot_specs(folder)))
     file = folder.path / REPORT_FILE
@@ -79,7 +79,7 @@ def write_report(run_folder: Path) -> Path:
     return file
 
 
-def render(folder: RunFolder, summary: RunSummary, plots: Sequence[Plot]) -> str:
+def render(folder: RecordedRun, summary: RunSummary, plots: Sequence[Plot]) -> str:
     """The page as text."""
     return str(
         _environment()
@@ -102,7 +102,7 @@ def render(folder: RunFolder, summary: RunSummary, plots: Sequence[Plot]) -> str
     )
 
 
-def _draw(folder: RunFolder, specs: Sequence[PlotSpec]) -> list[Plot]:
+def _draw(folder: RecordedRun, specs: Sequence[PlotSpec]) -> list[Plot]:
     """Draw every plot once: into the page, and as files beside it."""
     plots: list[Plot] = []
     target = folder.path / "plots"

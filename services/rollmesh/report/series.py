@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollmesh.report.run_folder import Record
+from rollmesh.report.recorded_run import Record
 
 FloatArray = npt.NDArray[np.float64]
 

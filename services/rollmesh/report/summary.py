@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollmesh.errors import DataError
-from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import (
     EvaluationPoint,
     FloatArray,
@@ -23,9 +22,6 @@ from rollmesh.report.series import (
     train_series,
 )
 from rollmesh.report.verdict import AuditResult, read_audit
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 ALL_OR_NOTHING_VERIFIERS = frozenset({"exact", "numeric", "choice", "math", "countdown"})
 """Verifiers that return 1 for a right answer and 0 for a wrong one: their mean is an accuracy."""
@@ -92,9 +88,9 @@ class RunSummary:
         return self.after.mean - self.before.mean, error
 
 
-def summarise(run_folder: Path | RunFolder) -> RunSummary:
+def summarise(run_folder: Path | RecordedRun) -> RunSummary:
     """Read a run folder, partial or complete; raises DataError when there is no such folder."""
-    folder = run_folder if isinstance(run_folder, RunFolder) else RunFolder(run_folder)
+    folder = run_folder if isinstance(run_folder, RecordedRun) else RecordedRun(run_folder)
     train = train_series(folder.metrics.records)
     timeline = timeline_series(folder.timeline.records)
     evaluations = evaluation_points(folder.evaluations.records)
@@ -132,25 +128,6 @@ def summarise(run_folder: Path | RunFolder) -> RunSummary:
     )
 
 
-def print_summary(summary: RunSummary, console: Console) -> None:
-    """The summary as a short table and sentences."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from rollmesh.report.words import facts, sentences
-
-    table = Table(title=f"run {summary.name}", title_justify="left", show_header=False, box=None, padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column()
-    for name, value in facts(summary):
-        table.add_row(name, value)
-    console.print(table)
-    for sentence in sentences(summary):
-        console.print(
-            Text(f"- {sentence.text}", style="red" if sentence.bad else ""), soft_wrap=not console.is_terminal
-        )
-
-
 def _audit(path: Path) -> tuple[AuditResult | None, tuple[str, ...]]:
     try:
         audit = read_audit(path)
@@ -168,7 +145,7 @@ def _before_and_after(points: Sequence[EvaluationPoint]) -> tuple[EvaluationPoin
     return (None, newest) if oldest is newest else (oldest, newest)
 
 
-def _score_name(folder: RunFolder) -> str:
+def _score_name(folder: RecordedRun) -> str:
     if folder.config is None:
         return "mean reward"
     data = folder.config.data
@@ -211,7 +188,7 @@ def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | 
     return float((train.off_policy_share[known] * tokens).sum() / tokens.sum()) if tokens.sum() > 0 else None
 
 
-def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: RunFolder) -> Mapping[str, int]:
+def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: RecordedRun) -> Mapping[str, int]:
     """Groups by reason from the best source there is: the audit, the timeline, the last step report."""
     if audit is not None and audit.dropped:
         return audit.dropped

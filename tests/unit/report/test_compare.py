@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rollmesh.report.compare import compare, difference_words, print_comparison, spread_of, write_comparison_plot
 from rollmesh.report.plots.comparison import clocks
-from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import train_series
 
 Arms = dict[str, list[Path]]
@@ -100,7 +100,7 @@ def test_a_spread_leaves_out_what_is_unknown() -> None:
 
 
 def test_clocks_count_updates_tokens_and_seconds(arms: Arms) -> None:
-    series = train_series(RunFolder(arms["copris"][0]).metrics.records)
+    series = train_series(RecordedRun(arms["copris"][0]).metrics.records)
     steps, tokens, seconds = clocks(series)
     assert steps.tolist() == list(range(1, 9))
     assert tokens[-1] == series.trained_tokens.sum()

@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from rollmesh.report.plots import plot_specs, style, write_plots
-from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.recorded_run import RecordedRun
 
 ALL = {"in_flight", "reward", "length", "staleness", "correction", "drift", "throughput", "queue"}
 
@@ -24,7 +24,7 @@ def test_a_complete_run_gives_every_plot_as_svg_and_png(run_folder: Path) -> Non
 
 def test_a_run_without_a_timeline_keeps_the_plots_of_its_steps(run_folder: Path) -> None:
     (run_folder / "timeline.jsonl").unlink()
-    assert {s.name for s in plot_specs(RunFolder(run_folder))} == ALL - {"in_flight", "queue"}
+    assert {s.name for s in plot_specs(RecordedRun(run_folder))} == ALL - {"in_flight", "queue"}
 
 
 def test_an_empty_folder_has_no_plots(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_steps_that_report_nothing_but_their_number_are_still_drawn(tmp_path: Pa
 
 
 def test_axes_carry_units_and_no_legend_grows_with_the_run(tmp_path: Path, make_run: Callable[..., Path]) -> None:
-    specs = plot_specs(RunFolder(make_run(tmp_path / "long", steps=120)))
+    specs = plot_specs(RecordedRun(make_run(tmp_path / "long", steps=120)))
     with style.style():
         figures = {spec.name: spec.draw() for spec in specs}
     for name, figure in figures.items():
@@ -52,7 +52,7 @@ def test_axes_carry_units_and_no_legend_grows_with_the_run(tmp_path: Path, make_
 
 def test_titles_legends_and_panels_do_not_overlap(run_folder: Path) -> None:
     with style.style():
-        for spec in plot_specs(RunFolder(run_folder)):
+        for spec in plot_specs(RecordedRun(run_folder)):
             figure = spec.draw()
             figure.draw_without_rendering()
             boxes = []
@@ -70,7 +70,7 @@ def test_titles_legends_and_panels_do_not_overlap(run_folder: Path) -> None:
 
 
 def test_a_plot_for_the_page_follows_its_colour_scheme_and_keeps_ids_apart(run_folder: Path) -> None:
-    spec = next(s for s in plot_specs(RunFolder(run_folder)) if s.name == "reward")
+    spec = next(s for s in plot_specs(RecordedRun(run_folder)) if s.name == "reward")
     with style.style():
         text = style.save(spec.draw(), run_folder, "plot")[0].read_text()
     one, other = style.for_page(text, "one"), style.for_page(text, "other")
@@ -83,14 +83,14 @@ def test_a_plot_for_the_page_follows_its_colour_scheme_and_keeps_ids_apart(run_f
 
 def test_a_long_run_stays_a_small_file(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     folder = make_run(tmp_path / "day", steps=400, seconds=20.0)
-    specs = {s.name: s for s in plot_specs(RunFolder(folder))}
+    specs = {s.name: s for s in plot_specs(RecordedRun(folder))}
     with style.style():
         assert style.save(specs["in_flight"].draw(), tmp_path, "in_flight")[0].stat().st_size < 600_000
         assert style.save(specs["queue"].draw(), tmp_path, "queue")[0].stat().st_size < 200_000
 
 
 def test_the_bound_of_the_preset_is_drawn_even_if_the_run_file_leaves_it_null(run_folder: Path) -> None:
-    folder = RunFolder(run_folder)
+    folder = RecordedRun(run_folder)
     assert folder.config is not None and folder.config.schedule.max_staleness is None
     assert folder.max_staleness == 4
     assert json.loads((run_folder / "metrics.jsonl").read_text().splitlines()[0])["train_step"] == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import (
     binned,
     evaluation_points,
@@ -34,7 +34,7 @@ def test_a_replayed_step_counts_once_and_its_newest_record_wins() -> None:
 
 
 def test_every_column_of_a_real_step_report_is_found(run_folder: Path) -> None:
-    series = train_series(RunFolder(run_folder).metrics.records)
+    series = train_series(RecordedRun(run_folder).metrics.records)
     for field in dataclasses.fields(series):
         values = getattr(series, field.name)
         assert len(values) > 0, field.name

@@ -10,7 +10,8 @@ import yaml
 from rich.console import Console
 
 from rollmesh.errors import DataError
-from rollmesh.report.summary import print_summary, summarise
+from rollmesh.report.overview import print_summary
+from rollmesh.report.summary import summarise
 from rollmesh.report.verdict import AuditResult, Rescoring, VersionGap, read_audit
 from rollmesh.report.words import duration, moment, sentences
 

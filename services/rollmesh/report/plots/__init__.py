@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollmesh.report.plots import learning, mesh, style
-from rollmesh.report.run_folder import RunFolder
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import evaluation_points, timeline_series, train_series
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class PlotSpec:
     draw: Callable[[], Figure]
 
 
-def plot_specs(folder: RunFolder) -> tuple[PlotSpec, ...]:
+def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
     """The plots that the folder's files allow, in reading order; nothing is drawn yet."""
     train = train_series(folder.metrics.records)
     timeline = timeline_series(folder.timeline.records)
@@ -96,7 +96,7 @@ def write_plots(run_folder: Path) -> tuple[Path, ...]:
 
     Raises ConfigError when matplotlib is not installed, DataError when there is no such folder.
     """
-    specs = plot_specs(RunFolder(run_folder))
+    specs = plot_specs(RecordedRun(run_folder))
     folder = run_folder / "plots"
     folder.mkdir(exist_ok=True)
     files: list[Path] = []

@@ -60,8 +60,8 @@ def read_json_lines(file: Path) -> JsonLines:
     return JsonLines(records=tuple(records), skipped=skipped, exists=True)
 
 
-class RunFolder:
-    """One run folder; files are read on first use and not again."""
+class RecordedRun:
+    """One run as its folder records it; files are read on first use and not again."""
 
     def __init__(self, path: str | Path) -> None:
         """Raise DataError unless ``path`` is a folder."""
