@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds test lint unit integration e2e chaos bench publish-contract clean
+.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try e2e chaos bench publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -72,8 +72,8 @@ sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU
 sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
-e2e: $(VENV)/.dev ## The whole mesh
-	$(BIN)/pytest tests/e2e
+e2e: $(VENV)/.dev sglang-try ## The whole mesh, once on real SGLang servers
+	$(BIN)/pytest -rs tests/e2e
 
 chaos: $(VENV)/.local ## 20 rounds of kill -9 and stalls against a training mesh
 	$(BIN)/rollmesh bench chaos --rounds 20
