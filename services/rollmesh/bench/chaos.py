@@ -47,12 +47,14 @@ _STOP_SECONDS = 120.0
 _SESSION_TTL_SECONDS = 5.0
 
 _TRAIN_STEPS = 24
+_PARTIAL_SAVE_TOKENS = (64, 16)
+"""Of even and odd rounds: calls held back by acknowledgements, and calls that end by their length."""
 
 FAULTS: tuple[Fault, ...] = (
     KillTrainerAfter("between state and publication", "checkpoints/states/*/COMMITTED"),
     KillService("generator"),
     KillRedis(lost_bytes=4096),
-    StallService("rollout", 3 * _SESSION_TTL_SECONDS, Cost.WHOLE),
+    StallService("rollout", 3 * _SESSION_TTL_SECONDS),
     KillTrainerAfter("between batch file and training", "checkpoints/batches/*.pb"),
     KillLeader(),
     StallRedis(60.0),
@@ -170,6 +172,7 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ro
         )
         scene = Scene(
             folder=run_folder.path,
+            run=str(data["name"]),
             redis=EmbeddedServer(run_folder.redis),
             rng=rng,
             ended=lambda: process.poll() is not None,
@@ -193,7 +196,7 @@ def round_config(folder: Path, number: int) -> dict[str, Any]:
     data: dict[str, Any] = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
     changes: dict[str, dict[str, Any]] = {
         "schedule": {"groups_per_batch": 8, "group_size": 4, "pool_size": 48, "max_staleness": 4},
-        "rollout": {"max_new_tokens": 256, "partial_save_tokens": 16},
+        "rollout": {"max_new_tokens": 256, "partial_save_tokens": _PARTIAL_SAVE_TOKENS[number % 2]},
         "generator": {"replicas": 2, "slots": 32},
         "trainer": {"train_steps": _TRAIN_STEPS},
         "checkpoints": {"state_every_steps": 3, "keep_last": 64},

@@ -19,6 +19,7 @@ import redis
 from rollmesh.launcher.sampler import GENERATED_TOKENS, metric_sums, process_key
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
+from rollmesh.store.keys import Keys
 
 _HELD = {"rollout": "rollmesh_rollout_in_flight_trajectories", "generator": "rollmesh_generator_running_calls"}
 """Gauge of the rollouts that a process holds, by service."""
@@ -29,6 +30,8 @@ class Scene:
     """The run under attack."""
 
     folder: Path
+    run: str
+    """Name of the run: its keys in Redis carry it."""
     redis: EmbeddedServer
     rng: random.Random
     ended: Callable[[], bool]
@@ -57,9 +60,30 @@ class Scene:
         _send(pid, number)
 
     def strike_holder(self, victim: Victim, number: signal.Signals) -> None:
-        """Strike a process and note how many rollouts it held."""
-        self.in_flight.append(victim.rollouts)
+        """Strike a process and note how many rollouts it held.
+
+        A worker is stopped first and its leases are counted in Redis: by its own metrics they are a moment old, and it
+        takes dozens at once.
+        """
+        if victim.endpoint.service == "rollout":
+            _send(victim.endpoint.pid, signal.SIGSTOP)
+            self.in_flight.append(self.leases(f"rollout-{victim.endpoint.index}"))
+        else:
+            self.in_flight.append(victim.rollouts)
         self.strike(victim.endpoint.pid, number)
+
+    def leases(self, worker: str) -> int:
+        """Unfinished rollouts that the sessions of a worker hold in Redis."""
+        keys = Keys(self.run)
+        with redis.Redis(unix_socket_path=str(self.redis.socket_path), decode_responses=True) as client:
+            sessions = [
+                name
+                for name in client.zrange(keys.single("sessions"), 0, -1)
+                if client.hget(keys.of("session", name), "worker") == worker
+            ]
+            held = [name for session in sessions for name in client.smembers(keys.of("held", session))]
+            states = [client.hget(keys.of("trajectory", name), "state") for name in held]
+        return states.count("leased")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +101,6 @@ class Cost(Enum):
     NOTHING = "nothing"
     UNSAVED = "partial_save_tokens"
     """What had not been saved yet."""
-    WHOLE = "max_new_tokens"
-    """A worker that sleeps loses its session, and the generators meanwhile write its calls to their end."""
     UNBOUNDED = "unbounded"
     """Redis itself loses work, or refuses to take it."""
 

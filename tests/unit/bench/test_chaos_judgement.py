@@ -60,11 +60,9 @@ def test_without_a_timeline_nobody_has_counted(tmp_path: Path) -> None:
     assert _regenerated(RunFolder(tmp_path), {}) is None
 
 
-@pytest.mark.parametrize(
-    ("cost", "bound"), [(Cost.NOTHING, 0), (Cost.UNSAVED, 5 * 16), (Cost.WHOLE, 5 * 256), (Cost.UNBOUNDED, None)]
-)
+@pytest.mark.parametrize(("cost", "bound"), [(Cost.NOTHING, 0), (Cost.UNSAVED, 5 * 16), (Cost.UNBOUNDED, None)])
 def test_the_bound_counts_the_rollouts_of_the_victim_and_not_the_pool(cost: Cost, bound: int | None) -> None:
-    assert regenerated_bound(cost, 5, round_config(Path("run"), 0)) == bound
+    assert regenerated_bound(cost, 5, round_config(Path("run"), 1)) == bound
 
 
 def test_only_faults_of_redis_itself_are_without_a_bound() -> None:
