@@ -1,8 +1,13 @@
 """Real processes, killed: rollout workers, generators with the torch engine, a reward service."""
 
+import signal
+
+import httpx
 import numpy as np
 import torch
 
+from rollmesh.launcher.sampler import GENERATED_TOKENS, metric_sums
+from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.types import OutcomeKind
 
 from .process_run import process_run, uninterrupted
@@ -78,3 +83,40 @@ async def test_a_rollout_that_is_told_to_stop_leaves_nothing_leased_and_exits_wi
         assert (view.leased, view.finished) == (0, 0)
         assert view.partial > 0
         assert (await run.store.acquire_leadership("successor")) is not None
+
+
+async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout(tmp_path, server):
+    partial_save_tokens = 48
+    sections = {
+        "rollout": {"max_new_tokens": 128, "partial_save_tokens": partial_save_tokens},
+        "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": 16},
+    }
+    async with (
+        process_run(tmp_path / "hung", server, **sections) as run,
+        httpx.AsyncClient() as http,
+    ):
+        for service in ("generator", "reward", "rollout"):
+            run.start(service)
+
+        async def saved_tokens():
+            return (await run.store.counts()).totals.get("saved_tokens_total", 0)
+
+        async def half_way():
+            return (await run.store.view()).leased >= 12 and await saved_tokens() > 12 * 24
+
+        async def generator():
+            admin = read_endpoints(run.folder, "generator")[0].admin
+            return metric_sums((await http.get(f"http://{admin}/metrics")).text)
+
+        async def at_rest():
+            return (await generator())["rollmesh_generator_running_calls"] == 0
+
+        await run.until("rollouts half-way", half_way)
+        # A worker that hangs first: the generators have all the time they want to run ahead of it.
+        run.processes["rollout-0"].send_signal(signal.SIGSTOP)
+        await run.until("the end of the calls", at_rest)
+        run.kill("rollout-0")
+        held = (await run.store.view()).leased
+        regenerated = (await generator())[GENERATED_TOKENS] - await saved_tokens()
+        assert held >= 8
+        assert 0 < regenerated <= partial_save_tokens * held
