@@ -239,7 +239,8 @@ def _write_run_file(folder: Path, redis_url: str, mode: str) -> RunConfig:
 
 def _start_generator(folder: Path) -> subprocess.Popen[bytes]:
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    command = [sys.executable, "-m", "rollmesh.cli.main", "generator", str(folder / "run.yaml"), "--supervised"]
+    command = [sys.executable, "-m", "rollmesh.cli.main", "generator", str(folder / "run.yaml")]
+    command += ["--supervised-by", str(os.getpid())]
     return subprocess.Popen(command, env={**os.environ, **threads})
 
 

@@ -14,7 +14,7 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, r
 from rollmesh.runtime.logging import configure_logging
 
 IndexOption = Annotated[int, typer.Option(help="Index of this replica; names its log and its endpoint file.", min=0)]
-SuperviseOption = Annotated[bool, typer.Option("--supervised", hidden=True, help="End with the parent process.")]
+SuperviseOption = Annotated[int, typer.Option("--supervised-by", hidden=True, help="End with this parent process.")]
 
 Serve = Callable[[RunConfig, int, Shutdown], Awaitable[None]]
 
@@ -35,10 +35,10 @@ def register(app: typer.Typer) -> None:
 
 def _command(service: str) -> Callable[..., None]:
     def command(
-        run: RunFileArgument, index: IndexOption = 0, set_: SetOption = None, supervised: SuperviseOption = False
+        run: RunFileArgument, index: IndexOption = 0, set_: SetOption = None, supervised_by: SuperviseOption = 0
     ) -> None:
-        if supervised:
-            die_with_parent()
+        if supervised_by:
+            die_with_parent(supervised_by)
         raise typer.Exit(_serve(service, run, index, set_))
 
     return command

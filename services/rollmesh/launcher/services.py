@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 
@@ -64,7 +65,8 @@ def service_spec(
         str(folder.config_file),
         "--index",
         str(index),
-        "--supervised",
+        "--supervised-by",
+        str(os.getpid()),
     ]
     final_errors = {"ConfigError", "DataError"}
     if service == "trainer":

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import psutil
+
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.runtime.logging import get_logger
 
@@ -83,13 +85,18 @@ async def wait_or_shutdown(shutdown: Shutdown, seconds: float) -> bool:
     return shutdown.is_set()
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to end this process when its parent dies (Linux), so a killed launcher leaves no orphan."""
+def die_with_parent(launcher: int) -> None:
+    """Ask the kernel to end this process when its parent dies (Linux), so a killed launcher leaves no orphan.
+
+    ``launcher`` is the process that started this one, perhaps through another (torchrun). Whether it died before the
+    kernel was asked is seen by its absence among the ancestors: process 1 may be an orphan's new parent, and may be
+    the launcher of a container.
+    """
     if sys.platform != "linux":
         return
     import ctypes
 
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
-    if os.getppid() == 1:
+    if launcher not in (ancestor.pid for ancestor in psutil.Process().parents()):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -58,3 +58,35 @@ def test_a_known_error_ends_the_service_with_one_clear_line(error: str, status: 
         assert "schedule.pool_size=0: must be at least 1" in output
         assert "Traceback" not in output
         assert process.returncode == status
+
+
+SUPERVISED = """
+import sys
+from rollmesh.runtime.lifecycle import die_with_parent
+
+die_with_parent(int(sys.argv[1]))
+print("lives")
+"""
+THROUGH_ANOTHER = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode % 256)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent death signals are Linux's")
+def test_a_service_lives_while_its_launcher_is_an_ancestor_whatever_its_process_id() -> None:
+    launcher = str(os.getpid())
+    direct = subprocess.run([sys.executable, "-c", SUPERVISED, launcher], capture_output=True, text=True, timeout=60)
+    assert (direct.returncode, direct.stdout) == (0, "lives\n")
+    command = [sys.executable, "-c", THROUGH_ANOTHER, "-c", SUPERVISED, launcher]
+    through = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (through.returncode, through.stdout) == (0, "lives\n")
+    of_process_one = subprocess.run([sys.executable, "-c", SUPERVISED, "1"], capture_output=True, text=True, timeout=60)
+    assert of_process_one.stdout == "lives\n", "process 1 is everyone's ancestor"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="parent death signals are Linux's")
+def test_a_service_whose_launcher_is_gone_ends_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait(timeout=60)
+    orphan = subprocess.run(
+        [sys.executable, "-c", SUPERVISED, str(gone.pid)], capture_output=True, text=True, timeout=60
+    )
+    assert (orphan.returncode, orphan.stdout) == (-signal.SIGTERM, "")
