@@ -126,6 +126,8 @@ class SglangApi:
         for wait in (*_RETRY_SECONDS, None):
             try:
                 return await self._once(method, path, data)
+            except HttpError:
+                raise
             except aiohttp.ClientConnectorError as error:
                 if wait is None:
                     raise EngineError(f"SGLang {path}: {self.url} cannot be reached: {error}") from error

@@ -1,0 +1,157 @@
+"""Error answers, deadlines and broken connections of the server's endpoints, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from aiohttp import web
+
+from rollmesh.errors import DataError, EngineError, GenerationRefused
+from rollmesh.generator.engines.sglang.api import HttpError, SglangApi
+from rollmesh.generator.engines.sglang.process import free_port
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Serve = Callable[[Handler], Awaitable[SglangApi]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """``await serve(handler)``: an API whose every endpoint is that handler."""
+    runners: list[web.AppRunner] = []
+    apis: list[SglangApi] = []
+
+    async def start(handler: Handler) -> SglangApi:
+        app = web.Application()
+        app.router.add_route("*", "/{path}", handler)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        port = free_port()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        runners.append(runner)
+        apis.append(SglangApi(f"http://127.0.0.1:{port}/", "key"))
+        return apis[-1]
+
+    yield start
+    for api in apis:
+        await api.aclose()
+    for runner in runners:
+        await runner.cleanup()
+
+
+def answering(status: int, body: object) -> Handler:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response(body, status=status)
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "error", "message"),
+    [
+        (400, {"error": {"message": "too long"}}, DataError, "refuses the call: too long"),
+        (400, {"error": "no ids"}, DataError, "no ids"),
+        (422, {"detail": [{"loc": ["input_ids"]}]}, DataError, "input_ids"),
+        (429, {"error": {"message": "queue is full"}}, GenerationRefused, "HTTP 429: queue is full"),
+        (503, {"message": "shutting down"}, GenerationRefused, "shutting down"),
+        (401, {"error": "Unauthorized"}, EngineError, "HTTP 401: Unauthorized"),
+        (404, {"detail": "Not Found"}, EngineError, "/generate: HTTP 404: Not Found"),
+        (500, {"object": "error", "message": "boom"}, EngineError, "HTTP 500: boom"),
+        (200, [1, 2], EngineError, "answered list"),
+    ],
+)
+async def test_an_error_status_says_whose_fault_it_is(serve, status, body, error, message):
+    api = await serve(answering(status, body))
+    with pytest.raises(error, match=message):
+        await api.generate({})
+
+
+async def test_an_answer_that_is_no_json_is_an_engine_error(serve):
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text="<html>")
+
+    api = await serve(answer)
+    with pytest.raises(EngineError, match="not JSON"):
+        await api.generate({})
+
+
+async def test_every_request_carries_the_key_and_the_body(serve):
+    seen: list[tuple[str, str, str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        seen.append((request.method, request.path, request.headers["Authorization"], await request.text()))
+        return web.json_response({"success": True})
+
+    api = await serve(answer)
+    await api.pause("retract")
+    await api.abort("r")
+    assert await api.update_weights("/p/3", "3", flush=False, seconds=5.0) == ""
+    await api.model_info(5.0)
+    assert [s[:3] for s in seen] == [
+        ("POST", "/pause_generation", "Bearer key"),
+        ("POST", "/abort_request", "Bearer key"),
+        ("POST", "/update_weights_from_disk", "Bearer key"),
+        ("GET", "/model_info", "Bearer key"),
+    ]
+    assert seen[2][3] == '{"model_path":"/p/3","weight_version":"3","flush_cache":false}'
+
+
+async def test_a_failed_update_is_an_answer_and_other_errors_are_not(serve):
+    api = await serve(answering(400, {"success": False, "message": "no such folder"}))
+    assert await api.update_weights("/p", "1", flush=True, seconds=5.0) == "no such folder"
+    api = await serve(answering(500, {"message": "boom"}))
+    with pytest.raises(HttpError, match="boom"):
+        await api.update_weights("/p", "1", flush=True, seconds=5.0)
+
+
+async def test_a_late_answer_and_a_dead_server_are_engine_errors(serve):
+    release = asyncio.Event()
+
+    async def late(request: web.Request) -> web.Response:
+        await release.wait()
+        return web.json_response({})
+
+    api = await serve(late)
+    with pytest.raises(EngineError, match=r"/model_info: no answer within 0\.1 s"):
+        await api.model_info(0.1)
+    assert not await api.ready(0.1)
+    release.set()
+    nobody = SglangApi(f"http://127.0.0.1:{free_port()}", None)
+    with pytest.raises(EngineError, match="cannot be reached"):
+        await nobody.generate({})
+    assert not await nobody.ready(1.0)
+    await nobody.aclose()
+    with pytest.raises(EngineError, match="broke"):
+        await nobody.generate({})
+
+
+async def test_a_server_that_comes_up_during_the_back_off_is_reached():
+    port = free_port()
+    api = SglangApi(f"http://127.0.0.1:{port}", None)
+    request = asyncio.create_task(api.generate({}))
+    await asyncio.sleep(0)
+    app = web.Application()
+    app.router.add_post("/generate", answering(200, {"ok": 1}))
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    assert await request == {"ok": 1}
+    await api.aclose()
+    await runner.cleanup()
+
+
+async def test_a_request_whose_connection_breaks_is_not_made_again(serve):
+    count = 0
+
+    async def hang_up(request: web.Request) -> web.Response:
+        nonlocal count
+        count += 1
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    api = await serve(hang_up)
+    with pytest.raises(EngineError, match="broke"):
+        await api.generate({})
+    assert count == 1
