@@ -37,6 +37,8 @@ class WorkerSession:
         self._server = ""
         self.held: dict[str, Held] = {}
         """Everything this worker holds, finished ones that wait for their reward included."""
+        self.while_unreachable: Callable[[], None] = _nothing
+        """Called before each further attempt during an outage: whoever waits here is not stuck."""
 
     @property
     def current(self) -> str:
@@ -83,9 +85,7 @@ class WorkerSession:
             except SessionLost:
                 await self.recover(session)
             except StoreUnavailable as error:
-                self._log.warning("store_unavailable", message=str(error), pause_seconds=pause)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                pause = await self._outlast(error, pause)
 
     async def confirm(self) -> None:
         """Make sure that the session lives: a write that was refused may mean that it does not."""
@@ -141,6 +141,15 @@ class WorkerSession:
             try:
                 return await operation()
             except StoreUnavailable as error:
-                self._log.warning("store_unavailable", message=str(error), pause_seconds=pause)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                pause = await self._outlast(error, pause)
+
+    async def _outlast(self, error: StoreUnavailable, pause: float) -> float:
+        """Wait before the next attempt; returns the pause after that one."""
+        self._log.warning("store_unavailable", message=str(error), pause_seconds=pause)
+        self.while_unreachable()
+        await asyncio.sleep(pause)
+        return min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _nothing() -> None:
+    """Nobody watches."""

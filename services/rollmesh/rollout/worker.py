@@ -92,6 +92,8 @@ class Worker:
         """Work until ``shutdown``, then bring everything to rest and give it back."""
         for name in ("lease", "watch"):
             self._parts.health.watch(name, _LOOP_DEADLINE_SECONDS)
+        # The lease loop waits out an outage of Redis inside the session; a restart would only lose what is held.
+        self._parts.session.while_unreachable = lambda: self._parts.health.beat("lease")
         loops = [
             asyncio.create_task(self._lease_loop(), name="lease"),
             asyncio.create_task(self._watch_loop(), name="watch"),
