@@ -118,5 +118,17 @@ class EngineCollector(Collector):
         for name, text, field in _GAUGES:
             value = float(getattr(status, field)) if status is not None else 0.0
             yield GaugeMetricFamily(f"rollmesh_generator_{name}", text, value=value)
+        yield GaugeMetricFamily(
+            "rollmesh_generator_cached_token_ratio",
+            "Context tokens copied from a prefix cache, of all copied or computed since the engine started.",
+            value=_cached_ratio(status),
+        )
         serving = 0.0 if self._rotation.reason else 1.0
         yield GaugeMetricFamily("rollmesh_generator_serving", "Whether calls are taken.", value=serving)
+
+
+def _cached_ratio(status: EngineStatus | None) -> float:
+    """0 before the first call."""
+    if status is None or not status.cached_token_total:
+        return 0.0
+    return status.cached_token_total / (status.cached_token_total + status.prefill_token_total)
