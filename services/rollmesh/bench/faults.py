@@ -24,6 +24,9 @@ from rollmesh.store.keys import Keys
 _HELD = {"rollout": "rollmesh_rollout_in_flight_trajectories", "generator": "rollmesh_generator_running_calls"}
 """Gauge of the rollouts that a process holds, by service."""
 
+_PATIENCE_SECONDS = 5.0
+"""How long a leader may be without rollouts of its own: all of the pool may lie with the other replica."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
@@ -150,11 +153,12 @@ class KillLeader:
         return "kill -9 leader"
 
     def inject(self, scene: Scene) -> None:
+        busy_until = time.monotonic() + _PATIENCE_SECONDS
         while scene.waits():
             for replica in read_endpoints(scene.folder, "rollout"):
                 metrics = _metrics(replica)
-                if metrics.get("rollmesh_rollout_leader"):
-                    held = int(metrics.get(_HELD["rollout"], 0.0))
+                held = int(metrics.get(_HELD["rollout"], 0.0))
+                if metrics.get("rollmesh_rollout_leader") and (held or time.monotonic() > busy_until):
                     scene.strike_holder(Victim(endpoint=replica, rollouts=held), signal.SIGKILL)
                     return
             time.sleep(0.05)
