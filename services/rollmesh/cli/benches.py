@@ -24,6 +24,7 @@ class Bench(StrEnum):
     RELOAD = "reload"
     CHAOS = "chaos"
     GPU = "gpu"
+    SGLANG = "sglang"
 
 
 def register(app: typer.Typer) -> None:
@@ -41,6 +42,8 @@ def bench(
     updates: Annotated[int | None, typer.Option(help="gpu: measured updates of every arm.", min=1)] = None,
     cuda_graphs: Annotated[bool | None, typer.Option(help="gpu: decode with CUDA graphs or without.")] = None,
     output: Annotated[Path | None, typer.Option(help="gpu: folder for its JSON files.")] = None,
+    python: Annotated[Path | None, typer.Option(help="sglang: Python interpreter that has SGLang.")] = None,
+    url: Annotated[str | None, typer.Option(help="sglang: a server of the demo's model that runs already.")] = None,
 ) -> None:
     """Measure one part of the mesh beside a named baseline in the same run; --json prints one object per measure."""
     options: dict[str, object] = {"quick": quick}
@@ -49,6 +52,8 @@ def bench(
     if name is Bench.GPU:
         options |= {"curve_only": curve_only, "pools": pool or (), "updates": updates, "cuda_graphs": cuda_graphs}
         options["output"] = output
+    if name is Bench.SGLANG:
+        options |= {"python": None if python is None else str(python), "url": url}
     with clear_errors():
         measures = heavy_module(f"rollmesh.bench.{name.value}", f"bench {name.value}").run(**options)
     if as_json:

@@ -1,0 +1,245 @@
+"""A run with a generator process and no trainer: policies are published by hand. For benches of serving and reload."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+import yaml
+
+from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.errors import EngineError, GenerationRefused
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.scheduling.limits import run_limits
+from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.types import GenerationCall, GeneratorRecord, SamplingParams
+from rollmesh.wire.generation_client import GenerationClient
+
+STREAMS = 16
+CONTEXT = 256
+SMALL: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 192, "vocab_size": 96}
+"""The demo's model: 1 MB."""
+_PREFIX = "rollmesh_generator_"
+_DEADLINE_SECONDS = 600.0
+"""An SGLang server starts slowly on busy cores."""
+
+Policy = tuple[Callable[[Path], None], list[CanarySequence]]
+"""How to write a policy's folder, and its canary."""
+
+
+@dataclass(slots=True)
+class Scene:
+    """One run with one generator process."""
+
+    config: RunConfig
+    store: TrajectoryStore
+    checkpoints: CheckpointStore
+    client: GenerationClient
+    shape: dict[str, Any]
+    session: str = ""
+    byte_count: int = 0
+    last_token: float = 0.0
+    silence: float = 0.0
+    token_arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    folder: Path = field(default_factory=Path)
+    """The newest policy."""
+    process: subprocess.Popen[bytes] | None = None
+    """The generator."""
+    serving_record: GeneratorRecord | None = None
+    """The generator on its first policy."""
+    stream_chunk: int = 1
+    """Tokens per chunk of the streams."""
+
+    async def publish(self, version: int, policy: Policy) -> None:
+        """Write and announce a policy."""
+        write, canary = policy
+        record = await asyncio.to_thread(
+            lambda: self.checkpoints.publish(
+                session=self.session,
+                policy_version=version,
+                train_step=version,
+                parent=version - 1 if version else None,
+                write=write,
+                canary=canary,
+            )
+        )
+        await self.store.announce_policy(self.session, record)
+        self.folder = self.checkpoints.root / record.path
+        self.byte_count = sum(f.stat().st_size for f in self.folder.iterdir())
+
+    async def reload(self, version: int) -> tuple[float, float, float, float]:
+        """Publish one version; returns seconds to serving, of pause, of silence, and of the load alone."""
+        before = await self.metrics()
+        policy = await asyncio.to_thread(make_policy, self.shape, version)
+        await self.next_token()
+        self.silence = 0.0
+        started = time.monotonic()
+        await self.publish(version, policy)
+        await self.serving(version)
+        seconds = time.monotonic() - started
+        await self.next_token()
+        after = await self.metrics()
+        pause, load = (after[name] - before[name] for name in ("reload_pause_seconds_sum", "reload_seconds_sum"))
+        return seconds, pause, self.silence, load
+
+    async def serving(self, version: int) -> GeneratorRecord:
+        """Wait until the generator serves ``version``; EngineError when its process has ended."""
+        async with asyncio.timeout(_DEADLINE_SECONDS):
+            while True:
+                for record in await self.store.generators():
+                    if record.serving and record.policy_version == version:
+                        return record
+                if self.process is not None and self.process.poll() is not None:
+                    raise EngineError("the generator process has ended")
+                await asyncio.sleep(0.001)
+
+    async def next_token(self) -> None:
+        """Wait for a token in any stream."""
+        self.token_arrived.clear()
+        await self.token_arrived.wait()
+
+    async def metrics(self) -> dict[str, float]:
+        """The generator's metrics without labels, by name without its prefix."""
+        (endpoint,) = read_endpoints(Path(self.config.folder), "generator")
+        async with httpx.AsyncClient() as client:
+            text = (await client.get(f"http://{endpoint.admin}/metrics")).text
+        lines = (line.split(" ") for line in text.splitlines() if line.startswith(_PREFIX) and "{" not in line)
+        return {name.removeprefix(_PREFIX): float(value) for name, value in lines}
+
+    @asynccontextmanager
+    async def streams(self, count: int = STREAMS) -> AsyncIterator[None]:
+        """Keep so many streams running for the length of the block."""
+        assert self.serving_record is not None
+        record = self.serving_record
+        self.last_token = time.monotonic()
+        tasks = [asyncio.create_task(self._keep_streaming(record, n)) for n in range(count)]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_streaming(self, record: GeneratorRecord, number: int) -> None:
+        """Generate without end, one call after another, whatever version serves."""
+        prompt = np.random.default_rng(number).integers(0, self.shape["vocab_size"], 16).astype(np.int32)
+        round_number = 0
+        while True:
+            round_number += 1
+            call = GenerationCall(
+                trajectory_id=f"{number}-{round_number}",
+                context_ids=prompt,
+                prompt_token_count=len(prompt),
+                max_new_token_count=CONTEXT - len(prompt) - 8 * number,
+                sampling=SamplingParams(),
+                chunk_token_count=self.stream_chunk,
+            )
+            try:
+                async for _ in self.client.generate(record, call):
+                    now = time.monotonic()
+                    self.silence = max(self.silence, now - self.last_token)
+                    self.last_token = now
+                    self.token_arrived.set()
+            except (GenerationRefused, EngineError):
+                await asyncio.sleep(0.002)
+
+    def copy_seconds(self) -> float:
+        """Copy the newest policy's files and flush them."""
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory(dir=self.config.folder) as target:
+            for file in self.folder.iterdir():
+                copied = Path(target) / file.name
+                shutil.copyfile(file, copied)
+                with copied.open("rb") as handle:
+                    os.fsync(handle.fileno())
+            return time.monotonic() - started
+
+
+@asynccontextmanager
+async def open_scene(
+    folder: Path, shape: dict[str, Any], generator: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> AsyncIterator[Scene]:
+    """Start the registry, the first policy and a generator with these fields and variables; stop them at the end."""
+    server = EmbeddedServer(folder / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
+    server.start()
+    async with AsyncExitStack() as stack:
+        stack.callback(server.kill)
+        config = _write_run_file(folder, server.url, generator)
+        store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
+        client = await stack.enter_async_context(GenerationClient())
+        scene = Scene(config, store, CheckpointStore.from_config(config), client, shape)
+        await store.init_run(run_limits(config))
+        scene.session = await store.open_trainer_session("bench")
+        await scene.publish(0, make_policy(shape, 0))
+        process = _start_generator(folder, environment or {})
+        stack.push_async_callback(_stop, process)
+        scene.process = process
+        scene.serving_record = await scene.serving(0)
+        yield scene
+
+
+def _write_run_file(folder: Path, redis_url: str, generator: Mapping[str, Any]) -> RunConfig:
+    data = {
+        "name": "bench",
+        "folder": str(folder),
+        "model": {"path": str(folder)},
+        "data": {"max_prompt_tokens": 16},
+        "rollout": {"max_new_tokens": CONTEXT - 16},
+        "generator": {
+            "slots": 2 * STREAMS,
+            "max_context_tokens": CONTEXT,
+            "drain_timeout_seconds": 2.0,
+            **generator,
+        },
+        "store": {"url": redis_url},
+        "telemetry": {"log_level": "error"},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(data), encoding="utf-8")
+    return load_run_config(folder / "run.yaml", environ={})
+
+
+def _start_generator(folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    command = [sys.executable, "-m", "rollmesh.cli.main", "generator", str(folder / "run.yaml")]
+    command += ["--supervised-by", str(os.getpid())]
+    return subprocess.Popen(command, env={**os.environ, **threads, **environment})
+
+
+async def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    await asyncio.to_thread(process.wait)
+
+
+def make_policy(shape: dict[str, Any], seed: int) -> Policy:
+    """A random model, with a canary of 8 sequences of 32 tokens, as the trainer's."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    torch.manual_seed(seed)
+    heads = {"num_attention_heads": shape["hidden_size"] // 32, "num_key_value_heads": 1}
+    config = Qwen2Config(**{"max_position_embeddings": CONTEXT, "tie_word_embeddings": True, **heads, **shape})
+    model: Any = Qwen2ForCausalLM(config)
+    ids = torch.randint(0, shape["vocab_size"], (8, 32))
+    with torch.inference_mode():
+        logprobs = model.eval()(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
+    canary = [
+        CanarySequence(token_ids=row.tolist(), logprobs=scores.tolist())
+        for row, scores in zip(ids, logprobs, strict=True)
+    ]
+    return model.save_pretrained, canary

@@ -1,0 +1,218 @@
+"""``rollmesh bench sglang``: what our generator costs on top of the SGLang server behind it.
+
+A generator process with a server of its own (``--python``: the interpreter that has SGLang), or before one that runs
+already (``--url``), and a random model of the demo's shape. The baseline is that very server, asked directly.
+
+Serving: 32 calls in flight, groups of 8 with one prompt, lengths uniform between 128 and 384, a log-probability per
+token. The passes alternate, ours, bare, ours, bare, with new prompts every time; medians count. Bare is one request per
+answer; ours is a gRPC stream of slices. CPU seconds are those of the serving processes: the server's in both, our
+generator's in ours. The client, this process, is counted in neither.
+
+Reload: policies are published under 16 running streams, for every mode; beside the pause of our generator, canary
+included, the time in which the bare server pauses, updates its weights from the same folder and continues, also under
+16 running requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import torch
+
+from rollmesh.bench.measure import Measure, compared
+from rollmesh.bench.scene import SMALL, STREAMS, Scene, open_scene
+from rollmesh.bench.sglang_load import CONTEXT, IN_FLIGHT, BareServer, Job, Spent, generate_by_us, make_load, measured
+
+_KEY_VARIABLE = "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"
+_SLICES = (256, 64)
+"""Tokens of a slice: few and many requests for an answer."""
+_MODES: dict[str, dict[str, Any]] = {
+    "interrupt (retract)": {"on_new_version": "interrupt"},
+    "interrupt (abort)": {"on_new_version": "interrupt", "sglang": {"interrupt": "abort"}},
+    "keep_kv": {"on_new_version": "keep_kv"},
+    "drain": {"on_new_version": "drain"},
+}
+_BARE = "bare server"
+_STREAM_CHUNK = 16
+_UNDER_WAY_SECONDS = 0.2
+_SHAPE = {**SMALL, "max_position_embeddings": CONTEXT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """How much is measured."""
+
+    passes: int
+    calls: int
+    slices: tuple[int, ...]
+    modes: tuple[str, ...]
+    reloads: int
+
+
+_FULL = _Plan(passes=3, calls=64, slices=_SLICES, modes=tuple(_MODES), reloads=4)
+_QUICK = _Plan(passes=1, calls=32, slices=_SLICES[:1], modes=tuple(_MODES)[:1], reloads=2)
+
+
+def run(*, quick: bool = False, python: str | None = None, url: str | None = None) -> list[Measure]:
+    """Measure; ``quick``: one short pass of each arm and two reloads in one mode.
+
+    ConfigError when both a python and a url are given, EngineError when the server does not come up.
+    """
+    torch.set_num_threads(1)
+    plan = _QUICK if quick else _FULL
+    server = {"url": url} if url is not None else {"python": python}
+    measures: list[Measure] = []
+    for number, mode in enumerate(plan.modes):
+        measures += asyncio.run(_measure(plan, server, mode, serve=number == 0))
+    return measures
+
+
+async def _measure(plan: _Plan, server: Mapping[str, Any], mode: str, *, serve: bool) -> list[Measure]:
+    fields = _MODES[mode]
+    sglang = {**server, **fields.get("sglang", {})}
+    # A server of our own is told its device; one at a url has one.
+    device = {"device": "cpu"} if "url" not in server and not torch.cuda.is_available() else {}
+    generator = {
+        **fields,
+        **device,
+        "engine": "sglang",
+        "slots": IN_FLIGHT,
+        "max_context_tokens": CONTEXT,
+        "sglang": sglang,
+    }
+    environment = {} if "url" in server else {_KEY_VARIABLE: secrets.token_hex(16)}
+    with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
+        async with open_scene(Path(folder), _SHAPE, generator, environment) as scene:
+            arms = _Arms(scene, environment.get(_KEY_VARIABLE), server.get("url"))
+            try:
+                measures = await _serving(plan, arms) if serve else []
+                return measures + await _reloading(plan, arms, mode)
+            finally:
+                await arms.bare.aclose()
+
+
+class _Arms:
+    """Both ways to the server, and the processes that each of them keeps busy."""
+
+    def __init__(self, scene: Scene, key: str | None, url: str | None) -> None:
+        assert scene.process is not None
+        self.scene = scene
+        ours = psutil.Process(scene.process.pid)
+        if url is None:
+            below = [p for p in ours.children(recursive=True) if "keeper.py" not in " ".join(p.cmdline())]
+            main = next(p for p in below if "sglang.launch_server" in p.cmdline())
+            words = main.cmdline()
+            url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
+        else:
+            below = _tree_that_listens(url)
+        self.bare = BareServer(url, key)
+        self.server_processes = below
+        """Empty where the server runs on another machine."""
+        self.all_processes = [ours, *below]
+
+    async def ours(self, jobs: list[Job], slice_token_count: int) -> Spent:
+        """A load through our generator."""
+        scene = self.scene
+
+        def generate(job: Job) -> Any:
+            assert scene.serving_record is not None
+            return generate_by_us(scene.client, scene.serving_record, job, slice_token_count)
+
+        return await measured(jobs, generate, self.all_processes)
+
+    async def directly(self, jobs: list[Job]) -> Spent:
+        """A load without it."""
+        key = secrets.token_hex(4)
+        return await measured(jobs, lambda job: self.bare.generate(job, key), self.server_processes)
+
+
+def _tree_that_listens(url: str) -> list[psutil.Process]:
+    port = urlsplit(url).port
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.pid and connection.laddr[1:] == (port,):
+            main = psutil.Process(connection.pid)
+            return [main, *main.children(recursive=True)]
+    return []
+
+
+async def _serving(plan: _Plan, arms: _Arms) -> list[Measure]:
+    warm_up = make_load(IN_FLIGHT, SMALL["vocab_size"], 0)
+    await arms.directly(warm_up)
+    await arms.ours(warm_up, plan.slices[0])
+    measures: list[Measure] = []
+    for size in plan.slices:
+        before = await arms.scene.metrics()
+        loads = [make_load(plan.calls, SMALL["vocab_size"], 1000 * size + number) for number in range(plan.passes)]
+        pairs = [(await arms.ours(jobs, size), await arms.directly(jobs)) for jobs in loads]
+        after = await arms.scene.metrics()
+        measures += _compare(pairs, size, with_server=bool(arms.server_processes))
+        spent = {name: after[name] - before[name] for name in ("prefill_tokens_total", "cached_tokens_total")}
+        measures += _cached([job for jobs in loads for job in jobs], size, **spent)
+    return measures
+
+
+def _compare(pairs: list[tuple[Spent, Spent]], size: int, *, with_server: bool) -> list[Measure]:
+    """Medians of both arms; the ratio is the median of the passes' ratios, so that a busy moment counts once."""
+    title = f"{IN_FLIGHT} in flight, slices of {size}"
+    rates = [(a.tokens / a.wall_seconds, b.tokens / b.wall_seconds) for a, b in pairs]
+    measures = [_median(f"tokens per second, {title}", "tokens/s", rates)]
+    if with_server:
+        costs = [(1e6 * a.cpu_seconds / a.tokens, 1e6 * b.cpu_seconds / b.tokens) for a, b in pairs]
+        measures.append(_median(f"CPU per token, server and generator, {title}", "us/token", costs))
+    return measures
+
+
+def _median(name: str, unit: str, pairs: list[tuple[float, float]]) -> Measure:
+    ours, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(a / b for a, b in pairs)
+    return replace(compared(name, ours, unit, _BARE, bare), ratio=ratio)
+
+
+def _cached(jobs: list[Job], size: int, *, prefill_tokens_total: float, cached_tokens_total: float) -> list[Measure]:
+    """Shares of context tokens found in the server's cache: when a call begins, and over all its slices.
+
+    The last token of a context is the input of the first decode step and is never prefilled.
+    """
+    first = sum(len(job.prompt) - 1 for job in jobs)
+    later = sum(sum(len(job.prompt) - 1 + done for done in range(size, job.new_token_count, size)) for job in jobs)
+    overall = (first + later - prefill_tokens_total) / (first + later)
+    return [
+        Measure(name=f"cached tokens, first slices ({size})", value=cached_tokens_total / first, unit="share"),
+        Measure(name=f"cached tokens, with continuing slices ({size})", value=overall, unit="share"),
+    ]
+
+
+async def _reloading(plan: _Plan, arms: _Arms, mode: str) -> list[Measure]:
+    scene = arms.scene
+    scene.stream_chunk = _STREAM_CHUNK
+    async with scene.streams():
+        results = [await scene.reload(version) for version in range(1, plan.reloads + 1)]
+    serving, pause, silence, _ = (statistics.median(column) for column in zip(*results, strict=True))
+    bare = [await _bare_update(arms, str(plan.reloads)) for _ in range(plan.reloads)]
+    held, update = (statistics.median(column) for column in zip(*bare, strict=True))
+    return [
+        Measure(name=f"publish to serving, {mode}", value=serving, unit="seconds"),
+        compared(f"pause of decoding, {mode}", pause, "seconds", "bare server: pause, update, continue", held),
+        Measure(name=f"update_weights_from_disk alone, bare server, {mode}", value=update, unit="seconds"),
+        Measure(name=f"longest silence of {STREAMS} streams, {mode}", value=silence, unit="seconds"),
+    ]
+
+
+async def _bare_update(arms: _Arms, version: str) -> tuple[float, float]:
+    """The weights that the server has, once more, while it answers requests of somebody else."""
+    jobs = make_load(STREAMS, SMALL["vocab_size"], int(version))
+    requests = [asyncio.create_task(arms.bare.generate(job, "bare")) for job in jobs]
+    await asyncio.sleep(_UNDER_WAY_SECONDS)
+    try:
+        return await arms.bare.update_seconds(str(arms.scene.folder), version)
+    finally:
+        await asyncio.gather(*requests)
