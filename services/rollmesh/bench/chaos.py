@@ -231,6 +231,7 @@ def _attack(scene: Scene, fault: Fault) -> None:
         time.sleep(0.02)
     time.sleep(scene.rng.uniform(0.0, 0.3))
     fault.inject(scene)
+    scene.over_at.append(time.time())
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
@@ -259,7 +260,7 @@ def _judge(
         staleness_violations=_count(audit.get("staleness_violations")),
         green=bool(audit.get("green")),
         in_flight=in_flight,
-        regenerated_tokens=_regenerated(folder, scene.counted),
+        regenerated_tokens=_regenerated(folder, scene.counted, max(scene.over_at, default=0.0)),
         regenerated_bound=regenerated_bound(fault.cost, in_flight, data),
         output=output[-4000:],
     )
@@ -279,16 +280,28 @@ def _count(value: object) -> int:
     return int(value) if isinstance(value, int) else -1
 
 
-def _regenerated(folder: RunFolder, counted: Mapping[str, float]) -> int | None:
-    """Tokens that generators sampled and the queue never got, from the timeline's last look: the mesh at rest.
+def _regenerated(folder: RunFolder, counted: Mapping[str, float], since: float = 0.0) -> int | None:
+    """Tokens that generators sampled and the queue never got, by the timeline's looks at a mesh at rest.
 
-    ``counted`` are the counters of processes at the moment they were killed, which the timeline, a look a second, has
-    not seen; what a generator sampled in the milliseconds between its last answer and its death is not in them. A
-    Redis that lost the tail of its file counts less as saved: its rounds have no bound. None without a timeline.
+    The smallest count of the looks after ``since`` (Unix seconds: the fault is over) at which nothing was leased and
+    nothing ran: later ones also hold the last tokens of the rollouts that the end of the run lets go. Without such a
+    look, the last one. ``counted`` are the counters of processes at the moment they were killed, which the timeline, a
+    look a second, has not seen; what a generator sampled in the milliseconds between its last answer and its death is
+    not in them. A Redis that lost the tail of its file counts less as saved: its rounds have no bound. None without a
+    timeline.
     """
     lines = folder.timeline.read_text().splitlines() if folder.timeline.exists() else []
     if not lines:
         return None
-    last = json.loads(lines[-1])
+    looks = [json.loads(line) for line in lines]
+    last = looks[-1]
     unseen = sum(max(0.0, value - last["generated_tokens"].get(key, 0.0)) for key, value in counted.items())
-    return max(0, int(last["generated_token_total"] + unseen - last["saved_token_total"]))
+    resting = [look for look in looks[:-1] if look["t"] > since and _at_rest(look, len(last["generators"]))]
+    missing = min(look["generated_token_total"] - look["saved_token_total"] for look in (*resting, last))
+    return max(0, int(missing + unseen))
+
+
+def _at_rest(look: Mapping[str, Any], generators: int) -> bool:
+    """Whether every generator answered and none was at work, and no trajectory was leased."""
+    idle = all(g["running"] == g["waiting"] == 0 for g in look["generators"])
+    return idle and len(look["generators"]) == generators and look["view"]["leased"] == 0

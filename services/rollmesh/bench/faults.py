@@ -43,6 +43,8 @@ class Scene:
     """Monotonic second at which a fault that still waits for its moment gives up."""
     struck_at: list[int] = field(default_factory=list)
     """Train steps done when a fault struck."""
+    over_at: list[float] = field(default_factory=list)
+    """Unix seconds at which a fault was over: the process killed, the stalled one running again."""
     in_flight: list[int] = field(default_factory=list)
     """Rollouts that each victim held when it was struck."""
     counted: dict[str, float] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,14 +47,38 @@ def test_a_round_fails_for_each_broken_promise(change: dict[str, int | None]) ->
     assert not replace(GOOD, **change).passed
 
 
+def look(t: float, generated: dict[str, float], saved: int, *, leased: int = 0, running: int = 0) -> dict[str, Any]:
+    return {
+        "t": t,
+        "generated_token_total": sum(generated.values()),
+        "generated_tokens": generated,
+        "saved_token_total": saved,
+        "generators": [{"running": running, "waiting": 0}],
+        "view": {"leased": leased},
+    }
+
+
+def written(folder: Path, looks: list[dict[str, Any]]) -> RunFolder:
+    run = RunFolder(folder)
+    run.timeline.write_text("".join(json.dumps(one) + "\n" for one in looks))
+    return run
+
+
 def test_regenerated_tokens_include_what_a_killed_generator_took_along(tmp_path: Path) -> None:
+    folder = written(tmp_path, [look(1.0, {"0:7": 50.0}, 40), look(2.0, {"0:7": 60.0, "0:9": 60.0}, 118)])
+    assert _regenerated(folder, {"0:7": 75.0}, since=1.5) == 120 + 15 - 118
+
+
+def test_the_last_tokens_of_rollouts_that_the_end_of_a_run_lets_go_are_not_the_faults(tmp_path: Path) -> None:
     looks = [
-        {"generated_token_total": 50.0, "generated_tokens": {"0:7": 50.0}, "saved_token_total": 40},
-        {"generated_token_total": 120.0, "generated_tokens": {"0:7": 60.0, "0:9": 60.0}, "saved_token_total": 118},
+        look(1.0, {"0:7": 50.0}, 50),
+        look(3.0, {"0:7": 100.0}, 98, leased=3),
+        look(4.0, {"0:7": 150.0}, 149, running=2),
+        look(5.0, {"0:7": 200.0}, 193),
+        look(6.0, {"0:7": 300.0}, 280),
     ]
-    folder = RunFolder(tmp_path)
-    folder.timeline.write_text("".join(json.dumps(look) + "\n" for look in looks))
-    assert _regenerated(folder, {"0:7": 75.0}) == 120 + 15 - 118
+    assert _regenerated(written(tmp_path, looks), {}, since=2.0) == 7, "before the fault and at work do not count"
+    assert _regenerated(written(tmp_path, looks), {}, since=5.5) == 20
 
 
 def test_without_a_timeline_nobody_has_counted(tmp_path: Path) -> None:
