@@ -137,7 +137,8 @@ class RolloutConfig(Section):
     """Must be 0 for training."""
     partial_save_tokens: int = Field(default=64, ge=1, le=8192)
     """What kill -9 of a worker can lose per rollout: partial trajectories are saved that often, and generators do not
-    run further ahead. Below 48 every so many tokens cost a new prefill."""
+    run further ahead. Below 48 every so many tokens cost a new prefill. The default with generator.engine=sglang is
+    1024."""
     chunk_timeout_seconds: float = Field(default=60.0, gt=0)
     """A generator that sends nothing for so long has hung: the call goes on elsewhere from the last good token."""
     max_attempts: int = Field(default=5, ge=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,8 @@ from rollmesh.config.services import (
     TelemetryConfig,
 )
 from rollmesh.config.trainer import TrainerConfig
+
+SGLANG_SAVE_TOKENS = 1024
 
 
 class RunConfig(Section):
@@ -54,6 +56,18 @@ class RunConfig(Section):
     """Local processes."""
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     """Logs and trackers."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sglang_saves_less_often(cls, data: Any) -> Any:
+        """A slice of an SGLang server costs it some milliseconds, so the default there is ``SGLANG_SAVE_TOKENS``."""
+        if not isinstance(data, dict):
+            return data
+        generator, rollout = data.get("generator"), data.get("rollout") or {}
+        on_sglang = isinstance(generator, dict) and generator.get("engine") == "sglang"
+        if on_sglang and isinstance(rollout, dict) and "partial_save_tokens" not in rollout:
+            return {**data, "rollout": {**rollout, "partial_save_tokens": SGLANG_SAVE_TOKENS}}
+        return data
 
     @model_validator(mode="after")
     def _training_samples_the_full_vocabulary(self) -> Self:

@@ -59,6 +59,8 @@ async def test_a_stop_is_asked_for_once_and_the_second_one_cancels(number: signa
         waiting.set()
         await asyncio.Event().wait()  # drains, and does not come to an end
 
+    # Under nohup the tests inherit an ignored SIGHUP, which commands respect.
+    inherited = signal.signal(number, signal.SIG_DFL)
     try:
         task = asyncio.create_task(command())
         await asyncio.wait_for(waiting.wait(), 10)
@@ -69,6 +71,7 @@ async def test_a_stop_is_asked_for_once_and_the_second_one_cancels(number: signa
     finally:
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(each)
+        signal.signal(number, inherited)
 
 
 def test_a_run_under_nohup_outlives_its_terminal() -> None:

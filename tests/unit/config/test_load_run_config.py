@@ -88,6 +88,16 @@ def test_a_correcting_loss_takes_every_trainer_side_source(run_file, loss: str, 
     assert (config.trainer.algorithm.loss, config.trainer.algorithm.old_logprobs) == (loss, source)
 
 
+def test_partials_on_sglang_are_saved_less_often_unless_the_file_says_how_often(run_file) -> None:
+    def tokens(**sections: object) -> int:
+        return load_run_config(run_file(**sections), [], {}).rollout.partial_save_tokens
+
+    assert tokens() == 64
+    assert tokens(generator={"engine": "sglang"}) == 1024
+    assert tokens(generator={"engine": "sglang"}, rollout={"temperature": 0.7}) == 1024
+    assert tokens(generator={"engine": "sglang"}, rollout={"partial_save_tokens": 32}) == 32
+
+
 def test_a_missing_file_and_broken_yaml_are_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_run_config(tmp_path / "absent.yaml")
