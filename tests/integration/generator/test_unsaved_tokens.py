@@ -83,7 +83,8 @@ async def sample(caller: Caller, name: str, save: Callable[[Held], Awaitable[Non
 @pytest.mark.parametrize("rollouts", [1, 8])
 @pytest.mark.parametrize("partial_save_tokens", [16, 64])
 async def test_the_unsaved_tokens_of_a_rollout_stay_within_partial_save_tokens(make_run, partial_save_tokens, rollouts):
-    run = await make_run()
+    # An interrupt takes some milliseconds, for which the reserve stands: 4 ms a token is a model's pace, not a toy's.
+    run = await make_run(pace=[[1, 0.004]])
     await run.publish(0)
     run.start_process(0)
     await run.serving(0)
