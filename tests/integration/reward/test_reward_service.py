@@ -281,11 +281,10 @@ async def test_calls_go_to_the_least_busy_service_and_survive_the_loss_of_one(tm
     async with running_service(config, 0) as first, RewardClient(config) as client:
         async with running_service(config, 1) as second:
             assert first.grpc != second.grpc
-            slow = asyncio.create_task(client.score([answers.trajectory("sleep 1.0")]))
+            slow = asyncio.create_task(client.score([answers.trajectory("sleep 3.0")]))
             await asyncio.sleep(0.1)
-            start = time.monotonic()
             assert (await client.score([answers.trajectory("value 1")]))[0].value == 1.0
-            assert time.monotonic() - start < 0.8, "the other service was free"
+            assert not slow.done(), "the other service was free"
             assert (await slow)[0].value == 1.0
         outcomes = await asyncio.gather(*(client.score([answers.trajectory("value 2")]) for _ in range(5)))
         assert {o[0].value for o in outcomes} == {2.0}
