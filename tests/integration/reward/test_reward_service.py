@@ -127,7 +127,7 @@ async def test_a_judge_is_asked_for_many_answers_at_once(tmp_path: Path) -> None
 
     async with await asyncio.start_server(judge, "127.0.0.1", 0) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        config = make_config(tmp_path, verifier="http_judge", options={"url": url}, workers=1)
+        config = make_config(tmp_path, verifier="http_judge", options={"url": url}, workers=1, timeout_seconds=6.0)
         answers = Answers(config)
         async with running_service(config), RewardClient(config) as client:
             outcomes = await client.score([answers.trajectory(str(n)) for n in range(40)])
