@@ -16,7 +16,7 @@ from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError
 
 _ENV_PREFIX = "ROLLMESH_"
-_SECRETS = frozenset({"password", "secret", "admin_key"})
+_SECRETS = frozenset({"password", "sentinel_password", "secret", "admin_key", "token"})
 """Fields that are taken as they are and never shown."""
 _ENV_NOT_CONFIG = frozenset({"ROLLMESH_RUN_FILE"})
 
@@ -102,9 +102,14 @@ def write_run_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved run file without its secrets: what every service of the run reads.
 
     Services take the secrets from the environment (``ROLLMESH_STORE__PASSWORD``, ``ROLLMESH_CHECKPOINTS__SECRET``,
-    ``ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY``).
+    ``ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY``, ``ROLLMESH_SECURITY__TOKEN``).
     """
-    secrets: dict[str, Any] = {"store": {"password"}, "checkpoints": {"secret"}, "generator": {"sglang": {"admin_key"}}}
+    secrets: dict[str, Any] = {
+        "store": {"password", "sentinel_password"},
+        "checkpoints": {"secret"},
+        "generator": {"sglang": {"admin_key"}},
+        "security": {"token"},
+    }
     data = config.model_dump(mode="json", exclude=secrets)
     Path(path).write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
 

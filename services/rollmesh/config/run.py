@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rollmesh.config.base import Section
 from rollmesh.config.data import DataConfig, RewardConfig, RolloutConfig
 from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.config.security import SecurityConfig
 from rollmesh.config.services import (
     CheckpointConfig,
     EvalConfig,
@@ -55,7 +56,9 @@ class RunConfig(Section):
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)
     """Local processes."""
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
-    """Logs and trackers."""
+    """Logs, traces and trackers."""
+    security: SecurityConfig = Field(default_factory=SecurityConfig)
+    """Certificates and tokens of the services' ports."""
 
     @model_validator(mode="before")
     @classmethod

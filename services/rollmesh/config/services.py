@@ -8,6 +8,7 @@ from urllib.parse import unquote
 from pydantic import Field, SecretStr, model_validator
 
 from rollmesh.config.base import Section
+from rollmesh.config.security import StoreTlsConfig
 
 
 class ModelConfig(Section):
@@ -142,10 +143,14 @@ class StoreConfig(Section):
     """The trajectory queue."""
 
     url: str | None = None
-    """redis://, rediss://, unix:// or redis+sentinel:// URL; null starts an embedded server in the run folder. A
-    password in it is taken out and treated as ``password``."""
+    """redis://, rediss:// (TLS), unix://, redis+sentinel:// or rediss+sentinel:// URL, with the ACL user before the @;
+    null starts an embedded server in the run folder. A password in it is taken out and treated as ``password``."""
     password: SecretStr | None = None
     """Password of the server; better from ROLLMESH_STORE__PASSWORD. It wins over one in the URL."""
+    sentinel_password: SecretStr | None = None
+    """Password of the sentinels themselves; null sends none. Better from ROLLMESH_STORE__SENTINEL_PASSWORD."""
+    tls: StoreTlsConfig = Field(default_factory=StoreTlsConfig)
+    """TLS to the server and to its sentinels."""
     appendfsync: Literal["everysec", "always"] = "everysec"
     """Durability of the embedded server."""
     maxmemory_bytes: int = Field(default=1 << 30, ge=1 << 24)
@@ -165,6 +170,12 @@ class StoreConfig(Section):
             return data
         given = data.get("password")
         return {**data, "url": url, "password": password if given is None else given}
+
+    @model_validator(mode="after")
+    def _tls_goes_with_a_tls_url(self) -> Self:
+        if self.tls.configured and not (self.url or "").startswith("rediss"):
+            raise ValueError(f"store.tls is for rediss:// and rediss+sentinel:// URLs, not store.url={self.url}")
+        return self
 
     @model_validator(mode="after")
     def _a_session_outlives_a_late_heartbeat(self) -> Self:
@@ -232,12 +243,17 @@ class LauncherConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """Logs and trackers."""
+    """Logs, traces and trackers."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level written."""
     log_format: Literal["console", "json"] = "json"
     """Format of the service logs."""
+    otlp_endpoint: str | None = None
+    """Address of an OpenTelemetry collector (OTLP over HTTP), for example http://collector:4318; null traces nothing.
+    Needs the extra ``tracing``."""
+    trace_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of trajectories and train steps that are traced; every service picks the same ones."""
     trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
     """Optional trackers beside metrics.jsonl (extras of the same name)."""
     tracker_options: dict[str, Any] = Field(default_factory=dict)

@@ -25,12 +25,14 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "ROLLMESH_STORE__URL": redis_url,
     }
-    if config.store.password is not None:
-        environment["ROLLMESH_STORE__PASSWORD"] = config.store.password.get_secret_value()
-    if config.checkpoints.secret is not None:
-        environment["ROLLMESH_CHECKPOINTS__SECRET"] = config.checkpoints.secret.get_secret_value()
-    if config.generator.sglang.admin_key is not None:
-        environment["ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"] = config.generator.sglang.admin_key.get_secret_value()
+    secrets = {
+        "ROLLMESH_STORE__PASSWORD": config.store.password,
+        "ROLLMESH_STORE__SENTINEL_PASSWORD": config.store.sentinel_password,
+        "ROLLMESH_CHECKPOINTS__SECRET": config.checkpoints.secret,
+        "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY": config.generator.sglang.admin_key,
+        "ROLLMESH_SECURITY__TOKEN": config.security.token,
+    }
+    environment |= {name: secret.get_secret_value() for name, secret in secrets.items() if secret is not None}
     return environment
 
 
