@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -35,14 +36,14 @@ class JsonLinesTail:
 
     file: Path
     _offset: int = 0
+    _inode: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Complete new lines; a file that shrank (a restart truncated it) is read again from its start."""
+        """Complete new lines; a file that was replaced or cut (a restart tidies it) is read again from its start."""
         if not self.file.exists():
             return []
-        if self.file.stat().st_size < self._offset:
-            self._offset = 0
         with self.file.open("rb") as handle:
+            self._rewind_if_rewritten(handle)
             handle.seek(self._offset)
             data = handle.read()
         complete, _, _ = data.rpartition(b"\n")
@@ -50,6 +51,18 @@ class JsonLinesTail:
             return []
         self._offset += len(complete) + 1
         return [json.loads(line) for line in complete.splitlines() if line.strip()]
+
+    def _rewind_if_rewritten(self, handle: BinaryIO) -> None:
+        """A rewritten file may be longer than what was read of the old one, so its size alone says nothing; nor does
+        the inode, which a file system gives out again: what was read must have ended a line here too."""
+        found = os.fstat(handle.fileno())
+        same = found.st_ino == self._inode and found.st_size >= self._offset
+        if same and self._offset:
+            handle.seek(self._offset - 1)
+            same = handle.read(1) == b"\n"
+        if not same:
+            self._offset = 0
+        self._inode = found.st_ino
 
 
 @dataclass(slots=True)
