@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from rollmesh.config.services import EvalConfig
 from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailable
-from rollmesh.rollout.calls import Caller
-from rollmesh.rollout.generators import Generators
-from rollmesh.rollout.held import Held
+from rollmesh.holding.calls import Caller
+from rollmesh.holding.generators import Generators
+from rollmesh.holding.held import Held
+from rollmesh.holding.sessions import WorkerSession
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.pins import Pin
 from rollmesh.rollout.programs import Program, Rollout
 from rollmesh.rollout.scoring import Scorer
-from rollmesh.rollout.sessions import WorkerSession
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import EvalRequest, EvalResult

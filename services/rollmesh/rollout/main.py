@@ -7,20 +7,20 @@ from pathlib import Path
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.rollout.calls import Caller, CallLimits, SaveLimits
+from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
+from rollmesh.holding.generators import Generators
+from rollmesh.holding.interrupts import Interrupter
+from rollmesh.holding.policies import Policies
+from rollmesh.holding.saving import Saver
+from rollmesh.holding.sessions import WorkerSession
 from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
-from rollmesh.rollout.generators import Generators
-from rollmesh.rollout.interrupts import Interrupter
 from rollmesh.rollout.leader import Leader
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.periodic import PeriodicEvaluations
-from rollmesh.rollout.policies import Policies
 from rollmesh.rollout.programs import Program, SingleTurnProgram
 from rollmesh.rollout.programs.environment import EnvironmentProgram
 from rollmesh.rollout.replica import Replica
-from rollmesh.rollout.saving import Saver
 from rollmesh.rollout.scoring import Scorer
-from rollmesh.rollout.sessions import WorkerSession
 from rollmesh.rollout.worker import Worker, WorkerParts
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health

@@ -16,8 +16,8 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from rollmesh.errors import Conflict, StoreUnavailable
-from rollmesh.rollout.generators import Generators
-from rollmesh.rollout.routing import choose_keeper
+from rollmesh.holding.generators import Generators
+from rollmesh.holding.routing import choose_keeper
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import EvalRequest

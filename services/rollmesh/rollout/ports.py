@@ -1,38 +1,11 @@
-"""What the rollout service needs of its neighbours; ``wire/`` implements both over gRPC."""
+"""What the rollout service needs of the reward services; ``wire/`` implements it over gRPC."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from rollmesh.types import Chunk, GenerationCall, GeneratorRecord, RewardOutcome, Trajectory
-
-
-class GenerationPort(Protocol):
-    """Calls on generators."""
-
-    def generate(
-        self,
-        record: GeneratorRecord,
-        call: GenerationCall,
-        *,
-        min_policy_version: int = 0,
-        pinned_policy_version: int | None = None,
-        traceparent: str = "",
-        unacknowledged_token_limit: int = 0,
-    ) -> AsyncGenerator[Chunk, None]:
-        """Stream the chunks of one call; the last one carries a finish reason.
-
-        With an ``unacknowledged_token_limit`` the call ends as ``interrupted`` when ``acknowledge`` falls behind.
-        Raises GenerationRefused (not now, not here), EngineError (the generator or the way to it is broken) or
-        DataError (the call can never work).
-        """
-
-    async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
-        """End these calls as ``interrupted`` with the tokens they have; returns how many were running."""
-
-    async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
-        """Tell a generator how much of each trajectory, prompt included, is durable."""
+from rollmesh.types import RewardOutcome, Trajectory
 
 
 class RewardPort(Protocol):

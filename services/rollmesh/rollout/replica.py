@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from rollmesh.holding.sessions import WorkerSession
 from rollmesh.rollout.evaluation import Evaluator
 from rollmesh.rollout.leader import Leader
-from rollmesh.rollout.sessions import WorkerSession
 from rollmesh.rollout.worker import Worker
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown

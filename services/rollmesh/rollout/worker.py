@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.errors import DataError, RollmeshError, SessionLost, StoreUnavailable
+from rollmesh.holding.calls import Caller
+from rollmesh.holding.generators import Generators, Seat
+from rollmesh.holding.held import Held, LetGo, Parked
+from rollmesh.holding.interrupts import Interrupter
+from rollmesh.holding.policies import Policies
+from rollmesh.holding.saving import Saver
+from rollmesh.holding.sessions import WorkerSession
 from rollmesh.mesh import Desired
-from rollmesh.rollout.calls import Caller
-from rollmesh.rollout.generators import Generators, Seat
-from rollmesh.rollout.held import Held, LetGo, Parked
-from rollmesh.rollout.interrupts import Interrupter
 from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.policies import Policies
 from rollmesh.rollout.programs import Program, Rollout
-from rollmesh.rollout.saving import Saver
 from rollmesh.rollout.scoring import Scorer
-from rollmesh.rollout.sessions import WorkerSession
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger

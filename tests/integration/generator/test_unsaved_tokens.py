@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
+from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
+from rollmesh.holding.generators import Generators
+from rollmesh.holding.held import Held
+from rollmesh.holding.policies import Policies
 from rollmesh.launcher.sampler import GENERATED_TOKENS, metric_sums
-from rollmesh.rollout.calls import Caller, CallLimits, SaveLimits
-from rollmesh.rollout.generators import Generators
-from rollmesh.rollout.held import Held
 from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.policies import Policies
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import FinishReason, Prompt, SamplingParams, Trajectory

@@ -10,21 +10,22 @@ from dataclasses import dataclass
 from rollmesh.config.data import RewardConfig
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.config.services import EvalConfig
+from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
+from rollmesh.holding.generators import Generators
+from rollmesh.holding.interrupts import Interrupter
+from rollmesh.holding.policies import Policies
+from rollmesh.holding.ports import GenerationPort
+from rollmesh.holding.saving import Saver
+from rollmesh.holding.sessions import WorkerSession
 from rollmesh.mesh import RunLimits
-from rollmesh.rollout.calls import Caller, CallLimits, SaveLimits
 from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
-from rollmesh.rollout.generators import Generators
-from rollmesh.rollout.interrupts import Interrupter
 from rollmesh.rollout.leader import Leader
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.periodic import PeriodicEvaluations
-from rollmesh.rollout.policies import Policies
-from rollmesh.rollout.ports import GenerationPort, RewardPort
+from rollmesh.rollout.ports import RewardPort
 from rollmesh.rollout.programs import Program, SingleTurnProgram
 from rollmesh.rollout.replica import Replica
-from rollmesh.rollout.saving import Saver
 from rollmesh.rollout.scoring import Scorer
-from rollmesh.rollout.sessions import WorkerSession
 from rollmesh.rollout.worker import Worker, WorkerParts
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics

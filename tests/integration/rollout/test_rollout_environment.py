@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from rollmesh.errors import DataError
-from rollmesh.rollout.held import Held
+from rollmesh.holding.held import Held
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.programs import Rollout
 from rollmesh.rollout.programs.environment import EnvironmentProgram

@@ -134,9 +134,9 @@ class PoisonedGenerator(ScriptedGenerator):
 
 
 async def test_a_trajectory_that_breaks_every_generator_ends_as_a_dead_letter(store, monkeypatch):
-    monkeypatch.setattr("rollmesh.rollout.calls.MOST_FAILED_CALLS", 3)
-    monkeypatch.setattr("rollmesh.rollout.calls.GARBAGE_AVOID_SECONDS", 0.01)
-    monkeypatch.setattr("rollmesh.rollout.generators.LONGEST_AVOID_SECONDS", 0.02)
+    monkeypatch.setattr("rollmesh.holding.calls.MOST_FAILED_CALLS", 3)
+    monkeypatch.setattr("rollmesh.holding.calls.GARBAGE_AVOID_SECONDS", 0.01)
+    monkeypatch.setattr("rollmesh.holding.generators.LONGEST_AVOID_SECONDS", 0.02)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, PoisonedGenerator("a"), PoisonedGenerator("b"), max_attempts=2)
     async with running(store, cluster, ScriptedReward(), plan):

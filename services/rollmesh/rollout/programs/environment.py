@@ -18,7 +18,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from rollmesh.errors import RollmeshError
-from rollmesh.rollout.held import Parked
+from rollmesh.holding.held import Parked
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.programs.protocol import Ending, Rollout
 from rollmesh.rollout.programs.snapshots import Snapshot

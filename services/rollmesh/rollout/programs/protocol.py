@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rollmesh.rollout.calls import Caller
-from rollmesh.rollout.held import Held
+from rollmesh.holding.calls import Caller
+from rollmesh.holding.held import Held
 from rollmesh.types import FinishReason, RewardOutcome, SamplingParams, Trajectory
 
 HeldWrite = Callable[[Held], Awaitable[None]]

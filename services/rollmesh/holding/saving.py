@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from rollmesh.errors import Conflict
-from rollmesh.rollout.held import Held, LetGo
-from rollmesh.rollout.lanes import Lane
-from rollmesh.rollout.sessions import WorkerSession
+from rollmesh.holding.held import Held, LetGo
+from rollmesh.holding.lanes import Lane
+from rollmesh.holding.sessions import WorkerSession
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import Append, AppendResult, Finish, ReleaseReason, Score, WriteStatus
 from rollmesh.types import FinishReason, RewardOutcome

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from rollmesh.rollout.checks import Expected, GarbageAnswer, check_chunk
+from rollmesh.holding.checks import Expected, GarbageAnswer, check_chunk
 from rollmesh.types import Chunk, FinishReason
 
 EXPECTED = Expected(

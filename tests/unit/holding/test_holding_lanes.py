@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.rollout.lanes import Lane
+from rollmesh.holding.lanes import Lane
 
 
 async def test_items_of_one_moment_travel_in_one_call():

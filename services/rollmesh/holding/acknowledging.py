@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rollmesh.errors import RollmeshError
-from rollmesh.rollout.ports import GenerationPort
+from rollmesh.holding.ports import GenerationPort
 from rollmesh.runtime.logging import get_logger
 from rollmesh.types import GeneratorRecord
 

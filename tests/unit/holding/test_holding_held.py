@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.rollout.held import Held, LetGo, Parked
+from rollmesh.holding.held import Held, LetGo, Parked
 from rollmesh.store.types import ReleaseReason
 from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
 

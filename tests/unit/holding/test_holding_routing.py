@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.rollout.routing import AFFINITY_SLACK, Need, able, choose_generator
+from rollmesh.holding.routing import AFFINITY_SLACK, Need, able, choose_generator
 from rollmesh.types import GeneratorRecord
 
 

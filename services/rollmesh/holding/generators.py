@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from rollmesh.rollout.held import Held
-from rollmesh.rollout.routing import Need, choose_generator
+from rollmesh.holding.held import Held
+from rollmesh.holding.routing import Need, choose_generator
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import GeneratorRecord
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.errors import EngineError
-from rollmesh.rollout.acknowledging import Acknowledger
-from rollmesh.rollout.calls import Caller, CallLimits, SaveLimits
-from rollmesh.rollout.generators import Generators
-from rollmesh.rollout.held import Held
+from rollmesh.holding.acknowledging import Acknowledger
+from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
+from rollmesh.holding.generators import Generators
+from rollmesh.holding.held import Held
+from rollmesh.holding.policies import Policies
 from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.policies import Policies
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import (
     Chunk,

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from typing import Self
 
 from rollmesh.errors import EngineError, GenerationRefused
-from rollmesh.rollout.acknowledging import Acknowledger
-from rollmesh.rollout.checks import Expected, GarbageAnswer, check_chunk
-from rollmesh.rollout.generators import Generators, Seat
-from rollmesh.rollout.held import Held
-from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.policies import Policies
-from rollmesh.rollout.ports import GenerationPort
-from rollmesh.rollout.routing import Need
+from rollmesh.holding.acknowledging import Acknowledger
+from rollmesh.holding.checks import Expected, GarbageAnswer, check_chunk
+from rollmesh.holding.generators import Generators, Seat
+from rollmesh.holding.held import Held
+from rollmesh.holding.metrics import HoldingMetrics
+from rollmesh.holding.policies import Policies
+from rollmesh.holding.ports import GenerationPort
+from rollmesh.holding.routing import Need
 from rollmesh.runtime.logging import get_logger
 from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, Segment
 
@@ -90,7 +90,7 @@ class Caller:
         generators: Generators,
         policies: Policies,
         limits: CallLimits,
-        metrics: RolloutMetrics,
+        metrics: HoldingMetrics,
     ) -> None:
         self._client = client
         self._acknowledger = Acknowledger(client)

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from rollmesh.errors import SessionLost, StoreUnavailable
-from rollmesh.rollout.held import Held
-from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.holding.held import Held
+from rollmesh.holding.metrics import HoldingMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 
@@ -26,7 +26,7 @@ class WorkerSession:
     state. Either way the worker states what it holds; the queue says what it may keep and from which token on to save.
     """
 
-    def __init__(self, store: TrajectoryStore, worker: str, heartbeat_seconds: float, metrics: RolloutMetrics) -> None:
+    def __init__(self, store: TrajectoryStore, worker: str, heartbeat_seconds: float, metrics: HoldingMetrics) -> None:
         self._store = store
         self._worker = worker
         self._heartbeat_seconds = heartbeat_seconds

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Collection
 
 from rollmesh.errors import RollmeshError
-from rollmesh.rollout.generators import Generators, Seat
-from rollmesh.rollout.ports import GenerationPort
+from rollmesh.holding.generators import Generators, Seat
+from rollmesh.holding.ports import GenerationPort
 from rollmesh.runtime.logging import get_logger
 from rollmesh.types import GeneratorRecord
 

@@ -3,8 +3,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollmesh.rollout.generators import Seat
-from rollmesh.rollout.held import Held
+from rollmesh.holding.generators import Seat
+from rollmesh.holding.held import Held
 from rollmesh.types import GeneratorRecord, Prompt, Trajectory
 
 

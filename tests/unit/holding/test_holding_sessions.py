@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.errors import SessionLost, StoreUnavailable
-from rollmesh.rollout import sessions
+from rollmesh.holding.sessions import WorkerSession
+from rollmesh.holding import sessions
 from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.sessions import WorkerSession
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.types import ReRegistered

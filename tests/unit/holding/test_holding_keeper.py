@@ -1,4 +1,4 @@
-from rollmesh.rollout.routing import choose_keeper
+from rollmesh.holding.routing import choose_keeper
 from rollmesh.types import GeneratorRecord
 
 
