@@ -102,13 +102,14 @@ def write_run_config(config: RunConfig, path: str | Path) -> None:
     """Write the resolved run file without its secrets: what every service of the run reads.
 
     Services take the secrets from the environment (``ROLLMESH_STORE__PASSWORD``, ``ROLLMESH_CHECKPOINTS__SECRET``,
-    ``ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY``, ``ROLLMESH_SECURITY__TOKEN``).
+    ``ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY``, ``ROLLMESH_SECURITY__TOKEN``, ``ROLLMESH_GATEWAY__TOKEN``).
     """
     secrets: dict[str, Any] = {
         "store": {"password", "sentinel_password"},
         "checkpoints": {"secret"},
         "generator": {"sglang": {"admin_key"}},
         "security": {"token"},
+        "gateway": {"token"},
     }
     data = config.model_dump(mode="json", exclude=secrets)
     Path(path).write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from rollmesh.config.base import Section
 from rollmesh.config.data import DataConfig, RewardConfig, RolloutConfig
+from rollmesh.config.gateway import GatewayConfig
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.config.security import SecurityConfig
 from rollmesh.config.services import (
@@ -59,6 +60,8 @@ class RunConfig(Section):
     """Logs, traces and trackers."""
     security: SecurityConfig = Field(default_factory=SecurityConfig)
     """Certificates and tokens of the services' ports."""
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    """The page and the REST API."""
 
     @model_validator(mode="before")
     @classmethod

@@ -31,6 +31,7 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
         "ROLLMESH_CHECKPOINTS__SECRET": config.checkpoints.secret,
         "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY": config.generator.sglang.admin_key,
         "ROLLMESH_SECURITY__TOKEN": config.security.token,
+        "ROLLMESH_GATEWAY__TOKEN": config.gateway.token,
     }
     environment |= {name: secret.get_secret_value() for name, secret in secrets.items() if secret is not None}
     return environment
