@@ -15,6 +15,7 @@ from rollmesh.store.leader import Leader
 from rollmesh.store.limits import Limits
 from rollmesh.store.registry import Registry
 from rollmesh.store.rollbacks import Rollbacks
+from rollmesh.store.scaling import Scaling
 from rollmesh.store.sessions import Sessions
 from rollmesh.store.training import Training
 from rollmesh.store.trajectories import TrajectoryQueue
@@ -39,6 +40,7 @@ class TrajectoryStore:
         self._for_generators(Registry(connection))
         self._for_trainers(Training(connection, self._limits), Rollbacks(connection), Unclaimed(connection))
         self._for_people(View(connection, self._limits), Evaluations(connection), DeadLetters(connection, self._limits))
+        self._for_launchers(Scaling(connection))
 
     def _for_workers(self, sessions: Sessions, queue: TrajectoryQueue) -> None:
         self.open_session = sessions.open_session
@@ -118,6 +120,12 @@ class TrajectoryStore:
         self.dead_letter = letters.dead_letter
         self.replay_dead_letter = letters.replay_dead_letter
         self.delete_dead_letter = letters.delete_dead_letter
+
+    def _for_launchers(self, scaling: Scaling) -> None:
+        self.request_scale = scaling.request_scale
+        self.scale_requests = scaling.scale_requests
+        self.take_scale_requests = scaling.take_scale_requests
+        self.leave_scaling = scaling.leave_scaling
 
     @classmethod
     async def connect(cls, config: StoreConfig, run: str, url: str | None = None, retry_seconds: float = 20.0) -> Self:

@@ -17,6 +17,8 @@ All keys of a run share the hash tag ``{run}``. Python asks a ``Keys`` object; L
     ready_steps  of their tokens                     letter       a dead letter
     cut          group -> train step of its cut      letter_segments, letter_prompt   its payload
     tombstones   groups gone for good, by step       evaluation   request, holder and result
+    scale        wanted replicas by service
+    scaler       launcher that carries it out
 """
 
 from __future__ import annotations
@@ -54,6 +56,8 @@ _SINGLE = frozenset(
         "evaluations",
         "evaluation_queue",
         "evaluation_claims",
+        "scale",
+        "scaler",
     }
 )
 _PER_IDENTITY = {
