@@ -24,7 +24,9 @@ from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.network import advertised, bind_host, host_port
 from rollmesh.store import TrajectoryStore
+from rollmesh.store.metrics import StoreCallMetrics
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
 SERVICE_NAME = "rollmesh.v1.GenerationService"
@@ -36,14 +38,17 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises ConfigError for options that cannot work here, StoreUnavailable when Redis does not answer at the start,
     EngineError when the engine fails while it serves.
     """
-    host = config.launcher.host
+    host = bind_host(config)
     metrics, health, rotation = Metrics("generator"), Health(), Rotation()
     async with AsyncExitStack() as stack:
         engine = build_engine(config, index)
         stack.push_async_callback(engine.aclose)
         metrics.registry.register(EngineCollector(engine.status, rotation))
-        admin_port = await stack.enter_async_context(admin_server(metrics, health, host))
-        store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
+        admin_port = await stack.enter_async_context(admin_server(metrics, health, host, config.network.admin_port))
+        observer = StoreCallMetrics(metrics)
+        store = await stack.enter_async_context(
+            await TrajectoryStore.connect(config.store, config.name, observer=observer)
+        )
         own = GeneratorMetrics(metrics)
         watcher = PolicyWatcher(
             engine,
@@ -60,14 +65,20 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         service = GenerationService(engine, rotation, own, watcher.load_version)
         stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
-        rotation.address = f"{host}:{server.add_insecure_port(f'{host}:0')}"
+        grpc_port = server.add_insecure_port(host_port(host, config.network.grpc_port))
+        rotation.address = advertised(config, grpc_port)
         await server.start()
         # Handlers that still run at the end have streams to close: they get the time that the run file grants.
         stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
-        admin = f"{host}:{admin_port}"
+        admin = advertised(config, admin_port)
         stack.enter_context(
             published_endpoint(
-                Path(config.folder), service="generator", index=index, grpc=rotation.address, admin=admin
+                Path(config.folder),
+                service="generator",
+                index=index,
+                grpc=rotation.address,
+                admin=admin,
+                run=config.name,
             )
         )
         registration = Registration(store, engine, rotation, own, health, reporter, config.store)

@@ -11,6 +11,7 @@ from rollmesh.generator.rotation import Rotation
 from rollmesh.reward.metrics import RewardMetrics
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.store.metrics import StoreCallMetrics
 from rollmesh.trainer.metrics import TrainerMetrics
 
 _HEAD = """\
@@ -58,6 +59,8 @@ def metrics_document() -> str:
 def service_metrics() -> dict[str, list[Metric]]:
     """Metric families by service, in alphabetical order, without those of the Python process."""
     registries = {service: Metrics(service) for service in ("rollout", "generator", "reward", "trainer")}
+    for service in ("rollout", "generator", "trainer"):
+        StoreCallMetrics(registries[service])
     RolloutMetrics(registries["rollout"])
     GeneratorMetrics(registries["generator"])
     registries["generator"].registry.register(EngineCollector(_not_started, Rotation()))

@@ -25,6 +25,7 @@ from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.network import advertised, bind_host, host_port
 from rollmesh.text import Tokenizer
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 
@@ -38,17 +39,18 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises ConfigError for a verifier that cannot be loaded or never scores an answer, RollmeshError when workers
     cannot be started any more.
     """
-    host = config.launcher.host
+    host = bind_host(config)
     registry, health = Metrics("reward"), Health()
     metrics = RewardMetrics(registry)
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with AsyncExitStack() as stack:
-        admin_port = await stack.enter_async_context(admin_server(registry, health, host))
+        admin_port = await stack.enter_async_context(admin_server(registry, health, host, config.network.admin_port))
         spec = worker_spec(config)
         pool = await stack.enter_async_context(
             WorkerPool(spec, config.reward.workers, metrics, lambda error: _fail(failure, error))
         )
         judges = await _open_judges(config, stack)
+        metrics.workers.set(config.reward.workers)
         metrics.expect([*pool.timeout_means_wrong, *judges, "unknown"])
         await _measure_isolation(pool, metrics)
         scoring = Scoring(
@@ -63,11 +65,13 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         server = create_server()
         stubs.add_RewardServiceServicer_to_server(RewardService(scoring), server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
-        address = f"{host}:{server.add_insecure_port(f'{host}:0')}"
+        address = advertised(config, server.add_insecure_port(host_port(host, config.network.grpc_port)))
         await server.start()
         stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
-        admin = f"{host}:{admin_port}"
-        with published_endpoint(Path(config.folder), service="reward", index=index, grpc=address, admin=admin):
+        admin = advertised(config, admin_port)
+        with published_endpoint(
+            Path(config.folder), service="reward", index=index, grpc=address, admin=admin, run=config.name
+        ):
             await reporter.set_serving(True)
             health.set_ready(True)
             await _until_shutdown(shutdown, failure, health)

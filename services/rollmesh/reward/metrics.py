@@ -22,6 +22,7 @@ class RewardMetrics:
         self.running = self._items.labels(state="running")
         """Answers received and not yet answered, the waiting ones included."""
         self.received = metrics.counter("rollmesh_reward_answers_total", "Answers received.")
+        self.workers = metrics.gauge("rollmesh_reward_workers", "Verifier processes: answers scored at once.")
         self._queue_seconds = metrics.histogram(
             "rollmesh_reward_queue_seconds", "Wait of an answer for a worker process.", _FINE_BUCKETS
         )

@@ -27,6 +27,7 @@ _BUSY_SECONDS = 0.05
 _IDLE_SECONDS = 0.25
 _STANDBY_SECONDS = 1.0
 _REAP_SECONDS = 2.0
+_COUNT_SECONDS = 2.0
 _GROUPS_PER_ADMISSION = 64
 _EXPLAIN_SECONDS = 30.0
 """A cut that waits for the same thing for so long gets a line in the log, and another one each time it has again."""
@@ -65,11 +66,13 @@ class Leader:
         self._renew_seconds = renew_seconds
         self._metrics = metrics
         self._health = health
+        metrics.mesh.limits(schedule)
         self._prompts: PromptSource | None = None
         self._token: str | None = None
         self._written: tuple[Desired, bool] | None = None
         self._renew_due = 0.0
         self._reap_due = 0.0
+        self._count_due = 0.0
         self._failed = ""
         self._reported: str | None = None
         self._waiting = _Waiting()
@@ -120,7 +123,10 @@ class Leader:
     async def _act(self, view: MeshView) -> bool:
         """Apply the decisions on one view; returns whether anything but the desired state was changed."""
         assert self._token is not None
-        self._metrics.mesh(view)
+        self._metrics.mesh.update(view)
+        if time.monotonic() >= self._count_due:
+            self._count_due = time.monotonic() + _COUNT_SECONDS
+            self._metrics.mesh.counted(await self._store.counts())
         if view.recovering:
             # Redis may have come back as an earlier state: what it was told before is not what it holds now.
             self._written, self._reported = None, None
@@ -129,6 +135,8 @@ class Leader:
         failure = decisions.fail or self._failed
         if failure != self._reported:
             await self._report(failure)
+        desired = bool(failure) or decisions.desired.paused
+        self._metrics.mesh.paused(view, desired=desired, failed=bool(failure))
         if failure:
             stop = Desired(pool_size=self._schedule.pool_size, paused=True, reason=failure)
             await self._write(stop, blocked=False)
@@ -175,7 +183,7 @@ class Leader:
         for reason in {eviction.reason for eviction in decisions.evict}:
             ids = [eviction.group_id for eviction in decisions.evict if eviction.reason == reason]
             dropped = await self._store.evict(self._token, ids, reason)
-            self._metrics.evicted(reason, dropped)
+            self._metrics.mesh.evicted.labels(reason=reason).inc(dropped)
             self._log.info("groups_evicted", reason=reason, count=dropped)
 
     async def _cut(self, view: MeshView, decisions: Decisions) -> None:
@@ -186,7 +194,7 @@ class Leader:
         await self._store.cut(self._token, step, decisions.cut)
         steps = {group.group_id: group.min_train_step for group in view.ready}
         staleness = [view.cut_step - oldest for i in decisions.cut if (oldest := steps[i]) is not None]
-        self._metrics.cut(staleness)
+        self._metrics.mesh.cut(staleness)
         self._log.info("batch_cut", train_step=step, groups=len(decisions.cut), max_staleness=max(staleness, default=0))
 
     async def _admit(self, count: int) -> None:
@@ -205,7 +213,7 @@ class Leader:
                 self._failed = f"prompt (epoch {cursor.epoch}, index {cursor.index}): {error}"
                 return
             opened = await self._store.admit(self._token, groups, before, cursor)
-            self._metrics.admitted(opened)
+            self._metrics.mesh.admitted.inc(opened)
             count -= len(groups)
             await asyncio.sleep(0)
 

@@ -27,8 +27,10 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.network import advertised, bind_host, instance_name
 from rollmesh.scheduling import resolve_schedule, run_limits
 from rollmesh.store import TrajectoryStore
+from rollmesh.store.metrics import StoreCallMetrics
 from rollmesh.tasks.environments.factory import environment_factory
 from rollmesh.tasks.sources.factory import build_prompt_source
 from rollmesh.text import Tokenizer
@@ -47,17 +49,21 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """
     metrics, health = Metrics("rollout"), Health()
     async with AsyncExitStack() as stack:
-        admin_port = await stack.enter_async_context(admin_server(metrics, health, config.launcher.host))
+        admin_port = await stack.enter_async_context(admin_server(metrics, health, bind_host(config), config.network.admin_port))
         stack.enter_context(
             published_endpoint(
                 Path(config.folder),
                 service="rollout",
                 index=index,
                 grpc="",
-                admin=f"{config.launcher.host}:{admin_port}",
+                admin=advertised(config, admin_port),
+                run=config.name,
             )
         )
-        store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
+        observer = StoreCallMetrics(metrics)
+        store = await stack.enter_async_context(
+            await TrajectoryStore.connect(config.store, config.name, observer=observer)
+        )
         replica = await open_replica(config, index, store, stack, metrics, health)
         health.set_ready(True)
         await replica.run(shutdown)
@@ -77,7 +83,7 @@ async def open_replica(
     tokenizer = Tokenizer(resolve_model(config.model.path))
     await store.init_run(run_limits(config))
     metrics = RolloutMetrics(registry)
-    session = WorkerSession(store, f"rollout-{index}", config.store.heartbeat_seconds, metrics)
+    session = WorkerSession(store, instance_name(config, "rollout", index), config.store.heartbeat_seconds, metrics)
     client = await stack.enter_async_context(GenerationClient())
     reward = await stack.enter_async_context(RewardClient(config))
     generators, policies = Generators(store), Policies(store)
@@ -110,7 +116,7 @@ async def open_replica(
         schedule,
         lambda: build_prompt_source(config.data, tokenizer, config.seed),
         PeriodicEvaluations(store, config.evaluation),
-        candidate=f"rollout-{index}",
+        candidate=instance_name(config, "rollout", index),
         renew_seconds=config.store.heartbeat_seconds,
         metrics=metrics,
         health=health,

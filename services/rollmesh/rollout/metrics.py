@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.mesh import MeshView
+from rollmesh.rollout.mesh_metrics import MeshMetrics
 from rollmesh.runtime.metrics import LENGTH_BUCKETS, STALENESS_BUCKETS, Metrics
 from rollmesh.store.types import ReleaseReason
 
@@ -25,7 +25,6 @@ _CALL_ENDS = (
 )
 _DROPS = ("lost", "dead", "failed", "unscorable")
 _ENDS = ("stop", "length", "environment")
-_STATES = ("pending", "partial", "leased", "finished")
 _OUTCOMES = ("scored", "timed_out", "verifier_error")
 
 
@@ -38,7 +37,7 @@ class RolloutMetrics:
         self._count_work(metrics)
         self._count_evaluations(metrics)
         self.leader = metrics.gauge("rollmesh_rollout_leader", "1 while this replica leads the mesh.")
-        self._mesh = _MeshGauges(metrics)
+        self.mesh = MeshMetrics(metrics)
 
     def _count_calls(self, metrics: Metrics) -> None:
         self._tokens = metrics.counter(
@@ -157,81 +156,3 @@ class RolloutMetrics:
         """An outcome arrived."""
         self._outcomes.labels(kind=kind).inc()
         self._reward_seconds.observe(seconds)
-
-    def mesh(self, view: MeshView) -> None:
-        """What the leader sees."""
-        self._mesh.update(view)
-
-    def cut(self, staleness: list[int]) -> None:
-        """A batch was cut; staleness of its groups, in train steps."""
-        self._mesh.cut(staleness)
-
-    def admitted(self, groups: int) -> None:
-        """Groups were opened."""
-        self._mesh.admitted.inc(groups)
-
-    def evicted(self, reason: str, groups: int) -> None:
-        """Groups were dropped by the scheduler."""
-        self._mesh.evicted.labels(reason=reason).inc(groups)
-
-
-class _MeshGauges:
-    """Gauges that only the leader sets; another replica's stay at their last value, so read them with the leader's."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._trajectories = metrics.gauge(
-            "rollmesh_rollout_queue_trajectories", "Trajectories of open groups, by state.", ("state",)
-        )
-        self._groups = metrics.gauge(
-            "rollmesh_rollout_queue_groups", "Admitted, untrained groups, by state.", ("state",)
-        )
-        self._steps = metrics.gauge(
-            "rollmesh_rollout_train_step", "Train steps, by what was done with them.", ("kind",)
-        )
-        self._policy = metrics.gauge("rollmesh_rollout_policy_version", "Newest announced policy version.")
-        self._memory = metrics.gauge(
-            "rollmesh_rollout_store_memory_ratio", "Store memory used and still to be written."
-        )
-        self._filtered = metrics.gauge("rollmesh_rollout_filtered_in_a_row_groups", "Zero-variance groups in a row.")
-        self._blocked = metrics.gauge(
-            "rollmesh_rollout_cut_blocked_since_timestamp_seconds",
-            "Since when a straggler blocks the cut; 0 when none.",
-        )
-        self._staleness = metrics.histogram(
-            "rollmesh_rollout_cut_staleness_steps",
-            "Staleness of groups when their batch is cut.",
-            buckets=STALENESS_BUCKETS,
-        )
-        self._cut_time = metrics.gauge("rollmesh_rollout_last_cut_timestamp_seconds", "When a batch was last cut.")
-        self._cut_batches = metrics.counter("rollmesh_rollout_batches_cut_total", "Batches cut by this leader.")
-        self.admitted = metrics.counter("rollmesh_rollout_groups_admitted_total", "Groups opened by this leader.")
-        self.evicted = metrics.counter(
-            "rollmesh_rollout_groups_evicted_total", "Groups dropped by this leader, by reason.", ("reason",)
-        )
-        for reason in ("stale", "straggler_timeout", "run_complete"):
-            self.evicted.labels(reason=reason)
-        for state in _STATES:
-            self._trajectories.labels(state=state)
-        for state in ("open", "ready", "cut"):
-            self._groups.labels(state=state)
-        for kind in ("trained", "cut"):
-            self._steps.labels(kind=kind)
-
-    def update(self, view: MeshView) -> None:
-        for state in _STATES:
-            self._trajectories.labels(state=state).set(getattr(view, state))
-        cut = view.admitted_unconsumed - view.open_groups - view.ready_groups
-        for state, groups in (("open", view.open_groups), ("ready", view.ready_groups), ("cut", cut)):
-            self._groups.labels(state=state).set(groups)
-        self._steps.labels(kind="trained").set(view.trained_step)
-        self._steps.labels(kind="cut").set(view.cut_step)
-        self._policy.set(view.policy_version)
-        self._memory.set(view.memory_ratio)
-        self._filtered.set(view.filtered_in_a_row)
-        self._blocked.set(view.blocked_since or 0.0)
-
-    def cut(self, staleness: list[int]) -> None:
-        for value in staleness:
-            self._staleness.observe(value)
-        self._cut_batches.inc()
-        self._cut_time.set_to_current_time()

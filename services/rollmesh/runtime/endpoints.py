@@ -1,4 +1,7 @@
-"""Where the services of a local run listen: one small JSON file per process in the run folder."""
+"""Where the services of a local run listen: one small JSON file per process in the run folder.
+
+Beside it, ``scrape/`` holds the same for Prometheus (file_sd): ``files: [<run folder>/scrape/*.json]`` scrapes the run.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +29,34 @@ class Endpoint:
 
 
 @contextmanager
-def published_endpoint(run_folder: Path, *, service: str, index: int, grpc: str, admin: str) -> Iterator[Endpoint]:
-    """Write the endpoint file while the service runs; remove it after, unless a successor already replaced it."""
+def published_endpoint(
+    run_folder: Path, *, service: str, index: int, grpc: str, admin: str, run: str = ""
+) -> Iterator[Endpoint]:
+    """Write the endpoint files while the service runs; remove them after, unless a successor already replaced them.
+
+    ``run`` is the run's name, for the labels of Prometheus; the name of its folder by default.
+    """
     endpoint = Endpoint(service=service, index=index, pid=os.getpid(), grpc=grpc, admin=admin)
-    folder = run_folder / "services"
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{service}-{index}.json"
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(asdict(endpoint)), encoding="utf-8")
-    os.replace(temporary, file)
+    name = f"{service}-{index}.json"
+    file, target = run_folder / "services" / name, run_folder / "scrape" / name
+    labels = {"run": run or run_folder.name, "service": service, "index": str(index)}
+    _write(file, asdict(endpoint))
+    _write(target, [{"targets": [admin], "labels": labels}])
     try:
         yield endpoint
     finally:
         with suppress(OSError, ValueError):
             if json.loads(file.read_text(encoding="utf-8"))["pid"] == os.getpid():
+                target.unlink(missing_ok=True)
                 file.unlink()
+
+
+def _write(file: Path, content: object) -> None:
+    """Write a JSON file so that readers see all of it or its predecessor."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    os.replace(temporary, file)
 
 
 def read_endpoints(run_folder: Path, service: str | None = None) -> list[Endpoint]:

@@ -6,6 +6,7 @@ Every script is idempotent, so a call that got no answer is simply sent again.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
@@ -22,6 +23,7 @@ from redis.backoff import NoBackoff
 from rollmesh.errors import ConfigError, StoreError, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.keys import Keys
+from rollmesh.store.metrics import CallObserver
 from rollmesh.store.scripts import RunUnknown, Script, load_scripts, refuses_credentials, store_error
 
 Argument = str | bytes | int | float
@@ -39,8 +41,16 @@ _LONGEST_BLOCK_SECONDS = 5.0
 class Connection:
     """Runs scripts and pipelines of one run; used by every part of the store."""
 
-    def __init__(self, client: aioredis.Redis, run: str, scripts: Mapping[str, Script], retry_seconds: float) -> None:
+    def __init__(
+        self,
+        client: aioredis.Redis,
+        run: str,
+        scripts: Mapping[str, Script],
+        retry_seconds: float,
+        observer: CallObserver | None = None,
+    ) -> None:
         self.client = client
+        self._observer = observer
         self.keys = Keys(run)
         self._scripts = scripts
         self._retry_seconds = retry_seconds
@@ -50,9 +60,16 @@ class Connection:
         self._execute = cast("Callable[..., Awaitable[Reply]]", client.execute_command)
 
     @classmethod
-    async def open(cls, url: str, run: str, password: str | None = None, retry_seconds: float = 20.0) -> Connection:
+    async def open(
+        cls,
+        url: str,
+        run: str,
+        password: str | None = None,
+        retry_seconds: float = 20.0,
+        observer: CallObserver | None = None,
+    ) -> Connection:
         """Connect, wait up to ``retry_seconds`` for the server, and check that it can be trusted with the queue."""
-        connection = cls(create_client(url, password), run, load_scripts(), retry_seconds)
+        connection = cls(create_client(url, password), run, load_scripts(), retry_seconds, observer)
         try:
             await connection.check_server()
             await connection._load_all()
@@ -104,7 +121,7 @@ class Connection:
             except redis_errors.NoScriptError:
                 return (await self._exchange((("EVAL", script.text, 1, self.keys.prefix, *arguments),)))[0]
 
-        return await self._retrying(call, name)
+        return await self._retrying(call, name, self._observer)
 
     async def run_all(self, calls: Sequence[Sequence[Argument]]) -> list[Reply]:
         """Run several scripts, each as (name, arguments...), in one round trip; the first refusal is raised.
@@ -125,10 +142,8 @@ class Connection:
     async def command(self, *arguments: Argument) -> Reply:
         """Run one plain command."""
 
-        async def call() -> Reply:
-            return await self._execute(*arguments)
-
-        return await self._retrying(call, str(arguments[0]))
+        call = functools.partial(self._execute, *arguments)
+        return await self._retrying(call, str(arguments[0]), self._observer)
 
     async def commands(self, commands: Sequence[Sequence[Argument]], what: str = "") -> list[Reply]:
         """Run plain commands in one round trip; ``what`` opens the error messages."""
@@ -138,7 +153,7 @@ class Connection:
         async def call() -> list[Reply]:
             return await self._exchange(commands)
 
-        replies = await self._retrying(call, what or str(commands[0][0]))
+        replies = await self._retrying(call, what or str(commands[0][0]), self._observer)
         return cast("list[Reply]", replies)
 
     async def _exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Reply]:
@@ -189,8 +204,9 @@ class Connection:
             left = deadline - time.monotonic()
             # Below the limit of one try, so that a lost connection is noticed.
             milliseconds = max(1, int(1000 * min(left, _LONGEST_BLOCK_SECONDS)))
-            reply = await self.command("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", stream, after)
-            if reply:
+            words = ("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", stream, after)
+            # Not observed: it waits on purpose.
+            if await self._retrying(functools.partial(self._execute, *words), "XREAD", observer=None):
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -198,14 +214,20 @@ class Connection:
     async def _load_all(self) -> None:
         await self.commands([("SCRIPT", "LOAD", script.text) for script in self._scripts.values()])
 
-    async def _retrying(self, call: Callable[[], Awaitable[Reply]], what: str) -> Reply:
-        deadline = time.monotonic() + self._retry_seconds
+    async def _retrying(self, call: Callable[[], Awaitable[Reply]], what: str, observer: CallObserver | None) -> Reply:
+        began = time.monotonic()
+        deadline = began + self._retry_seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
                 async with asyncio.timeout(_CALL_SECONDS):
-                    return await call()
+                    reply = await call()
+                if observer is not None:
+                    observer.answered(time.monotonic() - began)
+                return reply
             except _TRANSIENT as error:
+                if observer is not None:
+                    observer.failed()
                 if isinstance(error, redis_errors.RedisError) and refuses_credentials(error):
                     raise store_error(error, what) from error
                 if time.monotonic() + pause > deadline:
@@ -213,7 +235,11 @@ class Connection:
                         f"{what}: Redis cannot be reached for {self._retry_seconds:g} s: {_reason(error)}"
                     ) from error
             except redis_errors.RedisError as error:
-                raise store_error(error, what) from error
+                said = store_error(error, what)
+                # A refusal by a script is an answer; a server that is full, or that cannot write, is a failure.
+                if observer is not None and isinstance(said, StoreUnavailable):
+                    observer.failed()
+                raise said from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

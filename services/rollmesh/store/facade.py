@@ -13,6 +13,7 @@ from rollmesh.store.deadletters import DeadLetters
 from rollmesh.store.evaluations import Evaluations
 from rollmesh.store.leader import Leader
 from rollmesh.store.limits import Limits
+from rollmesh.store.metrics import CallObserver
 from rollmesh.store.registry import Registry
 from rollmesh.store.rollbacks import Rollbacks
 from rollmesh.store.scaling import Scaling
@@ -128,8 +129,17 @@ class TrajectoryStore:
         self.leave_scaling = scaling.leave_scaling
 
     @classmethod
-    async def connect(cls, config: StoreConfig, run: str, url: str | None = None, retry_seconds: float = 20.0) -> Self:
+    async def connect(
+        cls,
+        config: StoreConfig,
+        run: str,
+        url: str | None = None,
+        retry_seconds: float = 20.0,
+        observer: CallObserver | None = None,
+    ) -> Self:
         """Connect to the run's queue; ``url`` (the embedded server's) wins over ``config.url``.
+
+        ``observer`` hears how long every call takes and which fail, for metrics.
 
         StoreUnavailable when the server does not answer within ``retry_seconds``, refuses the password, is older than
         Redis 7.0 or may evict keys.
@@ -138,7 +148,7 @@ class TrajectoryStore:
         if target is None:
             raise ConfigError("store.url is null and no embedded server was named: start one or set store.url")
         password = config.password.get_secret_value() if config.password is not None else None
-        return cls(await Connection.open(target, run, password, retry_seconds))
+        return cls(await Connection.open(target, run, password, retry_seconds, observer))
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -150,6 +150,7 @@ class TrainingLoop:
         place.metrics.committed_step.set(self.train_step)
         place.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
         await asyncio.to_thread(place.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
+        await asyncio.to_thread(place.metrics.see_disk, place.checkpoints.root)
 
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
         place = self._place

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,13 +21,15 @@ from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.network import advertised, bind_host
 from rollmesh.scheduling.limits import run_limits
 from rollmesh.scheduling.presets import resolve_schedule
 from rollmesh.scheduling.schedule import OnStale
 from rollmesh.store import TrajectoryStore
+from rollmesh.store.metrics import StoreCallMetrics
 from rollmesh.trainer.claims import BatchClaims
 from rollmesh.trainer.crew import Crew
-from rollmesh.trainer.distributed import join_gang, leave_gang, pick_device
+from rollmesh.trainer.distributed import Gang, join_gang, leave_gang, pick_device
 from rollmesh.trainer.loop import LOOP_NAME, TrainingLoop, Workplace
 from rollmesh.trainer.metrics import TrainerMetrics
 from rollmesh.trainer.patience import Patience
@@ -58,7 +61,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             await _lead(config, index, shutdown, checkpoints, crew, executor)
             await loop.run_in_executor(executor, crew.dismiss)
         else:
-            await loop.run_in_executor(executor, crew.follow, checkpoints.root)
+            async with _answering_probes(config, crew.gang):
+                await loop.run_in_executor(executor, crew.follow, checkpoints.root)
         await loop.run_in_executor(executor, leave_gang)
 
 
@@ -93,13 +97,17 @@ async def _lead(
     trainer_metrics = TrainerMetrics(metrics)
     health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
     async with contextlib.AsyncExitStack() as stack:
-        port = await stack.enter_async_context(admin_server(metrics, health, config.launcher.host))
-        admin = f"{config.launcher.host}:{port}"
+        port = await stack.enter_async_context(admin_server(metrics, health, bind_host(config), config.network.admin_port))
+        admin = advertised(config, port)
         stack.enter_context(
-            published_endpoint(Path(config.folder), service="trainer", index=index, grpc="", admin=admin)
+            published_endpoint(
+                Path(config.folder), service="trainer", index=index, grpc="", admin=admin, run=config.name
+            )
         )
         store = await stack.enter_async_context(
-            await TrajectoryStore.connect(config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS)
+            await TrajectoryStore.connect(
+                config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS, observer=StoreCallMetrics(metrics)
+            )
         )
         session = TrainingSession(store, checkpoints, crew.shelf, trainer_metrics, shutdown)
         patience = Patience(trainer_metrics, health, shutdown)
@@ -139,6 +147,18 @@ async def _lead(
             )
             health.set_ready(True)
             await _run(TrainingLoop(place, shutdown), place)
+
+
+@contextlib.asynccontextmanager
+async def _answering_probes(config: RunConfig, gang: Gang) -> AsyncIterator[None]:
+    """Serve the admin port on a node that rank 0 is not on: its pod is probed like the others."""
+    if gang.local_rank:
+        yield
+        return
+    health = Health()
+    async with admin_server(Metrics("trainer"), health, bind_host(config), config.network.admin_port):
+        health.set_ready(True)
+        yield
 
 
 async def _take_over(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from prometheus_client import Counter
 
@@ -88,6 +91,10 @@ class TrainerMetrics:
         self.failures = m.counter(
             "rollmesh_trainer_checkpoint_failures_total", "Failed writes to the checkpoint store.", ["reason"]
         )
+        self.free_bytes = m.gauge(
+            "rollmesh_trainer_checkpoint_free_bytes", "Free space of the checkpoint store's disk after the last write."
+        )
+        self.disk_bytes = m.gauge("rollmesh_trainer_checkpoint_disk_bytes", "Size of the checkpoint store's disk.")
         self.reasserted = m.counter(
             "rollmesh_trainer_reassertions_total", "Times the trainer told a restored Redis what has been trained."
         )
@@ -133,6 +140,13 @@ class TrainerMetrics:
             self.phase_seconds.labels(phase=phase).observe(seconds)
         for name, value in gauge_values(report, goodput).items():
             self._gauges[name].set(value)
+
+    def see_disk(self, root: Path) -> None:
+        """Export how full the checkpoint store's disk is; a disk that cannot be asked keeps its last figures."""
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage(root)
+            self.free_bytes.set(usage.free)
+            self.disk_bytes.set(usage.total)
 
     def observe_groups(self, trained: Sequence[int], counts: StoreCounts) -> None:
         """Export the groups of one step by length decile, and what left the queue untrained since the last one."""

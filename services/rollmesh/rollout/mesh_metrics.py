@@ -1,0 +1,149 @@
+"""What the leader exports about the whole mesh; another replica's gauges stay at their last value or 0.
+
+So in PromQL they are read where ``rollmesh_rollout_leader`` is 1; the recording rules of the chart do that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmesh.mesh import MeshView
+from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
+from rollmesh.scheduling import Schedule
+from rollmesh.store.types import StoreCounts
+
+_TRAJECTORY_STATES = ("pending", "partial", "leased", "finished")
+_GROUP_STATES = ("open", "ready", "cut")
+_STEP_KINDS = ("trained", "cut", "last")
+_PAUSES = ("person", "failure", "recovery", "barrier")
+EVICTION_REASONS = ("stale", "straggler_timeout", "run_complete")
+
+
+class MeshMetrics:
+    """Gauges of the mesh, of its queue and of its store; counters of the leader's decisions."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._show_queue(metrics)
+        self._show_limits(metrics)
+        self._show_store(metrics)
+        self._count_decisions(metrics)
+
+    def _show_queue(self, metrics: Metrics) -> None:
+        self._trajectories = metrics.gauge(
+            "rollmesh_rollout_queue_trajectories", "Trajectories of open groups, by state.", ("state",)
+        )
+        self._groups = metrics.gauge(
+            "rollmesh_rollout_queue_groups", "Admitted, untrained groups, by state.", ("state",)
+        )
+        self._steps = metrics.gauge(
+            "rollmesh_rollout_train_step", "Train steps, by what was done with them; last is the run's end.", ("kind",)
+        )
+        self._policy = metrics.gauge("rollmesh_rollout_policy_version", "Newest announced policy version.")
+        self._paused = metrics.gauge("rollmesh_rollout_paused", "Whether no rollouts are started, by why.", ("by",))
+        self._complete = metrics.gauge("rollmesh_rollout_run_complete", "1 once the run's last step has been trained.")
+        self._filtered = metrics.gauge("rollmesh_rollout_filtered_in_a_row_groups", "Zero-variance groups in a row.")
+        self._unclaimed_staleness = metrics.gauge(
+            "rollmesh_rollout_unclaimed_staleness_steps",
+            "Staleness of the oldest open or ready group if the next batch trained it.",
+        )
+        self._blocked = metrics.gauge(
+            "rollmesh_rollout_cut_blocked_since_timestamp_seconds",
+            "Since when a straggler blocks the cut; 0 when none.",
+        )
+        for state in _TRAJECTORY_STATES:
+            self._trajectories.labels(state=state)
+        for state in _GROUP_STATES:
+            self._groups.labels(state=state)
+        for kind in _STEP_KINDS:
+            self._steps.labels(kind=kind)
+        for by in _PAUSES:
+            self._paused.labels(by=by)
+
+    def _show_limits(self, metrics: Metrics) -> None:
+        self._max_staleness = metrics.gauge(
+            "rollmesh_rollout_max_staleness_steps", "Staleness bound of the run, in train steps."
+        )
+        self._pool = metrics.gauge(
+            "rollmesh_rollout_pool_trajectories", "Trajectories that may be leased at once over the whole mesh."
+        )
+        self._batch = metrics.gauge("rollmesh_rollout_batch_groups", "Groups that one train step consumes.")
+
+    def _show_store(self, metrics: Metrics) -> None:
+        self._memory = metrics.gauge(
+            "rollmesh_rollout_store_memory_ratio", "Store memory used and still to be written."
+        )
+        self._used = metrics.gauge("rollmesh_rollout_store_used_memory_bytes", "Memory that Redis uses.")
+        self._most = metrics.gauge(
+            "rollmesh_rollout_store_max_memory_bytes", "Memory that Redis may use; 0 without a limit."
+        )
+        self._sessions = metrics.gauge("rollmesh_rollout_store_sessions", "Living worker sessions of the run.")
+        self._letters = metrics.gauge("rollmesh_rollout_dead_letters", "Dead letters of the run.")
+        self._orphans = metrics.gauge(
+            "rollmesh_rollout_unheld_scoring_trajectories", "Finished trajectories without outcome that nobody holds."
+        )
+
+    def _count_decisions(self, metrics: Metrics) -> None:
+        self._staleness = metrics.histogram(
+            "rollmesh_rollout_cut_staleness_steps",
+            "Staleness of groups when their batch is cut.",
+            buckets=STALENESS_BUCKETS,
+        )
+        self._cut_time = metrics.gauge("rollmesh_rollout_last_cut_timestamp_seconds", "When a batch was last cut.")
+        self._cut_batches = metrics.counter("rollmesh_rollout_batches_cut_total", "Batches cut by this leader.")
+        self.admitted = metrics.counter("rollmesh_rollout_groups_admitted_total", "Groups opened by this leader.")
+        self.evicted = metrics.counter(
+            "rollmesh_rollout_groups_evicted_total", "Groups dropped by this leader, by reason.", ("reason",)
+        )
+        for reason in EVICTION_REASONS:
+            self.evicted.labels(reason=reason)
+
+    def limits(self, schedule: Schedule) -> None:
+        """What the run file allows."""
+        self._max_staleness.set(schedule.max_staleness)
+        self._pool.set(schedule.pool_size)
+        self._batch.set(schedule.groups_per_batch)
+        self._steps.labels(kind="last").set(schedule.train_steps)
+
+    def update(self, view: MeshView) -> None:
+        """What the leader sees."""
+        for state in _TRAJECTORY_STATES:
+            self._trajectories.labels(state=state).set(getattr(view, state))
+        cut = view.admitted_unconsumed - view.open_groups - view.ready_groups
+        for state, groups in zip(_GROUP_STATES, (view.open_groups, view.ready_groups, cut), strict=True):
+            self._groups.labels(state=state).set(groups)
+        self._steps.labels(kind="trained").set(view.trained_step)
+        self._steps.labels(kind="cut").set(view.cut_step)
+        self._policy.set(view.policy_version)
+        self._complete.set(int(view.trained_enough))
+        self._memory.set(view.memory_ratio)
+        self._filtered.set(view.filtered_in_a_row)
+        self._unclaimed_staleness.set(unclaimed_staleness(view))
+        self._blocked.set(view.blocked_since or 0.0)
+
+    def paused(self, view: MeshView, *, desired: bool, failed: bool) -> None:
+        """Why no rollouts are started; ``desired`` is whether any reason holds, ``failed`` whether the run gave up."""
+        why = {"person": view.user_paused, "failure": failed, "recovery": view.recovering}
+        why["barrier"] = desired and not any(why.values()) and not view.trained_enough
+        for by, holds in why.items():
+            self._paused.labels(by=by).set(int(holds))
+
+    def counted(self, counts: StoreCounts) -> None:
+        """What the store holds."""
+        self._used.set(counts.used_memory_bytes)
+        self._most.set(counts.max_memory_bytes)
+        self._sessions.set(counts.sessions)
+        self._letters.set(counts.dead_letters)
+        self._orphans.set(counts.scoring_queue)
+
+    def cut(self, staleness: Sequence[int]) -> None:
+        """A batch was cut; staleness of its groups, in train steps."""
+        for value in staleness:
+            self._staleness.observe(value)
+        self._cut_batches.inc()
+        self._cut_time.set_to_current_time()
+
+
+def unclaimed_staleness(view: MeshView) -> int:
+    """Train steps between the oldest token of an open or ready group and the next batch; 0 without tokens."""
+    steps = [step for step, groups in view.unclaimed_by_step if groups]
+    return max(0, view.cut_step - min(steps)) if steps else 0

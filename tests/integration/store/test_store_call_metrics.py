@@ -1,0 +1,50 @@
+"""What a service's /metrics say of its calls to the store."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.errors import SessionLost, StoreUnavailable
+from rollmesh.mesh import RunLimits
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.store import EmbeddedServer, TrajectoryStore
+from rollmesh.store.metrics import StoreCallMetrics
+
+LIMITS = RunLimits(
+    group_size=2,
+    groups_per_batch=2,
+    max_staleness=1,
+    max_attempts=2,
+    session_ttl_seconds=5.0,
+    filter_zero_variance=False,
+    mask_old_segments=False,
+    train_steps=3,
+)
+
+
+def shown(metrics: Metrics, name: str) -> float:
+    return metrics.registry.get_sample_value(f"rollmesh_reward_store_call_{name}") or 0.0
+
+
+async def test_calls_are_timed_and_tries_without_an_answer_counted(own_server: EmbeddedServer) -> None:
+    metrics = Metrics("reward")
+    store = await TrajectoryStore.connect(
+        StoreConfig(), run="timed", url=own_server.url, retry_seconds=0.2, observer=StoreCallMetrics(metrics)
+    )
+    async with store:
+        await store.init_run(LIMITS)
+        await store.view()
+        before = shown(metrics, "seconds_count")
+        await store.view()
+        assert shown(metrics, "seconds_count") == before + 1
+        # A wait for news is no slow answer, and a refusal is an answer.
+        assert await store.wait_policy(-1, 1.0) is None
+        assert shown(metrics, "seconds_sum") < 1.0
+        with pytest.raises(SessionLost):
+            await store.cut("no leader's token", 1, ["e0-0"])
+        assert shown(metrics, "failures_total") == 0
+        own_server.kill()
+        with pytest.raises(StoreUnavailable):
+            await store.view()
+        assert shown(metrics, "failures_total") >= 2

@@ -1,0 +1,109 @@
+"""The leader's gauges of the whole mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.mesh import MeshView
+from rollmesh.rollout.mesh_metrics import MeshMetrics, unclaimed_staleness
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.scheduling import resolve_schedule
+from rollmesh.store.types import StoreCounts
+
+VIEW = MeshView(
+    now=100.0,
+    trained_step=6,
+    cut_step=7,
+    policy_version=6,
+    policy_train_step=6,
+    admitted_unconsumed=9,
+    open_groups=4,
+    ready_groups=3,
+    ready=(),
+    stalest_open=(),
+    unclaimed_by_step=((5, 2), (7, 5)),
+    pending=1,
+    partial=2,
+    leased=3,
+    finished=4,
+    memory_ratio=0.25,
+    filtered_in_a_row=1,
+    blocked_since=None,
+    recovering=False,
+    user_paused=False,
+    trained_enough=False,
+)
+
+
+def exported(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"rollmesh_rollout_{name}", labels)
+
+
+def test_the_oldest_unclaimed_group_says_how_stale_the_next_batch_may_be() -> None:
+    assert unclaimed_staleness(VIEW) == 2
+    assert unclaimed_staleness(replace(VIEW, unclaimed_by_step=((5, 0), (7, 5)))) == 0
+    assert unclaimed_staleness(replace(VIEW, unclaimed_by_step=())) == 0
+    # A group that runs on the newest policy while an older batch is still being trained.
+    assert unclaimed_staleness(replace(VIEW, unclaimed_by_step=((9, 1),))) == 0
+
+
+def test_groups_that_are_neither_open_nor_ready_are_cut() -> None:
+    metrics = Metrics("rollout")
+    MeshMetrics(metrics).update(VIEW)
+    groups = {state: exported(metrics, "queue_groups", state=state) for state in ("open", "ready", "cut")}
+    assert groups == {"open": 4, "ready": 3, "cut": 2}
+    assert exported(metrics, "unclaimed_staleness_steps") == 2
+    assert exported(metrics, "run_complete") == 0
+
+
+def test_the_limits_of_the_run_stand_beside_what_they_limit() -> None:
+    metrics = Metrics("rollout")
+    config = ScheduleConfig(preset="copris", groups_per_batch=4, group_size=4, pool_size=24, max_staleness=3)
+    MeshMetrics(metrics).limits(resolve_schedule(config, train_steps=50))
+    assert exported(metrics, "max_staleness_steps") == 3
+    assert exported(metrics, "pool_trajectories") == 24
+    assert exported(metrics, "batch_groups") == 4
+    assert exported(metrics, "train_step", kind="last") == 50
+
+
+@pytest.mark.parametrize(
+    ("view", "desired", "failed", "reasons"),
+    [
+        (VIEW, False, False, set()),
+        (replace(VIEW, user_paused=True), True, False, {"person"}),
+        (replace(VIEW, recovering=True), False, False, {"recovery"}),
+        (VIEW, True, True, {"failure"}),
+        (VIEW, True, False, {"barrier"}),
+        (replace(VIEW, user_paused=True), True, True, {"person", "failure"}),
+        (replace(VIEW, trained_enough=True), True, False, set()),
+    ],
+)
+def test_a_pause_names_its_reason(view: MeshView, desired: bool, failed: bool, reasons: set[str]) -> None:
+    metrics = Metrics("rollout")
+    MeshMetrics(metrics).paused(view, desired=desired, failed=failed)
+    shown = {by for by in ("person", "failure", "recovery", "barrier") if exported(metrics, "paused", by=by)}
+    assert shown == reasons
+
+
+def test_the_store_is_shown_in_bytes_sessions_and_dead_letters() -> None:
+    metrics = Metrics("rollout")
+    counts = StoreCounts(
+        trajectories={},
+        groups={},
+        totals={},
+        drops={},
+        dropped_tokens={},
+        drop_deciles={},
+        scoring_queue=5,
+        sessions=2,
+        dead_letters=3,
+        used_memory_bytes=1000,
+        max_memory_bytes=4000,
+    )
+    MeshMetrics(metrics).counted(counts)
+    shown = ("store_used_memory_bytes", "store_max_memory_bytes", "store_sessions", "dead_letters")
+    assert [exported(metrics, name) for name in shown] == [1000, 4000, 2, 3]
+    assert exported(metrics, "unheld_scoring_trajectories") == 5
