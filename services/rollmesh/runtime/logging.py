@@ -1,16 +1,31 @@
-"""Structured logs: one event per line, with the run and the service on every line."""
+"""Structured logs: one event per line, with the run and the service on every line.
+
+A line about a trajectory carries ``trajectory``, one about a train step ``train_step``; while traces are recorded such
+a line has the ``trace_id`` that leads to its spans. ``policy_version`` is the version that the line is about, else the
+one that the process serves, trains or has seen last.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 import structlog
 
 from rollmesh.config.services import TelemetryConfig
+from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_of, traceparent_of_step
 
 Logger = structlog.stdlib.BoundLogger
+Event = MutableMapping[str, Any]
+
+
+class _Process:
+    """Facts of this process that every line carries."""
+
+    policy_version: int | None = None
 
 
 def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream: TextIO | None = None) -> None:
@@ -24,6 +39,8 @@ def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            _add_policy_version,
+            *([_TraceIds(run, config.trace_ratio)] if config.otlp_endpoint is not None else []),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
@@ -41,3 +58,41 @@ def get_logger(name: str) -> Logger:
     """A logger whose lines carry ``component=name``; events are snake_case, facts are key=value."""
     logger: Logger = structlog.get_logger(component=name)
     return logger
+
+
+def note_policy_version(version: int) -> None:
+    """Put this policy version on every further line of the process that names no other."""
+    _Process.policy_version = version
+
+
+@contextmanager
+def lines_about(trajectory_id: str) -> Iterator[None]:
+    """Put the trajectory on every line that the running task logs meanwhile."""
+    with structlog.contextvars.bound_contextvars(trajectory=trajectory_id):
+        yield
+
+
+def _add_policy_version(_logger: Any, _method: str, event: Event) -> Event:
+    if _Process.policy_version is not None:
+        event.setdefault("policy_version", _Process.policy_version)
+    return event
+
+
+class _TraceIds:
+    """Adds the trace of what a line is about; it follows from the name alone, so no line has to carry it along."""
+
+    def __init__(self, run: str, ratio: float) -> None:
+        self._run = run
+        self._ratio = ratio
+
+    def __call__(self, _logger: Any, _method: str, event: Event) -> Event:
+        if "trajectory" in event:
+            traceparent = traceparent_of(self._run, str(event["trajectory"]))
+        elif "train_step" in event:
+            traceparent = traceparent_of_step(self._run, event["train_step"])
+        else:
+            return event
+        place = TraceContext.parse(traceparent)
+        if place is not None and is_sampled(place.trace_id, self._ratio):
+            event["trace_id"] = f"{place.trace_id:032x}"
+        return event

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollmesh.errors import DataError
+from rollmesh.runtime.tracecontext import traceparent_of
 from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
 from rollmesh.v1 import trajectory_pb2 as pb
 from rollmesh.wire.codec import (
@@ -125,9 +125,3 @@ def build_trajectory(
         birth_version=birth_version,
         traceparent=traceparent_of(run, trajectory_id) if run else "",
     )
-
-
-def traceparent_of(run: str, trajectory_id: str) -> str:
-    """W3C trace context of a trajectory: the same in every service and for every worker that goes on with it."""
-    digest = hashlib.blake2b(f"{run}:{trajectory_id}".encode(), digest_size=24).hexdigest()
-    return f"00-{digest[:32]}-{digest[32:]}-01"

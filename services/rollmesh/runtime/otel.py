@@ -1,0 +1,202 @@
+"""Spans by the OpenTelemetry SDK, sent to a collector in batches (OTLP over HTTP). Needs the extra ``tracing``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace as api
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import IdGenerator, RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+
+import rollmesh
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.spans import MOST_LINKS, Attribute, Kind, Span
+from rollmesh.runtime.tracecontext import TraceContext
+
+_QUEUE_SPANS = 8192
+"""Spans that wait for the collector; while it is away, older ones are dropped."""
+_BATCH_SPANS = 512
+_BATCH_MILLISECONDS = 1000
+"""A process that is killed takes at most its last second of spans with it."""
+_EXPORT_SECONDS = 5.0
+_SHUTDOWN_SECONDS = 3.0
+"""A collector that is away must not use up the grace period of a service."""
+_MOST_EVENTS = 128
+_COMPLAINTS_EVERY_SECONDS = 60.0
+_KINDS = {
+    "internal": api.SpanKind.INTERNAL,
+    "client": api.SpanKind.CLIENT,
+    "server": api.SpanKind.SERVER,
+    "producer": api.SpanKind.PRODUCER,
+    "consumer": api.SpanKind.CONSUMER,
+}
+
+
+class RecordedSpan(Span):
+    """A span of the SDK."""
+
+    __slots__ = ("_span",)
+
+    def __init__(self, span: api.Span) -> None:
+        self._span = span
+
+    @property
+    def traceparent(self) -> str:
+        """What children of this span name as their parent."""
+        place = self._span.get_span_context()
+        return str(TraceContext(trace_id=place.trace_id, span_id=place.span_id))
+
+    def set(self, **attributes: Attribute) -> None:
+        """Add facts."""
+        self._span.set_attributes(_named(attributes))
+
+    def event(self, name: str, **attributes: Attribute) -> None:
+        """Note a moment within the span."""
+        self._span.add_event(name, _named(attributes))
+
+    def fail(self, message: str) -> None:
+        """Mark the span as failed."""
+        self._span.set_status(api.StatusCode.ERROR, message)
+
+    def end(self) -> None:
+        """End the span, if it has not ended."""
+        if self._span.is_recording():
+            self._span.end()
+
+
+class _Ids(IdGenerator):
+    """Random ids, except for a root span: it gets the id that its traceparent has promised to its children."""
+
+    def __init__(self) -> None:
+        self._random = RandomIdGenerator()
+        self._promised = threading.local()
+
+    def promise(self, place: TraceContext) -> None:
+        self._promised.place = place
+
+    def generate_trace_id(self) -> int:
+        place: TraceContext | None = getattr(self._promised, "place", None)
+        return self._random.generate_trace_id() if place is None else place.trace_id
+
+    def generate_span_id(self) -> int:
+        place: TraceContext | None = getattr(self._promised, "place", None)
+        if place is None:
+            return self._random.generate_span_id()
+        self._promised.place = None
+        return place.span_id
+
+
+class _Complaints(logging.Handler):
+    """What the SDK complains about (the collector is away, spans are dropped), as lines of our log, a few an hour."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._log = get_logger("tracing")
+        self._said_at: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.monotonic()
+        if now - self._said_at.get(str(record.msg), -_COMPLAINTS_EVERY_SECONDS) < _COMPLAINTS_EVERY_SECONDS:
+            return
+        self._said_at[str(record.msg)] = now
+        self._log.warning("traces_not_delivered", message=record.getMessage())
+
+
+class OtelRecorder:
+    """Records spans through a private tracer provider; the global one of OpenTelemetry is left alone."""
+
+    def __init__(self, exporter: SpanExporter, *, service: str, index: int, run: str) -> None:
+        self._ids = _Ids()
+        resource = Resource.create(
+            {
+                "service.name": f"rollmesh-{service}",
+                "service.namespace": "rollmesh",
+                "service.instance.id": str(index),
+                "service.version": rollmesh.__version__,
+                "rollmesh.run": run,
+            }
+        )
+        self._provider = TracerProvider(
+            sampler=ALWAYS_ON,  # the tracer in front of us has chosen
+            resource=resource,
+            id_generator=self._ids,
+            span_limits=SpanLimits(max_links=MOST_LINKS, max_events=_MOST_EVENTS),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(
+            BatchSpanProcessor(
+                exporter,
+                max_queue_size=_QUEUE_SPANS,
+                schedule_delay_millis=_BATCH_MILLISECONDS,
+                max_export_batch_size=_BATCH_SPANS,
+            )
+        )
+        self._tracer = self._provider.get_tracer("rollmesh", rollmesh.__version__)
+        self._complaints = _Complaints()
+        self._sdk_log = logging.getLogger("opentelemetry")
+        self._sdk_log.addHandler(self._complaints)
+        self._sdk_log.propagate = False
+
+    def start(
+        self,
+        name: str,
+        place: TraceContext,
+        *,
+        root: bool,
+        kind: Kind,
+        links: Sequence[TraceContext],
+        start_ns: int | None,
+        attributes: dict[str, Any],
+    ) -> Span:
+        """A span under ``place``, or the very span that ``place`` names (``root``)."""
+        parent = otel_context.Context()
+        if root:
+            self._ids.promise(place)
+        else:
+            parent = api.set_span_in_context(api.NonRecordingSpan(_span_context(place)), parent)
+        return RecordedSpan(
+            self._tracer.start_span(
+                name,
+                parent,
+                _KINDS[kind],
+                _named(attributes),
+                [api.Link(_span_context(link)) for link in links],
+                start_time=time.time_ns() if start_ns is None else start_ns,
+            )
+        )
+
+    def shutdown(self) -> None:
+        """Deliver what is left, for at most a few seconds."""
+        last = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
+        last.start()
+        last.join(_SHUTDOWN_SECONDS)
+        self._sdk_log.removeHandler(self._complaints)
+
+
+def otlp_recorder(endpoint: str, *, service: str, index: int, run: str) -> OtelRecorder:
+    """A recorder that sends to the collector at ``endpoint``; a URL without a path gets ``/v1/traces``.
+
+    Headers and certificates for the collector come from OpenTelemetry's own variables
+    (``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_EXPORTER_OTLP_CERTIFICATE``, ...).
+    """
+    url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
+    exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_SECONDS)
+    return OtelRecorder(exporter, service=service, index=index, run=run)
+
+
+def _span_context(place: TraceContext) -> api.SpanContext:
+    return api.SpanContext(place.trace_id, place.span_id, is_remote=True, trace_flags=api.TraceFlags(0x01))
+
+
+def _named(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {f"rollmesh.{name}": value for name, value in attributes.items()}

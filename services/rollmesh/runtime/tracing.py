@@ -1,0 +1,119 @@
+"""Spans of the mesh: one trace per trajectory, one per train step; nothing, at next to no cost, when not configured.
+
+There is one tracer per process, like the logging set-up: ``recorded_traces`` installs it for as long as a service
+runs. Spans name their parent by its traceparent. They do not follow the running task: a call may begin in one task and
+end in another, and its parent may live in another process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+from rollmesh.config.services import TelemetryConfig
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.spans import MOST_LINKS, NOTHING, Attribute, Kind, Recorder, Span
+from rollmesh.runtime.tracecontext import TraceContext, is_sampled
+
+
+class Tracer:
+    """Starts spans. Without a recorder each one is ``NOTHING``."""
+
+    __slots__ = ("_ratio", "_recorder")
+
+    def __init__(self, recorder: Recorder | None = None, ratio: float = 1.0) -> None:
+        self._recorder = recorder
+        self._ratio = ratio
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is recorded: ask before computing attributes that cost something."""
+        return self._recorder is not None
+
+    def span(
+        self,
+        name: str,
+        traceparent: str,
+        *,
+        root: bool = False,
+        kind: Kind = "internal",
+        links: Sequence[str] = (),
+        start_ns: int | None = None,
+        **attributes: Attribute,
+    ) -> Span:
+        """A span that begins now, or at ``start_ns`` (Unix nanoseconds), as a child of ``traceparent``.
+
+        ``root``: it is the span that ``traceparent`` itself names. ``links`` are traceparents of related work, of which
+        sampled ones count, up to ``MOST_LINKS``. Without a traceparent nothing is recorded.
+        """
+        if self._recorder is None:
+            return NOTHING
+        place = self._sampled(traceparent)
+        if place is None:
+            return NOTHING
+        linked: list[TraceContext] = []
+        for link in links:
+            if len(linked) == MOST_LINKS:
+                break
+            if (target := self._sampled(link)) is not None:
+                linked.append(target)
+        return self._recorder.start(
+            name, place, root=root, kind=kind, links=linked, start_ns=start_ns, attributes=attributes
+        )
+
+    def records(self, traceparent: str) -> bool:
+        """Whether spans of this trace are recorded here."""
+        return self._recorder is not None and self._sampled(traceparent) is not None
+
+    def _sampled(self, traceparent: str) -> TraceContext | None:
+        place = TraceContext.parse(traceparent)
+        return place if place is not None and is_sampled(place.trace_id, self._ratio) else None
+
+
+class _Process:
+    """The tracer of this process."""
+
+    tracer = Tracer()
+
+
+def tracer() -> Tracer:
+    """The tracer of this process; one that records nothing unless ``recorded_traces`` is active."""
+    return _Process.tracer
+
+
+@contextlib.asynccontextmanager
+async def recorded_traces(
+    config: TelemetryConfig, *, service: str, index: int, run: str, recorder: Recorder | None = None
+) -> AsyncIterator[Tracer]:
+    """Record spans of this process while the context lasts, and deliver the last ones at its end.
+
+    Does nothing without ``telemetry.otlp_endpoint``, unless a ``recorder`` is given (tests). Raises ConfigError when
+    the extra ``tracing`` is not installed or the endpoint is no address.
+    """
+    if recorder is None:
+        recorder = _otlp_recorder(config, service, index, run)
+    if recorder is None:
+        yield _Process.tracer
+        return
+    before, _Process.tracer = _Process.tracer, Tracer(recorder, config.trace_ratio)
+    try:
+        yield _Process.tracer
+    finally:
+        _Process.tracer = before
+        await asyncio.to_thread(recorder.shutdown)
+
+
+def _otlp_recorder(config: TelemetryConfig, service: str, index: int, run: str) -> Recorder | None:
+    endpoint = config.otlp_endpoint
+    if endpoint is None:
+        return None
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"telemetry.otlp_endpoint={endpoint}: expected http://host:port or https://host:port")
+    try:
+        from rollmesh.runtime.otel import otlp_recorder
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"telemetry.otlp_endpoint={endpoint} needs the package {error.name}: pip install 'rollmesh[tracing]'"
+        ) from error
+    return otlp_recorder(endpoint, service=service, index=index, run=run)

@@ -1,0 +1,72 @@
+"""What a line of a service's log carries."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from rollmesh.config.services import TelemetryConfig
+from rollmesh.runtime import logging as logs
+from rollmesh.runtime.tracecontext import TraceContext, traceparent_of, traceparent_of_step
+
+
+@pytest.fixture
+def log() -> Iterator[Any]:
+    """configure(**telemetry) -> lines(): what was logged since."""
+
+    def configure(**telemetry: Any):
+        stream = io.StringIO()
+        logs.configure_logging(TelemetryConfig(**telemetry), service="rollout-0", run="demo", stream=stream)
+        return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+
+    yield configure
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    logs._Process.policy_version = None
+
+
+def trace_of(traceparent: str) -> str:
+    place = TraceContext.parse(traceparent)
+    assert place is not None
+    return f"{place.trace_id:032x}"
+
+
+def test_a_line_carries_run_service_and_what_it_is_about(log) -> None:
+    lines = log()
+    logger = logs.get_logger("worker")
+    logger.info("started")
+    logs.note_policy_version(7)
+    with logs.lines_about("e0-1.2"):
+        logger.warning("attempt_failed", message="why")
+    logger.info("policy_refused", policy_version=8)
+    started, failed, refused = lines()
+    for line in (started, failed, refused):
+        assert (line["run"], line["service"], line["component"]) == ("demo", "rollout-0", "worker")
+    assert "policy_version" not in started
+    assert (failed["trajectory"], failed["policy_version"], failed["level"]) == ("e0-1.2", 7, "warning")
+    assert "trace_id" not in failed
+    assert refused["policy_version"] == 8
+    assert "trajectory" not in refused
+
+
+def test_lines_lead_to_their_trace_while_traces_are_recorded(log) -> None:
+    lines = log(otlp_endpoint="http://collector:4318")
+    logger = logs.get_logger("any")
+    logger.info("started")
+    logger.info("no_reward", trajectory="e0-1.2")
+    logger.info("batch_cut", train_step=3)
+    started, reward, cut = lines()
+    assert "trace_id" not in started
+    assert reward["trace_id"] == trace_of(traceparent_of("demo", "e0-1.2"))
+    assert cut["trace_id"] == trace_of(traceparent_of_step("demo", 3))
+
+
+def test_lines_of_a_trace_that_is_not_recorded_do_not_point_to_it(log) -> None:
+    lines = log(otlp_endpoint="http://collector:4318", trace_ratio=0.0)
+    logs.get_logger("any").info("no_reward", trajectory="e0-1.2")
+    assert "trace_id" not in lines()[0]
