@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -15,6 +16,7 @@ from rollmesh.checkpoints.durable import make_folder, sync_folder
 from rollmesh.errors import CheckpointError
 
 SECRET_FILE = "secret"
+LINEAGE_FILE = "lineage"
 
 
 def canonical(data: Mapping[str, Any]) -> bytes:
@@ -33,27 +35,37 @@ def sealed(secret: bytes, data: bytes, tag: str) -> bool:
 
 
 def run_secret(folder: Path) -> bytes:
-    """The secret of a run that brings none: 32 random bytes (hex) in the run folder, readable by the owner only.
+    """The secret of a run that brings none: 32 random bytes (hex) in the run folder, readable by the owner only."""
+    return _random_once(folder / SECRET_FILE).encode()
 
-    Any number of processes may ask at once; the first one to link its file wins and all read the same secret.
+
+def lineage(root: Path) -> str:
+    """Random identity of a checkpoint store, made with its first use: it tells the queue whose training it holds.
+
+    It stays when the store is moved or restored from a copy. Not a secret.
     """
-    file = folder / SECRET_FILE
+    return _random_once(root / LINEAGE_FILE)
+
+
+def _random_once(file: Path) -> str:
+    """Content of a file of 32 random bytes (hex), made if need be.
+
+    Any number of processes may ask at once; the first one to link its file wins and all read the same.
+    """
     if not file.exists():
-        make_folder(folder)
-        temporary = folder / f".{SECRET_FILE}.{secrets.token_hex(8)}"
+        make_folder(file.parent)
+        temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as stream:
             stream.write(secrets.token_hex(32))
             stream.flush()
             os.fsync(stream.fileno())
-        try:
+        # Another process may have been faster; then its file is the one that counts.
+        with contextlib.suppress(FileExistsError):
             os.link(temporary, file)
-        except FileExistsError:
-            return run_secret(folder)
-        finally:
-            temporary.unlink()
-        sync_folder(folder)
+        temporary.unlink()
+        sync_folder(file.parent)
     text = file.read_text(encoding="ascii").strip()
     if len(text) < 32:
-        raise CheckpointError(f"{file}: expected at least 32 characters of secret, found {len(text)}")
-    return text.encode()
+        raise CheckpointError(f"{file}: expected at least 32 characters, found {len(text)}")
+    return text

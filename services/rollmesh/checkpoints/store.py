@@ -3,6 +3,7 @@
     <root>/policies/<step>-<session>/   Hugging Face folder and manifest.json, written last
     <root>/batches/<step>.pb            what each train step was trained on
     <root>/states/<step>-<session>/     trainer state, valid only with COMMITTED
+    <root>/lineage                      identity of the store, which the queue remembers
 
 All methods block on the file system; asyncio callers use a thread.
 """
@@ -20,8 +21,9 @@ from rollmesh.checkpoints.durable import make_folder
 from rollmesh.checkpoints.ledger import Ledger
 from rollmesh.checkpoints.manifest import CanarySequence, Manifest
 from rollmesh.checkpoints.policies import PolicyDraft, VerifiedPolicy
-from rollmesh.checkpoints.sealing import run_secret
+from rollmesh.checkpoints.sealing import lineage, run_secret
 from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
 from rollmesh.mesh import Cursor
 from rollmesh.types import Batch, PolicyRecord
 
@@ -39,11 +41,25 @@ class CheckpointStore:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
-        """The store that the run file names; makes the run's secret when the file brings none."""
+        """The store that the run file names; makes the run's secret when the file brings none.
+
+        Raises ConfigError when services that share no run folder would each make one of their own.
+        """
         section = config.checkpoints
+        if not config.network.shared_folder:
+            for field, example in (("folder", "FOLDER"), ("secret", "SECRET")):
+                if not getattr(section, field):
+                    raise ConfigError(
+                        f"checkpoints.{field} is missing: services that share no run folder (network.shared_folder="
+                        f"false) need the same one, for example by ROLLMESH_CHECKPOINTS__{example}"
+                    )
         root = Path(section.folder) if section.folder else Path(config.folder) / "checkpoints"
         given = section.secret
         return cls(root, given.get_secret_value().encode() if given else run_secret(Path(config.folder)))
+
+    def lineage(self) -> str:
+        """Identity of this checkpoint store, made with its first use; CheckpointError when its file is damaged."""
+        return lineage(self.root)
 
     def publish(
         self,

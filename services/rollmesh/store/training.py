@@ -30,13 +30,14 @@ class Training:
         self._limits = limits
         self._claimed: dict[int, tuple[str, ...]] = {}
 
-    async def open_trainer_session(self, name: str, token: str | None = None) -> str:
+    async def open_trainer_session(self, name: str, token: str | None = None, *, lineage: str = "") -> str:
         """A new trainer session; older ones are refused (SessionLost) from now on.
 
-        ``token`` opens a session again that a restored Redis has forgotten; SessionLost if it was fenced.
+        ``token`` opens a session again that a restored Redis has forgotten; SessionLost if it was fenced. ``lineage``
+        names the checkpoint store; Conflict when this queue was filled for another one.
         """
         token = token or secrets.token_hex(16)
-        await self._connection.run("open_trainer_session", token, name)
+        await self._connection.run("open_trainer_session", token, name, lineage)
         return token
 
     async def close_trainer_session(self, trainer_session: str) -> None:

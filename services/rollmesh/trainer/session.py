@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from rollmesh.checkpoints.store import CheckpointStore
-from rollmesh.errors import CheckpointError, Conflict, RollmeshError, SessionLost, StoreUnavailable
+from rollmesh.errors import CheckpointError, ConfigError, Conflict, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, RunLimits
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
@@ -56,17 +56,32 @@ class TrainingSession:
         self._metrics = metrics
         self._shutdown = shutdown
         self._name = ""
+        self._lineage = ""
         self._run_id = ""
         self._assertions = 0
         self._lock = asyncio.Lock()
         self._log = get_logger("session")
 
     async def open(self, name: str, limits: RunLimits) -> None:
-        """Open the session: every older trainer is refused from now on."""
+        """Open the session: every older trainer is refused from now on.
+
+        Raises ConfigError when the queue was filled for another checkpoint store: another run of the same name.
+        """
         self._name = name
+        self._lineage = await asyncio.to_thread(self._checkpoints.lineage)
         self._run_id = await self.patiently("server_run_id", self.store.server_run_id)
         await self.patiently("init_run", lambda: self.store.init_run(limits))
-        self.token = await self.patiently("open_trainer_session", lambda: self.store.open_trainer_session(name))
+        try:
+            self.token = await self.patiently("open_trainer_session", self._open_first)
+        except Conflict as error:
+            raise ConfigError(
+                f"name: {self.store.connection.keys.run!r} on this Redis belongs to another run, whose checkpoints are "
+                f"not those in {self._checkpoints.root}; choose another name, the folder of that run "
+                "(checkpoints.folder), or another Redis database (store.url)"
+            ) from error
+
+    async def _open_first(self) -> str:
+        return await self.store.open_trainer_session(self._name, lineage=self._lineage)
 
     async def begin(self, committed_step: int) -> None:
         """Tell Redis what the checkpoint store holds, and learn which policies exist.
@@ -138,7 +153,7 @@ class TrainingSession:
                 self._log.warning("redis_restarted", run_id=run_id, before=self._run_id)
                 if self.token:
                     # The restored state may be older than this session. A session that was fenced stays fenced.
-                    await self.store.open_trainer_session(self._name, self.token)
+                    await self.store.open_trainer_session(self._name, self.token, lineage=self._lineage)
                     await self._reassert()
             except StoreUnavailable:
                 return False

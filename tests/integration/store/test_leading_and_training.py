@@ -153,6 +153,18 @@ async def test_only_the_newest_trainer_session_counts(store: TrajectoryStore) ->
     await store.announce_policy(second, policy(1))
 
 
+async def test_a_queue_serves_the_checkpoint_store_that_it_was_filled_for_and_no_other(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    first = await store.open_trainer_session("first", lineage="a" * 64)
+    with pytest.raises(Conflict, match="another checkpoint store"):
+        await store.open_trainer_session("stranger", lineage="b" * 64)
+    await store.announce_policy(first, policy(0))
+    again = await store.open_trainer_session("first", lineage="a" * 64)
+    await store.announce_policy(again, policy(1))
+    with pytest.raises(SessionLost):
+        await store.announce_policy(mesh.trainer, policy(2))
+
+
 async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await store.announce_policy(mesh.trainer, policy(0))

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 from safetensors.numpy import load_file
 
 from rollmesh.runtime.endpoints import read_endpoints
@@ -67,6 +68,25 @@ async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
             await run.until_finished()
         assert [r.train_step for r in await run.store.policies()] == [0, 1, 2, 3, 4]
         assert run.checkpoints.ledger().committed_step == 4
+
+
+async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_touches_the_queue(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(1):
+            await run.until_finished()
+        stranger = write_run_file(tmp_path / "elsewhere" / "run", tiny_model, server, trainer={"train_steps": 1})
+        async with opened_run(stranger) as other:
+            other.start()
+            with pytest.raises(AssertionError, match="the trainer ended"):
+                await other.until_finished()
+            assert "belongs to another run" in other.log()
+            assert "choose another name" in other.log()
+        assert (await run.store.training_state()).trained_step == 1
+        assert [r.policy_version for r in await run.store.policies()] == [0, 1]
 
 
 def _announced(folder: Path, step: int) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.checkpoints.sealing import SECRET_FILE, run_secret, seal, sealed
+from rollmesh.checkpoints.sealing import SECRET_FILE, lineage, run_secret, seal, sealed
 from rollmesh.errors import CheckpointError
 
 
@@ -18,6 +18,11 @@ def test_all_services_of_a_run_find_the_same_secret_whoever_comes_first(tmp_path
     assert len(found) == 1
     assert [p.name for p in tmp_path.iterdir()] == [SECRET_FILE]
     assert stat.S_IMODE((tmp_path / SECRET_FILE).stat().st_mode) == 0o600
+
+
+def test_a_checkpoint_store_keeps_its_lineage_and_another_one_has_its_own(tmp_path: Path) -> None:
+    assert lineage(tmp_path / "a") == lineage(tmp_path / "a")
+    assert lineage(tmp_path / "a") != lineage(tmp_path / "b")
 
 
 def test_a_short_secret_file_is_refused(tmp_path: Path) -> None:
