@@ -1,11 +1,11 @@
-"""What holding a trajectory needs of the generators; ``wire/`` implements it over gRPC."""
+"""What holding a trajectory needs of its neighbours; ``wire/`` implements both over gRPC."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
-from rollmesh.types import Chunk, GenerationCall, GeneratorRecord
+from rollmesh.types import Chunk, GenerationCall, GeneratorRecord, RewardOutcome, Trajectory
 
 
 class GenerationPort(Protocol):
@@ -33,3 +33,13 @@ class GenerationPort(Protocol):
 
     async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
         """Tell a generator how much of each trajectory, prompt included, is durable."""
+
+
+class RewardPort(Protocol):
+    """Calls on reward services."""
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[RewardOutcome]:
+        """One outcome per finished trajectory, in order; many calls at once travel together.
+
+        Raises RewardUnavailable when no service answers, DataError for a trajectory that cannot travel.
+        """

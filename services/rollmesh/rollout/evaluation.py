@@ -16,11 +16,11 @@ from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailab
 from rollmesh.holding.calls import Caller
 from rollmesh.holding.generators import Generators
 from rollmesh.holding.held import Held
+from rollmesh.holding.scoring import Scorer
 from rollmesh.holding.sessions import WorkerSession
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.pins import Pin
 from rollmesh.rollout.programs import Program, Rollout
-from rollmesh.rollout.scoring import Scorer
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import EvalRequest, EvalResult

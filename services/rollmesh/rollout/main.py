@@ -12,7 +12,9 @@ from rollmesh.holding.generators import Generators
 from rollmesh.holding.interrupts import Interrupter
 from rollmesh.holding.policies import Policies
 from rollmesh.holding.saving import Saver
+from rollmesh.holding.scoring import Scorer
 from rollmesh.holding.sessions import WorkerSession
+from rollmesh.holding.worker import Worker, WorkerParts
 from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
 from rollmesh.rollout.leader import Leader
 from rollmesh.rollout.metrics import RolloutMetrics
@@ -20,8 +22,6 @@ from rollmesh.rollout.periodic import PeriodicEvaluations
 from rollmesh.rollout.programs import Program, SingleTurnProgram
 from rollmesh.rollout.programs.environment import EnvironmentProgram
 from rollmesh.rollout.replica import Replica
-from rollmesh.rollout.scoring import Scorer
-from rollmesh.rollout.worker import Worker, WorkerParts
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.http import admin_server

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from rollmesh.holding.sessions import WorkerSession
+from rollmesh.holding.worker import Worker
 from rollmesh.rollout.evaluation import Evaluator
 from rollmesh.rollout.leader import Leader
-from rollmesh.rollout.worker import Worker
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger

@@ -14,19 +14,18 @@ from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
 from rollmesh.holding.generators import Generators
 from rollmesh.holding.interrupts import Interrupter
 from rollmesh.holding.policies import Policies
-from rollmesh.holding.ports import GenerationPort
+from rollmesh.holding.ports import GenerationPort, RewardPort
 from rollmesh.holding.saving import Saver
+from rollmesh.holding.scoring import Scorer
 from rollmesh.holding.sessions import WorkerSession
+from rollmesh.holding.worker import Worker, WorkerParts
 from rollmesh.mesh import RunLimits
 from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
 from rollmesh.rollout.leader import Leader
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.periodic import PeriodicEvaluations
-from rollmesh.rollout.ports import RewardPort
 from rollmesh.rollout.programs import Program, SingleTurnProgram
 from rollmesh.rollout.replica import Replica
-from rollmesh.rollout.scoring import Scorer
-from rollmesh.rollout.worker import Worker, WorkerParts
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule, resolve_schedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.errors import SessionLost, StoreUnavailable
-from rollmesh.holding.sessions import WorkerSession
 from rollmesh.holding import sessions
+from rollmesh.holding.sessions import WorkerSession
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics

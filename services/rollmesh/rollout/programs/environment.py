@@ -19,8 +19,8 @@ from typing import TypeVar
 
 from rollmesh.errors import RollmeshError
 from rollmesh.holding.held import Parked
+from rollmesh.holding.program import Ending, Rollout
 from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.programs.protocol import Ending, Rollout
 from rollmesh.rollout.programs.snapshots import Snapshot
 from rollmesh.rollout.programs.turns import Turn, turns_of
 from rollmesh.runtime.logging import get_logger

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.rollout.programs.protocol import Ending, Rollout
+from rollmesh.holding.program import Ending, Rollout
 from rollmesh.types import FinishReason, RewardOutcome, Trajectory
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from rollmesh.algorithms.shaping import overlong_penalty
 from rollmesh.config.data import RewardConfig
 from rollmesh.errors import DataError, RewardUnavailable
-from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.ports import RewardPort
+from rollmesh.holding.ports import RewardPort
+from rollmesh.holding.worker_metrics import WorkerMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
 
@@ -55,7 +55,7 @@ def policy_of(outcome: RewardOutcome, config: RewardConfig) -> str:
 class Scorer:
     """Asks the reward service (its client batches) and waits it out while it is away."""
 
-    def __init__(self, service: RewardPort, config: RewardConfig, budget: int, metrics: RolloutMetrics) -> None:
+    def __init__(self, service: RewardPort, config: RewardConfig, budget: int, metrics: WorkerMetrics) -> None:
         self._service = service
         self._config = config
         self._budget = budget

@@ -20,12 +20,12 @@ from rollmesh.holding.generators import Generators, Seat
 from rollmesh.holding.held import Held, LetGo, Parked
 from rollmesh.holding.interrupts import Interrupter
 from rollmesh.holding.policies import Policies
+from rollmesh.holding.program import Program, Rollout
 from rollmesh.holding.saving import Saver
+from rollmesh.holding.scoring import Scorer
 from rollmesh.holding.sessions import WorkerSession
+from rollmesh.holding.worker_metrics import WorkerMetrics
 from rollmesh.mesh import Desired
-from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.programs import Program, Rollout
-from rollmesh.rollout.scoring import Scorer
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
@@ -56,7 +56,7 @@ class WorkerParts:
     interrupter: Interrupter
     scorer: Scorer
     program: Program
-    metrics: RolloutMetrics
+    metrics: WorkerMetrics
     health: Health
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from rollmesh.config.data import RewardConfig
-from rollmesh.rollout.scoring import shape
+from rollmesh.holding.scoring import shape
 from rollmesh.types import OutcomeKind, RewardOutcome
 
 SCORED = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0)
