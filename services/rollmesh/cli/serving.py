@@ -12,6 +12,7 @@ from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, heavy_
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, run_service
 from rollmesh.runtime.logging import configure_logging
+from rollmesh.runtime.network import instance_name
 
 IndexOption = Annotated[int, typer.Option(help="Index of this replica; names its log and its endpoint file.", min=0)]
 SuperviseOption = Annotated[int, typer.Option("--supervised-by", hidden=True, help="End with this parent process.")]
@@ -47,7 +48,7 @@ def _command(service: str) -> Callable[..., None]:
 def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> int:
     with clear_errors(EXIT_CONFIG):
         config = load_run_config(run, overrides or ())
-        configure_logging(config.telemetry, service=f"{service}-{index}", run=config.name)
+        configure_logging(config.telemetry, service=instance_name(config, service, index), run=config.name)
         serve: Serve = heavy_module(f"rollmesh.{service}.main", f"the {service} service").serve
 
     async def main(shutdown: Shutdown) -> None:

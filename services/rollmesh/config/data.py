@@ -94,6 +94,9 @@ class RewardConfig(Section):
     verifier: str = "countdown"
     """Verifier for prompts that name none: exact, numeric, choice, math, countdown, reasoning_gym, python_code,
     regex, http_judge, composite, or ``module:function`` of your own."""
+    address: str | None = Field(default=None, pattern=r"^(\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):[0-9]{1,5}$")
+    """host:port of the reward services. Every address behind the name gets its share, so a headless service is meant;
+    null finds the services in the run folder."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the verifier; a wrong one ends the start with the list of those allowed."""
     timeout_seconds: float = Field(default=10.0, gt=0)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from rollmesh.config.base import Section
 from rollmesh.config.data import DataConfig, RewardConfig, RolloutConfig
 from rollmesh.config.gateway import GatewayConfig
+from rollmesh.config.network import NetworkConfig
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.config.security import SecurityConfig
 from rollmesh.config.services import (
@@ -56,6 +57,8 @@ class RunConfig(Section):
     """Evaluation."""
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)
     """Local processes."""
+    network: NetworkConfig = Field(default_factory=NetworkConfig)
+    """Where services listen, and how they find each other in pods."""
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     """Logs, traces and trackers."""
     security: SecurityConfig = Field(default_factory=SecurityConfig)

@@ -26,7 +26,7 @@ from typing import Any
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 
-_MAY_CHANGE = frozenset({"folder", "launcher", "telemetry", "evaluation", "store", "gateway"})
+_MAY_CHANGE = frozenset({"folder", "launcher", "network", "telemetry", "evaluation", "store", "gateway"})
 _MAY_CHANGE_FIELDS = frozenset({"trainer.train_steps", "generator.replicas", "generator.slots", "generator.pace"})
 
 

@@ -24,6 +24,9 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "ROLLMESH_STORE__URL": redis_url,
+        # One run file starts many processes here, so none can have a port of its own choice.
+        "ROLLMESH_NETWORK__GRPC_PORT": "0",
+        "ROLLMESH_NETWORK__ADMIN_PORT": "0",
     }
     secrets = {
         "ROLLMESH_STORE__PASSWORD": config.store.password,

@@ -49,7 +49,9 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """
     metrics, health = Metrics("rollout"), Health()
     async with AsyncExitStack() as stack:
-        admin_port = await stack.enter_async_context(admin_server(metrics, health, bind_host(config), config.network.admin_port))
+        admin_port = await stack.enter_async_context(
+            admin_server(metrics, health, bind_host(config), config.network.admin_port)
+        )
         stack.enter_context(
             published_endpoint(
                 Path(config.folder),

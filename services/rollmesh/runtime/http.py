@@ -12,6 +12,7 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from rollmesh.errors import ConfigError
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 
@@ -45,10 +46,18 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(f"the admin port cannot be bound at {host}, network.admin_port={port}: {error}") from error
+
+
 @contextlib.asynccontextmanager
 async def admin_server(metrics: Metrics, health: Health, host: str, port: int = 0) -> AsyncIterator[int]:
     """Serve the admin port inside the running loop; yields the bound port."""
-    with contextlib.closing(socket.create_server((host, port))) as listener:
+    with contextlib.closing(_listen(host, port)) as listener:
         config = uvicorn.Config(admin_app(metrics, health), log_level="warning", access_log=False, lifespan="off")
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="admin-http")

@@ -97,7 +97,9 @@ async def _lead(
     trainer_metrics = TrainerMetrics(metrics)
     health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
     async with contextlib.AsyncExitStack() as stack:
-        port = await stack.enter_async_context(admin_server(metrics, health, bind_host(config), config.network.admin_port))
+        port = await stack.enter_async_context(
+            admin_server(metrics, health, bind_host(config), config.network.admin_port)
+        )
         admin = advertised(config, port)
         stack.enter_context(
             published_endpoint(

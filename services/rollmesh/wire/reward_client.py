@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -16,12 +15,12 @@ import grpc.aio
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import RewardUnavailable
-from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.grpc import call_metadata, create_channel
 from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.wire.codec import outcome_from_pb
+from rollmesh.wire.reward_addresses import Addresses, reward_addresses
 from rollmesh.wire.reward_messages import score_item_to_pb
 
 MOST_ITEMS_PER_CALL = 64
@@ -58,15 +57,15 @@ class RewardClient:
         self,
         config: RunConfig,
         *,
-        addresses: Callable[[], Sequence[str]] | None = None,
+        addresses: Addresses | None = None,
         token: str | None = None,
         deadline_seconds: float = 300.0,
     ) -> None:
-        """``addresses`` gives the host:port of the services; by default they are found in the run folder.
+        """``addresses`` gives the host:port of the services; by default they are found as the run file says.
 
         ``deadline_seconds`` bounds a call with all its retries, the waiting behind other answers included.
         """
-        self._addresses = addresses or (lambda: [e.grpc for e in read_endpoints(Path(config.folder), "reward")])
+        self._addresses = addresses or reward_addresses(config)
         self._token = token
         self._deadline_seconds = deadline_seconds
         self._lines: dict[str, _Line] = {}
@@ -140,9 +139,9 @@ class RewardClient:
     async def _call(self, batch: list[_Waiting], deadline: float) -> None:
         """Outcomes reach their callers as they come; what a broken call left open goes into the next one."""
         metadata = call_metadata(traceparent=batch[0].traceparent, token=self._token)
-        pause, reason = _FIRST_PAUSE_SECONDS, "none is registered in the run folder"
+        pause, reason = _FIRST_PAUSE_SECONDS, "none is registered"
         while (remaining := deadline - time.monotonic()) > 0:
-            line = self._least_busy()
+            line = await self._least_busy()
             if line is not None:
                 line.item_count += len(batch)
                 try:
@@ -163,14 +162,15 @@ class RewardClient:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         raise RewardUnavailable(f"reward: no service answered within {self._deadline_seconds:g} s; {reason}")
 
-    def _least_busy(self) -> _Line | None:
-        now = time.monotonic()
-        usable = [line for line in self._lines.values() if not line.failed]
-        if not usable or now - self._read_at >= _ADDRESSES_FRESH_SECONDS:
-            self._read_at = now
-            self._refresh(set(self._addresses()))
-            usable = [line for line in self._lines.values() if not line.failed]
-        return min(usable, key=lambda line: line.item_count, default=None)
+    async def _least_busy(self) -> _Line | None:
+        if not self._usable() or time.monotonic() - self._read_at >= _ADDRESSES_FRESH_SECONDS:
+            self._read_at = time.monotonic()
+            # In a thread: a name server may be slow, and everything else of the worker runs in this loop.
+            self._refresh(set(await asyncio.to_thread(self._addresses)))
+        return min(self._usable(), key=lambda line: line.item_count, default=None)
+
+    def _usable(self) -> list[_Line]:
+        return [line for line in self._lines.values() if not line.failed]
 
     def _refresh(self, addresses: set[str]) -> None:
         for address in addresses - self._lines.keys():

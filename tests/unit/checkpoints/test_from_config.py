@@ -1,0 +1,31 @@
+"""The checkpoint store that a run file names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
+
+
+def run_in(folder: Path, **sections: Any) -> RunConfig:
+    data = {"name": "pods", "folder": str(folder), "model": {"path": "recipe:countdown"}, **sections}
+    return RunConfig.model_validate(data)
+
+
+def test_services_without_a_shared_run_folder_are_told_what_they_must_share(tmp_path: Path) -> None:
+    network = {"shared_folder": False}
+    shared = str(tmp_path / "shared")
+
+    with pytest.raises(ConfigError, match=r"checkpoints\.folder .*ROLLMESH_CHECKPOINTS__FOLDER"):
+        CheckpointStore.from_config(run_in(tmp_path, network=network, checkpoints={"secret": "s" * 32}))
+    with pytest.raises(ConfigError, match=r"checkpoints\.secret .*ROLLMESH_CHECKPOINTS__SECRET"):
+        CheckpointStore.from_config(run_in(tmp_path, network=network, checkpoints={"folder": shared}))
+    assert not (tmp_path / "secret").exists()
+
+    sections = {"network": network, "checkpoints": {"folder": shared, "secret": "s" * 32}}
+    assert str(CheckpointStore.from_config(run_in(tmp_path, **sections)).root) == shared
