@@ -11,6 +11,7 @@ from rollmesh.mesh import RunLimits
 from rollmesh.store.connection import Connection
 from rollmesh.store.deadletters import DeadLetters
 from rollmesh.store.evaluations import Evaluations
+from rollmesh.store.inspection import Inspection
 from rollmesh.store.leader import Leader
 from rollmesh.store.limits import Limits
 from rollmesh.store.metrics import CallObserver
@@ -41,6 +42,7 @@ class TrajectoryStore:
         self._for_generators(Registry(connection))
         self._for_trainers(Training(connection, self._limits), Rollbacks(connection), Unclaimed(connection))
         self._for_people(View(connection, self._limits), Evaluations(connection), DeadLetters(connection, self._limits))
+        self._for_viewers(Inspection(connection))
         self._for_launchers(Scaling(connection))
 
     def _for_workers(self, sessions: Sessions, queue: TrajectoryQueue) -> None:
@@ -127,6 +129,14 @@ class TrajectoryStore:
         self.scale_requests = scaling.scale_requests
         self.take_scale_requests = scaling.take_scale_requests
         self.leave_scaling = scaling.leave_scaling
+
+    def _for_viewers(self, inspection: Inspection) -> None:
+        self.workers = inspection.workers
+        self.scan_held = inspection.scan_held
+        self.marks = inspection.marks
+        self.trajectory_page = inspection.trajectory_page
+        self.inspect = inspection.inspect
+        self.gone_at = inspection.gone_at
 
     @classmethod
     async def connect(

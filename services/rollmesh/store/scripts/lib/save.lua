@@ -85,6 +85,12 @@ local function save(session, item)
     fields[#fields + 1] = item.step
     lower_step(load_group(group_of(id)), item.step)
   end
+  -- For people who watch the rollout: who wrote its newest tokens.
+  local version = string.match(item.versions, '%-?%d+$')
+  if version then
+    fields[#fields + 1] = 'version'
+    fields[#fields + 1] = version
+  end
   count('saved_tokens_total', tokens)
   count('saved_bytes_total', item.bytes)
   return SAVED, saved + tokens, fields, v[2]

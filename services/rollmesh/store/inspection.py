@@ -1,0 +1,245 @@
+"""Looking at single trajectories, for people: pages of the queue, one trajectory, and marks of those in flight.
+
+Every call reads a bounded part of the queue, whatever its size; nothing is a consistent snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rollmesh.errors import DataError
+from rollmesh.store.connection import Connection
+from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
+from rollmesh.store.trajectories import load_chunks, slices
+from rollmesh.types import Trajectory, TrajectoryState
+
+_FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward", "session")
+_SECTIONS = ("open", "ready", "cut")
+_GROUPS_PER_READ = 64
+_RECORDS_PER_READ = 512
+_RECORDS_PER_PAGE = 4096
+"""Records looked at for one page at most: a page of a rare state may come short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryMark:
+    """The record of one trajectory without its tokens."""
+
+    trajectory_id: str
+    state: str
+    token_count: int
+    attempts: int
+    birth_version: int | None
+    """None before the first lease."""
+    newest_version: int | None
+    """Policy version that wrote its newest tokens."""
+    finish_reason: str | None
+    reward: float | None
+    session: str
+    """Session that holds it; empty when none does."""
+    train_step: int | None = None
+    """Batch that it was cut into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectedTrajectory:
+    """One trajectory of a group that is in the queue."""
+
+    mark: TrajectoryMark
+    trajectory: Trajectory | None
+    """None when its payload has been dropped, after its batch file was written."""
+    member_count: int
+    """Trajectories launched in its group."""
+
+
+class _Cursor(NamedTuple):
+    section: str
+    at: int
+    member: int
+
+
+class Inspection:
+    """Reads of single trajectories."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+
+    async def workers(self) -> dict[str, str]:
+        """Name of the worker by session, of the sessions that are open."""
+        raw = await self._connection.command("ZRANGE", self._keys.single("sessions"), 0, -1)
+        sessions = [session.decode() for session in raw]
+        names = await self._connection.commands([("HGET", self._keys.of("session", s), "worker") for s in sessions])
+        return {s: (name or b"").decode() for s, name in zip(sessions, names, strict=True)}
+
+    async def scan_held(self, cursors: Mapping[str, int], count: int) -> tuple[list[str], dict[str, int]]:
+        """About ``count`` ids that each session holds, from its cursor on (0 to begin), and where to go on."""
+        sessions = list(cursors)
+        replies = await self._connection.commands(
+            [("SSCAN", self._keys.of("held", s), cursors[s], "COUNT", count) for s in sessions]
+        )
+        ids = [i.decode() for _, found in replies for i in found]
+        return ids, {s: int(cursor) for s, (cursor, _) in zip(sessions, replies, strict=True)}
+
+    async def marks(self, trajectory_ids: Sequence[str]) -> list[TrajectoryMark | None]:
+        """Records of trajectories; None for those that the queue does not know (pending ones have none either)."""
+        found: list[TrajectoryMark | None] = []
+        for ids in slices(trajectory_ids, _RECORDS_PER_READ):
+            replies = await self._connection.commands(
+                [("HMGET", self._keys.of("trajectory", i), *_FIELDS) for i in ids]
+            )
+            found += [_mark(i, reply) for i, reply in zip(ids, replies, strict=True)]
+        return found
+
+    async def trajectory_page(
+        self, state: str | None, cursor: str | None, limit: int
+    ) -> tuple[list[TrajectoryMark], str | None]:
+        """Up to ``limit`` trajectories in admission order and the cursor of the next page; DataError for a bad one."""
+        if state in ("pending", "partial"):
+            return await self._queue_page(state, cursor, limit)
+        here: _Cursor | None = _parse(cursor, _SECTIONS)
+        found: list[TrajectoryMark] = []
+        looked = 0
+        while here is not None:
+            marks, here = await self._read_groups(here, limit, state, found)
+            looked += marks
+            if len(found) >= limit or looked >= _RECORDS_PER_PAGE:
+                break
+        return found, None if here is None else f"{here.section}:{here.at}:{here.member}"
+
+    async def inspect(self, trajectory_id: str) -> InspectedTrajectory | None:
+        """A trajectory with its tokens; None when its group is not in the queue."""
+        group_id = group_of(trajectory_id)
+        member = trajectory_id.rpartition(".")[2]
+        if not member.isdigit():
+            return None
+        replies = await self._connection.commands(
+            [
+                ("HGET", self._keys.of("group", group_id), "launched"),
+                ("GET", self._keys.of("prompt", group_id)),
+                ("HMGET", self._keys.of("trajectory", trajectory_id), *_FIELDS, "outcome"),
+                ("LRANGE", self._keys.of("segments", trajectory_id), 0, -1),
+                ("HGET", self._keys.single("cut"), group_id),
+            ]
+        )
+        launched, prompt, record, elements, step = replies
+        if launched is None or int(member) >= int(launched):
+            return None
+        mark = _mark(trajectory_id, record[:-1], None if step is None else int(step)) or _pending(trajectory_id)
+        chunks = (await load_chunks(self._connection, {trajectory_id: elements}))[trajectory_id]
+        trajectory = None
+        if prompt is not None and None not in chunks.values() and (elements or not mark.token_count):
+            trajectory = build_trajectory(
+                trajectory_id,
+                decode_prompt(prompt),
+                decode_segments(elements, chunks),
+                birth_version=mark.birth_version or 0,
+                finish=record[5],
+                outcome=record[-1],
+                reward=record[6],
+                run=self._keys.run,
+            )
+        return InspectedTrajectory(mark=mark, trajectory=trajectory, member_count=int(launched))
+
+    async def gone_at(self, group_id: str) -> int | None:
+        """Train step about which a group left the queue; None when it is in the queue, or forgotten."""
+        score = await self._connection.command("ZSCORE", self._keys.single("tombstones"), group_id)
+        return None if score is None else int(float(score))
+
+    async def _queue_page(self, state: str, cursor: str | None, limit: int) -> tuple[list[TrajectoryMark], str | None]:
+        after = _parse(cursor, (state,)).at
+        reply = await self._connection.command(
+            "ZRANGE", self._keys.single(state), f"({after}" if after else "-inf", "+inf", "BYSCORE",
+            "LIMIT", 0, limit, "WITHSCORES",
+        )  # fmt: skip
+        scores = _scored(reply)
+        marks = await self.marks([trajectory_id for trajectory_id, _ in scores])
+        rows = [mark or _pending(i) for mark, (i, _) in zip(marks, scores, strict=True)]
+        return rows, f"{state}:{int(scores[-1][1])}:0" if len(scores) == limit else None
+
+    async def _read_groups(
+        self, here: _Cursor, limit: int, state: str | None, found: list[TrajectoryMark]
+    ) -> tuple[int, _Cursor | None]:
+        """Append what matches among the next groups; returns how many records were read, and where to go on."""
+        groups, step = await self._groups(here)
+        if not groups:
+            after = _SECTIONS[_SECTIONS.index(here.section) + 1 :]
+            return 0, _Cursor(after[0], 0, 0) if after else None
+        launched = await self._connection.commands(
+            [("HGET", self._keys.of("group", group_id), "launched") for group_id, _ in groups]
+        )
+        members = [
+            (position, member, f"{group_id}.{member}")
+            for (group_id, position), count in zip(groups, launched, strict=True)
+            for member in range(here.member if position == here.at else 0, int(count or 0))
+        ][:_RECORDS_PER_PAGE]
+        marks = await self.marks([i for _, _, i in members])
+        for (position, member, trajectory_id), mark in zip(members, marks, strict=True):
+            if len(found) == limit:
+                return len(members), _Cursor(here.section, position, member)
+            row = mark or _pending(trajectory_id)
+            if state is None or row.state == state:
+                found.append(row if step is None else replace(row, train_step=step))
+        return len(members), _Cursor(here.section, groups[-1][1] + 1, 0)
+
+    async def _groups(self, here: _Cursor) -> tuple[list[tuple[str, int]], int | None]:
+        """The next groups of a section with their positions; the train step of the cut."""
+        if here.section != "cut":
+            reply = await self._connection.command(
+                "ZRANGE", self._keys.single(here.section), here.at, "+inf", "BYSCORE",
+                "LIMIT", 0, _GROUPS_PER_READ, "WITHSCORES",
+            )  # fmt: skip
+            return [(group_id, int(score)) for group_id, score in _scored(reply)], None
+        cut, trained = await self._connection.command("HMGET", self._keys.single("meta"), "cut_step", "trained_step")
+        if cut is None or int(cut) <= int(trained or 0):
+            return [], None
+        key = self._keys.of("batch_groups", cut.decode())
+        reply = await self._connection.command("LRANGE", key, here.at, here.at + _GROUPS_PER_READ - 1)
+        return [(group_id.decode(), here.at + at) for at, group_id in enumerate(reply)], int(cut)
+
+
+def _parse(cursor: str | None, sections: Sequence[str]) -> _Cursor:
+    if cursor is None:
+        return _Cursor(sections[0], 0, 0)
+    section, at, member = [*cursor.split(":"), "", ""][:3]
+    if section not in sections or not at.isdecimal() or not member.isdecimal() or len(at + member) > 20:
+        raise DataError(f"cursor {cursor!r} is none that the same list gave")
+    return _Cursor(section, int(at), int(member))
+
+
+def _scored(reply: Sequence[Sequence[bytes]]) -> list[tuple[str, float]]:
+    return [(member.decode(), float(score)) for member, score in reply]
+
+
+def _mark(trajectory_id: str, values: Sequence[bytes | None], train_step: int | None = None) -> TrajectoryMark | None:
+    state, tokens, attempts, birth, version, finish, reward, session = values
+    if state is None:
+        return None
+    return TrajectoryMark(
+        trajectory_id=trajectory_id,
+        state=state.decode(),
+        token_count=int(tokens or 0),
+        attempts=int(attempts or 0),
+        birth_version=None if birth is None else int(birth),
+        newest_version=None if version is None else int(version),
+        finish_reason=finish.decode() if finish else None,
+        reward=float(reward) if reward else None,
+        session=session.decode() if session else "",
+        train_step=train_step,
+    )
+
+
+def _pending(trajectory_id: str) -> TrajectoryMark:
+    return TrajectoryMark(
+        trajectory_id=trajectory_id,
+        state=TrajectoryState.PENDING.value,
+        token_count=0,
+        attempts=0,
+        birth_version=None,
+        newest_version=None,
+        finish_reason=None,
+        reward=None,
+        session="",
+    )

@@ -1,0 +1,139 @@
+"""Looking at single trajectories of a real queue: pages, one trajectory, marks of those in flight."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollmesh.errors import DataError
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.inspection import TrajectoryMark
+
+from .store_mesh import Mesh, policy
+
+
+async def read_all(store: TrajectoryStore, state: str | None, limit: int) -> list[TrajectoryMark]:
+    found: list[TrajectoryMark] = []
+    cursor: str | None = None
+    for _ in range(200):
+        page, cursor = await store.trajectory_page(state, cursor, limit)
+        assert len(page) <= limit
+        found += page
+        if cursor is None:
+            return found
+    raise AssertionError("the pages do not come to an end")
+
+
+async def populated(store: TrajectoryStore) -> Mesh:
+    """Six groups of two: two cut, one ready, one with a leased and a partial one, one half scored, one pending."""
+    mesh = await Mesh.start(store)
+    await mesh.admit(3)
+    await mesh.complete_all()
+    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await mesh.admit(3)
+    leased = await store.lease(mesh.session, 4)
+    assert [item.trajectory.trajectory_id for item in leased] == ["e0-3.0", "e0-3.1", "e0-4.0", "e0-4.1"]
+    await mesh.append("e0-3.0", 0, 4)
+    await mesh.append("e0-3.1", 0, 3)
+    await store.release(mesh.session, ["e0-3.1"], "drained")
+    await mesh.complete(leased[2], 1.0)
+    await mesh.finish("e0-4.1", 0, 5)
+    return mesh
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 500])
+async def test_pages_of_any_size_together_are_the_whole_queue(store: TrajectoryStore, limit: int) -> None:
+    await populated(store)
+    states = {mark.trajectory_id: mark.state for mark in await read_all(store, None, limit)}
+    assert states == {
+        "e0-0.0": "scored", "e0-0.1": "scored", "e0-1.0": "scored", "e0-1.1": "scored",
+        "e0-2.0": "scored", "e0-2.1": "scored", "e0-3.0": "leased", "e0-3.1": "partial",
+        "e0-4.0": "scored", "e0-4.1": "finished", "e0-5.0": "pending", "e0-5.1": "pending",
+    }  # fmt: skip
+    for state in ("pending", "partial", "leased", "finished", "scored", "dead"):
+        rows = await read_all(store, state, limit)
+        assert {mark.trajectory_id for mark in rows} == {i for i, s in states.items() if s == state}, state
+
+
+async def test_a_row_tells_what_the_queue_knows(store: TrajectoryStore) -> None:
+    mesh = await populated(store)
+    rows = {mark.trajectory_id: mark for mark in await read_all(store, None, 100)}
+    leased = rows["e0-3.0"]
+    assert (leased.token_count, leased.newest_version, leased.session, leased.attempts) == (4, 0, mesh.session, 1)
+    assert (rows["e0-0.1"].reward, rows["e0-0.1"].finish_reason, rows["e0-0.1"].train_step) == (1.0, "stop", 1)
+    assert rows["e0-5.0"].birth_version is None
+    assert rows["e0-2.0"].train_step is None
+    assert await store.workers() == {mesh.session: "worker"}
+
+
+async def test_the_newest_version_follows_the_tokens_and_leaves_with_them(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 1)
+    await mesh.append("e0-0.0", 0, 4)
+    await store.announce_policy(mesh.trainer, policy(1, 0))
+    await mesh.append("e0-0.0", 4, 4, 1)
+    mark, unknown = await store.marks(["e0-0.0", "e9-9.9"])
+    assert mark is not None
+    assert (mark.newest_version, mark.token_count) == (1, 8)
+    assert unknown is None
+    await store.restart(mesh.session, ["e0-0.0"])
+    (mark,) = await store.marks(["e0-0.0"])
+    assert mark is not None
+    assert (mark.newest_version, mark.token_count) == (None, 0)
+
+
+async def test_one_trajectory_comes_with_its_tokens_and_outcome(store: TrajectoryStore) -> None:
+    await populated(store)
+    found = await store.inspect("e0-4.0")
+    assert found is not None
+    assert found.trajectory is not None
+    assert found.trajectory.response_ids.tolist() == [0, 1, 2, 3, 4]
+    assert found.trajectory.outcome is not None
+    assert found.trajectory.outcome.parts == {"exact": 1.0}
+    assert found.trajectory.prompt.metadata == {"answer": "4"}
+    assert np.array_equal(found.trajectory.prompt.token_ids, [4, 5, 6, 7])
+    assert found.member_count == 2
+    pending = await store.inspect("e0-5.1")
+    assert pending is not None
+    assert pending.mark.state == "pending"
+    assert pending.trajectory is not None
+    assert pending.trajectory.segments == ()
+
+
+@pytest.mark.parametrize("wrong", ["e0-5.2", "e9-0.0", "nonsense", "e0-5.x", "", ".", "e0-5.-1"])
+async def test_what_is_not_in_the_queue_is_not_found(store: TrajectoryStore, wrong: str) -> None:
+    await populated(store)
+    assert await store.inspect(wrong) is None
+
+
+@pytest.mark.parametrize("wrong", ["x", "open", "open:1", "ready:-1:0", "open:1:x", "partial:1:0", f"open:{10**30}:0"])
+async def test_a_cursor_of_nowhere_is_refused(store: TrajectoryStore, wrong: str) -> None:
+    await Mesh.start(store)
+    with pytest.raises(DataError, match="cursor"):
+        await store.trajectory_page(None, wrong, 10)
+
+
+async def test_held_trajectories_are_scanned_part_by_part(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, pool_size=400)
+    await mesh.admit(200)
+    for _ in range(7):
+        await store.lease(mesh.session, 64)
+    cursors = {mesh.session: 0}
+    seen: set[str] = set()
+    for _ in range(100):
+        ids, cursors = await store.scan_held(cursors, 50)
+        assert len(ids) < 200, "a part is bounded"
+        seen |= set(ids)
+        if not cursors[mesh.session]:
+            break
+    assert len(seen) == 400
+
+
+async def test_a_group_that_left_says_when(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    await store.evict(mesh.leader, ["e0-1"], "stale")
+    assert await store.gone_at("e0-1") == 0
+    assert await store.gone_at("e0-0") is None
+    assert await store.inspect("e0-1.0") is None
