@@ -107,13 +107,17 @@ class Tokenizer:
 
         Raises DataError when the model has no template or the template refuses the messages.
         """
+        return self.encode(self.chat_text(messages, add_generation_prompt=add_generation_prompt))
+
+    def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The text that the model's template makes of chat messages. Raises DataError as ``render_chat`` does."""
         if not self._chat_template:
             raise DataError(
                 f"{self._folder}: the tokenizer has no chat template; set chat: false and write plain prompts"
             )
         try:
             template = _template_environment().from_string(self._chat_template)
-            text = template.render(
+            return template.render(
                 messages=[dict(m) for m in messages],
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
@@ -122,7 +126,6 @@ class Tokenizer:
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise DataError(f"{self._folder}: the chat template refuses the messages: {error}") from error
-        return self.encode(text)
 
     def _find_eos_token_ids(self) -> tuple[int, ...]:
         generation = _read_json(self._folder / "generation_config.json")
