@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -21,6 +19,7 @@ from rich.text import Text
 
 from rollmesh.launcher.sampler import MeshSample
 from rollmesh.mesh import MeshView
+from rollmesh.runtime.json_lines import JsonLinesTail
 
 _LINE_SECONDS = 5.0
 _RATE_WINDOW_SECONDS = 10.0
@@ -28,41 +27,6 @@ _BAR_COLUMNS = 40
 _PANEL_COLUMNS = 4
 """Border and padding of the panel."""
 _NOTHING = "-"
-
-
-@dataclass(slots=True)
-class JsonLinesTail:
-    """Follows a growing JSON-lines file; ``read`` returns the objects that are new."""
-
-    file: Path
-    _offset: int = 0
-    _inode: int = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Complete new lines; a file that was replaced or cut (a restart tidies it) is read again from its start."""
-        if not self.file.exists():
-            return []
-        with self.file.open("rb") as handle:
-            self._rewind_if_rewritten(handle)
-            handle.seek(self._offset)
-            data = handle.read()
-        complete, _, _ = data.rpartition(b"\n")
-        if not complete:
-            return []
-        self._offset += len(complete) + 1
-        return [json.loads(line) for line in complete.splitlines() if line.strip()]
-
-    def _rewind_if_rewritten(self, handle: BinaryIO) -> None:
-        """A rewritten file may be longer than what was read of the old one, so its size alone says nothing; nor does
-        the inode, which a file system gives out again: what was read must have ended a line here too."""
-        found = os.fstat(handle.fileno())
-        same = found.st_ino == self._inode and found.st_size >= self._offset
-        if same and self._offset:
-            handle.seek(self._offset - 1)
-            same = handle.read(1) == b"\n"
-        if not same:
-            self._offset = 0
-        self._inode = found.st_ino
 
 
 @dataclass(slots=True)

@@ -2,12 +2,11 @@ import contextlib
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from rollmesh.launcher.progress import JsonLinesTail, RunProgress
+from rollmesh.launcher.progress import RunProgress
 from rollmesh.launcher.sampler import MeshSample
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import OutputConsole
@@ -136,52 +135,3 @@ def test_a_pipe_that_nobody_reads_any_more_does_not_end_the_run(tmp_path) -> Non
         progress.note("draining services")
         progress.note("stopped")
     assert console.quiet
-
-
-def _lines(*steps: int, note: str = "") -> bytes:
-    return b"".join(json.dumps({"train_step": step, "note": note}).encode() + b"\n" for step in steps)
-
-
-def _replace(file: Path, content: bytes) -> None:
-    """As a restarted trainer tidies its records: a new file under the old name."""
-    temporary = file.with_name("tidied")
-    temporary.write_bytes(content)
-    temporary.replace(file)
-
-
-def test_a_tail_reads_each_complete_line_once(tmp_path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail = JsonLinesTail(file)
-    assert tail.read() == []
-    file.write_bytes(_lines(0, 1) + b'{"train_')
-    assert [line["train_step"] for line in tail.read()] == [0, 1]
-    assert tail.read() == []
-    file.write_bytes(_lines(0, 1, 2))
-    assert [line["train_step"] for line in tail.read()] == [2]
-
-
-def test_a_tail_starts_over_when_a_restarted_trainer_has_replaced_the_file_by_a_longer_one(tmp_path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail = JsonLinesTail(file)
-    file.write_bytes(_lines(0, 1, 2, note="before"))
-    tail.read()
-    _replace(file, _lines(0, 1, 2, 3, note="replayed after a kill, so lines differ in length"))
-    assert [line["train_step"] for line in tail.read()] == [0, 1, 2, 3]
-
-
-def test_a_tail_starts_over_when_the_file_was_written_anew_in_place_and_outgrew_what_was_read(tmp_path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail = JsonLinesTail(file)
-    file.write_bytes(_lines(0, 1, 2))
-    tail.read()
-    file.write_bytes(_lines(0, 1, 2, 3, note="of another length"))
-    assert [line["train_step"] for line in tail.read()] == [0, 1, 2, 3]
-
-
-def test_a_tail_starts_over_when_the_file_shrank(tmp_path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    tail = JsonLinesTail(file)
-    file.write_bytes(_lines(0, 1, 2))
-    tail.read()
-    _replace(file, _lines(0, 1))
-    assert [line["train_step"] for line in tail.read()] == [0, 1]

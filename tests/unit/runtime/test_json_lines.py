@@ -1,0 +1,86 @@
+"""Following a JSON-lines file that another process writes, tidies and leaves half-written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rollmesh.runtime.json_lines import JsonLinesTail
+
+
+def _lines(*steps: int, note: str = "") -> bytes:
+    return b"".join(json.dumps({"train_step": step, "note": note}).encode() + b"\n" for step in steps)
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """As a restarted trainer tidies its records: a new file under the old name."""
+    temporary = file.with_name("tidied")
+    temporary.write_bytes(content)
+    temporary.replace(file)
+
+
+def test_a_tail_reads_each_complete_line_once(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = JsonLinesTail(file)
+    assert tail.read() == []
+    file.write_bytes(_lines(0, 1) + b'{"train_')
+    assert [line["train_step"] for line in tail.read()] == [0, 1]
+    assert tail.read() == []
+    file.write_bytes(_lines(0, 1, 2))
+    assert [line["train_step"] for line in tail.read()] == [2]
+
+
+def test_a_tail_starts_over_when_a_restarted_trainer_has_replaced_the_file_by_a_longer_one(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = JsonLinesTail(file)
+    file.write_bytes(_lines(0, 1, 2, note="before"))
+    tail.read()
+    _replace(file, _lines(0, 1, 2, 3, note="replayed after a kill, so lines differ in length"))
+    assert [line["train_step"] for line in tail.read()] == [0, 1, 2, 3]
+
+
+def test_a_tail_starts_over_when_the_file_was_written_anew_in_place_and_outgrew_what_was_read(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = JsonLinesTail(file)
+    file.write_bytes(_lines(0, 1, 2))
+    tail.read()
+    file.write_bytes(_lines(0, 1, 2, 3, note="of another length"))
+    assert [line["train_step"] for line in tail.read()] == [0, 1, 2, 3]
+
+
+def test_a_tail_starts_over_when_the_file_shrank(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = JsonLinesTail(file)
+    file.write_bytes(_lines(0, 1, 2))
+    tail.read()
+    _replace(file, _lines(0, 1))
+    assert [line["train_step"] for line in tail.read()] == [0, 1]
+
+
+def test_a_tail_skips_what_is_no_json_object(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(_lines(0) + b"\n{torn\n[1]\n\xff\xfe\n" + _lines(1))
+    assert [line["train_step"] for line in JsonLinesTail(file).read()] == [0, 1]
+
+
+def test_a_tail_reads_a_long_history_part_by_part(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(_lines(*range(100)))
+    tail = JsonLinesTail(file, most_bytes=300)
+    parts = [tail.read() for _ in range(20)]
+    assert all(len(part) < 20 for part in parts)
+    assert [line["train_step"] for part in parts for line in part] == list(range(100))
+
+
+def test_a_line_longer_than_a_part_is_skipped_and_the_next_ones_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = JsonLinesTail(file, most_bytes=200)
+    file.write_bytes(_lines(0) + _lines(1, note="x" * 1000) + _lines(2))
+    assert [line["train_step"] for _ in range(4) for line in tail.read()] == [0, 2]
+    # A long line that is still being written is looked at again, not lost with what follows it.
+    with file.open("ab") as handle:
+        handle.write(_lines(3, note="y" * 500)[:-1])
+    assert tail.read() == []
+    with file.open("ab") as handle:
+        handle.write(b"\n" + _lines(4))
+    assert [line["train_step"] for _ in range(3) for line in tail.read()] == [4]
