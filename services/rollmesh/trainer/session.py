@@ -93,10 +93,22 @@ class TrainingSession:
         self.trained_step = max(committed_step, steps[-1] - 1 if steps else 0)
         self._shelf.update(await asyncio.to_thread(self._checkpoints.complete_policies, announced_only=True))
         await self.patiently("reassert_training", self._reassert)
+        await self._refuse_older_checkpoints(max(committed_step, steps[-1] if steps else 0))
         self._shelf.update(await self.patiently("policies", self.store.policies))
         self._log.info(
             "session_opened", session=self.token, committed_step=committed_step, trained_step=self.trained_step
         )
+
+    async def _refuse_older_checkpoints(self, newest_step: int) -> None:
+        """A queue that has let go of batches whose files are gone cannot bring them back: ConfigError."""
+        known = (await self.patiently("training_state", self.store.training_state)).trained_step
+        if known > newest_step:
+            raise ConfigError(
+                f"checkpoints.folder={self._checkpoints.root}: its newest batch file is of train step {newest_step}, "
+                f"but the queue has seen step {known} trained: these checkpoints were restored from an older copy, or "
+                "files were deleted. Restore newer ones, or delete the run's keys in Redis (embedded: the folder redis "
+                "in the run folder) to go on from these"
+            )
 
     async def close(self) -> None:
         """Give the session back, if Redis can be reached."""

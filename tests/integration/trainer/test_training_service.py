@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.scheduling.limits import run_limits
 from rollmesh.store import EmbeddedServer
 
 from .trainer_run import GROUPS, opened_run, write_run_file
@@ -86,6 +88,34 @@ async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_t
             assert "belongs to another run" in other.log()
             assert "choose another name" in other.log()
         assert (await run.store.training_state()).trained_step == 1
+        assert [r.policy_version for r in await run.store.policies()] == [0, 1]
+
+
+async def test_checkpoints_restored_from_an_older_copy_are_refused_until_the_queue_is_forgotten(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 2})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(2):
+            await run.until("version 1", lambda: _announced(run.folder, 1))
+            await run.until_finished()
+        for late in [*run.checkpoints.root.glob("*/00000002-*"), *run.checkpoints.root.glob("batches/00000002*")]:
+            shutil.rmtree(late) if late.is_dir() else late.unlink()
+        run.start()
+        with pytest.raises(AssertionError, match="the trainer ended"):
+            await run.until_finished()
+        assert "train step 1, but the queue has seen step 2 trained" in run.log()
+
+        await run.store.connection.command("FLUSHDB")
+        await run.store.init_run(run_limits(config))
+
+        async def rebuilt() -> bool:
+            state = await run.store.training_state()
+            return (state.trained_step, state.committed_step) == (1, 1)
+
+        run.start()
+        await run.until("the queue rebuilt from the checkpoints", rebuilt, pause=0.05)
         assert [r.policy_version for r in await run.store.policies()] == [0, 1]
 
 
