@@ -13,6 +13,7 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, run_service
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.network import instance_name
+from rollmesh.runtime.tracing import recorded_traces
 
 IndexOption = Annotated[int, typer.Option(help="Index of this replica; names its log and its endpoint file.", min=0)]
 SuperviseOption = Annotated[int, typer.Option("--supervised-by", hidden=True, help="End with this parent process.")]
@@ -52,6 +53,8 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
         serve: Serve = heavy_module(f"rollmesh.{service}.main", f"the {service} service").serve
 
     async def main(shutdown: Shutdown) -> None:
-        await serve(config, index, shutdown)
+        name = instance_name(config, service, index)
+        async with recorded_traces(config.telemetry, service=service, instance=name, run=config.name):
+            await serve(config, index, shutdown)
 
     return run_service(main, grace_seconds=config.generator.drain_timeout_seconds + _DRAIN_MARGIN_SECONDS)

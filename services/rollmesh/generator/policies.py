@@ -28,7 +28,8 @@ from rollmesh.generator.interrupting import interrupt_all
 from rollmesh.generator.metrics import GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.logging import get_logger, note_policy_version
+from rollmesh.runtime.tracing import tracer
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import PolicyRecord
 
@@ -158,28 +159,34 @@ class PolicyWatcher:
             if self._serves(record):
                 self._rotation.put_in()
                 return
-            self._metrics.reloads.inc()
-            started = time.monotonic()
-            known: Manifest | None = self._serving.manifest if self._serving is not None else None
-            policy = await asyncio.to_thread(lambda: self._checkpoints.open(record, like=known))
-            if self._rotation.started:
-                pause_seconds = await self._replace(policy)
-            else:
-                await self._start(policy)
-                pause_seconds = 0.0
-            self._serving = policy
-            seconds = time.monotonic() - started
-            self._metrics.reload_seconds.observe(seconds)
-            self._metrics.pause_seconds.observe(pause_seconds)
-            self._metrics.reload_bytes.inc(sum(f.size_bytes for f in policy.manifest.files))
-            self._metrics.last_reload.set_to_current_time()
-            self._log.info(
-                "policy_in_service",
-                policy_version=record.policy_version,
-                train_step=record.train_step,
-                seconds=round(seconds, 4),
-                pause_seconds=round(pause_seconds, 4),
-            )
+            step = tracer().train_step(record.train_step)
+            with tracer().span("policy_load", step, kind="consumer", policy_version=record.policy_version):
+                await self._load_now(record)
+        note_policy_version(record.policy_version)
+
+    async def _load_now(self, record: PolicyRecord) -> None:
+        self._metrics.reloads.inc()
+        started = time.monotonic()
+        known: Manifest | None = self._serving.manifest if self._serving is not None else None
+        policy = await asyncio.to_thread(lambda: self._checkpoints.open(record, like=known))
+        if self._rotation.started:
+            pause_seconds = await self._replace(policy)
+        else:
+            await self._start(policy)
+            pause_seconds = 0.0
+        self._serving = policy
+        seconds = time.monotonic() - started
+        self._metrics.reload_seconds.observe(seconds)
+        self._metrics.pause_seconds.observe(pause_seconds)
+        self._metrics.reload_bytes.inc(sum(f.size_bytes for f in policy.manifest.files))
+        self._metrics.last_reload.set_to_current_time()
+        self._log.info(
+            "policy_in_service",
+            policy_version=record.policy_version,
+            train_step=record.train_step,
+            seconds=round(seconds, 4),
+            pause_seconds=round(pause_seconds, 4),
+        )
 
     def _serves(self, record: PolicyRecord) -> bool:
         serving = self._serving

@@ -15,7 +15,9 @@ from rollmesh.generator.acknowledgements import Acknowledgements
 from rollmesh.generator.engines.protocol import Engine
 from rollmesh.generator.metrics import GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
+from rollmesh.generator.traces import CallTrace
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tracing import tracer
 from rollmesh.types import Chunk
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
@@ -57,6 +59,7 @@ class GenerationService(stubs.GenerationServiceServicer):
         """Stream the chunks of one call; a cancelled call frees its slot."""
         self._metrics.calls.inc()
         ended = "cancelled"
+        trace = CallTrace.of(request, context) if tracer().on else None
         try:
             call, need = request_from_pb(request)
             self._check_instance(need.instance_id)
@@ -67,6 +70,8 @@ class GenerationService(stubs.GenerationServiceServicer):
                     async with aclosing(self._engine.generate(call)) as chunks:
                         async for chunk in chunks:
                             _check_version(chunk, need)
+                            if trace is not None:
+                                trace.chunk(chunk)
                             if chunk.finish_reason is not None:
                                 ended = chunk.finish_reason.value
                             elif backlog.add(len(chunk.token_ids)):
@@ -84,6 +89,8 @@ class GenerationService(stubs.GenerationServiceServicer):
             await _abort(context, error)
         finally:
             self._metrics.call_ended(ended)
+            if trace is not None:
+                trace.end(ended)
 
     async def Interrupt(self, request: pb.InterruptRequest, context: Context) -> pb.InterruptResponse:
         """End running calls gracefully."""

@@ -25,6 +25,7 @@ from rollmesh.holding.policies import Policies
 from rollmesh.holding.ports import GenerationPort
 from rollmesh.holding.routing import Need
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tracing import tracer
 from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, Segment
 
 GARBAGE_AVOID_SECONDS = 5.0
@@ -141,7 +142,11 @@ class Caller:
         """One call; None when it was given up."""
         held, before = seat.held, seat.held.token_count
         try:
-            reason = await self._stream(seat, goal, params, need, save)
+            with tracer().span(
+                "generate", held.traceparent, kind="client", generator=seat.record.instance_id, kept_tokens=before
+            ) as span:
+                reason = await self._stream(seat, goal, params, need, save, span.traceparent or held.traceparent)
+                span.set(tokens=held.token_count - before, ended=reason.value if reason is not None else "")
             held.failed_calls = 0
             return reason
         except GenerationRefused as error:
@@ -179,7 +184,7 @@ class Caller:
         )
 
     async def _stream(
-        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens | None
+        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens | None, traceparent: str
     ) -> FinishReason | None:
         held = seat.held
         call = GenerationCall(
@@ -196,7 +201,7 @@ class Caller:
             call,
             min_policy_version=need.min_version,
             pinned_policy_version=need.pinned_version,
-            traceparent=held.trajectory.traceparent,
+            traceparent=traceparent,
             unacknowledged_token_limit=self._limits.saving.unacknowledged_token_limit if save is not None else 0,
         )
         try:

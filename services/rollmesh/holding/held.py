@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from rollmesh.errors import RollmeshError
+from rollmesh.runtime.spans import NOTHING, Span
 from rollmesh.store.types import ReleaseReason
 from rollmesh.types import FinishReason, Int32Array, Segment, SegmentSource, Trajectory
 
@@ -44,6 +45,10 @@ class Held:
         self.call_floor = 0
         """Oldest policy version for any call (Desired.interrupt_below_version)."""
         self.finish_reason = trajectory.finish_reason
+        self.first_lease_time = 0.0
+        """When it was first leased, by whomever, in Unix seconds; 0 for one that is not leased (evaluation)."""
+        self.span: Span = NOTHING
+        """What this worker does with it, in the trajectory's trace."""
         self._park: ReleaseReason | None = None
         self._lost = ""
 
@@ -56,6 +61,11 @@ class Held:
     def trajectory_id(self) -> str:
         """Identity of the trajectory."""
         return self.trajectory.trajectory_id
+
+    @property
+    def traceparent(self) -> str:
+        """Where further spans of this attempt belong; empty when there is no trace."""
+        return self.span.traceparent or self.trajectory.traceparent
 
     @property
     def min_version(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from rollmesh.errors import StoreUnavailable
+from rollmesh.runtime.logging import note_policy_version
 from rollmesh.store import TrajectoryStore
 
 _PAUSE_SECONDS = 0.5
@@ -27,6 +28,7 @@ class Policies:
         latest = await self._store.latest_policy()
         if latest is not None:
             self._newest = max(self._newest, latest.policy_version)
+            note_policy_version(self._newest)
 
     async def newest_at_least(self, version: int) -> int:
         """The newest version; asks the store when ``version`` is newer than what is known here, and waits for it."""

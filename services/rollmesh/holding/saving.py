@@ -10,6 +10,7 @@ from rollmesh.errors import Conflict
 from rollmesh.holding.held import Held, LetGo
 from rollmesh.holding.lanes import Lane
 from rollmesh.holding.sessions import WorkerSession
+from rollmesh.runtime.tracing import tracer
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import Append, AppendResult, Finish, ReleaseReason, Score, WriteStatus
 from rollmesh.types import FinishReason, RewardOutcome
@@ -48,7 +49,11 @@ class Saver:
         def item(offset: int) -> Append:
             return Append(trajectory_id=held.trajectory_id, token_offset=offset, segments=held.unsaved())
 
-        await self._write(held, self._appends, item)
+        with tracer().span(
+            "queue.append", held.traceparent, kind="client", token_offset=held.saved_token_count
+        ) as span:
+            await self._write(held, self._appends, item)
+            span.set(saved_tokens=held.saved_token_count)
 
     async def finish(self, held: Held, reason: FinishReason) -> None:
         """Save the rest and the finish reason. Raises LetGo when the queue does not want it."""
@@ -58,12 +63,17 @@ class Saver:
                 trajectory_id=held.trajectory_id, token_offset=offset, segments=held.unsaved(), finish_reason=reason
             )
 
-        await self._write(held, self._finishes, item)
+        with tracer().span("queue.finish", held.traceparent, kind="client", finish_reason=reason.value):
+            await self._write(held, self._finishes, item)
         held.finish_reason = reason
 
     async def score(self, held: Held, outcome: RewardOutcome, shaped_reward: float, *, assigned: bool) -> None:
         """Record the outcome of a finished trajectory. Raises LetGo when the queue does not want it."""
         score = Score(trajectory_id=held.trajectory_id, outcome=outcome, shaped_reward=shaped_reward, assigned=assigned)
+        with tracer().span("queue.score", held.traceparent, kind="client", outcome=outcome.kind.value):
+            await self._record(held, score)
+
+    async def _record(self, held: Held, score: Score) -> None:
         for _ in range(_RESENDS):
             held.check_lost()
             status = (await self._scores.submit(score)).status

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollmesh.errors import DataError, RollmeshError, SessionLost, StoreUnavailable
@@ -24,11 +24,13 @@ from rollmesh.holding.program import Program, Rollout
 from rollmesh.holding.saving import Saver
 from rollmesh.holding.scoring import Scorer
 from rollmesh.holding.sessions import WorkerSession
+from rollmesh.holding.traces import attempt_on, end_of_trajectory
 from rollmesh.holding.worker_metrics import WorkerMetrics
 from rollmesh.mesh import Desired
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tracing import tracer
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import LeasedTrajectory, ReleaseReason
 from rollmesh.types import OutcomeKind, RewardOutcome, SamplingParams, Trajectory
@@ -159,9 +161,10 @@ class Worker:
 
     def _start(self, leased: LeasedTrajectory, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
         held = Held(leased.trajectory, leased.attempt, leased.snapshot)
+        held.first_lease_time = leased.first_lease_time
         held.start_floor, held.call_floor = self._desired.start_at_version, self._desired.interrupt_below_version
         self._parts.session.held[held.trajectory_id] = held
-        task = asyncio.create_task(self._guarded(held, work), name=held.trajectory_id)
+        task = asyncio.create_task(self._attempt(held, work), name=held.trajectory_id)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -171,12 +174,17 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("trajectory_task_failed", trajectory=task.get_name(), exc_info=error)
 
+    async def _attempt(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
+        with attempt_on(held):
+            await self._guarded(held, work)
+
     async def _guarded(self, held: Held, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
         parts = self._parts
         try:
             try:
                 await work(held)
             except Parked as stop:
+                held.span.set(parked=stop.reason.value)
                 await parts.saver.save(held)
                 await parts.saver.release(held.trajectory_id, stop.reason)
                 parts.metrics.parked(stop.reason.value)
@@ -184,16 +192,18 @@ class Worker:
                 self._log.warning("trajectory_is_dead", trajectory=held.trajectory_id, message=str(error))
                 parts.metrics.dropped("dead")
                 await parts.saver.fail(held.trajectory_id, str(error))
+                end_of_trajectory(held, "dead", 0.0)
             except LetGo:
                 raise
             except RollmeshError as error:
                 self._log.warning("attempt_failed", trajectory=held.trajectory_id, message=str(error))
-                await self._give_up(held)
-            except Exception:  # whatever a program of the user raises fails its attempt, not the worker
+                await self._give_up(held, str(error))
+            except Exception as error:  # whatever a program of the user raises fails its attempt, not the worker
                 self._log.exception("attempt_failed", trajectory=held.trajectory_id)
-                await self._give_up(held)
+                await self._give_up(held, f"{type(error).__name__}: {error}")
         except LetGo as error:
             self._log.info("trajectory_let_go", trajectory=held.trajectory_id, message=str(error))
+            held.span.fail(f"let go: {error}")
             parts.metrics.dropped("lost")
             if parts.session.held.get(held.trajectory_id) is held:
                 # Mostly another worker has it by now. If the queue still counts it as ours, nobody else could take it.
@@ -203,8 +213,9 @@ class Worker:
                 del parts.session.held[held.trajectory_id]
             self._room.set()
 
-    async def _give_up(self, held: Held) -> None:
+    async def _give_up(self, held: Held, message: str) -> None:
         """Let go of a failed attempt after a pause: attempts are few, and what broke this one may need a moment."""
+        held.span.fail(message)
         self._parts.metrics.dropped("failed")
         pause = min(self._first_pause_seconds * 2.0 ** (held.attempt - 1), _LONGEST_PAUSE_SECONDS)
         with contextlib.suppress(TimeoutError):
@@ -238,12 +249,17 @@ class Worker:
         await self._score(held, held.trajectory, known)
 
     async def _score(self, held: Held, trajectory: Trajectory, known: RewardOutcome | None) -> None:
-        result = await self._parts.scorer.score(trajectory, known)
+        with tracer().span("reward", held.traceparent, kind="client") as span:
+            asked = replace(trajectory, traceparent=span.traceparent) if span.traceparent else trajectory
+            result = await self._parts.scorer.score(asked, known)
+            span.set(outcome=result.outcome.kind.value, shaped_reward=result.shaped_reward)
         if result.dead:
             self._parts.metrics.dropped("dead")
             await self._parts.saver.fail(held.trajectory_id, f"{result.outcome.kind}: {result.outcome.message}")
+            end_of_trajectory(held, "dead", 0.0)
             return
         await self._parts.saver.score(held, result.outcome, result.shaped_reward, assigned=result.assigned)
+        end_of_trajectory(held, result.outcome.kind.value, result.shaped_reward)
         if result.outcome.kind is not OutcomeKind.SCORED and not result.assigned:
             self._parts.metrics.dropped("unscorable")
 

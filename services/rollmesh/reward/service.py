@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from rollmesh.reward.scoring import Scoring
+from rollmesh.runtime.tracing import tracer
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.wire.codec import outcome_to_pb
@@ -49,5 +50,9 @@ class RewardService(stubs.RewardServiceServicer):
             self._item_count -= count
 
     async def _one(self, index: int, item: pb.ScoreItem) -> pb.ScoreResponse:
-        outcome = await self._scoring.score(item.prompt.verifier, item.SerializeToString())
+        verifier = item.prompt.verifier
+        span = tracer().span("score", item.traceparent, kind="server", trajectory=item.trajectory_id, verifier=verifier)
+        with span:
+            outcome = await self._scoring.score(verifier, item.SerializeToString())
+            span.set(outcome=outcome.kind.value, reward=outcome.value)
         return pb.ScoreResponse(item_index=index, outcome=outcome_to_pb(outcome))

@@ -18,6 +18,7 @@ from rollmesh.rollout.periodic import PeriodicEvaluations
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tracing import tracer
 from rollmesh.scheduling import Schedule, decide
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import NewGroup
@@ -191,7 +192,8 @@ class Leader:
         if decisions.cut is None:
             return
         step = view.cut_step + 1
-        await self._store.cut(self._token, step, decisions.cut)
+        with tracer().span("cut", tracer().train_step(step), train_step=step, groups=len(decisions.cut)):
+            await self._store.cut(self._token, step, decisions.cut)
         steps = {group.group_id: group.min_train_step for group in view.ready}
         staleness = [view.cut_step - oldest for i in decisions.cut if (oldest := steps[i]) is not None]
         self._metrics.mesh.cut(staleness)

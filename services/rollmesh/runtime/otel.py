@@ -115,13 +115,13 @@ class _Complaints(logging.Handler):
 class OtelRecorder:
     """Records spans through a private tracer provider; the global one of OpenTelemetry is left alone."""
 
-    def __init__(self, exporter: SpanExporter, *, service: str, index: int, run: str) -> None:
+    def __init__(self, exporter: SpanExporter, *, service: str, instance: str, run: str) -> None:
         self._ids = _Ids()
         resource = Resource.create(
             {
                 "service.name": f"rollmesh-{service}",
                 "service.namespace": "rollmesh",
-                "service.instance.id": str(index),
+                "service.instance.id": instance,
                 "service.version": rollmesh.__version__,
                 "rollmesh.run": run,
             }
@@ -180,10 +180,12 @@ class OtelRecorder:
         last = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         last.start()
         last.join(_SHUTDOWN_SECONDS)
+        # Whatever a last thread of it still says has no reader: without any handler it would go to standard error.
+        self._sdk_log.addHandler(logging.NullHandler())
         self._sdk_log.removeHandler(self._complaints)
 
 
-def otlp_recorder(endpoint: str, *, service: str, index: int, run: str) -> OtelRecorder:
+def otlp_recorder(endpoint: str, *, service: str, instance: str, run: str) -> OtelRecorder:
     """A recorder that sends to the collector at ``endpoint``; a URL without a path gets ``/v1/traces``.
 
     Headers and certificates for the collector come from OpenTelemetry's own variables
@@ -191,7 +193,7 @@ def otlp_recorder(endpoint: str, *, service: str, index: int, run: str) -> OtelR
     """
     url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
     exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_SECONDS)
-    return OtelRecorder(exporter, service=service, index=index, run=run)
+    return OtelRecorder(exporter, service=service, instance=instance, run=run)
 
 
 def _span_context(place: TraceContext) -> api.SpanContext:

@@ -14,16 +14,17 @@ from collections.abc import AsyncIterator, Sequence
 from rollmesh.config.services import TelemetryConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.spans import MOST_LINKS, NOTHING, Attribute, Kind, Recorder, Span
-from rollmesh.runtime.tracecontext import TraceContext, is_sampled
+from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_of_step
 
 
 class Tracer:
     """Starts spans. Without a recorder each one is ``NOTHING``."""
 
-    __slots__ = ("_ratio", "_recorder")
+    __slots__ = ("_ratio", "_recorder", "_run")
 
-    def __init__(self, recorder: Recorder | None = None, ratio: float = 1.0) -> None:
+    def __init__(self, recorder: Recorder | None = None, *, run: str = "", ratio: float = 1.0) -> None:
         self._recorder = recorder
+        self._run = run
         self._ratio = ratio
 
     @property
@@ -62,9 +63,9 @@ class Tracer:
             name, place, root=root, kind=kind, links=linked, start_ns=start_ns, attributes=attributes
         )
 
-    def records(self, traceparent: str) -> bool:
-        """Whether spans of this trace are recorded here."""
-        return self._recorder is not None and self._sampled(traceparent) is not None
+    def train_step(self, train_step: int) -> str:
+        """The traceparent of a train step of this run; empty when nothing is recorded."""
+        return "" if self._recorder is None else traceparent_of_step(self._run, train_step)
 
     def _sampled(self, traceparent: str) -> TraceContext | None:
         place = TraceContext.parse(traceparent)
@@ -84,7 +85,7 @@ def tracer() -> Tracer:
 
 @contextlib.asynccontextmanager
 async def recorded_traces(
-    config: TelemetryConfig, *, service: str, index: int, run: str, recorder: Recorder | None = None
+    config: TelemetryConfig, *, service: str, instance: str, run: str, recorder: Recorder | None = None
 ) -> AsyncIterator[Tracer]:
     """Record spans of this process while the context lasts, and deliver the last ones at its end.
 
@@ -92,11 +93,11 @@ async def recorded_traces(
     the extra ``tracing`` is not installed or the endpoint is no address.
     """
     if recorder is None:
-        recorder = _otlp_recorder(config, service, index, run)
+        recorder = _otlp_recorder(config, service, instance, run)
     if recorder is None:
         yield _Process.tracer
         return
-    before, _Process.tracer = _Process.tracer, Tracer(recorder, config.trace_ratio)
+    before, _Process.tracer = _Process.tracer, Tracer(recorder, run=run, ratio=config.trace_ratio)
     try:
         yield _Process.tracer
     finally:
@@ -104,7 +105,7 @@ async def recorded_traces(
         await asyncio.to_thread(recorder.shutdown)
 
 
-def _otlp_recorder(config: TelemetryConfig, service: str, index: int, run: str) -> Recorder | None:
+def _otlp_recorder(config: TelemetryConfig, service: str, instance: str, run: str) -> Recorder | None:
     endpoint = config.otlp_endpoint
     if endpoint is None:
         return None
@@ -116,4 +117,4 @@ def _otlp_recorder(config: TelemetryConfig, service: str, index: int, run: str) 
         raise ConfigError(
             f"telemetry.otlp_endpoint={endpoint} needs the package {error.name}: pip install 'rollmesh[tracing]'"
         ) from error
-    return otlp_recorder(endpoint, service=service, index=index, run=run)
+    return otlp_recorder(endpoint, service=service, instance=instance, run=run)

@@ -136,7 +136,7 @@ class TrajectoryQueue:
 
     async def _leased(self, script: str, session: str, nonce: str, limit: int) -> list[LeasedTrajectory]:
         reply = await self._connection.run(script, session, nonce, limit)
-        rows = [reply[at : at + 5] for at in range(0, len(reply), 5)]
+        rows = [reply[at : at + 6] for at in range(0, len(reply), 6)]
         ids = [row[0].decode() for row in rows]
         prompts = await self._load_prompts({group_of(i) for i in ids})
         saved = await self._load_saved([i for i, row in zip(ids, rows, strict=True) if row[3]])
@@ -160,6 +160,7 @@ class TrajectoryQueue:
                     trajectory=trajectory,
                     attempt=int(row[1]),
                     lease_new=bool(row[4]),
+                    first_lease_time=int(row[5]) / 1000,
                     snapshot=snapshots.get(trajectory_id),
                 )
             )

@@ -42,6 +42,8 @@ class LeasedTrajectory:
     """Leases without token progress, this one included."""
     lease_new: bool
     """Whether it is the first lease (nothing to resume)."""
+    first_lease_time: float
+    """When it was first leased, Unix seconds of the server's clock."""
     snapshot: bytes | None = None
     """What ``keep_snapshot`` was given last."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tracing import tracer
 from rollmesh.trainer.patience import Patience
 from rollmesh.trainer.session import TrainingSession
 from rollmesh.types import Batch
@@ -73,11 +75,14 @@ class BatchClaims:
 
     async def _from_queue(self, train_step: int, timeout: float) -> ClaimedBatch | None:
         store, token = self._session.store, self._session.token
+        started_ns, home = time.time_ns(), tracer().train_step(train_step)
         batch = await self._session.patiently("claim", lambda: store.claim(token, train_step, timeout))
         if batch is None:
             return None
+        tracer().span("claim", home, kind="client", start_ns=started_ns, groups=len(batch.groups)).end()
         cursor = await self._session.patiently("cursor", store.cursor)
-        digest = await self._patience.with_room(
-            "write_batch", lambda: asyncio.to_thread(self._checkpoints.write_batch, batch, cursor)
-        )
+        with tracer().span("write_batch", home):
+            digest = await self._patience.with_room(
+                "write_batch", lambda: asyncio.to_thread(self._checkpoints.write_batch, batch, cursor)
+            )
         return ClaimedBatch(batch=batch, digest=digest, replayed=False)

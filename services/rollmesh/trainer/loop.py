@@ -27,6 +27,7 @@ from rollmesh.config import RunConfig
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tracing import tracer
 from rollmesh.store import StoreCounts
 from rollmesh.trainer.claims import BatchClaims, ClaimedBatch
 from rollmesh.trainer.crew import Crew
@@ -41,6 +42,7 @@ from rollmesh.trainer.rollback import Rollbacks
 from rollmesh.trainer.samples import Decode, sample_completions
 from rollmesh.trainer.session import TrainingSession
 from rollmesh.trainer.stages import StageEnds
+from rollmesh.trainer.traces import mark_trained, step_span
 from rollmesh.trainer.trackers import Tracker, flatten
 
 T = TypeVar("T")
@@ -102,7 +104,8 @@ class TrainingLoop:
                 await self._in_thread(place.crew.idle)
                 continue
             waited = time.monotonic() - waiting_since
-            await self._step(claimed, waited, last)
+            with step_span(claimed):
+                await self._step(claimed, waited, last)
             waiting_since = time.monotonic()
         await self._commit()
         await asyncio.to_thread(place.records.tidy, self.train_step)
@@ -113,13 +116,19 @@ class TrainingLoop:
         place.crew.shelf.update(await place.session.patiently("policies", place.session.store.policies))
         if place.stages is not None:
             await place.stages.record(claimed.batch)
-        report = await self._in_thread(lambda: place.crew.train(claimed.batch))
+        home, started_ns = tracer().train_step(step), time.time_ns()
+        with tracer().span("train", home):
+            report = await self._in_thread(lambda: place.crew.train(claimed.batch))
         await place.session.report_trained(step)
+        mark_trained(claimed, started_ns)
         await self._record(claimed, report, waited)
         if step % place.config.checkpoints.state_every_steps == 0 or step == last:
-            await self._commit()
+            with tracer().span("save", home):
+                await self._commit()
         started = time.monotonic()
-        record = await place.publisher.publish(step)
+        with tracer().span("publish", home, kind="producer") as span:
+            record = await place.publisher.publish(step)
+            span.set(policy_version=record.policy_version)
         place.metrics.phase_seconds.labels(phase="publish").observe(time.monotonic() - started)
         self._log.info(
             "step_trained",

@@ -17,7 +17,7 @@ import numpy as np
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, Conflict
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.logging import get_logger, note_policy_version
 from rollmesh.scheduling.presets import resolve_schedule
 from rollmesh.trainer.crew import Crew
 from rollmesh.trainer.metrics import TrainerMetrics
@@ -98,6 +98,7 @@ class Publisher:
                 raise
         self._crew.shelf.update([record])
         self._metrics.published.inc()
+        note_policy_version(record.policy_version)
         self._metrics.policy_version.set(record.policy_version)
         await asyncio.to_thread(self._checkpoints.mark_announced, record)
         self._log.info(

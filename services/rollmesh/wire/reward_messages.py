@@ -39,6 +39,7 @@ def score_item_to_pb(trajectory: Trajectory) -> pb.ScoreItem:
         prompt=prompt_to_pb(trajectory.prompt),
         response_ids=tensor_to_pb(trajectory.response_ids),
         finish_reason=finish_to_pb(trajectory.finish_reason),
+        traceparent=trajectory.traceparent,
     )
 
 

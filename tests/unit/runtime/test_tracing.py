@@ -28,8 +28,9 @@ HOME = traceparent_of("run", "e0-0.0")
 @pytest.fixture
 async def memory() -> AsyncIterator[tuple[Tracer, object]]:
     exporter = exporters.InMemorySpanExporter()
-    recorder = otel.OtelRecorder(exporter, service="rollout", index=1, run="run")
-    async with recorded_traces(TelemetryConfig(), service="rollout", index=1, run="run", recorder=recorder) as spans:
+    whose = {"service": "rollout", "instance": "rollout-1", "run": "run"}
+    recorder = otel.OtelRecorder(exporter, **whose)
+    async with recorded_traces(TelemetryConfig(), **whose, recorder=recorder) as spans:
         yield spans, exporter
 
 
@@ -83,7 +84,7 @@ async def test_work_without_a_trace_context_is_not_recorded(memory) -> None:
 
 async def test_without_an_endpoint_nothing_is_recorded_and_nothing_is_installed() -> None:
     before = tracer()
-    async with recorded_traces(TelemetryConfig(), service="reward", index=0, run="run") as spans:
+    async with recorded_traces(TelemetryConfig(), service="reward", instance="reward-0", run="run") as spans:
         assert spans is before
         assert not spans.on
         with spans.span("score", HOME) as span:
@@ -95,7 +96,7 @@ async def test_without_an_endpoint_nothing_is_recorded_and_nothing_is_installed(
 
 async def test_the_tracer_is_gone_after_its_context(memory) -> None:
     assert tracer() is memory[0]
-    async with recorded_traces(TelemetryConfig(), service="x", index=0, run="run", recorder=memory[0]._recorder):
+    async with recorded_traces(TelemetryConfig(), service="x", instance="x-0", run="run", recorder=memory[0]._recorder):
         assert tracer() is not memory[0]
     assert tracer() is memory[0]
 
@@ -120,14 +121,14 @@ def otel_sampler(ratio: float):
 async def test_an_endpoint_that_is_no_address_is_a_clear_error() -> None:
     config = TelemetryConfig(otlp_endpoint="collector:4318")
     with pytest.raises(ConfigError, match="telemetry.otlp_endpoint=collector:4318: expected http://"):
-        async with recorded_traces(config, service="reward", index=0, run="run"):
+        async with recorded_traces(config, service="reward", instance="reward-0", run="run"):
             pass
 
 
 async def test_a_collector_that_is_away_is_said_once_and_holds_nobody_up(capsys, unused_port: int) -> None:
     config = TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{unused_port}")
     configure_logging(config, service="reward-0", run="run", stream=sys.stderr)
-    async with recorded_traces(config, service="reward", index=0, run="run") as spans:
+    async with recorded_traces(config, service="reward", instance="reward-0", run="run") as spans:
         for index in range(20):
             spans.span("score", traceparent_of("run", f"e0-{index}.0")).end()
         started = time.monotonic()

@@ -2,7 +2,8 @@
 -- uses: fence roles group
 -- pending | partial -> leased, never more than pool_size over the whole mesh: partials of the oldest group first,
 -- then pending in admission order. ARGV: session, nonce, limit.
--- Returns (id, attempt, birth version, tokens, is new) per trajectory; a retry with the same nonce gets the same ones.
+-- Returns (id, attempt, birth version, tokens, is new, time of the first lease in ms) per trajectory; a retry with the
+-- same nonce gets the same ones.
 local session = ARGV[1]
 require_session(session)
 local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
@@ -20,8 +21,8 @@ local reply, held, buried = {}, {}, 0
 local MOST_BURIALS = 4
 
 local function take(id, order)
-  local v = call('HMGET', trajectory_key(id), 'attempts', 'mark', 'tokens', 'birth')
-  local tokens = tonumber(v[3] or '0')
+  local v = call('HMGET', trajectory_key(id), 'attempts', 'mark', 'tokens', 'birth', 'since')
+  local tokens, since = tonumber(v[3] or '0'), v[5] or now()
   local attempts = 1
   if v[1] and tonumber(v[2]) == tokens then attempts = tonumber(v[1]) + 1 end
   if attempts > max_attempts then
@@ -30,11 +31,11 @@ local function take(id, order)
     return false
   end
   call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order, 'attempts', attempts,
-    'mark', tokens, 'tokens', tokens, 'birth', v[4] or birth)
+    'mark', tokens, 'tokens', tokens, 'birth', v[4] or birth, 'since', since)
   held[#held + 1] = id
   local at = #reply
   reply[at + 1], reply[at + 2], reply[at + 3] = id, attempts, tonumber(v[4] or birth)
-  reply[at + 4], reply[at + 5] = tokens, v[1] and 0 or 1
+  reply[at + 4], reply[at + 5], reply[at + 6] = tokens, v[1] and 0 or 1, tonumber(since)
   return true
 end
 
