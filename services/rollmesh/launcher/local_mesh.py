@@ -11,12 +11,14 @@ import httpx
 from rich.console import Console
 
 from rollmesh.config import RunConfig
+from rollmesh.config.scaling import SCALABLE
 from rollmesh.errors import RollmeshError, StoreUnavailable
 from rollmesh.launcher.evaluations import EvaluationJournal
 from rollmesh.launcher.progress import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.sampler import MeshSampler
+from rollmesh.launcher.scaling import ReplicaScaler
 from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
 from rollmesh.runtime.lifecycle import wait_or_shutdown
@@ -50,6 +52,7 @@ class LocalMesh:
         self.progress = progress
         self.evaluations = EvaluationJournal(running.store, folder, progress.note)
         self.supervisor = Supervisor(config.launcher.restart_limit)
+        self._scaler = ReplicaScaler(config, folder, running.store, self.supervisor, progress.note)
         self._shutdown = shutdown
         self._sampler = sampler
         self._complaint = ""
@@ -58,14 +61,16 @@ class LocalMesh:
     async def services(self, names: Sequence[str] = STOP_ORDER) -> AsyncIterator[None]:
         """Run these services; they are stopped in order at the end, whatever ended it."""
         environment = child_environment(self.config, self._redis_url)
-        for spec in service_specs(self.config, self.folder, environment):
-            if spec.service in names:
-                self.supervisor.start(spec)
-        self.progress.note(f"services started, logs in {self.folder.logs}")
         try:
+            for spec in service_specs(self.config, self.folder, environment):
+                if spec.service in names and spec.service not in SCALABLE:
+                    self.supervisor.start(spec)
+            await self.answer(lambda: self._scaler.begin(names, environment), "the store")
+            self.progress.note(f"services started, logs in {self.folder.logs}")
             yield
         finally:
             try:
+                await self._scaler.end()
                 self.progress.note("draining services; Ctrl-C again kills them")
                 # Workers first: then every token that will ever be saved is saved, while generators still tell what
                 # they sampled. The timeline's last look is at that moment.
@@ -136,6 +141,7 @@ class LocalMesh:
             if failure:
                 raise ServiceFailed(failure)
             await self.evaluations.update()
+            await self._scaler.reconcile()
             self.progress.update(await self._sampler.sample(), waiting_for)
             self._complaint = ""
         except (StoreUnavailable, OSError) as error:

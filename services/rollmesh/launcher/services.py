@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from rollmesh.config import RunConfig
+from rollmesh.config.scaling import configured_replicas
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
 
@@ -41,13 +42,8 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
 
 
 def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ServiceSpec]:
-    """Every service process of the run, in start order."""
-    counts = {
-        "trainer": 1,
-        "generator": config.generator.replicas,
-        "reward": config.launcher.reward_replicas,
-        "rollout": config.launcher.rollout_replicas,
-    }
+    """Every service process of the run as its run file has them, in start order."""
+    counts = {"trainer": 1, **configured_replicas(config)}
     return [
         service_spec(config, folder, environment, service, index)
         for service, count in counts.items()

@@ -53,6 +53,8 @@ class _Child:
     process: asyncio.subprocess.Process | None = None
     task: asyncio.Task[None] | None = None
     stopping: bool = False
+    retirement: asyncio.Task[None] | None = None
+    """Set once the child is on its way out for good while the others go on."""
     finished: bool = False
     """A one-shot child has ended well."""
     log_start: int = 0
@@ -76,6 +78,19 @@ class Supervisor:
         self._children[spec.name] = child
         self._supervise(child)
 
+    def retire(self, name: str) -> asyncio.Task[None]:
+        """Stop a child for good as ``stop`` does, and forget it; the task ends when it has gone."""
+        child = self._children[name]
+        if child.retirement is None:
+            child.stopping = True
+            child.retirement = asyncio.create_task(self._retire(child), name=f"retire-{name}")
+        return child.retirement
+
+    def indexes(self, service: str) -> tuple[list[int], list[int]]:
+        """Indexes of the service's children, and of those among them that are being retired."""
+        children = [c for c in self._children.values() if c.spec.service == service]
+        return [c.spec.index for c in children], [c.spec.index for c in children if c.retirement is not None]
+
     def finished(self, name: str) -> bool:
         """Whether a one-shot child has ended well."""
         return self._children[name].finished
@@ -98,18 +113,21 @@ class Supervisor:
     async def stop(self, services: Sequence[str]) -> None:
         """SIGTERM the children of these services, in the given order of services; SIGKILL after their grace."""
         for service in services:
-            children = [c for c in self._children.values() if c.spec.service == service and not c.stopping]
-            await asyncio.gather(*(self._stop(child) for child in children))
+            children = [c for c in self._children.values() if c.spec.service == service]
+            leaving = [c.retirement for c in children if c.retirement is not None]
+            await asyncio.gather(*leaving, *(self._stop(child) for child in children if not child.stopping))
 
     async def kill_all(self) -> None:
         """SIGKILL whatever still runs."""
-        for child in self._children.values():
+        for child in list(self._children.values()):
             child.stopping = True
             if child.task is not None:
                 child.task.cancel()
             if child.process is not None and child.process.returncode is None:
                 _signal_group(child.process.pid, signal.SIGKILL)
                 await child.process.wait()
+            if child.retirement is not None:
+                await child.retirement
 
     def _supervise(self, child: _Child, delay: float | None = 0.0) -> None:
         if delay is not None:
@@ -165,6 +183,13 @@ class Supervisor:
                 start_new_session=True,
             )
         return await child.process.wait()
+
+    async def _retire(self, child: _Child) -> None:
+        await self._stop(child)
+        if child.task is not None:
+            # Also a child that was only being started: its start is cancelled, and ends before its name is free again.
+            await asyncio.wait({child.task})
+        del self._children[child.spec.name]
 
     async def _stop(self, child: _Child) -> None:
         child.stopping = True

@@ -1,0 +1,43 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.launcher.scaling import ReplicaPlan, plan_replicas
+
+
+def test_missing_replicas_start_at_once_and_surplus_ones_leave_from_the_top() -> None:
+    assert plan_replicas(3, [0], []) == ReplicaPlan(start=(1, 2))
+    assert plan_replicas(1, [0, 1, 2], []) == ReplicaPlan(stop=2)
+    assert plan_replicas(0, [0], []) == ReplicaPlan(stop=0)
+
+
+def test_one_replica_leaves_at_a_time() -> None:
+    assert plan_replicas(1, [0, 1, 2], [2]) == ReplicaPlan()
+    assert plan_replicas(1, [0, 1], []) == ReplicaPlan(stop=1)
+
+
+def test_an_index_that_drains_is_started_again_only_once_it_has_gone() -> None:
+    assert plan_replicas(3, [0, 1, 2], [2]) == ReplicaPlan()
+    assert plan_replicas(3, [0, 1], []) == ReplicaPlan(start=(2,))
+
+
+@given(
+    wanted=st.lists(st.integers(0, 6), min_size=1, max_size=12),
+    present=st.sets(st.integers(0, 8)),
+    patience=st.integers(0, 3),
+)
+def test_whatever_is_asked_in_turn_the_replicas_end_as_the_last_wish_says(
+    wanted: list[int], present: set[int], patience: int
+) -> None:
+    leaving: dict[int, int] = {}
+    for wish in [*wanted, *[wanted[-1]] * 60]:
+        plan = plan_replicas(wish, present, leaving)
+        assert not set(plan.start) & present
+        present |= set(plan.start)
+        if plan.stop is not None:
+            assert not leaving and plan.stop == max(present)
+            leaving[plan.stop] = patience
+        leaving = {index: left - 1 for index, left in leaving.items()}
+        gone = {index for index, left in leaving.items() if left < 0}
+        present -= gone
+        leaving = {index: left for index, left in leaving.items() if index not in gone}
+    assert present == set(range(wanted[-1]))
