@@ -1,0 +1,79 @@
+"""From sampled tokens to text as they arrive: no half characters, and a place in the text for every token.
+
+Two texts grow side by side. ``raw`` is what the tokens say with special tokens spelled out: what a chat template would
+have to write for the same tokens. ``text`` is what a reader sees: special tokens are left out.
+"""
+
+from __future__ import annotations
+
+from rollmesh.text import Tokenizer
+from rollmesh.types import Int32Array
+
+_CONTEXT_TOKENS = 6
+"""Tokens before the first one that are decoded with it: some tokenizers drop the space before a first word."""
+_BROKEN = "\ufffd"
+_LONGEST_CHARACTER_TOKENS = 8
+"""Tokens without a whole character after which the rest is printed as it is: it will not become one any more."""
+
+
+class TextStream:
+    """Decodes one run of tokens that follows ``context_ids``."""
+
+    def __init__(self, tokenizer: Tokenizer, context_ids: Int32Array) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = [int(i) for i in context_ids[-_CONTEXT_TOKENS:]]
+        self._read = len(self._window)
+        self._special: dict[int, bool] = {}
+        self.raw = ""
+        """Text of all whole characters so far, special tokens included."""
+        self.text = ""
+        """The same without special tokens."""
+        self.raw_ends: list[int] = []
+        """Length of ``raw`` after each token."""
+        self.text_ends: list[int] = []
+        """Length of ``text`` after each token."""
+
+    def push(self, token_id: int) -> None:
+        """Add one token."""
+        self._window.append(token_id)
+        special = self._is_special(token_id)
+        waiting = len(self._window) - self._read
+        piece = self._piece()
+        if special or not piece.endswith(_BROKEN) or waiting > _LONGEST_CHARACTER_TOKENS:
+            self._emit(piece, token_id if special else None)
+        self.raw_ends.append(len(self.raw))
+        self.text_ends.append(len(self.text))
+
+    def flush(self) -> None:
+        """Nothing follows: print what never became a whole character."""
+        if self._read < len(self._window):
+            self._emit(self._piece(), None)
+            self.raw_ends[-1], self.text_ends[-1] = len(self.raw), len(self.text)
+
+    def cut(self, count: int) -> None:
+        """Forget all tokens after the first ``count``."""
+        del self.raw_ends[count:], self.text_ends[count:]
+        self.raw = self.raw[: self.raw_ends[-1] if count else 0]
+        self.text = self.text[: self.text_ends[-1] if count else 0]
+
+    def _piece(self) -> str:
+        """Text of the tokens that have not been printed, as it reads after those that have."""
+        whole = self._tokenizer.decode(self._window, special_tokens=True)
+        return whole[len(self._tokenizer.decode(self._window[: self._read], special_tokens=True)) :]
+
+    def _emit(self, piece: str, special_id: int | None) -> None:
+        self.raw += piece
+        if special_id is None:
+            self.text += piece
+        else:
+            own = self._tokenizer.decode([special_id], special_tokens=True)
+            self.text += piece.removesuffix(own)
+        self._window = self._window[-_CONTEXT_TOKENS:]
+        self._read = len(self._window)
+
+    def _is_special(self, token_id: int) -> bool:
+        known = self._special.get(token_id)
+        if known is None:
+            hidden = not self._tokenizer.decode([token_id])
+            known = self._special[token_id] = hidden and bool(self._tokenizer.decode([token_id], special_tokens=True))
+        return known
