@@ -16,6 +16,7 @@ from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers.decoders import DecodeStream
 
 from rollmesh.errors import DataError
 from rollmesh.types import Int32Array
@@ -101,6 +102,24 @@ class Tokenizer:
         array = np.asarray(ids, np.int64)
         self._check_range(array)
         return str(self._tokenizer.decode(array.tolist(), skip_special_tokens=not special_tokens))
+
+    def pieces(self, ids: npt.ArrayLike) -> list[str]:
+        """The text that each token [tokens] adds, special tokens included: together the text of the sequence.
+
+        A token that does not complete a character adds nothing; the one that does adds all of it. Raises DataError
+        for an id outside [0, vocab_size).
+        """
+        array = np.asarray(ids, np.int64)
+        self._check_range(array)
+        stream = DecodeStream(skip_special_tokens=False)
+        pieces: list[str] = []
+        for token_id in array.tolist():
+            try:
+                pieces.append(stream.step(self._tokenizer, token_id) or "")
+            except Exception:  # the Rust side raises plain Exception where a sequence does not extend its own text
+                stream = DecodeStream(skip_special_tokens=False)
+                pieces.append(str(self._tokenizer.decode([token_id], skip_special_tokens=False)))
+        return pieces
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> Int32Array:
         """Render chat messages ({role, content} mappings) with the model's template to int32 [tokens].

@@ -191,3 +191,23 @@ def test_a_torn_tokenizer_or_config_is_refused_by_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match=r"config\.json: not valid JSON"):
         Tokenizer(tmp_path)
+
+
+def test_pieces_are_the_text_of_each_token_and_together_the_whole(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path))
+    assert tokenizer.pieces([2, 4, 5, 3]) == ["<s>", " hello", " world", " <end>"]
+    assert tokenizer.pieces([]) == []
+    with pytest.raises(DataError, match="outside the vocabulary"):
+        tokenizer.pieces([999])
+
+
+def test_a_character_of_many_tokens_belongs_to_the_one_that_completes_it(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE({c: i for i, c in enumerate(tokenizers.pre_tokenizers.ByteLevel.alphabet())}, [])
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    pieces = tokenizer.pieces(tokenizer.encode("aé→b"))
+    assert pieces == ["a", "", "é", "", "", "→", "b"]

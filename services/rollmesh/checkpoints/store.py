@@ -25,7 +25,7 @@ from rollmesh.checkpoints.sealing import lineage, run_secret
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import Cursor
-from rollmesh.types import Batch, PolicyRecord
+from rollmesh.types import Batch, Group, PolicyRecord
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +56,10 @@ class CheckpointStore:
         root = Path(section.folder) if section.folder else Path(config.folder) / "checkpoints"
         given = section.secret
         return cls(root, given.get_secret_value().encode() if given else run_secret(Path(config.folder)))
+
+    def at(self, root: Path) -> Self:
+        """A copy of this store in another folder, sealed with the same secret."""
+        return type(self)(root, self._secret)
 
     def lineage(self) -> str:
         """Identity of this checkpoint store, made with its first use; CheckpointError when its file is damaged."""
@@ -116,6 +120,10 @@ class CheckpointStore:
     def read_batch(self, train_step: int) -> Batch:
         """Read and verify a batch file."""
         return batches.read_batch(self.root, self._secret, train_step)
+
+    def read_group(self, train_step: int, group_id: str) -> Group | None:
+        """One group of a batch file, for people who look; None when it is not in it."""
+        return batches.read_group(self.root, self._secret, train_step, group_id)
 
     def batch_footer(self, train_step: int) -> BatchFooter:
         """Ids, cursor and digest of a batch file."""

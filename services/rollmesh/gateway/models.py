@@ -260,7 +260,7 @@ class RolloutSpan(Model):
     id: str
     """Trajectory id."""
     start: float
-    """First look that found it leased."""
+    """First lease, or the first look that found it leased."""
     end: float | None
     """First look that found it at rest; null while it is in flight."""
     state: str
@@ -543,5 +543,5 @@ class ScaleRequest(Model):
 
     service: Literal["generator", "reward", "rollout"]
     """Service to scale."""
-    replicas: int = Field(ge=0, le=64)
-    """Processes to keep; a surplus one is drained, and loses nothing."""
+    replicas: int | None = Field(ge=0, le=256)
+    """Processes to keep; a surplus one is drained, and loses nothing. null: as the run file has it."""

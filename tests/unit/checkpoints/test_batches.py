@@ -114,3 +114,25 @@ def test_leftovers_of_killed_writers_are_no_batches_and_are_removed(store: Check
     assert store.remove_unfinished_batches() == 1
     assert not leftover.exists()
     assert store.batch_steps() == [1]
+
+
+def test_one_group_is_read_without_the_others(store: CheckpointStore) -> None:
+    batch = make_batch(1)
+    store.write_batch(batch, CURSOR)
+    for group in batch.groups:
+        found = store.read_group(1, group.group_id)
+        assert found is not None
+        assert same(Batch(train_step=1, groups=(found,)), Batch(train_step=1, groups=(group,)))
+    assert store.read_group(1, "e9-9") is None
+    with pytest.raises(CheckpointError, match="missing"):
+        store.read_group(2, "e0-2")
+
+
+def test_a_group_behind_a_wrong_length_is_refused(store: CheckpointStore) -> None:
+    store.write_batch(make_batch(1), CURSOR)
+    path = batch_path(store.root, 1)
+    data = bytearray(path.read_bytes())
+    data[8:16] = (1 << 40).to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="missing"):
+        store.read_group(1, "e0-3")

@@ -1,0 +1,42 @@
+"""What a gateway exports."""
+
+from __future__ import annotations
+
+from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
+
+STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
+ACTIONS = ("pause", "resume", "pin", "unpin", "rollback", "replay", "delete_letter", "scale")
+
+
+class GatewayMetrics:
+    """Requests, events and looks of one gateway."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.requests = metrics.counter(
+            "rollmesh_gateway_requests_total", "Requests by route and class of status.", ("route", "status")
+        )
+        self.request_seconds = metrics.histogram(
+            "rollmesh_gateway_request_seconds", "From a request to the start of its answer.", LATENCY_BUCKETS
+        )
+        self.event_clients = metrics.gauge(
+            "rollmesh_gateway_event_clients", "Clients that follow the live events right now."
+        )
+        self.events = metrics.counter("rollmesh_gateway_events_total", "Live events sent, by kind.", ("kind",))
+        self.look_seconds = metrics.histogram("rollmesh_gateway_look_seconds", "Duration of a look at the mesh.")
+        self.look_failures = metrics.counter("rollmesh_gateway_look_failures_total", "Looks that the store refused.")
+        self.last_look = metrics.gauge(
+            "rollmesh_gateway_last_look_timestamp_seconds", "When the mesh was last looked at with success."
+        )
+        self.left_out = metrics.gauge(
+            "rollmesh_gateway_left_out_trajectories", "Trajectories in flight that the timeline has no room for."
+        )
+        self.actions = metrics.counter("rollmesh_gateway_actions_total", "Actions taken, by kind.", ("action",))
+        self.refused_tokens = metrics.counter(
+            "rollmesh_gateway_refused_tokens_total", "Requests with a missing or wrong token."
+        )
+        for status in STATUS_CLASSES:
+            self.requests.labels(route="page", status=status)
+        for kind in ("snapshot", "tick"):
+            self.events.labels(kind=kind)
+        for action in ACTIONS:
+            self.actions.labels(action=action)

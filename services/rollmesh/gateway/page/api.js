@@ -1,0 +1,87 @@
+// Calls of the REST API. The token lives in this tab's session storage and in no other place.
+
+const BASE = "api/v1/";
+const TOKEN = "rollmesh.token";
+const TIMEOUT_MS = 15000;
+
+export class ApiFailure extends Error {
+  constructor(message, status = 0) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export function token() {
+  try {
+    return sessionStorage.getItem(TOKEN) ?? "";
+  } catch {
+    return "";
+  }
+}
+
+export function setToken(value) {
+  if (value) sessionStorage.setItem(TOKEN, value);
+  else sessionStorage.removeItem(TOKEN);
+}
+
+export const address = (path, query = {}) => {
+  const url = new URL(BASE + path, document.baseURI);
+  for (const [name, value] of Object.entries(query)) if (value !== null && value !== "") url.searchParams.set(name, value);
+  return url;
+};
+
+export function headers(extra = {}) {
+  const given = token();
+  return given ? { ...extra, Authorization: `Bearer ${given}` } : extra;
+}
+
+// What an answer of 400 or more says, as one line.
+export async function failureOf(response) {
+  let body = {};
+  try {
+    body = await response.json();
+  } catch {
+    // not one of the gateway's own answers (a proxy, a page): the status has to do
+  }
+  const text = typeof body.error === "string" ? body.error : `the gateway answered ${response.status} ${response.statusText}`;
+  const where = body.field && body.field !== "Authorization" ? ` (${body.field})` : "";
+  return new ApiFailure(text + where + (body.hint ? `: ${body.hint}` : ""), response.status);
+}
+
+async function call(method, path, { query, body } = {}) {
+  let response;
+  try {
+    response = await fetch(address(path, query), {
+      method,
+      headers: headers(body === undefined ? {} : { "Content-Type": "application/json" }),
+      body: body === undefined ? undefined : JSON.stringify(body),
+      signal: AbortSignal.timeout(TIMEOUT_MS),
+      cache: "no-store",
+    });
+  } catch (error) {
+    const why = error.name === "TimeoutError" ? `did not answer in ${TIMEOUT_MS / 1000} s` : "cannot be reached";
+    throw new ApiFailure(`the gateway ${why}`);
+  }
+  if (!response.ok) throw await failureOf(response);
+  return response.json();
+}
+
+const id = encodeURIComponent;
+
+export const about = () => call("GET", "about");
+export const series = (names, points) => call("GET", "series", { query: { names: names.join(","), points } });
+export const trajectories = (state, cursor, limit) => call("GET", "trajectories", { query: { state, cursor, limit } });
+export const trajectory = (trajectoryId, first, limit) =>
+  call("GET", `trajectories/${id(trajectoryId)}`, { query: { first_token: first, token_limit: limit } });
+export const policies = (limit) => call("GET", "policies", { query: { limit } });
+export const deadLetters = (limit) => call("GET", "dead-letters", { query: { limit } });
+
+export const checkToken = () => call("GET", "token");
+export const pause = () => call("POST", "pause");
+export const resume = () => call("POST", "resume");
+export const pin = (policyVersion) => call("POST", `policies/${policyVersion}/pin`);
+export const unpin = () => call("POST", "unpin");
+export const rollBack = (policyVersion) => call("POST", `policies/${policyVersion}/rollback`);
+export const replay = (trajectoryId) => call("POST", `dead-letters/${id(trajectoryId)}/replay`);
+export const deleteLetter = (trajectoryId) => call("DELETE", `dead-letters/${id(trajectoryId)}`);
+export const scale = (service, replicas) => call("POST", "scale", { body: { service, replicas } });
