@@ -56,6 +56,7 @@ class TrajectoryStore:
 
         self.lease = queue.lease
         self.lease_scoring = queue.lease_scoring
+        self.fork = queue.fork
         self.append = queue.append
         self.finish = queue.finish
         self.score = queue.score

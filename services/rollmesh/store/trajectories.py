@@ -27,6 +27,8 @@ from rollmesh.store.types import (
     Append,
     AppendResult,
     Finish,
+    Fork,
+    ForkStatus,
     LeasedTrajectory,
     ReleaseReason,
     Score,
@@ -56,12 +58,15 @@ class TrajectoryQueue:
         """Nonce of the last lease by script and session, until its trajectories have arrived here."""
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
 
-    async def lease(self, session: str, limit: int) -> list[LeasedTrajectory]:
+    async def lease(self, session: str, limit: int, new_limit: int | None = None) -> list[LeasedTrajectory]:
         """Take up to ``limit`` unfinished trajectories; partials of the oldest group first.
+
+        At most ``new_limit`` of them are taken from those without tokens; None is no limit of its own.
 
         Empty when nothing waits, the pool is full, the mesh is paused, or Redis is recovering. SessionLost.
         """
-        return await self._lease("lease", session, min(limit, _ITEMS_PER_CALL))
+        most = min(limit, _ITEMS_PER_CALL)
+        return await self._lease("lease", session, most, most if new_limit is None else new_limit)
 
     async def lease_scoring(self, session: str, limit: int) -> list[LeasedTrajectory]:
         """Take finished trajectories whose worker died, to score them; serve these before new work."""
@@ -118,7 +123,25 @@ class TrajectoryQueue:
             failed += int(await self._connection.run("bury", session, *(word for item in part for word in item)))
         return failed
 
-    async def _lease(self, script: str, session: str, limit: int) -> list[LeasedTrajectory]:
+    async def fork(self, session: str, trajectory_id: str, nonce: str) -> Fork:
+        """Open one more member of a held trajectory's group and lease it; the same ``nonce`` gets the same one.
+
+        For an agent that goes on under a context that the trajectory does not hold. SessionLost.
+        """
+        status, *words = await self._connection.run("fork", session, trajectory_id, nonce)
+        if not words:
+            return Fork(status=ForkStatus(status.decode()))
+        name = words[0].decode()
+        prompt = (await self._load_prompts({group_of(name)})).get(group_of(name))
+        if prompt is None:
+            return Fork(status=ForkStatus.LOST)  # its group was evicted in between; the lease went with it
+        trajectory = build_trajectory(name, prompt, birth_version=int(words[1]), run=self._keys.run)
+        leased = LeasedTrajectory(
+            trajectory=trajectory, attempt=1, lease_new=True, first_lease_time=int(words[2]) / 1000
+        )
+        return Fork(status=ForkStatus.FORKED, leased=leased)
+
+    async def _lease(self, script: str, session: str, limit: int, *more: int) -> list[LeasedTrajectory]:
         if limit < 1:
             return []
         # The script remembers the last lease of a session to answer a retry, so leases of a session take turns. A call
@@ -127,15 +150,15 @@ class TrajectoryQueue:
         async with self._lease_locks.setdefault(session, asyncio.Lock()):
             nonce = self._unanswered.setdefault((script, session), secrets.token_hex(8))
             try:
-                leased = await self._leased(script, session, nonce, limit)
+                leased = await self._leased(script, session, nonce, limit, *more)
             except SessionLost:
                 del self._unanswered[script, session]
                 raise
             del self._unanswered[script, session]
         return leased
 
-    async def _leased(self, script: str, session: str, nonce: str, limit: int) -> list[LeasedTrajectory]:
-        reply = await self._connection.run(script, session, nonce, limit)
+    async def _leased(self, script: str, session: str, nonce: str, limit: int, *more: int) -> list[LeasedTrajectory]:
+        reply = await self._connection.run(script, session, nonce, limit, *more)
         rows = [reply[at : at + 6] for at in range(0, len(reply), 6)]
         ids = [row[0].decode() for row in rows]
         prompts = await self._load_prompts({group_of(i) for i in ids})

@@ -48,6 +48,29 @@ class LeasedTrajectory:
     """What ``keep_snapshot`` was given last."""
 
 
+class ForkStatus(StrEnum):
+    """Whether a group got one more member."""
+
+    FORKED = "forked"
+    PAUSED = "paused"
+    """Nothing is leased now."""
+    POOL_FULL = "pool_full"
+    """The pool has no room now."""
+    GROUP_FULL = "group_full"
+    """The group has had all the further members that it may have."""
+    LOST = "lost"
+    """The session does not hold the trajectory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Answer to ``fork``."""
+
+    status: ForkStatus
+    leased: LeasedTrajectory | None = None
+    """The new member, when there is one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Append:
     """One partial save: tokens that follow the ``token_offset`` already saved ones."""

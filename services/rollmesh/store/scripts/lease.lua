@@ -1,7 +1,7 @@
 #!lua
 -- uses: fence roles group
 -- pending | partial -> leased, never more than pool_size over the whole mesh: partials of the oldest group first,
--- then pending in admission order. ARGV: session, nonce, limit.
+-- then pending in admission order. ARGV: session, nonce, limit, and how many of them may be pending ones.
 -- Returns (id, attempt, birth version, tokens, is new, time of the first lease in ms) per trajectory; a retry with the
 -- same nonce gets the same ones.
 local session = ARGV[1]
@@ -14,6 +14,7 @@ local desired = call('HMGET', K.desired, 'pool_size', 'paused')
 if meta[1] == '1' or desired[2] == '1' then return {} end
 local free = tonumber(desired[1] or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
 local room = math.min(tonumber(ARGV[3]), free)
+local most_new = tonumber(ARGV[4] or ARGV[3])
 local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
 local birth = math.max(0, tonumber(meta[2] or '0'))
 local reply, held, buried = {}, {}, 0
@@ -39,9 +40,9 @@ local function take(id, order)
   return true
 end
 
-local function take_from(queue)
-  while #held < room and buried < MOST_BURIALS do
-    local found = call('ZRANGE', queue, 0, room - #held - 1, 'WITHSCORES')
+local function take_from(queue, most)
+  while #held < most and buried < MOST_BURIALS do
+    local found = call('ZRANGE', queue, 0, most - #held - 1, 'WITHSCORES')
     if #found == 0 then return end
     local seen = {}
     for at = 1, #found, 2 do
@@ -53,8 +54,8 @@ local function take_from(queue)
   end
 end
 
-take_from(K.partial)
-take_from(K.pending)
+take_from(K.partial, room)
+take_from(K.pending, math.min(room, #held + most_new))
 if #held > 0 then
   call('SADD', held_key(session), unpack(held))
   call('HSET', session_key(session), 'lease_nonce', ARGV[2], 'lease_reply', cjson.encode(reply))

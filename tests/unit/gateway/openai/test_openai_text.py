@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -70,7 +72,7 @@ def test_the_pieces_told_are_the_decoded_whole_however_the_tokens_arrive(
     edges = sorted({0, len(ids), *(min(c, len(ids)) for c in cuts)})
     turn = Turn(tokenizer, NONE)
     told = ""
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         turn.feed(segment(ids[start:end]))
         told += turn.news()
     turn.finish()

@@ -1,0 +1,37 @@
+#!lua
+-- uses: fence roles group
+-- Another member for the group of a held trajectory, leased to its session at once: its agent goes on under a context
+-- that the trajectory does not hold. At most `needed` more than the group began with, as with replacements, and never
+-- more than pool_size. ARGV: session, trajectory, nonce.
+-- Returns (status, id, birth version, time of the lease in ms); a retry with the same nonce gets the same member.
+local session, parent = ARGV[1], ARGV[2]
+require_session(session)
+local v = call('HMGET', trajectory_key(parent), 'session', 'state', 'fork_nonce', 'fork')
+if v[1] ~= session or v[2] ~= 'leased' then return {'lost'} end
+if v[3] == ARGV[3] then
+  local child = call('HMGET', trajectory_key(v[4]), 'session', 'state', 'birth', 'since')
+  if child[1] == session and child[2] == 'leased' then
+    return {'forked', v[4], tonumber(child[3]), tonumber(child[4])}
+  end
+end
+if recovering() then return {'paused'} end
+local meta = call('HMGET', K.meta, 'user_paused', 'policy_version')
+local desired = call('HMGET', K.desired, 'pool_size', 'paused')
+if meta[1] == '1' or desired[2] == '1' then return {'paused'} end
+if tonumber(call('HGET', K.counts, 'leased') or '0') >= tonumber(desired[1] or '0') then return {'pool_full'} end
+local group = load_group(group_of(parent))
+if group.launched >= 2 * group.needed then return {'group_full'} end
+touch(group)
+local member = group.launched
+group.launched = member + 1
+local id, birth, since = group.id .. '.' .. member, math.max(0, tonumber(meta[2] or '0')), now()
+call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order_of(group.index, member),
+  'attempts', 1, 'mark', 0, 'tokens', 0, 'birth', birth, 'since', since)
+call('HSET', trajectory_key(parent), 'fork_nonce', ARGV[3], 'fork', id)
+call('SADD', held_key(session), id)
+count('leased', 1)
+count('leases_total', 1)
+count('forks_total', 1)
+flush_groups()
+flush_counts()
+return {'forked', id, birth, since}
