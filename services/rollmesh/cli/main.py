@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from rollmesh.cli import benches, configuration, inspection, letters, metrics_table, runs, scaling, serving
+from rollmesh.cli import autoscaling, benches, configuration, inspection, letters, metrics_table, runs, scaling, serving
 
 app = typer.Typer(
     name="rollmesh",
@@ -18,6 +18,7 @@ runs.register(app)
 serving.register(app)
 inspection.register(app)
 scaling.register(app)
+autoscaling.register(app)
 app.add_typer(letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
 benches.register(app)

@@ -1,0 +1,190 @@
+"""The rule against Kubernetes' documented arithmetic, and what must hold whatever the signals say."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.config.autoscaling import AutoscalingRule, load_rule
+from rollmesh.scheduling.autoscaling import Look, Memory, Verdict, next_replicas, propose
+
+RULES = sorted((Path(__file__).parents[3] / "helm" / "rollmesh" / "files" / "autoscaling").glob("*.yaml"))
+
+
+def rule(**changes: Any) -> AutoscalingRule:
+    signals = [
+        {"name": "wait", "metricType": "Value", "target": 0.2, "query": "wait"},
+        {"name": "load", "metricType": "AverageValue", "target": 10, "query": "load"},
+    ]
+    pods = [{"type": "Pods", "value": 1, "periodSeconds": 60}]
+    data = {
+        "service": "generator",
+        "minReplicas": 1,
+        "maxReplicas": 8,
+        "window": "5m",
+        "signals": signals,
+        "behavior": {
+            "scaleUp": {
+                "stabilizationWindowSeconds": 0,
+                "policies": [{"type": "Percent", "value": 100, "periodSeconds": 60}],
+            },
+            "scaleDown": {"stabilizationWindowSeconds": 120, "policies": pods},
+        },
+    }
+    return AutoscalingRule.model_validate({**data, **changes})
+
+
+def look(wanted: int, *, ready: int | None = None, now: float = 0.0, **values: float | None) -> Look:
+    return Look(now=now, wanted=wanted, ready=wanted if ready is None else ready, values=values)
+
+
+def proposed(wanted: int, *, ready: int | None = None, **values: float | None) -> int:
+    return propose(rule(), look(wanted, ready=ready, **values))[0]
+
+
+def test_a_value_scales_the_ready_replicas_and_an_average_value_divides() -> None:
+    assert proposed(2, wait=0.5, load=0) == 5
+    assert proposed(2, wait=0.0, load=31) == 4
+    assert proposed(4, wait=0.1, load=5) == 2
+
+
+def test_a_tenth_off_the_target_changes_nothing() -> None:
+    assert proposed(3, wait=0.22, load=1) == 3
+    assert proposed(3, wait=0.18, load=1) == 3
+    assert proposed(3, wait=0.0, load=32.9) == 3
+
+
+def test_the_largest_proposal_wins_within_the_bounds() -> None:
+    assert proposed(2, wait=0.3, load=60) == 6
+    assert proposed(2, wait=1.0, load=1000) == 8
+    assert proposed(2, wait=0.0, load=0) == 1
+
+
+@pytest.mark.parametrize("absent", [None, float("nan"), float("inf")])
+def test_a_missing_signal_keeps_replicas_from_leaving_but_not_from_coming(absent: float | None) -> None:
+    assert proposed(3, wait=absent, load=1) == 3
+    assert proposed(3, wait=absent, load=45) == 5
+    assert proposed(3, wait=absent, load=absent) == 3
+
+
+def test_nothing_is_concluded_before_a_replica_works() -> None:
+    assert proposed(3, ready=0, wait=1.0, load=0) == 3
+
+
+def run(spec: AutoscalingRule, wanted: int, values: list[dict[str, float | None]], every: float) -> list[int]:
+    """Replicas after each look; whatever is asked for works at once."""
+    memory, replicas = Memory(), []
+    for number, answers in enumerate(values):
+        verdict = next_replicas(spec, memory, look(wanted, now=number * every, **answers))
+        wanted, memory = verdict.replicas, verdict.memory
+        replicas.append(wanted)
+    return replicas
+
+
+def test_replicas_double_at_most_once_a_period_on_the_way_up() -> None:
+    assert run(rule(), 1, [{"wait": 1.0, "load": 0}] * 12, every=15) == [1, 2, 2, 2, 2, 4, 4, 4, 4, 8, 8, 8]
+
+
+def test_replicas_leave_one_a_period_after_the_window_has_seen_no_need_of_them() -> None:
+    quiet = [{"wait": 0.0, "load": 0.0}] * 24
+    assert run(rule(), 3, quiet, every=15) == [3] * 9 + [2] * 4 + [1] * 11
+
+
+def test_one_starved_moment_in_the_window_keeps_the_replicas() -> None:
+    values = [{"wait": 0.0, "load": 0.0}] * 7 + [{"wait": 0.2, "load": 0.0}] + [{"wait": 0.0, "load": 0.0}] * 8
+    assert run(rule(), 3, values, every=15)[:16] == [3] * 16
+
+
+def test_bounds_that_have_moved_hold_at_once() -> None:
+    verdict = next_replicas(rule(maxReplicas=2), Memory(), look(5, wait=0.0, load=0.0))
+    assert verdict.replicas == 2
+
+
+def test_autoscaling_rests_at_zero_replicas() -> None:
+    verdict = next_replicas(rule(), Memory(), look(0, wait=1.0, load=100))
+    assert (verdict.replicas, verdict.memory) == (0, Memory())
+    assert "rests" in verdict.why
+
+
+VALUES = st.one_of(st.none(), st.floats(0, 50, allow_nan=False), st.just(float("nan")))
+ANSWERS = st.lists(st.fixed_dictionaries({"wait": VALUES, "load": VALUES}), min_size=1, max_size=60)
+
+
+@given(answers=ANSWERS, wanted=st.integers(1, 8), every=st.sampled_from([5.0, 15.0, 40.0]))
+def test_replicas_stay_within_bounds_and_change_no_faster_than_the_policies_allow(
+    answers: list[dict[str, float | None]], wanted: int, every: float
+) -> None:
+    after = run(rule(), wanted, answers, every)
+    assert all(1 <= n <= 8 for n in after)
+    for number, (before, now) in enumerate(itertools.pairwise([wanted, *after])):
+        a_period_ago = int((number * every - 60) // every)
+        then = after[a_period_ago] if a_period_ago >= 0 else wanted
+        if now > before:
+            assert now <= 2 * then
+        if now < before:
+            assert now >= then - 1
+
+
+@given(answers=ANSWERS, wanted=st.integers(1, 8))
+def test_replicas_never_leave_below_what_any_look_of_the_window_proposed(
+    answers: list[dict[str, float | None]], wanted: int
+) -> None:
+    spec, memory, past = rule(), Memory(), [wanted]
+    for number, values in enumerate(answers):
+        now = look(wanted, now=15.0 * number, **values)
+        past.append(propose(spec, now)[0])
+        verdict: Verdict = next_replicas(spec, memory, now)
+        assert verdict.replicas >= min(wanted, max(past[-9:]))
+        wanted, memory = verdict.replicas, verdict.memory
+
+
+@given(load=st.floats(0, 100), wanted=st.integers(1, 8))
+def test_an_average_load_that_stays_as_it_is_leads_to_a_number_that_stays(load: float, wanted: int) -> None:
+    replicas = run(rule(), wanted, [{"wait": 0.0, "load": load}] * 200, every=15)
+    assert len(set(replicas[-60:])) == 1
+
+
+@given(speed_up=st.sampled_from([1.0, 4.0, 30.0]), answers=ANSWERS)
+def test_a_sped_up_rule_decides_the_same_in_less_time(speed_up: float, answers: list[dict[str, float | None]]) -> None:
+    def decisions(factor: float) -> list[int]:
+        memory, wanted, found = Memory(), 3, []
+        for number, values in enumerate(answers):
+            verdict = next_replicas(rule(), memory, look(wanted, now=number * 16 / factor, **values), factor)
+            wanted, memory = verdict.replicas, verdict.memory
+            found.append(wanted)
+        return found
+
+    assert decisions(speed_up) == decisions(1.0)
+
+
+@pytest.mark.parametrize("file", RULES, ids=lambda f: f.stem)
+def test_the_rules_of_the_chart_are_valid_and_for_the_service_that_names_them(file: Path) -> None:
+    loaded = load_rule(file)
+    assert loaded.service == file.stem
+    for signal in loaded.signals:
+        text = loaded.query(signal, 'run="a"', speed_up=20)
+        assert "$" not in text and 'run="a"' in text
+
+
+def test_there_is_a_rule_for_every_service_that_scales() -> None:
+    assert [file.stem for file in RULES] == ["generator", "reward", "rollout"]
+
+
+def generators(**values: float) -> int:
+    """What the chart's rule proposes for three generators."""
+    shipped = load_rule(next(file for file in RULES if file.stem == "generator"))
+    names = {signal.name: values[signal.name.replace("-", "_")] for signal in shipped.signals}
+    return propose(shipped, Look(now=0, wanted=3, ready=3, values=names))[0]
+
+
+def test_the_generator_rule_adds_when_the_trainer_waits_and_takes_away_only_when_nothing_needs_them() -> None:
+    assert generators(trainer_wait=0.4, ready_queue_room=0.5, staleness_headroom=0.9) == 6
+    assert generators(trainer_wait=0.0, ready_queue_room=0.5, staleness_headroom=0.3) == 3
+    assert generators(trainer_wait=0.0, ready_queue_room=0.0, staleness_headroom=0.9) == 3
+    assert generators(trainer_wait=0.05, ready_queue_room=0.0, staleness_headroom=0.3) == 1
+    assert generators(trainer_wait=0.0, ready_queue_room=0.1, staleness_headroom=0.55) == 2
