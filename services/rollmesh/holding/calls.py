@@ -214,6 +214,9 @@ class Caller:
                     raise GarbageAnswer("no_finish_reason", "the stream ended without a finish reason")
                 await self._keep(held, chunk, goal, params, need)
                 self._generators.answered_well(seat.record.instance_id)
+                if held.enough:
+                    self._metrics.call_ended("enough")
+                    return FinishReason.STOP
                 if chunk.finish_reason is not None:
                     self._metrics.call_ended(chunk.finish_reason.value)
                     return chunk.finish_reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -49,6 +50,14 @@ class Held:
         """When it was first leased, by whomever, in Unix seconds; 0 for one that is not leased (evaluation)."""
         self.span: Span = NOTHING
         """What this worker does with it, in the trajectory's trace."""
+        self.changed: Callable[[], None] = _nothing
+        """Called when tokens arrive, when it is to come to rest or to go on, is lost, or is no longer held."""
+        self.enough = False
+        """Whoever reads the answer needs no more of it: a call under way ends with the chunk at hand."""
+        self.over = False
+        """The worker has ended its work on it."""
+        self.recorded = False
+        """The queue has its outcome, or its dead letter."""
         self._park: ReleaseReason | None = None
         self._lost = ""
 
@@ -91,6 +100,19 @@ class Held:
         self.token_count += len(segment)
         if segment.source is SegmentSource.POLICY:
             self.newest_version = max(self.newest_version, segment.policy_version)
+        self.changed()
+
+    def trim(self, token_count: int) -> None:
+        """Forget the tokens after the first ``token_count``; those that are saved stay."""
+        kept = max(token_count, self.saved_token_count)
+        while self.token_count > kept:
+            last = self.segments.pop()
+            self.token_count -= len(last)
+            if self.token_count < kept:
+                self.segments.append(_head(last, kept - self.token_count))
+                self.token_count = kept
+        written = [s.policy_version for s in self.segments if s.source is SegmentSource.POLICY]
+        self.newest_version = max(written, default=-1)
 
     def unsaved(self) -> list[Segment]:
         """Segments after the saved tokens; the first one is sliced where the saved part ends inside it."""
@@ -118,15 +140,18 @@ class Held:
         """Ask the trajectory to come to rest at its next step."""
         if self._park is None:
             self._park = reason
+        self.changed()
 
     def unpark(self) -> None:
         """The pause ended before the trajectory came to rest."""
         if self._park is ReleaseReason.PAUSED:
             self._park = None
+        self.changed()
 
     def lose(self, reason: str) -> None:
         """The queue does not hold the trajectory for this worker any more."""
         self._lost = reason
+        self.changed()
 
     @property
     def wanted(self) -> bool:
@@ -148,9 +173,21 @@ class Held:
 def _tail(segment: Segment, start: int) -> Segment:
     if start == 0:
         return segment
+    return _part(segment, slice(start, None))
+
+
+def _head(segment: Segment, end: int) -> Segment:
+    return _part(segment, slice(0, end))
+
+
+def _part(segment: Segment, part: slice) -> Segment:
     logprobs = segment.behavior_logprobs
     return replace(
         segment,
-        token_ids=segment.token_ids[start:],
-        behavior_logprobs=None if logprobs is None else logprobs[start:],
+        token_ids=segment.token_ids[part],
+        behavior_logprobs=None if logprobs is None else logprobs[part],
     )
+
+
+def _nothing() -> None:
+    """Nobody looks."""

@@ -32,7 +32,7 @@ from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.types import LeasedTrajectory, ReleaseReason
+from rollmesh.store.types import Fork, LeasedTrajectory, ReleaseReason
 from rollmesh.types import OutcomeKind, RewardOutcome, SamplingParams, Trajectory
 
 _LEASES_AT_ONCE = 64
@@ -74,14 +74,19 @@ class Worker:
         concurrency: int,
         drain_seconds: float,
         first_pause_seconds: float = 0.5,
+        new_limit: Callable[[], int] | None = None,
     ) -> None:
-        """``first_pause_seconds``: how long a failed first attempt keeps its lease; doubled with every attempt."""
+        """``first_pause_seconds``: how long a failed first attempt keeps its lease; doubled with every attempt.
+
+        ``new_limit`` says how many trajectories without tokens may be leased now; None: as many as fit.
+        """
         self._parts = parts
         self._params = params
         self._budget = budget
         self._concurrency = concurrency
         self._drain_seconds = drain_seconds
         self._first_pause_seconds = first_pause_seconds
+        self._new_limit = new_limit
         self._desired = Desired(pool_size=0)
         self._looking = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -113,6 +118,26 @@ class Worker:
             await asyncio.gather(*loops, return_exceptions=True)
             for name in ("lease", "watch"):
                 self._parts.health.unwatch(name)
+
+    def wake(self) -> None:
+        """Look for work now: something has changed that the worker cannot see."""
+        self._room.set()
+
+    async def fork(self, held: Held, nonce: str) -> Fork:
+        """Open and hold one more member of a held trajectory's group; the same ``nonce`` gets the same one.
+
+        Its program starts after the caller's next await.
+        """
+
+        async def ask(session: str) -> Fork:
+            return await self._parts.store.fork(session, held.trajectory_id, nonce)
+
+        fork = await self._parts.session.call(ask)
+        if fork.leased is not None:
+            await self._parts.session.call(lambda _: self._look_at_desired())
+            self._start(fork.leased, self._roll)
+            self._parts.metrics.leases.inc()
+        return fork
 
     # -- work ------------------------------------------------------------------------------------------------------
     async def _lease_loop(self) -> None:
@@ -147,7 +172,8 @@ class Worker:
         limit = min(_LEASES_AT_ONCE, self._concurrency - unfinished)
         if self._desired.paused or limit < 1 or not parts.generators.serving_slots:
             return 0
-        leased_now = await parts.store.lease(session, limit)
+        new_limit = None if self._new_limit is None else self._new_limit()
+        leased_now = await parts.store.lease(session, limit, new_limit)
         if leased_now:
             # Groups may have been admitted under a higher floor than the one last seen: read it after the lease. It may
             # take long, but the queue counts these trajectories as ours, and nobody else would start them.
@@ -211,6 +237,8 @@ class Worker:
         finally:
             if parts.session.held.get(held.trajectory_id) is held:
                 del parts.session.held[held.trajectory_id]
+            held.over = True
+            held.changed()
             self._room.set()
 
     async def _give_up(self, held: Held, message: str) -> None:
@@ -256,9 +284,11 @@ class Worker:
         if result.dead:
             self._parts.metrics.dropped("dead")
             await self._parts.saver.fail(held.trajectory_id, f"{result.outcome.kind}: {result.outcome.message}")
+            held.recorded = True
             end_of_trajectory(held, "dead", 0.0)
             return
         await self._parts.saver.score(held, result.outcome, result.shaped_reward, assigned=result.assigned)
+        held.recorded = True
         end_of_trajectory(held, result.outcome.kind.value, result.shaped_reward)
         if result.outcome.kind is not OutcomeKind.SCORED and not result.assigned:
             self._parts.metrics.dropped("unscorable")

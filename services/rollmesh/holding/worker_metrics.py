@@ -10,6 +10,7 @@ CALL_ENDS = (
     "length",
     "interrupted",
     "segment_limit",
+    "enough",
     "refused",
     "cut_off",
     "hung",

@@ -204,3 +204,19 @@ async def test_reports_that_come_up_during_a_report_travel_together_and_a_lost_o
         while len(generator.acknowledged) < 2:
             await asyncio.sleep(0)
     assert generator.acknowledged == [{"a": 5}, {"a": 12, "b": 7}]
+
+
+async def test_a_call_ends_with_the_chunk_that_was_enough_and_nothing_of_it_is_saved_unasked() -> None:
+    held = make_held()
+    generator = Generator([], held)
+    caller = await make_caller(generator, 128)
+
+    def look() -> None:
+        if held.token_count > 60:
+            held.trim(50)
+            held.enough = True
+
+    held.changed = look
+    assert await caller.sample(held, 300, SamplingParams(), save=save) is FinishReason.STOP
+    assert (held.token_count, held.saved_token_count) == (50, 48)
+    assert len(generator.calls) == 1

@@ -94,3 +94,28 @@ def test_a_restart_forgets_every_token():
     trajectory.restart()
     assert (trajectory.token_count, trajectory.saved_token_count, trajectory.newest_version) == (0, 0, -1)
     assert trajectory.result(FinishReason.STOP).segments == ()
+
+
+def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
+    trajectory = held()
+    trajectory.add(segment(range(5), version=1))
+    trajectory.add(segment(range(5, 9), version=2))
+    trajectory.trim(7)
+    assert (trajectory.token_count, trajectory.newest_version) == (7, 2)
+    assert ids_of(trajectory.segments) == list(range(7))
+    trajectory.saved_token_count = 4
+    trajectory.trim(2)
+    assert (trajectory.token_count, trajectory.newest_version) == (4, 1)
+    assert trajectory.unsaved() == []
+    trajectory.add(segment([7, 8], version=3))
+    assert ids_of(trajectory.unsaved()) == [7, 8]
+
+
+def test_whoever_looks_is_told_of_tokens_of_a_pause_and_of_a_loss():
+    trajectory, told = held(), []
+    trajectory.changed = lambda: told.append((trajectory.token_count, trajectory.wanted))
+    trajectory.add(segment([1, 2]))
+    trajectory.park(ReleaseReason.PAUSED)
+    trajectory.unpark()
+    trajectory.lose("gone")
+    assert told == [(2, True), (2, False), (2, True), (2, False)]
