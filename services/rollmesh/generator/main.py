@@ -25,6 +25,7 @@ from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.network import advertised, bind_host, host_port
+from rollmesh.runtime.security import PortSecurity
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.metrics import StoreCallMetrics
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
@@ -38,13 +39,15 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises ConfigError for options that cannot work here, StoreUnavailable when Redis does not answer at the start,
     EngineError when the engine fails while it serves.
     """
-    host = bind_host(config)
+    host, security = bind_host(config), PortSecurity.from_config(config.security)
     metrics, health, rotation = Metrics("generator"), Health(), Rotation()
     async with AsyncExitStack() as stack:
         engine = build_engine(config, index)
         stack.push_async_callback(engine.aclose)
         metrics.registry.register(EngineCollector(engine.status, rotation))
-        admin_port = await stack.enter_async_context(admin_server(metrics, health, host, config.network.admin_port))
+        admin_port = await stack.enter_async_context(
+            admin_server(metrics, health, host, config.network.admin_port, security)
+        )
         observer = StoreCallMetrics(metrics)
         store = await stack.enter_async_context(
             await TrajectoryStore.connect(config.store, config.name, observer=observer)
@@ -61,11 +64,11 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             canary_threshold=canary_threshold(config),
             max_context_tokens=config.generator.max_context_tokens,
         )
-        server = create_server()
+        server = create_server(security)
         service = GenerationService(engine, rotation, own, watcher.load_version)
         stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
-        grpc_port = server.add_insecure_port(host_port(host, config.network.grpc_port))
+        grpc_port = security.bind(server, host_port(host, config.network.grpc_port))
         rotation.address = advertised(config, grpc_port)
         await server.start()
         # Handlers that still run at the end have streams to close: they get the time that the run file grants.

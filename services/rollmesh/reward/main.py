@@ -26,6 +26,7 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.network import advertised, bind_host, host_port
+from rollmesh.runtime.security import PortSecurity
 from rollmesh.text import Tokenizer
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 
@@ -39,12 +40,14 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises ConfigError for a verifier that cannot be loaded or never scores an answer, RollmeshError when workers
     cannot be started any more.
     """
-    host = bind_host(config)
+    host, security = bind_host(config), PortSecurity.from_config(config.security)
     registry, health = Metrics("reward"), Health()
     metrics = RewardMetrics(registry)
     failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     async with AsyncExitStack() as stack:
-        admin_port = await stack.enter_async_context(admin_server(registry, health, host, config.network.admin_port))
+        admin_port = await stack.enter_async_context(
+            admin_server(registry, health, host, config.network.admin_port, security)
+        )
         spec = worker_spec(config)
         pool = await stack.enter_async_context(
             WorkerPool(spec, config.reward.workers, metrics, lambda error: _fail(failure, error))
@@ -62,10 +65,10 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             # A fixed value for failures is a choice; then a verifier that always fails is one as well.
             on_hopeless=lambda error: None if config.reward.on_error == "fixed" else _fail(failure, error),
         )
-        server = create_server()
+        server = create_server(security)
         stubs.add_RewardServiceServicer_to_server(RewardService(scoring), server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
-        address = advertised(config, server.add_insecure_port(host_port(host, config.network.grpc_port)))
+        address = advertised(config, security.bind(server, host_port(host, config.network.grpc_port)))
         await server.start()
         stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
         admin = advertised(config, admin_port)

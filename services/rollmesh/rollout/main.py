@@ -28,6 +28,7 @@ from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.network import advertised, bind_host, instance_name
+from rollmesh.runtime.security import PortSecurity
 from rollmesh.scheduling import resolve_schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.metrics import StoreCallMetrics
@@ -47,10 +48,10 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     Raises ConfigError for a run that cannot work, StoreUnavailable when Redis does not answer at the start, DataError
     for prompts that cannot be opened.
     """
-    metrics, health = Metrics("rollout"), Health()
+    metrics, health, security = Metrics("rollout"), Health(), PortSecurity.from_config(config.security)
     async with AsyncExitStack() as stack:
         admin_port = await stack.enter_async_context(
-            admin_server(metrics, health, bind_host(config), config.network.admin_port)
+            admin_server(metrics, health, bind_host(config), config.network.admin_port, security)
         )
         stack.enter_context(
             published_endpoint(
@@ -66,7 +67,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         store = await stack.enter_async_context(
             await TrajectoryStore.connect(config.store, config.name, observer=observer)
         )
-        replica = await open_replica(config, index, store, stack, metrics, health)
+        replica = await open_replica(config, index, store, stack, metrics, health, security)
         health.set_ready(True)
         await replica.run(shutdown)
         health.set_ready(False, "shutting down")
@@ -79,6 +80,7 @@ async def open_replica(
     stack: AsyncExitStack,
     registry: Metrics,
     health: Health,
+    security: PortSecurity,
 ) -> Replica:
     """Build every part; clients are closed with ``stack``."""
     schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
@@ -86,8 +88,8 @@ async def open_replica(
     await store.init_run(run_limits(config))
     metrics = RolloutMetrics(registry)
     session = WorkerSession(store, instance_name(config, "rollout", index), config.store.heartbeat_seconds, metrics)
-    client = await stack.enter_async_context(GenerationClient())
-    reward = await stack.enter_async_context(RewardClient(config))
+    client = await stack.enter_async_context(GenerationClient(security))
+    reward = await stack.enter_async_context(RewardClient(config, security=security))
     generators, policies = Generators(store), Policies(store)
     caller = Caller(client, generators, policies, _call_limits(config, tokenizer), metrics)
     scorer = Scorer(reward, config.reward, config.rollout.max_new_tokens, metrics)

@@ -5,13 +5,15 @@ Every call carries ``traceparent`` (W3C) and, when a token is configured, ``auth
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from rollmesh.runtime.auth import Tokens
+from rollmesh.runtime.security import OPEN, PortSecurity
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either way: a 64k-token trajectory with logprobs is under 1 MB."""
@@ -32,24 +34,24 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 class BearerTokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the expected bearer token; the health service stays open for probes."""
+    """Refuses calls without an accepted bearer token; the health service stays open for probes."""
 
-    def __init__(self, token: str) -> None:
-        self._expected = f"Bearer {token}"
-
-        async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong bearer token")
-
-        self._refuse: Any = grpc.unary_unary_rpc_method_handler(refuse)
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         if handler_call_details.method.startswith("/grpc.health."):
             return await continuation(handler_call_details)
         metadata = dict(handler_call_details.invocation_metadata)
-        given = str(metadata.get("authorization", ""))
-        if hmac.compare_digest(given.encode(), self._expected.encode()):
-            return await continuation(handler_call_details)
-        return self._refuse
+        refusal = self._tokens.refusal(str(metadata.get("authorization", "")))
+        return _refuser(refusal) if refusal else await continuation(handler_call_details)
+
+
+def _refuser(reason: str) -> Any:
+    async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 class HealthReporter:
@@ -68,16 +70,19 @@ class HealthReporter:
 
 
 def create_server(
-    *, token: str | None = None, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    security: PortSecurity = OPEN, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 ) -> grpc.aio.Server:
-    """A server with the mesh's limits; the caller adds servicers, binds a port and starts it."""
-    hooks = [BearerTokenInterceptor(token)] if token else []
+    """A server with the mesh's limits; the caller adds servicers, opens a port by ``security.bind`` and starts it."""
+    hooks = [BearerTokenInterceptor(security.tokens)] if security.tokens is not None else []
     return grpc.aio.server(interceptors=[*hooks, *interceptors], options=_OPTIONS)
 
 
-def create_channel(address: str) -> grpc.aio.Channel:
-    """A channel with the mesh's limits."""
-    return grpc.aio.insecure_channel(address, options=_OPTIONS)
+def create_channel(address: str, security: PortSecurity = OPEN) -> grpc.aio.Channel:
+    """A channel with the mesh's limits; with TLS it keeps the certificates of this moment."""
+    if security.tls is None:
+        return grpc.aio.insecure_channel(address, options=_OPTIONS)
+    name = ("grpc.ssl_target_name_override", security.tls.server_name)
+    return grpc.aio.secure_channel(address, security.tls.channel_credentials(), options=[*_OPTIONS, name])
 
 
 def call_metadata(*, traceparent: str = "", token: str | None = None) -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,8 @@
-"""The admin port of a service: ``/metrics``, ``/healthz``, ``/readyz``."""
+"""The admin port of a service: ``/metrics``, ``/healthz``, ``/readyz``.
+
+With TLS or a token in the run file, everything but the two probes wants a client certificate of the mesh's authority,
+or the bearer token. The probes stay open: a kubelet has neither, and they tell nothing but how the service is.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,32 @@ import socket
 from collections.abc import AsyncIterator
 
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.base import RequestResponseEndpoint
 
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.health import Health
+from rollmesh.runtime.https import VERIFIED, use_tls
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.security import OPEN, PortSecurity
+
+PROBES = frozenset({"/healthz", "/readyz"})
 
 
-def admin_app(metrics: Metrics, health: Health) -> FastAPI:
+def admin_app(metrics: Metrics, health: Health, security: PortSecurity = OPEN) -> FastAPI:
     """The FastAPI application of the admin port."""
     app = FastAPI(title=f"rollmesh {metrics.component}", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.middleware("http")
+    async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
+        if request.url.path not in PROBES:
+            authorization = request.headers.get("authorization", "")
+            refusal = security.http_refusal(authorization, verified_certificate=VERIFIED in request.scope)
+            if refusal:
+                return JSONResponse({"detail": refusal}, 401, {"WWW-Authenticate": "Bearer"})
+        return await answer(request)
 
     @app.get("/metrics")
     async def exposition() -> Response:
@@ -55,10 +73,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 @contextlib.asynccontextmanager
-async def admin_server(metrics: Metrics, health: Health, host: str, port: int = 0) -> AsyncIterator[int]:
+async def admin_server(
+    metrics: Metrics, health: Health, host: str, port: int = 0, security: PortSecurity = OPEN
+) -> AsyncIterator[int]:
     """Serve the admin port inside the running loop; yields the bound port."""
     with contextlib.closing(_listen(host, port)) as listener:
-        config = uvicorn.Config(admin_app(metrics, health), log_level="warning", access_log=False, lifespan="off")
+        app = admin_app(metrics, health, security)
+        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
+        use_tls(config, security, client_certificates=False)
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="admin-http")
         try:

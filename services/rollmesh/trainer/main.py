@@ -22,6 +22,7 @@ from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.network import advertised, bind_host
+from rollmesh.runtime.security import PortSecurity
 from rollmesh.scheduling.limits import run_limits
 from rollmesh.scheduling.presets import resolve_schedule
 from rollmesh.scheduling.schedule import OnStale
@@ -93,12 +94,12 @@ async def _lead(
     crew: Crew,
     executor: ThreadPoolExecutor,
 ) -> None:
-    health, metrics = Health(), Metrics("trainer")
+    health, metrics, security = Health(), Metrics("trainer"), PortSecurity.from_config(config.security)
     trainer_metrics = TrainerMetrics(metrics)
     health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
     async with contextlib.AsyncExitStack() as stack:
         port = await stack.enter_async_context(
-            admin_server(metrics, health, bind_host(config), config.network.admin_port)
+            admin_server(metrics, health, bind_host(config), config.network.admin_port, security)
         )
         admin = advertised(config, port)
         stack.enter_context(
@@ -157,8 +158,8 @@ async def _answering_probes(config: RunConfig, gang: Gang) -> AsyncIterator[None
     if gang.local_rank:
         yield
         return
-    health = Health()
-    async with admin_server(Metrics("trainer"), health, bind_host(config), config.network.admin_port):
+    health, security = Health(), PortSecurity.from_config(config.security)
+    async with admin_server(Metrics("trainer"), health, bind_host(config), config.network.admin_port, security):
         health.set_ready(True)
         yield
 

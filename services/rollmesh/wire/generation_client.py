@@ -11,6 +11,7 @@ import grpc.aio
 
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.grpc import call_metadata, create_channel
+from rollmesh.runtime.security import OPEN, PortSecurity
 from rollmesh.types import Chunk, GenerationCall, GeneratorRecord
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
@@ -23,8 +24,9 @@ _CHANNELS = 256
 class _Line:
     """A channel to one address."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = create_channel(address)
+    def __init__(self, address: str, security: PortSecurity) -> None:
+        self.certificates = security.channel_state()
+        self.channel = create_channel(address, security)
         self.stub = stubs.GenerationServiceStub(self.channel)  # type: ignore[no-untyped-call]
         self.calls = 0
 
@@ -32,8 +34,8 @@ class _Line:
 class GenerationClient:
     """Calls generators by their records; safe for any number of concurrent calls in one loop."""
 
-    def __init__(self, token: str | None = None) -> None:
-        self._token = token
+    def __init__(self, security: PortSecurity = OPEN) -> None:
+        self._security = security
         self._lines: OrderedDict[str, _Line] = OrderedDict()
 
     async def __aenter__(self) -> Self:
@@ -72,7 +74,7 @@ class GenerationClient:
             pinned_policy_version=pinned_policy_version,
         )
         line = await self._line(record.address)
-        metadata = call_metadata(traceparent=traceparent, token=self._token)
+        metadata = call_metadata(traceparent=traceparent, token=self._security.sent_token)
         stream = line.stub.Generate(request_to_pb(call, need, unacknowledged_token_limit), metadata=metadata)
         received = False
         line.calls += 1
@@ -91,7 +93,7 @@ class GenerationClient:
         line = await self._line(record.address)
         try:
             response = await line.stub.Interrupt(
-                pb.InterruptRequest(trajectory_ids=trajectory_ids), metadata=call_metadata(token=self._token)
+                pb.InterruptRequest(trajectory_ids=trajectory_ids), metadata=self._metadata()
             )
         except grpc.aio.AioRpcError as error:
             raise self._error(error, record.address) from error
@@ -108,7 +110,7 @@ class GenerationClient:
             ],
         )
         try:
-            await line.stub.Acknowledge(request, metadata=call_metadata(token=self._token))
+            await line.stub.Acknowledge(request, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
             raise self._error(error, record.address) from error
 
@@ -116,9 +118,7 @@ class GenerationClient:
         """Version, load and capacity of a generator."""
         line = await self._line(record.address)
         try:
-            response: pb.GetStatusResponse = await line.stub.GetStatus(
-                pb.GetStatusRequest(), metadata=call_metadata(token=self._token)
-            )
+            response: pb.GetStatusResponse = await line.stub.GetStatus(pb.GetStatusRequest(), metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
             raise self._error(error, record.address) from error
         return response
@@ -126,10 +126,17 @@ class GenerationClient:
     def _error(self, error: grpc.aio.AioRpcError, address: str) -> RollmeshError:
         return error_from_rpc(error, address, received=False)
 
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return call_metadata(token=self._security.sent_token)
+
     async def _line(self, address: str) -> _Line:
         line = self._lines.get(address)
+        if line is not None and not line.calls and line.certificates is not self._security.channel_state():
+            # Its certificates have been rotated: the next connection would be made with the old ones.
+            await self._lines.pop(address).channel.close()
+            line = self._lines.get(address)
         if line is None:
-            line = self._lines[address] = _Line(address)
+            line = self._lines[address] = _Line(address, self._security)
         self._lines.move_to_end(address)
         idle = [a for a, other in self._lines.items() if not other.calls and other is not line]
         for surplus in idle[: max(0, len(self._lines) - _CHANNELS)]:

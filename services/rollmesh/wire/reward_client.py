@@ -16,6 +16,7 @@ import grpc.aio
 from rollmesh.config import RunConfig
 from rollmesh.errors import RewardUnavailable
 from rollmesh.runtime.grpc import call_metadata, create_channel
+from rollmesh.runtime.security import OPEN, PortSecurity
 from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
@@ -58,7 +59,7 @@ class RewardClient:
         config: RunConfig,
         *,
         addresses: Addresses | None = None,
-        token: str | None = None,
+        security: PortSecurity = OPEN,
         deadline_seconds: float = 300.0,
     ) -> None:
         """``addresses`` gives the host:port of the services; by default they are found as the run file says.
@@ -66,7 +67,7 @@ class RewardClient:
         ``deadline_seconds`` bounds a call with all its retries, the waiting behind other answers included.
         """
         self._addresses = addresses or reward_addresses(config)
-        self._token = token
+        self._security = security
         self._deadline_seconds = deadline_seconds
         self._lines: dict[str, _Line] = {}
         self._read_at = -_ADDRESSES_FRESH_SECONDS
@@ -138,7 +139,7 @@ class RewardClient:
 
     async def _call(self, batch: list[_Waiting], deadline: float) -> None:
         """Outcomes reach their callers as they come; what a broken call left open goes into the next one."""
-        metadata = call_metadata(traceparent=batch[0].traceparent, token=self._token)
+        metadata = call_metadata(traceparent=batch[0].traceparent, token=self._security.sent_token)
         pause, reason = _FIRST_PAUSE_SECONDS, "none is registered"
         while (remaining := deadline - time.monotonic()) > 0:
             line = await self._least_busy()
@@ -174,7 +175,7 @@ class RewardClient:
 
     def _refresh(self, addresses: set[str]) -> None:
         for address in addresses - self._lines.keys():
-            channel = create_channel(address)
+            channel = create_channel(address, self._security)
             stub = stubs.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
             self._lines[address] = _Line(channel=channel, stub=stub, address=address)
         for address in self._lines.keys() - addresses:

@@ -2,7 +2,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from rollmesh.runtime.auth import Tokens
 from rollmesh.runtime.grpc import HealthReporter, call_metadata, create_channel, create_server
+from rollmesh.runtime.security import PortSecurity
 from rollmesh.v1 import reward_service_pb2, reward_service_pb2_grpc
 
 
@@ -12,7 +14,7 @@ class Echo(reward_service_pb2_grpc.RewardServiceServicer):
 
 
 async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open() -> None:
-    server = create_server(token="secret")
+    server = create_server(PortSecurity(tokens=Tokens(["secret"])))
     reward_service_pb2_grpc.add_RewardServiceServicer_to_server(Echo(), server)
     reporter = HealthReporter(server, "rollmesh.v1.RewardService")
     port = server.add_insecure_port("127.0.0.1:0")

@@ -1,0 +1,47 @@
+"""TLS for uvicorn servers: rotated certificates, and whether the client has shown one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from rollmesh.runtime.security import PortSecurity
+
+VERIFIED = "rollmesh.verified_certificate"
+"""Key of the ASGI scope: present when the client has shown a certificate of the mesh's authority."""
+
+
+def use_tls(config: uvicorn.Config, security: PortSecurity, *, client_certificates: bool) -> None:
+    """Make a uvicorn server speak TLS with this process's certificate; does nothing when the mesh has none.
+
+    ``client_certificates``: whether every client must show a certificate. Where it need not, ``VERIFIED`` in the scope
+    tells who did; a certificate of another authority is refused either way.
+    """
+    if security.tls is None:
+        return
+    config.http = _TellsCertificates
+    config.load()
+    config.ssl = security.tls.server_context(client_certificates=client_certificates)
+
+
+class _TellsCertificates(H11Protocol):
+    """HTTP/1.1 whose requests say whether their connection has a verified client certificate."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        connection = transport.get_extra_info("ssl_object")
+        if connection is not None and connection.getpeercert():
+            self.app = _Verified(self.app)
+
+
+class _Verified:
+    """An application whose every request came with a verified certificate."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._app({**scope, VERIFIED: True}, receive, send)

@@ -1,0 +1,164 @@
+"""Certificates of this process: read from files, checked at the start, and read again when they are rotated."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, cast
+
+import grpc
+
+from rollmesh.config.security import TlsConfig
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.logging import get_logger
+
+_LOOK_SECONDS = 1.0
+"""The files are looked at no more often, however many connections come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsMaterial:
+    """What the three files held at one moment."""
+
+    certificate: bytes
+    key: bytes
+    ca: bytes
+
+
+class TlsFiles:
+    """The certificate, key and authority of one process, for its servers and its clients."""
+
+    def __init__(self, certificate: Path, key: Path, ca: Path, server_name: str) -> None:
+        self.server_name = server_name
+        self._files = {"certificate": certificate, "key": key, "ca": ca}
+        self._look_at = 0.0
+        self.clock: Callable[[], float] = time.monotonic
+        self._stamp = self._stamps()
+        self._material = self._read()
+        self._check(self._material)
+
+    @classmethod
+    def from_config(cls, config: TlsConfig) -> Self | None:
+        """The configured files; None without TLS. ConfigError names a file that cannot be used, and why."""
+        if config.certificate is None or config.key is None or config.ca is None:
+            return None
+        return cls(Path(config.certificate), Path(config.key), Path(config.ca), config.server_name)
+
+    @property
+    def material(self) -> TlsMaterial:
+        """The present content; the same object until a file changes."""
+        if self.clock() >= self._look_at:
+            self._look_at = self.clock() + _LOOK_SECONDS
+            self._refresh()
+        return self._material
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For gRPC servers: clients must show a certificate of the authority. Rotated files count from then on."""
+        first = self.material
+        served = [first]
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            now = self.material
+            if now is served[0]:
+                return None
+            served[0] = now
+            return _grpc_certificates(now)
+
+        # None means unchanged, which the type stubs do not know.
+        fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newer)
+        return grpc.dynamic_ssl_server_credentials(_grpc_certificates(first), fetch, require_client_authentication=True)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For one gRPC channel: it keeps these certificates for as long as it lives."""
+        now = self.material
+        return grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
+
+    def server_context(self, *, client_certificates: bool) -> ssl.SSLContext:
+        """For an HTTPS server. A client that shows a certificate must have one of the authority; whether it has to
+        show one is ``client_certificates``. Rotated files count for new handshakes.
+        """
+        required = ssl.CERT_REQUIRED if client_certificates else ssl.CERT_OPTIONAL
+        newest = [(self.material, self._context(ssl.PROTOCOL_TLS_SERVER, required))]
+
+        def with_newest_files(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+            now = self.material
+            if now is not newest[0][0]:
+                newest[0] = (now, self._context(ssl.PROTOCOL_TLS_SERVER, required))
+            connection.context = newest[0][1]
+
+        front = self._context(ssl.PROTOCOL_TLS_SERVER, required)
+        front.sni_callback = with_newest_files
+        return front
+
+    def client_context(self) -> ssl.SSLContext:
+        """For HTTPS clients: shows our certificate, and wants one of the authority for ``server_name``."""
+        return self._context(ssl.PROTOCOL_TLS_CLIENT, ssl.CERT_REQUIRED)
+
+    def _context(self, protocol: int, verify: ssl.VerifyMode) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.verify_mode = verify
+        context.load_cert_chain(self._files["certificate"], self._files["key"])
+        context.load_verify_locations(self._files["ca"])
+        return context
+
+    def _stamps(self) -> tuple[int, ...]:
+        return tuple(_changed_at(field, file) for field, file in self._files.items())
+
+    def _refresh(self) -> None:
+        """Take files that have changed and fit together; the old ones stay otherwise."""
+        try:
+            stamp = self._stamps()
+            if stamp == self._stamp:
+                return
+            material = self._read()
+            self._check(material)
+        except ConfigError as error:
+            get_logger("security").error("certificates_not_taken", message=str(error))
+            return
+        self._stamp, self._material = stamp, material
+        get_logger("security").info("certificates_read_again", file=str(self._files["certificate"]))
+
+    def _read(self) -> TlsMaterial:
+        return TlsMaterial(**{field: _content(field, file) for field, file in self._files.items()})
+
+    def _check(self, material: TlsMaterial) -> None:
+        """Raise ConfigError for files that OpenSSL cannot use, before a port opens that nobody could reach."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            context.load_verify_locations(cadata=material.ca.decode("ascii", "replace"))
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(f"security.tls.ca={self._files['ca']}: no PEM certificate: {error}") from error
+        try:
+            context.load_cert_chain(self._files["certificate"], self._files["key"], password=_no_passphrase)
+        except (ssl.SSLError, ValueError, OSError) as error:
+            raise ConfigError(
+                f"security.tls.certificate={self._files['certificate']} with security.tls.key={self._files['key']}: "
+                f"{error} (expected PEM files, the key without a passphrase and of this very certificate)"
+            ) from error
+
+
+def _grpc_certificates(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(material.key, material.certificate)], material.ca)
+
+
+def _content(field: str, file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"security.tls.{field}={file}: cannot be read: {error.strerror}") from error
+
+
+def _changed_at(field: str, file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except OSError as error:
+        raise ConfigError(f"security.tls.{field}={file}: cannot be read: {error.strerror}") from error
+
+
+def _no_passphrase() -> str:
+    """Answers OpenSSL's question for a passphrase, which it would else ask at the terminal."""
+    raise ValueError("the key is protected by a passphrase")

@@ -1,0 +1,229 @@
+"""Certificates and tokens on real gRPC and HTTP ports: the right ones pass, each kind of wrong one is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from rollmesh.config.security import SecurityConfig
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.auth import MISSING_TOKEN, WRONG_TOKEN, Tokens
+from rollmesh.runtime.grpc import HealthReporter, call_metadata, create_channel, create_server
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.security import OPEN, AdminClient, PortSecurity
+from rollmesh.v1 import reward_service_pb2 as pb
+from rollmesh.v1 import reward_service_pb2_grpc as stubs
+
+from ...certificates import Authority, Certificate
+
+SERVICE = "rollmesh.v1.RewardService"
+
+
+def guarded(certificate: Certificate | None = None, token: str | None = None) -> PortSecurity:
+    tls = {} if certificate is None else certificate.section()
+    return PortSecurity.from_config(SecurityConfig.model_validate({"tls": tls, "token": token}))
+
+
+class Echo(stubs.RewardServiceServicer):
+    async def Score(self, request, context):
+        for index, _ in enumerate(request.items):
+            yield pb.ScoreResponse(item_index=index)
+
+
+@contextlib.asynccontextmanager
+async def grpc_service(security: PortSecurity) -> AsyncIterator[str]:
+    server = create_server(security)
+    stubs.add_RewardServiceServicer_to_server(Echo(), server)
+    reporter = HealthReporter(server, SERVICE)
+    address = f"127.0.0.1:{security.bind(server, '127.0.0.1:0')}"
+    await server.start()
+    await reporter.set_serving(True)
+    try:
+        yield address
+    finally:
+        await server.stop(None)
+
+
+async def call(address: str, security: PortSecurity) -> int:
+    async with create_channel(address, security) as channel:
+        request = pb.ScoreRequest(items=[pb.ScoreItem(trajectory_id="a")])
+        answers = stubs.RewardServiceStub(channel).Score(
+            request, timeout=10.0, metadata=call_metadata(token=security.sent_token)
+        )
+        return len([answer async for answer in answers])
+
+
+@contextlib.asynccontextmanager
+async def admin_port(security: PortSecurity) -> AsyncIterator[str]:
+    async with admin_server(Metrics("reward"), Health(), "127.0.0.1", 0, security) as port:
+        yield f"127.0.0.1:{port}"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ours")
+
+
+async def test_a_call_with_the_right_certificate_and_token_is_answered(authority: Authority) -> None:
+    async with grpc_service(guarded(authority.issue("server"), "s3cret")) as address:
+        assert await call(address, guarded(authority.issue("client"), "s3cret")) == 1
+
+
+async def test_each_wrong_certificate_is_refused_before_the_call(authority: Authority, tmp_path: Path) -> None:
+    stranger = Authority(tmp_path / "theirs").issue("stranger")
+    # It trusts our servers, as an attacker would, and shows its own certificate.
+    stranger.ca.write_bytes(authority.file.read_bytes())
+    expired = authority.issue("expired", expired=True)
+    nameless = authority.issue("elsewhere", dns=("other.example",))
+    async with grpc_service(guarded(authority.issue("server"))) as address:
+        for client in (guarded(stranger), guarded(expired), OPEN, one_sided(authority)):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(address, client)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    for server in (guarded(stranger), guarded(expired), guarded(nameless)):
+        async with grpc_service(server) as address:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(address, guarded(authority.issue(f"client-{id(server)}")))
+            assert "CERTIFICATE_VERIFY_FAILED" in refused.value.details() or "Hostname" in refused.value.details()
+
+
+def one_sided(authority: Authority) -> PortSecurity:
+    """A client that trusts the authority and has no certificate itself."""
+    security = guarded(authority.issue("witness"))
+    assert security.tls is not None
+    material = security.tls.material
+    security.tls.channel_credentials = lambda: grpc.ssl_channel_credentials(material.ca)  # type: ignore[method-assign]
+    return security
+
+
+@pytest.mark.parametrize(("token", "message"), [(None, MISSING_TOKEN), ("guess", WRONG_TOKEN)])
+async def test_a_wrong_token_is_refused_with_the_reason(authority: Authority, token: str | None, message: str) -> None:
+    async with grpc_service(guarded(authority.issue("server"), "s3cret")) as address:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(address, guarded(authority.issue("client"), token))
+    assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.UNAUTHENTICATED, message)
+
+
+async def test_metrics_want_a_certificate_or_the_token_and_probes_want_neither(authority: Authority) -> None:
+    server = guarded(authority.issue("server"), "s3cret")
+    trusting = ssl.create_default_context(cafile=str(authority.file))
+    async with admin_port(server) as address, httpx.AsyncClient(verify=trusting) as anybody:
+        assert (await anybody.get(f"https://{address}/readyz")).status_code == 503
+        assert (await anybody.get(f"https://{address}/healthz")).status_code == 200
+        refused = await anybody.get(f"https://{address}/metrics")
+        assert (refused.status_code, refused.json()) == (401, {"detail": MISSING_TOKEN})
+        refused = await anybody.get(f"https://{address}/metrics", headers={"Authorization": "Bearer guess"})
+        assert (refused.status_code, refused.json()) == (401, {"detail": WRONG_TOKEN})
+        assert (await anybody.get(f"https://{address}/other")).status_code == 401
+        scrape = await anybody.get(f"https://{address}/metrics", headers={"Authorization": "Bearer s3cret"})
+        assert "rollmesh_reward_build_info" in scrape.text
+        async with AdminClient(guarded(authority.issue("scraper"))) as scraper:
+            assert "rollmesh_reward_build_info" in (await scraper.get(address, "/metrics")).text
+        with pytest.raises(httpx.HTTPError):
+            await anybody.get(f"http://{address}/healthz")
+
+
+async def test_a_strangers_certificate_is_refused_on_the_admin_port_too(authority: Authority, tmp_path: Path) -> None:
+    stranger = Authority(tmp_path / "theirs").issue("stranger")
+    stranger.ca.write_bytes(authority.file.read_bytes())
+    async with admin_port(guarded(authority.issue("server"))) as address:
+        for certificate in (stranger, authority.issue("expired", expired=True)):
+            async with AdminClient(guarded(certificate)) as client:
+                with pytest.raises(httpx.HTTPError):
+                    await client.get(address, "/metrics")
+
+
+async def test_rotated_certificates_count_without_a_restart_and_the_old_authority_is_out(
+    authority: Authority, tmp_path: Path
+) -> None:
+    files, old_client = authority.issue("server"), authority.issue("old")
+    server = guarded(files)
+    new = Authority(tmp_path / "new")
+    new_client = guarded(new.issue("new"))
+    async with grpc_service(server) as address, admin_port(server) as admin:
+        assert await call(address, guarded(old_client)) == 1
+        files.replace_by(new.issue("server"))
+        assert server.tls is not None
+        server.tls.clock = lambda: float("inf")  # the next look is due
+        assert await call(address, new_client) == 1
+        async with AdminClient(new_client) as client:
+            assert (await client.get(admin, "/metrics")).status_code == 200
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(address, guarded(old_client))
+        async with AdminClient(guarded(old_client)) as client:
+            with pytest.raises(httpx.HTTPError):
+                await client.get(admin, "/metrics")
+
+
+async def test_files_that_do_not_fit_together_leave_the_old_ones_in_force(authority: Authority) -> None:
+    files = authority.issue("server")
+    server = guarded(files)
+    files.key.write_text("half a key")
+    assert server.tls is not None
+    server.tls.clock = lambda: float("inf")
+    async with grpc_service(server) as address:
+        assert await call(address, guarded(authority.issue("client"))) == 1
+
+
+def test_files_that_cannot_be_used_are_named_at_the_start(authority: Authority, tmp_path: Path) -> None:
+    good, other = authority.issue("good"), authority.issue("other")
+    empty = tmp_path / "empty.pem"
+    empty.write_text("")
+    for change, message in [
+        ({"certificate": str(tmp_path / "none.crt")}, "security.tls.certificate=.*none.crt: cannot be read: No such"),
+        ({"ca": str(empty)}, "security.tls.ca=.*empty.pem: no PEM certificate"),
+        ({"key": str(other.key)}, "security.tls.key=.*(?i:mismatch)"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            PortSecurity.from_config(SecurityConfig.model_validate({"tls": good.section() | change}))
+
+
+def test_a_token_file_is_read_again_and_its_further_lines_are_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("old\n")
+    tokens = Tokens((), file)
+    tokens.clock = lambda: 0.0
+    assert tokens.sent == "old"
+    file.write_text("new\nold\n")
+    now = 0.0
+
+    def later() -> float:
+        nonlocal now
+        now += 2.0
+        return now
+
+    tokens.clock = later
+    assert tokens.sent == "new"
+    assert tokens.refusal("Bearer old") == ""
+    assert tokens.refusal("Bearer new") == ""
+    assert tokens.refusal("new") == WRONG_TOKEN
+    file.write_text("\n")
+    assert tokens.sent == "new", "an empty file shuts nobody out"
+    with pytest.raises(ConfigError, match=r"security.token_file=.*: holds no token"):
+        Tokens((), file)
+    with pytest.raises(ConfigError, match=r"security.token_file=.*gone: cannot be read"):
+        Tokens((), tmp_path / "gone")
+
+
+def test_without_a_security_section_ports_are_open() -> None:
+    security = PortSecurity.from_config(SecurityConfig())
+    assert security.tls is None
+    assert security.tokens is None
+    assert security.http_refusal("", verified_certificate=False) == ""
+
+
+async def test_open_ports_answer_as_before() -> None:
+    async with grpc_service(OPEN) as address, admin_port(OPEN) as admin:
+        assert await call(address, OPEN) == 1
+        async with AdminClient() as client:
+            assert (await client.get(admin, "/metrics")).status_code == 200
+    await asyncio.sleep(0)
