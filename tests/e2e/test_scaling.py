@@ -1,0 +1,69 @@
+"""Replicas follow `rollmesh scale` while the run trains, and nothing is lost on the way."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+from rollmesh.runtime.endpoints import read_endpoints
+
+ENDLESS = {"train_steps": 100_000}
+
+
+def indexes(folder: Path, service: str) -> list[int]:
+    return [endpoint.index for endpoint in read_endpoints(folder, service)]
+
+
+def serving(line) -> int:
+    looks = line.json_lines("timeline.jsonl")
+    return sum(generator["serving"] for generator in looks[-1]["generators"]) if looks else 0
+
+
+def audited(line) -> dict:
+    """The audit of a run that was stopped: batch files, committed states and the queue as they lie there."""
+    done = line.run("audit", str(line.folder), "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_run, wait_until) -> None:
+    line = small_run(generator={"replicas": 1, "slots": 32}, trainer=ENDLESS, evaluation={"before_and_after": False})
+    with line.start("up", str(line.run_file)) as process:
+        wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
+        refused = line.run("scale", str(line.folder), "trainer=2")
+        assert refused.returncode == 2 and "launcher.trainer_processes" in refused.stderr
+        asked = line.run("scale", str(line.folder), "generator=3", "reward=2", "rollout=2")
+        assert asked.returncode == 0, asked.stderr
+        assert "no launcher" not in asked.stderr
+        wait_until(lambda: serving(line) == 3, "three generators that serve", process)
+        wait_until(lambda: indexes(line.folder, "reward") == [0, 1], "two reward services", process)
+        wait_until(lambda: indexes(line.folder, "rollout") == [0, 1], "two rollout workers", process)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 130, output
+        assert "generator: 1 -> 3 replicas" in output
+
+    at_rest = line.run("scale", str(line.folder), "rollout=default")
+    assert "no launcher runs this run now" in at_rest.stderr, at_rest.stdout
+    with line.start("up", str(line.run_file)) as process:
+        wait_until(lambda: indexes(line.folder, "generator") == [0, 1, 2], "the generators asked for", process)
+        trained = len(line.json_lines("metrics.jsonl"))
+        wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained, "a train step", process)
+        assert indexes(line.folder, "rollout") == [0]
+        line.run("scale", str(line.folder), "generator=1", "reward=1")
+        for service in ("generator", "reward"):
+            wait_until(lambda s=service: indexes(line.folder, s) == [0], f"one {service}", process)
+        files = sorted(file.name for file in (line.folder / "services").iterdir())
+        assert files == ["generator-0.json", "reward-0.json", "rollout-0.json", "trainer-0.json"]
+        shown = json.loads(line.run("scale", str(line.folder), "--json").stdout)
+        assert shown["generator"] == {"run_file": 1, "wanted": 1, "running": 1}
+        trained = len(line.json_lines("metrics.jsonl"))
+        wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained + 1, "two train steps more", process)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 130, output
+        assert output.index("generator-2 drained and stopped") < output.index("generator-1 drained and stopped")
+
+    audit = audited(line)
+    assert audit["lost"] == [] and audit["trained_twice"] == {} and audit["staleness_violations"] == []
