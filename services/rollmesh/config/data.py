@@ -117,11 +117,25 @@ class RewardConfig(Section):
     """DAPO's soft overlong penalty: the last tokens of the budget over which up to -1 is added; 0 is off."""
 
 
+class AgentConfig(Section):
+    """Agents outside of the mesh, which work through the gateway (rollout.program=agent)."""
+
+    contexts: Literal["task", "free"] = "task"
+    """task: a session's first call begins with the prompt of its task, which is the same for the whole group; free:
+    the agent writes the whole context itself, and all of it up to the first answer counts as the environment's."""
+    idle_timeout_seconds: float = Field(default=600.0, gt=0)
+    """A session without a call for so long is given up: its prompt waits for another session, and its tokens are
+    dropped and counted."""
+
+
 class RolloutConfig(Section):
     """What a rollout is."""
 
-    program: Literal["single_turn", "environment"] = "single_turn"
-    """single_turn: one answer; environment: turns with the environment named below."""
+    program: Literal["single_turn", "environment", "agent"] = "single_turn"
+    """single_turn: one answer; environment: turns with the environment named below; agent: an agent outside of the mesh
+    takes prompts from the gateway, samples through its OpenAI-compatible API and posts rewards."""
+    agent: AgentConfig = Field(default_factory=AgentConfig)
+    """Agents outside of the mesh."""
     environment: str = "calculator"
     """Environment of multi-turn rollouts: ``calculator`` or ``module:Class``."""
     environment_options: dict[str, Any] = Field(default_factory=dict)

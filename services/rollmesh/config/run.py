@@ -78,6 +78,28 @@ class RunConfig(Section):
             return {**data, "rollout": {**rollout, "partial_save_tokens": SGLANG_SAVE_TOKENS}}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _agents_are_not_evaluated(cls, data: Any) -> Any:
+        """The mesh cannot evaluate an agent that it does not run, so the default there is not to try."""
+        if not isinstance(data, dict) or not isinstance(data.get("rollout"), dict):
+            return data
+        evaluation = data.get("evaluation") or {}
+        if data["rollout"].get("program") != "agent" or not isinstance(evaluation, dict):
+            return data
+        return {**data, "evaluation": {"before_and_after": False, **evaluation}}
+
+    @model_validator(mode="after")
+    def _agents_evaluate_themselves(self) -> Self:
+        wanted = self.evaluation.before_and_after or self.evaluation.every_versions > 0
+        if self.rollout.program == "agent" and wanted:
+            raise ValueError(
+                f"evaluation.before_and_after={self.evaluation.before_and_after}, evaluation.every_versions="
+                f"{self.evaluation.every_versions}: with rollout.program=agent the mesh cannot play the agent's part; "
+                "set false and 0, and let the agent evaluate itself through the gateway with the model RUN@VERSION"
+            )
+        return self
+
     @model_validator(mode="after")
     def _training_samples_the_full_vocabulary(self) -> Self:
         if self.rollout.top_p != 1.0 or self.rollout.top_k != 0:

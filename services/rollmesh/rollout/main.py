@@ -21,6 +21,7 @@ from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.periodic import PeriodicEvaluations
 from rollmesh.rollout.programs import Program, SingleTurnProgram
 from rollmesh.rollout.programs.environment import EnvironmentProgram
+from rollmesh.rollout.programs.outside import OutsideProgram
 from rollmesh.rollout.replica import Replica
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
@@ -33,7 +34,9 @@ from rollmesh.scheduling import resolve_schedule, run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.metrics import StoreCallMetrics
 from rollmesh.tasks.environments.factory import environment_factory
+from rollmesh.tasks.sources.agent import AgentPrompts
 from rollmesh.tasks.sources.factory import build_prompt_source
+from rollmesh.tasks.sources.protocol import PromptSource
 from rollmesh.text import Tokenizer
 from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
@@ -112,13 +115,13 @@ async def open_replica(
             temperature=config.rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
         ),
         budget=config.rollout.max_new_tokens,
-        concurrency=config.rollout.worker_concurrency,
+        concurrency=0 if config.rollout.program == "agent" else config.rollout.worker_concurrency,
         drain_seconds=config.generator.drain_timeout_seconds / 2,
     )
     leader = Leader(
         store,
         schedule,
-        lambda: build_prompt_source(config.data, tokenizer, config.seed),
+        lambda: _prompts(config, tokenizer),
         PeriodicEvaluations(store, config.evaluation),
         candidate=instance_name(config, "rollout", index),
         renew_seconds=config.store.heartbeat_seconds,
@@ -152,9 +155,18 @@ def _call_limits(config: RunConfig, tokenizer: Tokenizer) -> CallLimits:
     )
 
 
+def _prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
+    if config.rollout.program != "agent":
+        return build_prompt_source(config.data, tokenizer, config.seed)
+    source = build_prompt_source(config.data, tokenizer, config.seed, keep_messages=True)
+    return AgentPrompts(source, tokenizer, config.rollout.agent.contexts)
+
+
 def _program(config: RunConfig, tokenizer: Tokenizer, metrics: RolloutMetrics) -> Program:
     if config.rollout.program == "single_turn":
         return SingleTurnProgram()
+    if config.rollout.program == "agent":
+        return OutsideProgram()
     return EnvironmentProgram(
         environment_factory(config.rollout.environment, config.rollout.environment_options),
         tokenizer,

@@ -173,3 +173,11 @@ def test_a_password_given_by_itself_wins_over_the_one_in_the_url(run_file) -> No
     assert config.store.url == "redis://host"
     assert config.store.password is not None
     assert config.store.password.get_secret_value() == "new"
+
+
+def test_a_run_of_outside_agents_is_not_evaluated_by_the_mesh(run_file) -> None:
+    config = load_run_config(run_file(rollout={"program": "agent"}), environ={})
+    assert not config.evaluation.before_and_after
+    assert load_run_config(run_file(), environ={}).evaluation.before_and_after
+    with pytest.raises(ConfigError, match=r"evaluation.every_versions=2.*RUN@VERSION"):
+        load_run_config(run_file(rollout={"program": "agent"}, evaluation={"every_versions": 2}), environ={})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollmesh.config.data import (
     CountdownSource,
     DataConfig,
@@ -22,8 +24,10 @@ from rollmesh.tasks.sources.rows import RowPrompts, RowReader
 from rollmesh.text import Tokenizer
 
 
-def build_prompt_source(config: DataConfig, tokenizer: Tokenizer, seed: int, split: Split = "train") -> PromptSource:
-    """Open the prompts of one split.
+def build_prompt_source(
+    config: DataConfig, tokenizer: Tokenizer, seed: int, split: Split = "train", *, keep_messages: bool = False
+) -> PromptSource:
+    """Open the prompts of one split; ``keep_messages`` puts the messages of chat prompts into their metadata.
 
     The eval split comes from ``evaluation_source`` where there is one; else a generated task makes fresh prompts and
     a table holds some back. Raises DataError for the first bad row, ConfigError for a source that cannot exist.
@@ -40,7 +44,11 @@ def build_prompt_source(config: DataConfig, tokenizer: Tokenizer, seed: int, spl
         )
     if isinstance(source, ReasoningGymSource):
         form = RowFormat(
-            answer_field=None, verifier_field="verifier", chat=source.chat, max_prompt_tokens=config.max_prompt_tokens
+            answer_field=None,
+            verifier_field="verifier",
+            chat=source.chat,
+            keep_messages=keep_messages,
+            max_prompt_tokens=config.max_prompt_tokens,
         )
         return ReasoningGymPrompts(
             source.task,
@@ -55,7 +63,7 @@ def build_prompt_source(config: DataConfig, tokenizer: Tokenizer, seed: int, spl
     reader, form = _table(source, config.max_prompt_tokens)
     return RowPrompts(
         reader,
-        form,
+        replace(form, keep_messages=keep_messages),
         tokenizer,
         seed=seed,
         split=split,

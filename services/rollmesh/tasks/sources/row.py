@@ -16,6 +16,9 @@ from rollmesh.tasks.verifiers.registry import BUILT_IN
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array, Prompt
 
+MESSAGES = "_messages"
+"""Metadata key of the chat messages behind a prompt, where they are kept."""
+
 LARGEST_EXACT_INTEGER = 2**53
 """Metadata travels as JSON numbers; larger integers would be rounded."""
 
@@ -30,6 +33,8 @@ class RowFormat:
     verifier_field: str | None = None
     verifier_required: bool = True
     chat: bool = False
+    keep_messages: bool = False
+    """Put the chat messages into the metadata, for an agent that sends them itself."""
     max_prompt_tokens: int
 
 
@@ -52,9 +57,10 @@ def prompt_from_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Prompt:
             f"{row.where}: field {form.prompt_field!r}: the prompt has {len(token_ids)} tokens, more than "
             f"data.max_prompt_tokens={form.max_prompt_tokens}; raise it or drop the row"
         )
-    return Prompt(
-        prompt_id=row.prompt_id, token_ids=token_ids, verifier=_verifier(row, form), metadata=_metadata(row, form)
-    )
+    metadata = _metadata(row, form)
+    if form.keep_messages and (messages := _chat(prompt_value(row, form), form)) is not None:
+        metadata[MESSAGES] = [_json_value(m, f"{row.where}: field {form.prompt_field!r}") for m in messages]
+    return Prompt(prompt_id=row.prompt_id, token_ids=token_ids, verifier=_verifier(row, form), metadata=metadata)
 
 
 def check_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> None:
@@ -81,19 +87,26 @@ def _token_ids(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Int32Array:
     value = prompt_value(row, form)
     where = f"{row.where}: field {form.prompt_field!r}"
     try:
+        if isinstance(value, str) and not value.strip():
+            raise DataError("the prompt is empty")
+        if (messages := _chat(value, form)) is not None:
+            return tokenizer.render_chat(messages)
         if isinstance(value, str):
-            if not value.strip():
-                raise DataError("the prompt is empty")
-            if form.chat:
-                return tokenizer.render_chat([{"role": "user", "content": value}])
             return tokenizer.encode(value, special_tokens=True)
-        if isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value):
-            return tokenizer.render_chat(_messages(value))
         if isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
             return _given_ids(value, tokenizer)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     raise DataError(f"{where}: expected text, chat messages or token ids, got {_short(value)}")
+
+
+def _chat(value: Any, form: RowFormat) -> list[Mapping[str, Any]] | None:
+    """The messages of a prompt that is rendered as a chat; None for one that is not."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}] if form.chat else None
+    if isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value):
+        return _messages(value)
+    return None
 
 
 def _messages(value: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
