@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try e2e chaos bench publish-contract clean
+.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy prometheus-try e2e chaos bench publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -43,7 +43,7 @@ demo: $(VENV)/.local ## Set up what is needed and run the main job: train a smal
 demo-seeds: $(VENV)/.local ## The demo over three seeds, copris beside sync at equal updates
 	$(BIN)/rollmesh demo-seeds
 
-test: lint unit integration contract sglang e2e ## Set up what is needed and run all checks and tests
+test: lint unit integration contract sglang deploy e2e ## Set up what is needed and run all checks and tests
 
 lint: $(VENV)/.dev ## ruff, mypy strict, import-linter, buf
 	$(BIN)/ruff check .
@@ -71,6 +71,13 @@ sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU
 # Without a way to install it, for example without a network, the tests that need it say why and are skipped.
 sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
+
+deploy: $(VENV)/.dev prometheus-try ## What is shipped for operations: rules, dashboards, chart, images
+	$(BIN)/pytest -rs tests/deploy
+
+# Without a way to get it, the tests that need Prometheus say why and are skipped.
+prometheus-try:
+	@tests/deploy/prometheus/install.sh $(VENV)/prometheus || echo "tests of Prometheus will be skipped"
 
 e2e: $(VENV)/.dev sglang-try ## The whole mesh, once on real SGLang servers
 	$(BIN)/pytest -rs tests/e2e

@@ -1,0 +1,27 @@
+"""Where the rules are, and Debian's promtool, prometheus and Alertmanager."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+UNPACKED = Path(sys.prefix) / "prometheus" / "usr" / "bin"
+"""Where the Makefile unpacks the packages (install.sh)."""
+
+
+def tool(name: str) -> str:
+    """Path of a program of Prometheus; skips the test where it cannot be had."""
+    found = shutil.which(name) or shutil.which(name, path=str(UNPACKED))
+    if found is None:
+        pytest.skip(f"{name} is neither on PATH nor in {UNPACKED}: make prometheus-try")
+    return found
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    """The rule checker."""
+    return tool("promtool")

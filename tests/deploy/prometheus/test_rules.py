@@ -1,0 +1,99 @@
+"""promtool checks the shipped rules, and every alert fires and stays silent in a test."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from .rule_files import ALERTS, RECORDING, RULE_TESTS, alerts, read_series, recorded, rules, unknown_series
+
+HEALTHY = next(file for file in RULE_TESTS if file.name == "healthy_test.yaml")
+METRIC = re.compile(r"^([a-z_]+)\{")
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120, check=False)
+
+
+def alert_tests(file: Path) -> list[dict[str, Any]]:
+    return [case for group in yaml.safe_load(file.read_text())["tests"] for case in group["alert_rule_test"]]
+
+
+def test_promtool_finds_nothing_wrong_with_the_rules(promtool: str) -> None:
+    done = run(promtool, "check", "rules", "--lint=all", "--lint-fatal", RECORDING, ALERTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("file", RULE_TESTS, ids=lambda file: file.stem)
+def test_the_rules_say_what_their_tests_expect(promtool: str, file: Path) -> None:
+    done = run(promtool, "test", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_notices_an_expectation_that_does_not_hold(promtool: str, tmp_path: Path) -> None:
+    """So that a green run means something: the same file with one number changed is red."""
+    text = HEALTHY.read_text().replace("../../../../helm", str(RECORDING.parents[3]))
+    assert text.count("value: 0.75") == 1
+    changed = tmp_path / "changed_test.yaml"
+    changed.write_text(text.replace("value: 0.75", "value: 0.74"))
+    done = run(promtool, "test", "rules", changed)
+    assert done.returncode != 0
+    assert "goodput" in done.stdout + done.stderr
+
+
+def test_every_alert_fires_in_a_test_and_stays_silent_in_another() -> None:
+    fired: Counter[str] = Counter()
+    silent: Counter[str] = Counter()
+    for file in RULE_TESTS:
+        if file != HEALTHY:
+            for case in alert_tests(file):
+                (fired if case["exp_alerts"] else silent)[case["alertname"]] += 1
+    names = set(alerts())
+    print(
+        f"{len(names)} alerts: {sum(fired.values())} tests in which one fires, {sum(silent.values())} in which it could"
+    )
+    assert not names - set(fired), "no test in which they fire"
+    assert not names - set(silent), "no test in which they stay silent"
+
+
+def test_no_alert_fires_in_a_healthy_mesh_and_nothing_that_a_rule_reads_is_missing_there() -> None:
+    """An alert whose series are missing would be silent for the wrong reason."""
+    asked = {case["alertname"] for case in alert_tests(HEALTHY) if not case["exp_alerts"]}
+    assert asked == set(alerts())
+    (mesh,) = yaml.safe_load(HEALTHY.read_text())["tests"]
+    there = {METRIC.match(one["series"]).group(1) for one in mesh["input_series"]} | set(recorded())  # type: ignore[union-attr]
+    for rule in rules(RECORDING) + rules(ALERTS):
+        missing = {name for name in read_series(rule["expr"]) if not any(re.fullmatch(name, one) for one in there)}
+        assert not missing, rule
+
+
+def test_every_recording_rule_is_computed_in_the_healthy_mesh() -> None:
+    (mesh,) = yaml.safe_load(HEALTHY.read_text())["tests"]
+    checked = {name for case in mesh["promql_expr_test"] for name in read_series(case["expr"])}
+    assert checked == set(recorded())
+
+
+def test_rules_read_only_what_somebody_exports() -> None:
+    for rule in rules(RECORDING) + rules(ALERTS):
+        assert not unknown_series(rule["expr"]), rule
+
+
+def test_recorded_names_say_level_metric_and_operations() -> None:
+    for name in recorded():
+        assert re.fullmatch(r"run:rollmesh_[a-z_]+:(sum|max|min|ratio|rate\d+m|(mean|ratio)_rate\d+m)", name), name
+
+
+def test_every_alert_says_what_to_do_about_it() -> None:
+    for name, rule in alerts().items():
+        assert re.fullmatch(r"([A-Z][a-z]+)+", name)
+        assert rule["for"]
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+        assert rule["annotations"]["runbook_url"] == f"docs/runbooks/{name}.md"
+        assert "$labels.run" in rule["annotations"]["summary"]
