@@ -1,0 +1,151 @@
+"""One trace per trajectory through every process of a real run, a killed worker included."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import load_run_config
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.tracecontext import TraceContext, traceparent_of, traceparent_of_step
+from rollmesh.types import Batch, Trajectory
+
+from .otlp_collector import ReceivedSpan, collector
+
+STEPS = 3
+OF_A_TRAJECTORY = {
+    ("rollmesh-rollout", "trajectory"),
+    ("rollmesh-rollout", "attempt"),
+    ("rollmesh-rollout", "generate"),
+    ("rollmesh-rollout", "queue.finish"),
+    ("rollmesh-rollout", "reward"),
+    ("rollmesh-rollout", "queue.score"),
+    ("rollmesh-generator", "generate"),
+    ("rollmesh-reward", "score"),
+    ("rollmesh-trainer", "train"),
+}
+OF_A_STEP = {
+    ("rollmesh-rollout", "cut"),
+    ("rollmesh-trainer", "train_step"),
+    ("rollmesh-trainer", "claim"),
+    ("rollmesh-trainer", "write_batch"),
+    ("rollmesh-trainer", "train"),
+    ("rollmesh-trainer", "save"),
+    ("rollmesh-trainer", "publish"),
+}
+
+
+def trace_id(traceparent: str) -> str:
+    place = TraceContext.parse(traceparent)
+    assert place is not None
+    return f"{place.trace_id:032x}"
+
+
+def kinds(spans: list[ReceivedSpan]) -> set[tuple[str, str]]:
+    return {(span.service, span.name) for span in spans}
+
+
+def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_killed(started, wait_until) -> None:
+    with collector() as received:
+        line, process = started(
+            trainer={"train_steps": 2 * STEPS},
+            telemetry={"otlp_endpoint": received.url},
+            evaluation={"before_and_after": False},
+            store={"heartbeat_seconds": 0.5, "session_ttl_seconds": 2.0},
+            # Slow enough for the kill to meet trajectories that have saved tokens.
+            generator={"pace": [[1, 0.02]]},
+            rollout={"max_new_tokens": 128, "partial_save_tokens": 16},
+        )
+        wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= STEPS, "train steps", process)
+        config = load_run_config(line.folder / "config.yaml", environ={})
+        checkpoints = CheckpointStore.from_config(config)
+        batches = [checkpoints.read_batch(step) for step in range(1, STEPS + 1)]
+        # A process that is killed takes its last second of spans with it, so these have to be there before.
+        wait_until(lambda: not lacking(received.traces(), batches, config.name), "the spans of these steps", process)
+        (worker,) = read_endpoints(line.folder, "rollout")
+        os.kill(worker.pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=200)
+        assert process.returncode == 0, output
+    traces = received.traces()
+    assert received.paths == {"/v1/traces"}
+    for batch in batches:
+        check_step(traces[step_trace(config.name, batch.train_step)], batch)
+        for trajectory in trajectories_of(batch):
+            check_trajectory(traces[trace_id(trajectory.traceparent)], trajectory, batch.train_step)
+    loads = [span for spans in traces.values() for span in spans if span.name == "policy_load"]
+    assert {span.attributes["rollmesh.policy_version"] for span in loads} >= {1, 2}
+    assert {span.instance for span in loads} == {"generator-0", "generator-1"}
+    assert any(map(continued, traces.values())), "no trajectory was continued after the kill"
+    check_logs(line, config.name)
+
+
+def trajectories_of(batch: Batch) -> list[Trajectory]:
+    return [trajectory for group in batch.groups for trajectory in group.trajectories]
+
+
+def step_trace(run: str, step: int) -> str:
+    return trace_id(traceparent_of_step(run, step))
+
+
+def lacking(traces: dict[str, list[ReceivedSpan]], batches: list[Batch], run: str) -> set[tuple[str, str, str]]:
+    """Which spans of these batches and of their trajectories have not come yet."""
+    expected = [(step_trace(run, batch.train_step), OF_A_STEP) for batch in batches]
+    for batch in batches:
+        for trajectory in trajectories_of(batch):
+            assert trajectory.traceparent == traceparent_of(run, trajectory.trajectory_id)
+            expected.append((trace_id(trajectory.traceparent), OF_A_TRAJECTORY))
+    return {(trace, *kind) for trace, wanted in expected for kind in wanted - kinds(traces.get(trace, []))}
+
+
+def check_step(spans: list[ReceivedSpan], batch: Batch) -> None:
+    (root,) = [span for span in spans if span.name == "train_step"]
+    assert not root.parent_id
+    assert root.links == {trace_id(t.traceparent) for t in trajectories_of(batch)}
+    assert all(span.parent_id == root.span_id for span in spans if span is not root)
+
+
+def check_trajectory(spans: list[ReceivedSpan], trajectory: Trajectory, step: int) -> None:
+    by_id = {span.span_id: span for span in spans}
+    (root,) = [span for span in spans if span.name == "trajectory"]
+    assert not root.parent_id
+    assert root.attributes["rollmesh.outcome"] == "scored"
+    for span in spans:
+        if span.service == "rollmesh-generator" and span.parent_id in by_id:
+            assert by_id[span.parent_id].name == "generate"
+            assert by_id[span.parent_id].service == "rollmesh-rollout"
+        if span.service == "rollmesh-reward":
+            assert by_id[span.parent_id].name == "reward"
+        if span.name == "attempt":
+            assert span.parent_id == root.span_id
+            assert span.start_ns >= root.start_ns - 50_000_000  # two clocks of one machine: Redis counts in ms
+    sampled = [v for span in spans for v in span.attributes.get("rollmesh.policy_versions", []) if span.name != "train"]
+    assert set(trajectory.policy_versions) <= set(sampled)
+    (trained,) = [span for span in spans if span.name == "train"]
+    assert trained.attributes["rollmesh.train_step"] == step
+    prefills = [name for span in spans for name, _ in span.events if name == "prefilled"]
+    assert prefills
+
+
+def continued(spans: list[ReceivedSpan]) -> bool:
+    """Whether a second worker went on with tokens of one that was killed, whose own span died with it."""
+    attempts = [span for span in spans if span.name == "attempt"]
+    calls = [span for span in spans if span.service == "rollmesh-generator" and span.name == "generate"]
+    resumed = [span for span in attempts if span.attributes["rollmesh.resumed_tokens"] > 0]
+    return len(resumed) == len(attempts) == 1 and len(calls) > 1
+
+
+def check_logs(line, run: str) -> None:
+    """Every service writes JSON lines with the run; lines about a step lead to its trace."""
+    cuts = []
+    for service in ("rollout-0", "generator-0", "reward-0", "trainer-0"):
+        text = (line.folder / "logs" / f"{service}.log").read_text()
+        for row in (json.loads(row) for row in text.splitlines() if row.startswith("{")):
+            assert (row["run"], row["service"]) == (run, service)
+            if row["event"] == "batch_cut":
+                cuts.append(row)
+    assert cuts
+    for row in cuts:
+        assert row["trace_id"] == trace_id(traceparent_of_step(run, row["train_step"]))
+        assert row["policy_version"] >= 0
