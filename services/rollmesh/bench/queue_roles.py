@@ -14,7 +14,7 @@ import uvloop
 from rollmesh.config.services import StoreConfig
 from rollmesh.mesh import Cursor
 from rollmesh.store import Append, Finish, NewGroup, Score, TrajectoryStore
-from rollmesh.store.connection import create_client
+from rollmesh.store.client import create_client
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
 T = TypeVar("T")
@@ -149,7 +149,7 @@ async def consume(work: Work, role: Role) -> None:
 async def produce_bare(work: Work, role: Role) -> None:
     """XADD of the same payload, a pipeline of one group at a time."""
     data = bare_payload(work.tokens)
-    client = create_client(work.url, None)
+    client = create_client(work.url)
     role.started = time.time()
 
     async def add() -> None:
@@ -169,7 +169,7 @@ async def produce_bare(work: Work, role: Role) -> None:
 
 async def consume_bare(work: Work, role: Role) -> None:
     """XREADGROUP and XACK of one group at a time."""
-    client = create_client(work.url, None)
+    client = create_client(work.url)
     left = work.groups * work.group_size
     role.started = time.time()
     while left:

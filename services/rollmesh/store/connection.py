@@ -10,18 +10,16 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
-from urllib.parse import unquote, urlsplit
 
 import hiredis
 import redis.asyncio as aioredis
 from redis import exceptions as redis_errors
 from redis.asyncio.connection import AbstractConnection
-from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
-from redis.backoff import NoBackoff
+from redis.asyncio.sentinel import SentinelConnectionPool
 
-from rollmesh.errors import ConfigError, StoreError, StoreUnavailable
+from rollmesh.errors import StoreError, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
+from rollmesh.store.client import tls_trouble
 from rollmesh.store.keys import Keys
 from rollmesh.store.metrics import CallObserver
 from rollmesh.store.scripts import RunUnknown, Script, load_scripts, refuses_credentials, store_error
@@ -62,14 +60,13 @@ class Connection:
     @classmethod
     async def open(
         cls,
-        url: str,
+        client: aioredis.Redis,
         run: str,
-        password: str | None = None,
         retry_seconds: float = 20.0,
         observer: CallObserver | None = None,
     ) -> Connection:
         """Connect, wait up to ``retry_seconds`` for the server, and check that it can be trusted with the queue."""
-        connection = cls(create_client(url, password), run, load_scripts(), retry_seconds, observer)
+        connection = cls(client, run, load_scripts(), retry_seconds, observer)
         try:
             await connection.check_server()
             await connection._load_all()
@@ -230,6 +227,8 @@ class Connection:
                     observer.failed()
                 if isinstance(error, redis_errors.RedisError) and refuses_credentials(error):
                     raise store_error(error, what) from error
+                if (trouble := tls_trouble(error)) is not None:
+                    raise StoreUnavailable(f"{what}: {trouble}") from error
                 if time.monotonic() + pause > deadline:
                     raise StoreUnavailable(
                         f"{what}: Redis cannot be reached for {self._retry_seconds:g} s: {_reason(error)}"
@@ -259,55 +258,3 @@ def check_version(version: str) -> None:
         raise StoreUnavailable(f"Redis reports version {version!r}, which cannot be read") from error
     if numbers < _MINIMUM_VERSION:
         raise StoreUnavailable(f"Redis {version} is too old: rollmesh needs Redis >= 7.0 or Valkey")
-
-
-def create_client(url: str, password: str | None) -> aioredis.Redis:
-    """A client for ``redis://``, ``rediss://``, ``unix://`` or Sentinel.
-
-    Sentinel: ``redis+sentinel://[:password@]host:port[,host:port...]/service[/database]``; the port defaults to
-    26379. Connections follow the master that the sentinels name.
-    """
-    # With a socket_timeout, redis-py sends through asyncio.wait_for: a task a call, and before Python 3.12 a swallowed
-    # cancellation when it arrives with the result. ``_retrying`` limits the time of a call instead.
-    options: dict[str, Any] = {
-        "socket_timeout": None,
-        "protocol": 3,
-        "socket_connect_timeout": 5.0,
-        "retry": Retry(NoBackoff(), 0),
-        "health_check_interval": 0,
-    }
-    if password is not None:
-        options["password"] = password
-    if url.startswith("redis+sentinel://"):
-        return _sentinel_client(url, options)
-    try:
-        return aioredis.Redis.from_url(url, **options)
-    except ValueError as error:
-        raise ConfigError(f"store.url: {error} (got {_without_password(url)})") from error
-
-
-def _sentinel_client(url: str, options: dict[str, Any]) -> aioredis.Redis:
-    credentials, _, hosts = urlsplit(url).netloc.rpartition("@")
-    path = urlsplit(url).path.strip("/").split("/")
-    if not hosts or not path[0]:
-        raise ConfigError(
-            "store.url: expected redis+sentinel://host:port[,host:port]/service[/database], "
-            f"got {_without_password(url)}"
-        )
-    addresses = []
-    for host in hosts.split(","):
-        name, _, port = host.rpartition(":") if ":" in host else (host, "", "26379")
-        if not port.isdigit():
-            raise ConfigError(f"store.url: {host!r} is no host:port (got {_without_password(url)})")
-        addresses.append((name, int(port)))
-    if credentials and "password" not in options:
-        options["password"] = unquote(credentials.rpartition(":")[2])
-    if len(path) > 1:
-        options["db"] = int(path[1])
-    sentinel = Sentinel(addresses, sentinel_kwargs={"socket_timeout": 2.0})  # type: ignore[no-untyped-call]
-    return cast("aioredis.Redis", sentinel.master_for(path[0], **options))
-
-
-def _without_password(url: str) -> str:
-    head, at, tail = url.rpartition("@")
-    return f"{head.split('://')[0]}://***@{tail}" if at else url

@@ -8,6 +8,7 @@ from typing import Self
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import ConfigError
 from rollmesh.mesh import RunLimits
+from rollmesh.store.client import create_client
 from rollmesh.store.connection import Connection
 from rollmesh.store.deadletters import DeadLetters
 from rollmesh.store.evaluations import Evaluations
@@ -158,8 +159,7 @@ class TrajectoryStore:
         target = url or config.url
         if target is None:
             raise ConfigError("store.url is null and no embedded server was named: start one or set store.url")
-        password = config.password.get_secret_value() if config.password is not None else None
-        return cls(await Connection.open(target, run, password, retry_seconds, observer))
+        return cls(await Connection.open(create_client(target, config), run, retry_seconds, observer))
 
     async def aclose(self) -> None:
         """Close the connections."""

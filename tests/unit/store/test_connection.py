@@ -6,7 +6,8 @@ import pytest
 from redis import exceptions as redis_errors
 
 from rollmesh.errors import ConfigError, Conflict, SessionLost, StoreError, StoreUnavailable
-from rollmesh.store.connection import check_version, create_client
+from rollmesh.store.client import create_client
+from rollmesh.store.connection import check_version
 from rollmesh.store.scripts import RunUnknown, UploadExpired, store_error
 
 
@@ -65,7 +66,7 @@ def test_every_refusal_becomes_its_own_error(error: redis_errors.RedisError, kin
 
 
 async def test_a_sentinel_url_names_hosts_service_and_database() -> None:
-    client = create_client("redis+sentinel://:secret@one:26380,two/mymaster/3", None)
+    client = create_client("redis+sentinel://:secret@one:26380,two/mymaster/3")
     pool = client.connection_pool
     assert pool.service_name == "mymaster"
     addresses = [s.connection_pool.connection_kwargs for s in pool.sentinel_manager.sentinels]
@@ -79,10 +80,11 @@ async def test_a_sentinel_url_names_hosts_service_and_database() -> None:
     [
         ("redis+sentinel://host:26379", "service"),
         ("redis+sentinel://host:port/service", "no host:port"),
+        ("redis+sentinel://host/service/first", "database 'first' is no number"),
         ("amqp://:secret@host", "store.url"),
     ],
 )
 def test_a_wrong_url_names_the_field_and_hides_the_password(url: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text) as caught:
-        create_client(url, None)
+        create_client(url)
     assert "secret" not in str(caught.value)
