@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import typer
 
-from rollmesh.cli import autoscaling, benches, configuration, inspection, letters, metrics_table, runs, scaling, serving
+from rollmesh.cli import (
+    autoscaling,
+    backups,
+    benches,
+    configuration,
+    inspection,
+    letters,
+    metrics_table,
+    runs,
+    scaling,
+    serving,
+)
 
 app = typer.Typer(
     name="rollmesh",
@@ -19,6 +30,7 @@ serving.register(app)
 inspection.register(app)
 scaling.register(app)
 autoscaling.register(app)
+backups.register(app)
 app.add_typer(letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
 benches.register(app)

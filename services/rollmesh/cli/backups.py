@@ -1,0 +1,46 @@
+"""``rollmesh backup``: a copy of a run that a new mesh can go on from."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.cli.common import JsonOption, RunFolderArgument, clear_errors, run_of
+from rollmesh.errors import ConfigError
+from rollmesh.launcher.backup import back_up
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("backup", rich_help_panel="Runs")(backup)
+
+
+def backup(
+    run: RunFolderArgument,
+    destination: Annotated[Path, typer.Argument(help="Folder of the backup; kept up to date when it exists.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Copy what a run needs to go on elsewhere: checkpoints, batch files, records, and the key that seals them.
+
+    Safe while the run trains, and incremental: only what is new is copied. The queue is not copied, because the trainer
+    rebuilds it from the batch files; rollouts in flight are made again. To restore, start the copy:
+    rollmesh up RUN.yaml --set folder=DESTINATION
+    """
+    with clear_errors():
+        config, folder = run_of(run)
+        try:
+            report = back_up(folder, CheckpointStore.from_config(config), destination)
+        except OSError as error:
+            raise ConfigError(f"destination {destination}: {error}") from error
+    if as_json:
+        typer.echo(json.dumps(asdict(report)))
+        return
+    typer.echo(
+        f"{report.files} files, {report.bytes / 2**20:.1f} MiB copied to {destination}, {report.removed} pruned; "
+        f"a restore goes on from train step {report.train_step}"
+    )

@@ -1,0 +1,42 @@
+"""A backup taken while a run trains is a run that goes on elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+
+def test_a_backup_of_a_training_run_goes_on_elsewhere_with_an_empty_queue(started, wait_until) -> None:
+    line, process = started(trainer={"train_steps": 10}, checkpoints={"keep_last": 2, "state_every_steps": 2})
+    copy = line.folder.with_name("copy")
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 3, "three train steps", process)
+    first = line.run("backup", str(line.folder), str(copy), "--json")
+    assert first.returncode == 0, first.stderr
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 6, "six train steps", process)
+    second = json.loads(line.run("backup", str(line.folder), str(copy), "--json").stdout)
+    assert second["train_step"] > json.loads(first.stdout)["train_step"] > 0
+    assert second["removed"] > 0
+    process.kill()
+    process.communicate(timeout=60)
+    shutil.rmtree(line.folder)
+
+    restored = line.run("up", str(line.run_file), "--set", f"folder={copy}")
+    assert restored.returncode == 0, restored.stdout + restored.stderr
+    audit = json.loads((copy / "audit.json").read_text())
+    assert audit["green"]
+    assert (audit["lost"], audit["trained_twice"]) == ([], {})
+    steps = [json.loads(row)["train_step"] for row in (copy / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 11))
+
+
+def test_a_backup_into_the_run_itself_or_over_another_run_is_refused(small_run, tmp_path) -> None:
+    line = small_run(trainer={"train_steps": 1}, evaluation={"before_and_after": False})
+    assert line.run("up", str(line.run_file)).returncode == 0
+    inside = line.run("backup", str(line.folder), str(line.folder / "backup"))
+    assert inside.returncode == 2
+    assert "lies inside" in inside.stderr
+    assert line.run("backup", str(line.folder), str(tmp_path / "copy")).returncode == 0
+    (tmp_path / "copy" / "checkpoints" / "lineage").write_text("another")
+    other = line.run("backup", str(line.folder), str(tmp_path / "copy"))
+    assert other.returncode == 2
+    assert "another run" in other.stderr
