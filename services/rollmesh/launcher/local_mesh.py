@@ -7,13 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import httpx
 from rich.console import Console
 
 from rollmesh.config import RunConfig
 from rollmesh.config.scaling import SCALABLE
 from rollmesh.errors import RollmeshError, StoreUnavailable
 from rollmesh.launcher.evaluations import EvaluationJournal
+from rollmesh.launcher.page import PageNotes
 from rollmesh.launcher.progress import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.run_folder import RunFolder
@@ -22,6 +22,7 @@ from rollmesh.launcher.scaling import ReplicaScaler
 from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
 from rollmesh.runtime.lifecycle import wait_or_shutdown
+from rollmesh.runtime.security import AdminClient, PortSecurity
 from rollmesh.scheduling import resolve_schedule, run_limits
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ class LocalMesh:
         self.evaluations = EvaluationJournal(running.store, folder, progress.note)
         self.supervisor = Supervisor(config.launcher.restart_limit)
         self._scaler = ReplicaScaler(config, folder, running.store, self.supervisor, progress.note)
+        self._page = PageNotes(folder.path, self.supervisor, progress.note)
         self._shutdown = shutdown
         self._sampler = sampler
         self._complaint = ""
@@ -142,6 +144,7 @@ class LocalMesh:
                 raise ServiceFailed(failure)
             await self.evaluations.update()
             await self._scaler.reconcile()
+            self._page.tell()
             self.progress.update(await self._sampler.sample(), waiting_for)
             self._complaint = ""
         except (StoreUnavailable, OSError) as error:
@@ -194,7 +197,8 @@ async def local_mesh(
         metrics=folder.metrics,
         samples=folder.samples,
     )
-    async with running_store(config, folder, owner=True) as running, httpx.AsyncClient() as client:
+    security = PortSecurity.from_config(config.security)
+    async with running_store(config, folder, owner=True) as running, AdminClient(security) as client:
         sampler = MeshSampler(running.store, folder, client)
         await running.store.init_run(run_limits(config))
         with progress:

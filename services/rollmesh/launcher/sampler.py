@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.mesh import MeshView
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.runtime.security import AdminClient
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import GeneratorRecord
 
@@ -96,7 +97,7 @@ class _CounterSum:
 class MeshSampler:
     """Reads the store and the generators' ``/metrics``; appends to the timeline."""
 
-    def __init__(self, store: TrajectoryStore, folder: RunFolder, client: httpx.AsyncClient) -> None:
+    def __init__(self, store: TrajectoryStore, folder: RunFolder, client: AdminClient) -> None:
         self._store = store
         self._folder = folder
         self._client = client
@@ -125,7 +126,7 @@ class MeshSampler:
         loads: list[GeneratorLoad] = []
         for endpoint in read_endpoints(self._folder.path, "generator"):
             try:
-                answer = await self._client.get(f"http://{endpoint.admin}/metrics", timeout=2.0)
+                answer = (await self._client.get(endpoint.admin, "/metrics")).raise_for_status()
             except httpx.HTTPError:
                 continue  # a generator that is restarting: its counter is read again on the next look
             process = process_key(endpoint)
