@@ -26,7 +26,8 @@ export function setToken(value) {
 
 export const address = (path, query = {}) => {
   const url = new URL(BASE + path, document.baseURI);
-  for (const [name, value] of Object.entries(query)) if (value !== null && value !== "") url.searchParams.set(name, value);
+  for (const [name, value] of Object.entries(query))
+    if (value !== null && value !== "") url.searchParams.set(name, value);
   return url;
 };
 
@@ -43,7 +44,8 @@ export async function failureOf(response) {
   } catch {
     // not one of the gateway's own answers (a proxy, a page): the status has to do
   }
-  const text = typeof body.error === "string" ? body.error : `the gateway answered ${response.status} ${response.statusText}`;
+  const text =
+    typeof body.error === "string" ? body.error : `the gateway answered ${response.status} ${response.statusText}`;
   const where = body.field && body.field !== "Authorization" ? ` (${body.field})` : "";
   return new ApiFailure(text + where + (body.hint ? `: ${body.hint}` : ""), response.status);
 }

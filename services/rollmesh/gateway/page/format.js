@@ -20,7 +20,11 @@ export const plural = (value, one, many = `${one}s`) => `${count(value)} ${value
 // 12,345 stays; from 100,000 on 123k, 1.23M, 4.56G.
 export function short(value) {
   if (!known(value)) return NOTHING;
-  for (const [size, letter] of [[1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+  for (const [size, letter] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
     if (Math.abs(value) >= (letter === "k" ? 1e5 : size)) {
       const scaled = value / size;
       return fixed(Math.abs(scaled) >= 100 ? 0 : Math.abs(scaled) >= 10 ? 1 : 2).format(scaled) + letter;
@@ -41,11 +45,17 @@ export function number(value) {
   return value.toExponential(1);
 }
 
-export const percent = (share) => (known(share) ? `${fixed(share !== 0 && Math.abs(share) < 0.1 ? 1 : 0).format(100 * share)}%` : NOTHING);
+export const percent = (share) =>
+  known(share) ? `${fixed(share !== 0 && Math.abs(share) < 0.1 ? 1 : 0).format(100 * share)}%` : NOTHING;
 
 export function bytes(value) {
   if (!known(value)) return NOTHING;
-  for (const [size, unit] of [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
+  for (const [size, unit] of [
+    [2 ** 40, "TiB"],
+    [2 ** 30, "GiB"],
+    [2 ** 20, "MiB"],
+    [2 ** 10, "KiB"],
+  ]) {
     if (value >= size) return `${fixed(value / size >= 100 ? 0 : 1).format(value / size)} ${unit}`;
   }
   return `${fixed(0).format(value)} B`;
@@ -71,11 +81,3 @@ export function clock(time) {
 export const version = (value) => (known(value) && value >= 0 ? `v${value}` : "none");
 
 export const words = (name) => String(name).replaceAll("_", " ");
-
-// A value of a curve in the curve's unit.
-export const withUnit = (value, unit) => {
-  if (unit === "ratio") return percent(value);
-  if (unit === "seconds") return seconds(value);
-  if (unit === "bytes") return bytes(value);
-  return unit ? `${number(value)} ${unit}` : number(value);
-};

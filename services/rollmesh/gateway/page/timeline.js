@@ -54,8 +54,9 @@ export class Timeline {
     const text = `Timeline: ${plural(this.#inFlight, "rollout")} in flight${parts.length > 0 ? ", newest tokens: " : ""}`;
     setAttribute(this.#canvas, "aria-label", `${text}${parts.slice(0, LEGEND_VERSIONS).join(", ")}${more}`);
     if (!byId("rollout-table").hidden) this.#renderTable();
-    if (this.#selected) this.#describe();
-    else this.#hint();
+    // Under the keyboard the words stay as they were read out, until the selection moves.
+    if (this.#selected === null) this.#hint();
+    else if (document.activeElement !== this.#canvas || !this.#lanes.get(this.#selected)) this.#describe();
   }
 
   #versionCounts() {
@@ -155,7 +156,8 @@ export class Timeline {
     let next = Math.min(Math.max(zoom, -1), ROW_HEIGHTS.length - 1);
     while (next >= 0 && ROW_HEIGHTS[next] <= fitted && next < ROW_HEIGHTS.length - 1) next += 1;
     // A step out that would show everything with room to spare is the fitted view.
-    if (next >= 0 && next < this.#zoom && ROW_HEIGHTS[next] * this.#lanes.rows.length < this.#box.clientHeight) next = -1;
+    if (next >= 0 && next < this.#zoom && ROW_HEIGHTS[next] * this.#lanes.rows.length < this.#box.clientHeight)
+      next = -1;
     this.#zoom = next;
     if (next < 0) this.#box.scrollTop = 0;
     this.#hint();
@@ -255,6 +257,9 @@ export class Timeline {
     };
     reconcile(box.querySelector("tbody"), flying.slice(0, TABLE_ROWS), (span) => span.id, make, update);
     const rest = this.#inFlight - Math.min(flying.length, TABLE_ROWS);
-    setText(box.lastChild, flying.length === 0 ? "No rollout is in flight." : rest > 0 ? `and ${count(rest)} more` : "");
+    setText(
+      box.lastChild,
+      flying.length === 0 ? "No rollout is in flight." : rest > 0 ? `and ${count(rest)} more` : "",
+    );
   }
 }

@@ -37,7 +37,8 @@ function drawAxis(context, { width, height, range, colours }) {
     context.lineTo(x, height - AXIS_HEIGHT + 3);
     context.stroke();
     context.textAlign = ago === 0 ? "right" : "center";
-    if (ago === 0 || x > 30) context.fillText(ago === 0 ? "now" : `${seconds(ago).replace(".0", "")} ago`, x, height - 3);
+    if (ago === 0 || x > 30)
+      context.fillText(ago === 0 ? "now" : `${seconds(ago).replace(".0", "")} ago`, x, height - 3);
   }
 }
 

@@ -1,0 +1,181 @@
+// What the holder of the token may do, each with its question where something would be lost.
+import * as api from "./api.js";
+import { byId, el, reconcile, setText } from "./dom.js";
+import { count, plural, version } from "./format.js";
+import { confirmed } from "./confirm.js";
+
+const SERVICES = ["generator", "reward", "rollout"];
+const MOST_REPLICAS = 64;
+
+export class Actions {
+  #allowed = false;
+  #busy = false;
+  #changed;
+  #overview = null;
+
+  // changed() is called when something was done, or when what may be done has changed.
+  constructor(changed) {
+    this.#changed = changed;
+    this.pin = (policyVersion) => this.#act(() => api.pin(policyVersion));
+    this.rollBack = (policyVersion) => this.#rollBack(policyVersion);
+    this.replay = (id) => this.#act(() => api.replay(id));
+    this.deleteLetter = (id) => this.#deleteLetter(id);
+    this.allowed = () => this.#allowed;
+    this.#listen();
+  }
+
+  #listen() {
+    byId("token-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#use(byId("token").value.trim());
+    });
+    byId("token-forget").addEventListener("click", () => this.#forget());
+    byId("pause").addEventListener("click", () => this.#act(api.pause));
+    byId("resume").addEventListener("click", () => this.#act(api.resume));
+    byId("unpin").addEventListener("click", () => this.#act(api.unpin));
+  }
+
+  // Takes up a token of this tab from before a reload.
+  async restore() {
+    if (api.token()) await this.#use(api.token());
+    else this.#show();
+  }
+
+  async #use(value) {
+    setText(byId("action-error"), "");
+    setText(byId("action-result"), "");
+    if (!value) {
+      setText(byId("action-error"), "Enter the token first.");
+      byId("token").focus();
+      return;
+    }
+    api.setToken(value);
+    try {
+      await api.checkToken();
+      this.#allowed = true;
+      byId("token").value = "";
+      setText(byId("action-result"), "Actions are open in this tab.");
+    } catch (error) {
+      this.#allowed = false;
+      // Without an answer the token may well be right: it is kept, and tried again after a reload.
+      if (error.status === 401) api.setToken("");
+      setText(byId("action-error"), error.message);
+    }
+    this.#show();
+    this.#changed();
+  }
+
+  #forget() {
+    api.setToken("");
+    this.#allowed = false;
+    byId("token").value = "";
+    setText(byId("action-error"), "");
+    setText(byId("action-result"), "The token is forgotten.");
+    this.#show();
+    this.#changed();
+  }
+
+  async #act(call) {
+    if (this.#busy) return;
+    this.#busy = true;
+    setText(byId("action-error"), "");
+    setText(byId("action-result"), "");
+    try {
+      const done = await call();
+      const more = done.group_id ? ` (group ${done.group_id})` : "";
+      setText(byId("action-result"), `Done: ${done.done}${more}`);
+    } catch (error) {
+      setText(byId("action-error"), error.message);
+      if (error.status === 401) {
+        this.#allowed = false;
+        this.#show();
+      }
+    } finally {
+      this.#busy = false;
+    }
+    this.#changed();
+  }
+
+  async #rollBack(policyVersion) {
+    const title = `Roll back to ${version(policyVersion)}?`;
+    const text =
+      "The trainer goes on from this version under the next version number. Everything that was generated and not yet " +
+      "trained is dropped, as rolled back. This cannot be undone.";
+    if (await confirmed({ title, text, verb: "Roll back" })) await this.#act(() => api.rollBack(policyVersion));
+  }
+
+  async #deleteLetter(id) {
+    const text = "Its tokens and its reason are forgotten, and it can no longer be replayed. This cannot be undone.";
+    if (await confirmed({ title: `Delete the dead letter ${id}?`, text, verb: "Delete" }))
+      await this.#act(() => api.deleteLetter(id));
+  }
+
+  async #scale(service, input) {
+    const wanted = Number(input.value);
+    if (input.value === "" || !Number.isInteger(wanted) || wanted < 0 || wanted > MOST_REPLICAS) {
+      setText(byId("action-error"), `Replicas of ${service}: a whole number from 0 to ${MOST_REPLICAS}.`);
+      input.focus();
+      return;
+    }
+    const text = `No ${service} process is left then, and the run stands still until there is one again.`;
+    if (wanted === 0 && !(await confirmed({ title: `Stop every ${service}?`, text, verb: "Stop them" }))) return;
+    await this.#act(() => api.scale(service, wanted));
+  }
+
+  render(overview) {
+    this.#overview = overview;
+    this.#show();
+  }
+
+  #show() {
+    const overview = this.#overview;
+    const paused = overview?.state === "paused";
+    byId("pause").disabled = !this.#allowed || paused;
+    byId("resume").disabled = !this.#allowed || (overview !== null && !paused);
+    byId("unpin").disabled = !this.#allowed || (overview?.pinned_version ?? null) === null;
+    byId("token-forget").hidden = !this.#allowed;
+    if (overview) this.#showScale(overview.services.filter((one) => SERVICES.includes(one.service)));
+  }
+
+  #showScale(services) {
+    const box = byId("scale");
+    if (!box.firstChild) box.append(el("h3", null, "Processes on this machine"), el("div"), el("p", { class: "note" }));
+    const make = ({ service, running, requested }) => {
+      const input = el("input", {
+        id: `scale-${service}`,
+        type: "number",
+        min: 0,
+        max: MOST_REPLICAS,
+        step: 1,
+        value: requested ?? running,
+      });
+      const button = el(
+        "button",
+        { type: "button", "aria-label": `Scale ${service}`, onclick: () => this.#scale(service, input) },
+        "Scale",
+      );
+      return el(
+        "div",
+        { class: "scale" },
+        el("label", { for: `scale-${service}` }, service),
+        input,
+        button,
+        el("span", { class: "note" }),
+      );
+    };
+    const update = (node, { running, requested }) => {
+      node.children[1].disabled = !this.#allowed;
+      node.children[2].disabled = !this.#allowed;
+      const asked = requested !== null && requested !== running ? `, ${count(requested)} asked for` : "";
+      setText(node.lastChild, `${count(running)} running${asked}`);
+    };
+    reconcile(box.children[1], services, (one) => one.service, make, update);
+    const none = "Scaling is for runs whose folder is on the gateway's machine; elsewhere the orchestrator scales.";
+    setText(
+      box.lastChild,
+      services.length === 0
+        ? none
+        : `A surplus process is drained and loses nothing (at most ${plural(MOST_REPLICAS, "process", "processes")} each).`,
+    );
+  }
+}

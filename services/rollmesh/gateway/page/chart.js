@@ -1,0 +1,271 @@
+// One line chart: mean with a band (or whiskers) of low to high, a readout, and the same numbers as a table.
+import { el, reconcile, setAttribute, setHidden, setText, svg } from "./dom.js";
+import { clock, count } from "./format.js";
+import { ticks, valueRange } from "./ticks.js";
+
+const MARGIN = { left: 46, right: 8, top: 8, bottom: 20 };
+const AXES = { train_step: "train step", policy_version: "policy version", time: "time" };
+
+// options: {title, waitsFor, format(value), select}; select is a node shown in place of the title.
+export class Chart {
+  #options;
+  #series = [];
+  #format;
+  #svg = svg("svg", { role: "img", tabindex: 0 });
+  #grid = svg("g");
+  #curves = svg("g");
+  #cursor = svg("line", { class: "cursor", visibility: "hidden" });
+  #latest = el("span");
+  #empty = el("p", { class: "empty" });
+  #readout = el("p", { class: "readout", "aria-live": "polite" });
+  #body = el("tbody");
+  #head = el("tr");
+  #details;
+  #at = -1; // index of the point under the cursor
+  #shape = null; // scales of the newest drawing
+  node;
+
+  constructor(options) {
+    this.#options = options;
+    this.#format = options.format;
+    this.#svg.append(this.#grid, this.#curves, this.#cursor);
+    const table = el("table", null, el("thead", null, this.#head), this.#body);
+    const scroll = el(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-label": `${options.title}: table` },
+      table,
+    );
+    this.#details = el("details", { ontoggle: () => this.#fillTable() }, el("summary", null, "Numbers"), scroll);
+    const caption = el("figcaption", null, options.select ?? options.title, this.#latest);
+    this.node = el("figure", { class: "chart" }, caption, this.#svg, this.#empty, this.#readout, this.#details);
+    this.#listen();
+  }
+
+  // series: as the API gives them; the first one's axis counts.
+  show(series, format = this.#format) {
+    this.#series = series.filter((one) => one.x.length > 0);
+    this.#format = format;
+    this.#draw();
+    if (this.#details.open) this.#fillTable();
+  }
+
+  #draw() {
+    const drawn = this.#series.length > 0;
+    setHidden(this.#empty, drawn);
+    setHidden(this.#details, !drawn);
+    setText(this.#empty, drawn ? "" : `Nothing yet: waiting for ${this.#options.waitsFor}.`);
+    this.#svg.style.display = drawn ? "" : "none";
+    setText(this.#latest, drawn ? this.#latestText() : "");
+    if (!drawn) return;
+    setAttribute(this.#svg, "aria-label", this.#summary());
+    const [width, height] = [this.#svg.clientWidth, this.#svg.clientHeight];
+    if (width === 0) return;
+    setAttribute(this.#svg, "viewBox", `0 0 ${width} ${height}`);
+    this.#shape = this.#scales(width, height);
+    this.#drawGrid(width, height);
+    reconcile(
+      this.#curves,
+      this.#series.map((one, at) => ({ one, at })),
+      ({ one }) => one.name,
+      () => svg("g"),
+      (node, item) => this.#drawSeries(node, item.one, item.at),
+    );
+    this.#drawCursor();
+  }
+
+  #scales(width, height) {
+    const xs = this.#series.flatMap((one) => [one.x[0], one.x[one.x.length - 1]]);
+    let [from, to] = [Math.min(...xs), Math.max(...xs)];
+    if (from === to) [from, to] = [from - 1, to + 1];
+    const { low, high } = valueRange(
+      this.#series.flatMap((one) => one.low),
+      this.#series.flatMap((one) => one.high),
+    );
+    const x = (value) => MARGIN.left + ((value - from) / (to - from)) * (width - MARGIN.left - MARGIN.right);
+    const y = (value) =>
+      height - MARGIN.bottom - ((value - low) / (high - low)) * (height - MARGIN.top - MARGIN.bottom);
+    return { x, y, from, to, low, high, width, height };
+  }
+
+  #drawGrid(width, height) {
+    const { x, y, from, to, low, high } = this.#shape;
+    const axis = this.#series[0].axis;
+    const lines = ticks(low, high, 4).map((value) => ({ key: `y${value}`, value, vertical: true }));
+    const wanted = Math.max(2, Math.floor(width / 90));
+    const marks = axis === "time" ? this.#timeTicks(from, to, wanted) : ticks(from, to, wanted, { integer: true });
+    const columns = marks.map((value) => ({ key: `x${value}`, value, vertical: false }));
+    const make = ({ vertical }) => svg("g", null, vertical ? svg("line", { class: "grid" }) : null, svg("text"));
+    const update = (node, { value, vertical }) => {
+      const text = node.lastChild;
+      if (vertical) {
+        const at = Math.round(y(value)) + 0.5;
+        for (const [name, v] of [
+          ["x1", MARGIN.left],
+          ["x2", width - MARGIN.right],
+          ["y1", at],
+          ["y2", at],
+        ]) {
+          setAttribute(node.firstChild, name, v);
+        }
+        setText(text, this.#format(value, true));
+      } else setText(text, axis === "time" ? this.#ago(value) : count(value));
+      setAttribute(text, "text-anchor", vertical ? "end" : "middle");
+      setAttribute(text, "x", vertical ? MARGIN.left - 6 : Math.min(Math.max(x(value), MARGIN.left), width - 16));
+      setAttribute(text, "y", vertical ? y(value) + 4 : height - 5);
+    };
+    reconcile(this.#grid, [...lines, ...columns], (item) => item.key, make, update);
+  }
+
+  // Ticks that count back from the newest point, so that they stand still while the curve moves.
+  #timeTicks(from, to, wanted) {
+    const found = ticks(0, to - from, wanted).map((ago) => to - ago);
+    return found.length > 1 ? found : [to];
+  }
+
+  #ago(value) {
+    const past = Math.round(this.#shape.to - value);
+    if (past < 1) return "now";
+    return past < 120
+      ? `\u2212${past} s`
+      : past < 7200
+        ? `\u2212${Math.round(past / 60)} min`
+        : `\u2212${(past / 3600).toFixed(1)} h`;
+  }
+
+  #drawSeries(node, one, at) {
+    const { x, y } = this.#shape;
+    const points = one.x.map((value, i) => [
+      x(value).toFixed(1),
+      y(one.mean[i]).toFixed(1),
+      y(one.low[i]).toFixed(1),
+      y(one.high[i]).toFixed(1),
+    ]);
+    const measured = one.axis === "policy_version";
+    if (node.childElementCount === 0) {
+      setAttribute(node, "class", `c${at % 3}`);
+      node.append(
+        svg("path", { class: "range" }),
+        svg("path", { class: "whisker" }),
+        svg("path", { class: `mean c${at % 3}` }),
+        svg("path", { class: "dot" }),
+      );
+    }
+    const [range, whisker, mean, dot] = node.children;
+    const band = measured
+      ? ""
+      : `M${points.map((p) => `${p[0]},${p[2]}`).join("L")}L${[...points]
+          .reverse()
+          .map((p) => `${p[0]},${p[3]}`)
+          .join("L")}Z`;
+    setAttribute(range, "d", band);
+    setAttribute(whisker, "d", measured ? points.map((p) => `M${p[0]},${p[2]}V${p[3]}`).join("") : "");
+    setAttribute(mean, "d", `M${points.map((p) => `${p[0]},${p[1]}`).join("L")}`);
+    // Measurements are few and each one counts; of a curve only the newest point gets a dot.
+    const dots = measured ? points : points.slice(-1);
+    setAttribute(dot, "d", dots.map((p) => `M${p[0] - 3},${p[1]}a3,3 0 1,0 6,0a3,3 0 1,0 -6,0`).join(""));
+  }
+
+  #listen() {
+    new ResizeObserver(() => this.#draw()).observe(this.#svg);
+    this.#svg.addEventListener("pointermove", (event) => {
+      if (!this.#shape) return;
+      const box = this.#svg.getBoundingClientRect();
+      this.#point(this.#nearest(event.clientX - box.left));
+    });
+    const leave = () => this.#point(-1);
+    this.#svg.addEventListener("pointerleave", leave);
+    this.#svg.addEventListener("blur", leave);
+    this.#svg.addEventListener("keydown", (event) => {
+      const last = (this.#series[0]?.x.length ?? 0) - 1;
+      const from = this.#at < 0 ? last + (event.key === "ArrowLeft" ? 1 : 0) : this.#at;
+      const next = { ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: last }[event.key];
+      if (next === undefined) return;
+      event.preventDefault();
+      this.#point(Math.min(Math.max(next, 0), last));
+    });
+  }
+
+  #nearest(pixel) {
+    let best = -1;
+    const xs = this.#series[0]?.x ?? [];
+    for (let at = 0; at < xs.length; at += 1) {
+      if (best < 0 || Math.abs(this.#shape.x(xs[at]) - pixel) < Math.abs(this.#shape.x(xs[best]) - pixel)) best = at;
+    }
+    return best;
+  }
+
+  #point(at) {
+    this.#at = at;
+    this.#drawCursor();
+    setText(this.#readout, at < 0 ? "" : this.#row(at).join(", "));
+  }
+
+  #drawCursor() {
+    const value = this.#series[0]?.x[this.#at];
+    setAttribute(this.#cursor, "visibility", value === undefined ? "hidden" : "visible");
+    if (value === undefined || !this.#shape) return;
+    for (const [name, v] of [
+      ["x1", this.#shape.x(value)],
+      ["x2", this.#shape.x(value)],
+      ["y1", MARGIN.top],
+      ["y2", this.#shape.height - MARGIN.bottom],
+    ]) {
+      setAttribute(this.#cursor, name, v);
+    }
+  }
+
+  #place(value) {
+    const { axis } = this.#series[0];
+    return axis === "time" ? clock(value) : axis === "policy_version" ? `v${count(value)}` : `step ${count(value)}`;
+  }
+
+  // The words of one point: where, then every series' mean and range.
+  #row(at) {
+    const [first] = this.#series;
+    const spread = (one) => {
+      const i = one === first ? at : one.x.findIndex((value) => value >= first.x[at]);
+      if (i < 0 || one.mean[i] === undefined) return "";
+      const range = one.high[i] > one.low[i] ? ` (${this.#format(one.low[i])} to ${this.#format(one.high[i])})` : "";
+      return `${this.#series.length > 1 ? `${one.label} ` : ""}${this.#format(one.mean[i])}${range}`;
+    };
+    return [this.#place(first.x[at]), ...this.#series.map(spread).filter(Boolean)];
+  }
+
+  #latestText() {
+    return this.#series
+      .map((one) => (this.#series.length > 1 ? `${one.label} ` : "") + this.#format(one.mean[one.mean.length - 1]))
+      .join(", ");
+  }
+
+  #summary() {
+    const [first] = this.#series;
+    const ends = `from ${this.#place(first.x[0])} to ${this.#place(first.x[first.x.length - 1])}`;
+    return `${this.#options.title} by ${AXES[first.axis]}, ${count(first.x.length)} points ${ends}; newest ${this.#latestText()}. Arrow keys read the points.`;
+  }
+
+  #fillTable() {
+    if (!this.#details.open || this.#series.length === 0) return;
+    const [first] = this.#series;
+    const heads = [AXES[first.axis], ...this.#series.map((one) => one.label)];
+    reconcile(
+      this.#head,
+      heads,
+      (head) => head,
+      () => el("th", { scope: "col" }),
+      setText,
+    );
+    const rows = first.x.map((value, at) => ({ key: value, cells: this.#row(at) })).reverse();
+    const update = (row, { cells }) => {
+      while (row.childElementCount < cells.length) row.append(el("td"));
+      while (row.childElementCount > cells.length) row.lastChild.remove();
+      cells.forEach((text, at) => setText(row.children[at], text));
+    };
+    reconcile(
+      this.#body,
+      rows,
+      (row) => row.key,
+      () => el("tr"),
+      update,
+    );
+  }
+}

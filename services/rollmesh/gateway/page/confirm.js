@@ -1,0 +1,17 @@
+// One question before something is lost; Escape and Cancel mean no.
+import { byId, el } from "./dom.js";
+
+// Resolves to whether the person agreed.
+export function confirmed({ title, text, verb }) {
+  const dialog = byId("confirm");
+  return new Promise((resolve) => {
+    const cancel = el("button", { type: "button", onclick: () => dialog.close("no") }, "Cancel");
+    const agree = el("button", { type: "button", class: "danger", onclick: () => dialog.close("yes") }, verb);
+    const buttons = el("div", { class: "tools" }, cancel, agree);
+    dialog.replaceChildren(el("div", null, el("h2", { id: "confirm-title" }, title), el("p", null, text), buttons));
+    dialog.returnValue = "no";
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+    dialog.showModal();
+    cancel.focus();
+  });
+}

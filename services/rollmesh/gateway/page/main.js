@@ -1,0 +1,180 @@
+// Puts the parts together: one stream of looks, a few lists that are read again, one drawing per frame at most.
+import * as api from "./api.js";
+import { Actions } from "./actions.js";
+import { Curves } from "./curves.js";
+import { byId, setHidden, setText } from "./dom.js";
+import { renderFacts } from "./facts.js";
+import { clock, seconds, version } from "./format.js";
+import { LetterTable } from "./letters.js";
+import { GeneratorTable, VersionTable } from "./mesh_tables.js";
+import { QueuePanels } from "./queue.js";
+import { Stream } from "./stream.js";
+import { Timeline } from "./timeline.js";
+import { TrajectoryTable } from "./trajectories.js";
+import { Viewer } from "./viewer.js";
+
+const CURVES_MS = 4000;
+const LISTS_MS = 5000;
+const LETTERS = 200;
+const POLICIES = 300;
+
+class Page {
+  #overview = null;
+  #drawing = false;
+  #actions = new Actions(() => this.#afterAction());
+  #versions = new VersionTable(this.#actions);
+  #viewer = new Viewer(
+    (v) => this.#versions.trainStep(v),
+    () => this.#overview?.train_step ?? 0,
+  );
+  #open = (id) => this.#viewer.open(id);
+  #timeline = new Timeline(this.#open);
+  #queue = new QueuePanels();
+  #curves = new Curves();
+  #generators = new GeneratorTable();
+  #letters = new LetterTable({ ...this.#lettersActions(), open: this.#open });
+  #trajectories = new TrajectoryTable(this.#open, (error) => this.#complain("trajectories", error));
+  #stream = new Stream(
+    (name, data) => this.#onEvent(name, data),
+    (state) => this.#onConnection(state),
+  );
+  #complaints = new Map();
+  #said = {};
+  #polls = [
+    { name: "curves", every: CURVES_MS, read: () => this.#curves.refresh() },
+    { name: "policies", every: LISTS_MS, read: async () => this.#versions.show(await api.policies(POLICIES)) },
+    { name: "dead letters", every: LISTS_MS, read: async () => this.#letters.show(await api.deadLetters(LETTERS)) },
+    { name: "trajectories", every: LISTS_MS, read: () => this.#trajectories.refresh() },
+  ];
+
+  #lettersActions() {
+    const { replay, deleteLetter, allowed } = this.#actions;
+    return { replay, deleteLetter, allowed };
+  }
+
+  async start() {
+    this.#stream.start();
+    for (const poll of this.#polls) this.#poll(poll);
+    document.addEventListener("visibilitychange", () => {
+      if (document.hidden) return;
+      this.#drawSoon();
+      this.#readNow();
+    });
+    this.#describe();
+    await this.#actions.restore();
+  }
+
+  async #describe() {
+    try {
+      const about = await api.about();
+      setText(
+        byId("about"),
+        `rollmesh ${about.version}; groups of ${about.group_size}, batches of ${about.groups_per_batch} groups, staleness at most ${about.max_staleness}`,
+      );
+    } catch (error) {
+      this.#complain("about", error);
+    }
+  }
+
+  #onEvent(name, data) {
+    if (name !== "snapshot" && name !== "tick") return;
+    this.#overview = data.overview;
+    this.#timeline.apply(name, data.timeline);
+    this.#drawSoon();
+  }
+
+  // A hidden page takes in every look and draws none.
+  #drawSoon() {
+    if (this.#drawing || document.hidden || this.#overview === null) return;
+    this.#drawing = true;
+    requestAnimationFrame(() => {
+      this.#drawing = false;
+      this.#draw();
+    });
+  }
+
+  #draw() {
+    const overview = this.#overview;
+    renderFacts(overview, this.#curves.goodput);
+    this.#timeline.render(overview.waiting_for);
+    this.#queue.render(overview);
+    this.#generators.render(overview);
+    this.#actions.render(overview);
+    this.#announce(overview);
+  }
+
+  // Screen readers hear changes of state, not every number.
+  #announce({ state, pinned_version: pinned, waiting_for: waitingFor }) {
+    const now = { state, pinned };
+    const news = [];
+    if (this.#said.state !== state)
+      news.push(`The run is ${state}${state === "running" || !waitingFor ? "" : `: ${waitingFor}`}.`);
+    if ((this.#said.pinned ?? null) !== pinned)
+      news.push(pinned === null ? "No version is pinned." : `Pinned at ${version(pinned)}.`);
+    if (news.length > 0) setText(byId("announce"), news.join(" "));
+    this.#said = now;
+  }
+
+  #onConnection({ state, since, retryIn, why }) {
+    const node = byId("connection");
+    node.dataset.state = state;
+    if (state === "live") setText(node, "live");
+    if (state === "lost") setText(node, `disconnected since ${clock(since)}`);
+    if (state === "refused") setText(node, "token needed");
+    const words = {
+      live: "",
+      lost: `Disconnected since ${clock(since)}: what is shown is older than that. ${why ? `${why}. ` : ""}Trying again, next in ${seconds(retryIn)}.`,
+      refused: "This run shows itself only to holders of its token: enter it under Control.",
+    }[state];
+    setText(byId("banner"), words);
+    setHidden(byId("banner"), words === "");
+    if (state === "live") this.#readNow();
+  }
+
+  async #poll(poll) {
+    clearTimeout(poll.timer);
+    if (!document.hidden && !poll.busy) {
+      poll.busy = true;
+      try {
+        await poll.read();
+        this.#complaints.delete(poll.name);
+        this.#showComplaints();
+      } catch (error) {
+        this.#complain(poll.name, error);
+      } finally {
+        poll.busy = false;
+      }
+    }
+    clearTimeout(poll.timer);
+    poll.timer = setTimeout(() => this.#poll(poll), poll.every);
+  }
+
+  #readNow() {
+    for (const poll of this.#polls) this.#poll(poll);
+  }
+
+  #complain(name, error) {
+    // A lost connection has its own banner; anything that is no answer of the gateway is a defect and stays visible.
+    if (!("status" in error)) console.error(error);
+    if (error.status === 0 || error.status === 401) return;
+    this.#complaints.set(name, `${name}: ${error.message}`);
+    this.#showComplaints();
+  }
+
+  #showComplaints() {
+    if (byId("connection").dataset.state !== "live") return;
+    const text = [...this.#complaints.values()].join("; ");
+    setText(byId("banner"), text);
+    setHidden(byId("banner"), text === "");
+  }
+
+  #afterAction() {
+    this.#versions.render();
+    this.#letters.render();
+    this.#readNow();
+    // A stream that was refused begins again with the new token.
+    if (byId("connection").dataset.state === "refused" && api.token()) this.#stream.start();
+  }
+}
+
+new Page().start();

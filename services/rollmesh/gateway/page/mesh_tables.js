@@ -1,0 +1,121 @@
+// Generators with what they serve and carry; policy versions with what can be done with them.
+import { byId, el } from "./dom.js";
+import { count, number, plural, short, version, words } from "./format.js";
+import { versionTag } from "./palette.js";
+import { built, Table, text } from "./table.js";
+
+const load = (one) => {
+  const full = el("span");
+  full.style.width = `${one.slots > 0 ? (100 * Math.min(1, one.running / one.slots)).toFixed(0) : 0}%`;
+  const waiting = one.waiting > 0 ? `, ${count(one.waiting)} wait` : "";
+  return [
+    el("span", { class: "load", "aria-hidden": "true" }, full),
+    `${count(one.running)} of ${count(one.slots)}${waiting}`,
+  ];
+};
+
+const behind = (one) =>
+  one.versions_behind > 0
+    ? [versionTag(one.policy_version), ` \u2212${one.versions_behind}`]
+    : [versionTag(one.policy_version)];
+
+const serving = (one) =>
+  one.serving
+    ? el("span", { class: "good" }, "yes")
+    : el("span", { class: "warn" }, `no${one.reason ? `: ${words(one.reason)}` : ""}`);
+
+export class GeneratorTable {
+  #note = el("p", { class: "note" });
+  #table = new Table(
+    byId("generator-table"),
+    [
+      text("address", (one) => one.address, { left: true }),
+      built("serving", (one) => [one.serving, one.reason], serving, { left: true, wrap: true }),
+      built("version", (one) => [one.policy_version, one.versions_behind], behind, { left: true }),
+      built("calls in slots", (one) => [one.running, one.slots, one.waiting], load),
+      text("KV cache", (one) => `${short(one.kv_token_capacity)} tokens`),
+      text("instance", (one) => one.instance_id.slice(0, 8)),
+    ],
+    "Living generators",
+  );
+
+  constructor() {
+    byId("generator-table").append(this.#note);
+  }
+
+  render(overview) {
+    this.#table.show(
+      overview.generators,
+      (one) => one.instance_id,
+      "No generator has registered: waiting for the first one to load a policy.",
+    );
+    const more = overview.generator_count - overview.generators.length;
+    this.#note.hidden = more <= 0;
+    this.#note.textContent = more > 0 ? `and ${plural(more, "generator")} more` : "";
+  }
+}
+
+const score = (one) =>
+  one.evaluation ? `${number(one.evaluation.mean)} \u00b1 ${number(one.evaluation.standard_error)}` : "";
+
+export class VersionTable {
+  #table;
+  #list = [];
+
+  // actions: {pin(version), rollBack(version), allowed()}
+  constructor(actions) {
+    const button = (name, style, act, policyVersion) =>
+      el(
+        "button",
+        {
+          type: "button",
+          class: style,
+          disabled: !actions.allowed(),
+          "aria-label": `${name} ${version(policyVersion)}`,
+          onclick: () => act(policyVersion),
+        },
+        name,
+      );
+    const buttons = (one) =>
+      el(
+        "div",
+        { class: "tools" },
+        one.pinned ? el("span", { class: "warn" }, "pinned") : button("Pin", "small", actions.pin, one.policy_version),
+        one.newest ? null : button("Roll back", "small danger", actions.rollBack, one.policy_version),
+      );
+    this.#table = new Table(
+      byId("version-table"),
+      [
+        built(
+          "version",
+          (one) => one.policy_version,
+          (one) => versionTag(one.policy_version),
+          { left: true },
+        ),
+        text("step", (one) => count(one.train_step)),
+        text("served by", (one) => count(one.generators)),
+        text("evaluation", score),
+        built("actions", (one) => [one.pinned, one.newest, actions.allowed()], buttons, { unseen: true }),
+      ],
+      "Announced policy versions, newest first",
+    );
+  }
+
+  // Train step of a version; null when it is not in the list.
+  trainStep(policyVersion) {
+    return this.#list.find((one) => one.policy_version === policyVersion)?.train_step ?? null;
+  }
+
+  show(list) {
+    this.#list = list.policies;
+    this.render();
+  }
+
+  render() {
+    this.#table.show(
+      this.#list,
+      (one) => one.policy_version,
+      "No policy yet: waiting for the trainer to announce version 0.",
+    );
+  }
+}

@@ -1,0 +1,82 @@
+// Three small charts of the queue: its states, how stale it is, and what left it untrained.
+import { byId } from "./dom.js";
+import { count, plural, short, words } from "./format.js";
+import { Bars } from "./bars.js";
+
+const STATES = ["pending", "leased", "partial", "finished", "scored", "unscorable", "dead"];
+const GROUPS = ["open", "ready", "cut"];
+const MOST_BINS = 14;
+
+export class QueuePanels {
+  #queue = new Bars(byId("queue-bars"), { heads: ["state", "count"], caption: "Trajectories and groups by state" });
+  #staleness = new Bars(byId("staleness-bars"), {
+    heads: ["train steps", "groups waiting", "trained"],
+    caption: "Staleness: groups that wait in the queue, and trajectories of the newest batch",
+  });
+  #drops = new Bars(byId("drop-bars"), { heads: ["reason", "groups"], caption: "Groups dropped untrained, by reason" });
+
+  render(overview) {
+    this.#renderQueue(overview);
+    this.#renderStaleness(overview.staleness);
+    this.#renderDrops(overview.drops);
+  }
+
+  #renderQueue({ trajectories, groups, waiting_for: waitingFor }) {
+    const rows = [];
+    for (const [kind, names, counts] of [
+      ["", STATES, trajectories],
+      ["groups ", GROUPS, groups],
+    ]) {
+      const most = Math.max(1, ...Object.values(counts));
+      for (const name of names) {
+        const n = counts[name] ?? 0;
+        rows.push({ key: kind + name, label: kind + name, values: [{ share: n / most, text: count(n) }] });
+      }
+    }
+    const any = [...Object.values(trajectories), ...Object.values(groups)].some((n) => n > 0);
+    this.#queue.show(any ? rows : [], `The queue is empty${waitingFor ? `: waiting for ${waitingFor}` : ""}.`);
+  }
+
+  #renderStaleness({ bound, queue, trained }) {
+    const bins = new Map();
+    const binOf = (staleness) => {
+      // Many steps share the last bar, so that a large bound does not make a long list.
+      const at = Math.min(staleness, MOST_BINS);
+      if (!bins.has(at)) bins.set(at, { waiting: 0, trained: 0 });
+      return bins.get(at);
+    };
+    for (const { staleness, count: n } of queue) binOf(staleness).waiting += n;
+    for (const { staleness, count: n } of trained) binOf(staleness).trained += n;
+    if (bins.size > 0) for (let at = 0; at <= Math.min(bound, MOST_BINS); at += 1) binOf(at);
+    const most = (name) => Math.max(1, ...[...bins.values()].map((bin) => bin[name]));
+    const [mostWaiting, mostTrained] = [most("waiting"), most("trained")];
+    const rows = [...bins]
+      .sort((a, b) => a[0] - b[0])
+      .map(([at, bin]) => ({
+        key: at,
+        label: `${at}${at === MOST_BINS ? " or more" : ""}${at === bound ? " (bound)" : at > bound ? " (over)" : ""}`,
+        over: at > bound,
+        values: [
+          { share: bin.waiting / mostWaiting, text: count(bin.waiting) },
+          { share: bin.trained / mostTrained, text: count(bin.trained) },
+        ],
+      }));
+    this.#staleness.show(rows, "Nothing yet: waiting for the first tokens.");
+  }
+
+  #renderDrops(drops) {
+    const dropped = drops.filter((drop) => drop.groups > 0).sort((a, b) => b.groups - a.groups);
+    const most = Math.max(1, ...dropped.map((drop) => drop.groups));
+    const rows = dropped.map((drop) => ({
+      key: drop.reason,
+      label: words(drop.reason),
+      values: [
+        {
+          share: drop.groups / most,
+          text: `${count(drop.groups)} (${plural(drop.tokens, "token").replace(count(drop.tokens), short(drop.tokens))})`,
+        },
+      ],
+    }));
+    this.#drops.show(rows, "No group has been dropped.");
+  }
+}

@@ -1,0 +1,58 @@
+// A table whose rows are kept by key, with words where there are none.
+import { el, reconcile, setText } from "./dom.js";
+
+export class Table {
+  #body = el("tbody");
+  #empty = el("p", { class: "empty" });
+  #table;
+  #columns;
+
+  // columns: {name, left, wrap, show(cell, item)}; the first one heads its row.
+  constructor(box, columns, caption) {
+    this.#columns = columns;
+    const heads = columns.map((column) => {
+      const head = el("th", { scope: "col", class: column.left ? "left" : null }, column.name);
+      // A column of buttons has no heading to see, but one to hear.
+      if (column.unseen) head.replaceChildren(el("span", { class: "unseen" }, column.name));
+      return head;
+    });
+    const top = el("thead", null, el("tr", null, heads));
+    this.#table = el("table", null, el("caption", { class: "unseen" }, caption), top, this.#body);
+    box.append(this.#table, this.#empty);
+  }
+
+  show(items, keyOf, empty) {
+    this.#table.hidden = items.length === 0;
+    this.#empty.hidden = items.length > 0;
+    setText(this.#empty, items.length > 0 ? "" : empty);
+    const make = () => {
+      const cells = this.#columns.map((column, at) => {
+        const style = [column.left ? "left" : "", column.wrap ? "wrap" : ""].filter(Boolean).join(" ");
+        return at === 0 ? el("th", { scope: "row", class: style || null }) : el("td", { class: style || null });
+      });
+      return el("tr", null, cells);
+    };
+    reconcile(this.#body, items, keyOf, make, (row, item) => {
+      this.#columns.forEach((column, at) => column.show(row.children[at], item));
+    });
+  }
+}
+
+// A column of plain text.
+export const text = (name, valueOf, more = {}) => ({
+  name,
+  show: (cell, item) => setText(cell, valueOf(item)),
+  ...more,
+});
+
+// A column whose content is built anew only when `signOf(item)` has changed: its buttons keep their focus.
+export const built = (name, signOf, build, more = {}) => ({
+  name,
+  show: (cell, item) => {
+    const sign = String(signOf(item));
+    if (cell.dataset.sign === sign) return;
+    cell.dataset.sign = sign;
+    cell.replaceChildren(...[build(item)].flat());
+  },
+  ...more,
+});

@@ -1,0 +1,89 @@
+// The list of trajectories in the queue, page by page.
+import * as api from "./api.js";
+import { byId, el, setText } from "./dom.js";
+import { count, number, NOTHING, plural, version, words } from "./format.js";
+import { versionTag } from "./palette.js";
+import { built, Table, text } from "./table.js";
+
+const STATES = ["pending", "leased", "partial", "finished", "scored", "unscorable", "dead"];
+const PAGE = 50;
+const MOST_EMPTY_PAGES = 20;
+
+export class TrajectoryTable {
+  #table;
+  #cursor = null;
+  #next = null;
+  #asked = 0;
+  #fail;
+
+  // open(id) shows a trajectory; fail(error) says why a list could not be read.
+  constructor(open, fail) {
+    this.#fail = fail;
+    const link = (one) => el("button", { type: "button", class: "link", onclick: () => open(one.id) }, one.id);
+    const writers = (one) => (one.newest_version === null ? NOTHING : versionTag(one.newest_version));
+    this.#table = new Table(
+      byId("trajectory-table"),
+      [
+        built("trajectory", (one) => one.id, link, { left: true }),
+        text("state", (one) => words(one.state), { left: true }),
+        built("newest tokens", (one) => one.newest_version, writers, { left: true }),
+        text("born at", (one) => (one.birth_version === null ? NOTHING : version(one.birth_version))),
+        text("tokens", (one) => count(one.tokens)),
+        text("attempts", (one) => count(one.attempts)),
+        text("ended by", (one) => (one.finish_reason ? words(one.finish_reason) : "")),
+        text("reward", (one) => number(one.reward)),
+        text("batch", (one) => count(one.train_step)),
+      ],
+      "Trajectories in the queue, oldest group first",
+    );
+    this.#listen(open);
+  }
+
+  #listen(open) {
+    const states = byId("trajectory-state");
+    states.append(el("option", { value: "" }, "any"), ...STATES.map((state) => el("option", { value: state }, state)));
+    states.addEventListener("change", () => this.#turn(null));
+    byId("trajectories-first").addEventListener("click", () => this.#turn(null));
+    byId("trajectories-next").addEventListener("click", () => this.#turn(this.#next));
+    byId("trajectory-filter").addEventListener("submit", (event) => {
+      event.preventDefault();
+      const id = byId("trajectory-id").value.trim();
+      if (id) open(id);
+    });
+  }
+
+  async #turn(cursor) {
+    this.#cursor = cursor;
+    try {
+      await this.refresh();
+      byId("trajectory-table").scrollTop = 0;
+    } catch (error) {
+      this.#fail(error);
+    }
+  }
+
+  // Reads the page again that is shown; an answer that a newer question has overtaken is dropped.
+  async refresh() {
+    const asked = (this.#asked += 1);
+    const state = byId("trajectory-state").value || null;
+    let page = await api.trajectories(state, this.#cursor, PAGE);
+    // A page may be short, or empty with more to come: go on until there is something to show.
+    const items = [...page.items];
+    for (let more = 0; items.length === 0 && page.next_cursor !== null && more < MOST_EMPTY_PAGES; more += 1) {
+      page = await api.trajectories(state, page.next_cursor, PAGE);
+      items.push(...page.items);
+    }
+    if (asked !== this.#asked) return;
+    this.#next = page.next_cursor;
+    const empty = state
+      ? `No trajectory is ${state} on this page.`
+      : "The queue is empty: waiting for the first groups.";
+    this.#table.show(items, (one) => one.id, empty);
+    byId("trajectories-next").disabled = this.#next === null;
+    byId("trajectories-first").disabled = this.#cursor === null;
+    setText(
+      byId("trajectories-note"),
+      items.length > 0 ? `${plural(items.length, "trajectory", "trajectories")} shown` : "",
+    );
+  }
+}
