@@ -21,6 +21,7 @@ MOVED = {
     ),
     "reward": ("answers_total", "outcomes_total", "last_outcome_timestamp_seconds"),
     "trainer": ("trained_tokens_total", "groups_total", "checkpoint_writes_total", "last_step_timestamp_seconds"),
+    "gateway": ("look_seconds", "last_look_timestamp_seconds", "store_call_seconds"),
 }
 """What a trained step has moved, by service."""
 

@@ -36,7 +36,7 @@ def sealed(secret: bytes, data: bytes, tag: str) -> bool:
 
 def run_secret(folder: Path) -> bytes:
     """The secret of a run that brings none: 32 random bytes (hex) in the run folder, readable by the owner only."""
-    return _random_once(folder / SECRET_FILE).encode()
+    return random_once(folder / SECRET_FILE).encode()
 
 
 def lineage(root: Path) -> str:
@@ -44,10 +44,10 @@ def lineage(root: Path) -> str:
 
     It stays when the store is moved or restored from a copy. Not a secret.
     """
-    return _random_once(root / LINEAGE_FILE)
+    return random_once(root / LINEAGE_FILE)
 
 
-def _random_once(file: Path) -> str:
+def random_once(file: Path) -> str:
     """Content of a file of 32 random bytes (hex), made if need be.
 
     Any number of processes may ask at once; the first one to link its file wins and all read the same.

@@ -26,6 +26,7 @@ _SERVICES = {
     "generator": "Run a generator; it finds the newest policy by itself and may join or leave at any time.",
     "reward": "Run a reward service: verifiers in a killing process pool.",
     "trainer": "Run the trainer (one process, or a rank under torchrun); a newer trainer fences an older one.",
+    "gateway": "Serve the page and the REST API of a run; as many as you like, they only look until told otherwise.",
 }
 
 

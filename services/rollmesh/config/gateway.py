@@ -8,17 +8,15 @@ from pydantic import Field, SecretStr, model_validator
 
 from rollmesh.config.base import Section
 
-LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
-
 
 class GatewayConfig(Section):
     """The page and the REST API of a run."""
 
     enabled: bool = True
     """Whether the launcher starts one; ``rollmesh gateway`` starts one in any case."""
-    host: str = "127.0.0.1"
-    """Address to bind to. On another one than loopback everybody who reaches it may look (not act): see
-    ``token_for_reads``, and put TLS in front."""
+    host: str | None = None
+    """Address to bind to; null is network.host, else launcher.host. On another one than loopback everybody who reaches
+    it may look (not act): see ``token_for_reads``, and put TLS in front or set security.tls."""
     port: int = Field(default=0, ge=0, le=65_535)
     """Port to bind to; 0 takes a free one, which ``rollmesh status`` prints."""
     token: SecretStr | None = None
@@ -37,11 +35,6 @@ class GatewayConfig(Section):
     """Most clients that follow the live events at once."""
     max_request_bytes: int = Field(default=8 << 20, ge=1 << 10)
     """Longest body of a request."""
-
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        return self.host in LOOPBACK
 
     @model_validator(mode="after")
     def _a_token_is_no_empty_word(self) -> Self:

@@ -90,8 +90,8 @@ class Lanes:
 
     @property
     def room(self) -> int:
-        """How many more rollouts can be followed; ended ones make room."""
-        return self._most - len(self._live)
+        """How many more rollouts can be followed: a quarter of the places is for those that have ended."""
+        return self._most - self._most // 4 - len(self._live)
 
     def knows(self, trajectory_id: str) -> bool:
         """Whether a rollout is followed already."""

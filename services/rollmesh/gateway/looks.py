@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,28 +49,18 @@ class Look:
 
 
 async def read_look(store: TrajectoryStore) -> Look:
-    """Read everything but single trajectories; the reads share a connection pool and run side by side."""
-    view, counts, desired, generators, pinned, rollback, failure, scale, workers = await asyncio.gather(
-        store.view(),
-        store.counts(),
-        store.desired(),
-        store.generators(),
-        store.pinned_policy(),
-        store.rollback_request(),
-        store.failure(),
-        store.scale_requests(),
-        store.workers(),
-    )
+    """Read everything but single trajectories."""
+    rollback = await store.rollback_request()
     return Look(
-        view=view,
-        counts=counts,
-        desired=desired,
-        generators=generators,
-        pinned_version=pinned,
+        view=await store.view(),
+        counts=await store.counts(),
+        desired=await store.desired(),
+        generators=await store.generators(),
+        pinned_version=await store.pinned_policy(),
         rollback_to=None if rollback is None else rollback.policy_version,
-        failure=failure,
-        scale_requests=scale,
-        workers=workers,
+        failure=await store.failure(),
+        scale_requests=await store.scale_requests(),
+        workers=await store.workers(),
     )
 
 

@@ -11,8 +11,8 @@ from rollmesh.config.scaling import configured_replicas
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
 
-STOP_ORDER = ("rollout", "generator", "reward", "trainer")
-"""Work stops at its source first, so that everything behind it can drain."""
+STOP_ORDER = ("rollout", "generator", "reward", "trainer", "gateway")
+"""Work stops at its source first, so that everything behind it can drain; people may watch until the end."""
 
 
 def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
@@ -43,7 +43,7 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
 
 def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ServiceSpec]:
     """Every service process of the run as its run file has them, in start order."""
-    counts = {"trainer": 1, **configured_replicas(config)}
+    counts = {"trainer": 1, **configured_replicas(config), "gateway": int(config.gateway.enabled)}
     return [
         service_spec(config, folder, environment, service, index)
         for service, count in counts.items()
@@ -82,5 +82,7 @@ def service_spec(
         log_file=folder.log_file(service, index),
         grace_seconds=config.generator.drain_timeout_seconds + 10.0,
         one_shot=service == "trainer",
+        # A page that cannot be served (its port is taken) is no reason to end a run.
+        vital=service != "gateway",
         final_errors=frozenset(final_errors),
     )

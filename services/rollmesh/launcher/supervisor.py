@@ -40,6 +40,8 @@ class ServiceSpec:
     """Exit status 0 means finished, not crashed."""
     final_errors: frozenset[str] = frozenset({"ConfigError", "DataError"})
     """Errors named in the log after which starting again is no use, whatever the exit status (torchrun has its own)."""
+    vital: bool = True
+    """Whether the run fails when it cannot be kept up; one that is not is given up, and the others go on."""
 
     @property
     def name(self) -> str:
@@ -71,6 +73,8 @@ class Supervisor:
         self._children: dict[str, _Child] = {}
         self._log = get_logger("supervisor")
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.given_up: dict[str, str] = {}
+        """Why, by name, of the children that are not vital and cannot be kept up."""
 
     def start(self, spec: ServiceSpec) -> None:
         """Start a child and keep it running until ``stop``."""
@@ -140,7 +144,7 @@ class Supervisor:
             try:
                 code = await self._run_once(child)
             except OSError as error:
-                self._fail(f"{child.spec.name} cannot be started: {error}")
+                self._fail(child.spec, f"{child.spec.name} cannot be started: {error}")
                 return
             if child.stopping:
                 return
@@ -149,7 +153,7 @@ class Supervisor:
                 return
             words = last_words(child.spec.log_file, child.log_start)
             if code == EXIT_CONFIG or words.error in child.spec.final_errors:
-                self._fail(f"{child.spec.name} cannot go on: {words.text}")
+                self._fail(child.spec, f"{child.spec.name} cannot go on: {words.text}")
                 return
             after = self._delay_after(child, code, started, words.text)
             if after is None:
@@ -162,7 +166,8 @@ class Supervisor:
         child.restarts = [t for t in child.restarts if now - t < _LIMIT_WINDOW_SECONDS] + [now]
         if len(child.restarts) > self._limit:
             times = f"{len(child.restarts)} times within ten minutes"
-            self._fail(f"{child.spec.name} ended with status {code}, {times}{f': {words}' if words else ''}")
+            ended = f"{child.spec.name} ended with status {code}, {times}{f': {words}' if words else ''}"
+            self._fail(child.spec, ended)
             return None
         recent = len(child.restarts) if now - started < _LAST_BACKOFF_SECONDS else 1
         delay: float = min(_LAST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (recent - 1))
@@ -208,7 +213,11 @@ class Supervisor:
             _signal_group(process.pid, signal.SIGKILL)
             await process.wait()
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, spec: ServiceSpec, reason: str) -> None:
+        if not spec.vital:
+            self._log.warning("service_given_up", name=spec.name, reason=reason)
+            self.given_up[spec.name] = reason
+            return
         if not self.failed.done():
             self.failed.set_result(reason)
 

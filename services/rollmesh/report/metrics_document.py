@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Metric
 
 from rollmesh.errors import EngineError
+from rollmesh.gateway.metrics import GatewayMetrics
 from rollmesh.generator.engines.protocol import EngineStatus
 from rollmesh.generator.metrics import EngineCollector, GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
@@ -58,14 +59,15 @@ def metrics_document() -> str:
 
 def service_metrics() -> dict[str, list[Metric]]:
     """Metric families by service, in alphabetical order, without those of the Python process."""
-    registries = {service: Metrics(service) for service in ("rollout", "generator", "reward", "trainer")}
-    for service in ("rollout", "generator", "trainer"):
+    registries = {service: Metrics(service) for service in ("rollout", "generator", "reward", "trainer", "gateway")}
+    for service in ("rollout", "generator", "trainer", "gateway"):
         StoreCallMetrics(registries[service])
     RolloutMetrics(registries["rollout"])
     GeneratorMetrics(registries["generator"])
     registries["generator"].registry.register(EngineCollector(_not_started, Rotation()))
     RewardMetrics(registries["reward"]).expect(["countdown"])
     TrainerMetrics(registries["trainer"])
+    GatewayMetrics(registries["gateway"])
     return {
         service: sorted(
             (f for f in metrics.registry.collect() if f.name.startswith("rollmesh_")), key=lambda family: family.name

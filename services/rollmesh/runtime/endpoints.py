@@ -26,17 +26,19 @@ class Endpoint:
     """host:port, empty for services without a gRPC port."""
     admin: str
     """host:port of /metrics, /healthz and /readyz."""
+    url: str = ""
+    """URL of the page and the REST API; empty for services without one."""
 
 
 @contextmanager
 def published_endpoint(
-    run_folder: Path, *, service: str, index: int, grpc: str, admin: str, run: str = ""
+    run_folder: Path, *, service: str, index: int, grpc: str, admin: str, run: str = "", url: str = ""
 ) -> Iterator[Endpoint]:
     """Write the endpoint files while the service runs; remove them after, unless a successor already replaced them.
 
     ``run`` is the run's name, for the labels of Prometheus; the name of its folder by default.
     """
-    endpoint = Endpoint(service=service, index=index, pid=os.getpid(), grpc=grpc, admin=admin)
+    endpoint = Endpoint(service=service, index=index, pid=os.getpid(), grpc=grpc, admin=admin, url=url)
     name = f"{service}-{index}.json"
     file, target = run_folder / "services" / name, run_folder / "scrape" / name
     labels = {"run": run or run_folder.name, "service": service, "index": str(index)}

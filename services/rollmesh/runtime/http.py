@@ -64,12 +64,40 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, field: str) -> socket.socket:
+    """A listening socket; ConfigError naming the config ``field`` of the port when it cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
     except OSError as error:
-        raise ConfigError(f"the admin port cannot be bound at {host}, network.admin_port={port}: {error}") from error
+        raise ConfigError(f"cannot listen at {host}, {field}={port}: {error}") from error
+
+
+@contextlib.asynccontextmanager
+async def http_server(
+    app: FastAPI, listener: socket.socket, security: PortSecurity = OPEN, *, grace_seconds: int | None = None
+) -> AsyncIterator[int]:
+    """Serve an application inside the running loop; yields the bound port.
+
+    At the end requests that are being answered have ``grace_seconds``; null is as long as they take.
+    """
+    with contextlib.closing(listener):
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=grace_seconds,
+        )
+        use_tls(config, security, client_certificates=False)
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await task
 
 
 @contextlib.asynccontextmanager
@@ -77,14 +105,6 @@ async def admin_server(
     metrics: Metrics, health: Health, host: str, port: int = 0, security: PortSecurity = OPEN
 ) -> AsyncIterator[int]:
     """Serve the admin port inside the running loop; yields the bound port."""
-    with contextlib.closing(_listen(host, port)) as listener:
-        app = admin_app(metrics, health, security)
-        config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off")
-        use_tls(config, security, client_certificates=False)
-        server = _Server(config)
-        task = asyncio.create_task(server.serve(sockets=[listener]), name="admin-http")
-        try:
-            yield int(listener.getsockname()[1])
-        finally:
-            server.should_exit = True
-            await task
+    app = admin_app(metrics, health, security)
+    async with http_server(app, listen(host, port, "network.admin_port"), security) as bound:
+        yield bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 
-_WILDCARDS = frozenset({"0.0.0.0", "::", ""})
+WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
 def bind_host(config: RunConfig) -> str:
@@ -24,7 +24,7 @@ def advertised(config: RunConfig, port: int) -> str:
     Raises ConfigError when only a wildcard is known.
     """
     host = config.network.advertise_host or bind_host(config)
-    if host in _WILDCARDS:
+    if host in WILDCARDS:
         raise ConfigError(
             f"network.host={host} is no address that others can dial: set network.advertise_host, for example by "
             "ROLLMESH_NETWORK__ADVERTISE_HOST with the pod's IP"

@@ -1,0 +1,159 @@
+"""The FastAPI application: routes, the page, one shape for every error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
+
+import rollmesh
+from rollmesh.errors import ConfigError, Conflict, DataError, RollmeshError, StoreError
+from rollmesh.gateway.auth import Check
+from rollmesh.gateway.docs_page import docs_page
+from rollmesh.gateway.errors import ApiError, Unauthorized
+from rollmesh.gateway.guard import Guard
+from rollmesh.gateway.metrics import GatewayMetrics
+from rollmesh.gateway.models import ErrorBody, SnapshotEvent, TickEvent
+from rollmesh.gateway.ports import Actions, Reads
+from rollmesh.gateway.routes import PREFIX, action_router, read_router
+from rollmesh.runtime.logging import get_logger
+
+PAGE = Path(__file__).parent / "page"
+
+
+def create_app(
+    reads: Reads,
+    actions: Actions,
+    *,
+    read_check: Check,
+    action_check: Check,
+    metrics: GatewayMetrics,
+    hosts: Sequence[str] = (),
+    most_bytes: int = 8 << 20,
+    routers: Sequence[APIRouter] = (),
+    page: Path = PAGE,
+) -> FastAPI:
+    """The whole application; ``routers`` are further APIs beside the REST API."""
+    app = FastAPI(
+        title="rollmesh gateway",
+        version=rollmesh.__version__,
+        summary="What a run does, as it does it, and the few things a person may do to it.",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=f"{PREFIX}/openapi.json",
+        separate_input_output_schemas=False,
+    )
+    app.include_router(read_router(reads, read_check))
+    app.include_router(action_router(actions, action_check))
+    for router in routers:
+        app.include_router(router)
+    _add_pages(app, page)
+    _add_errors(app, metrics)
+    _describe(app)
+    app.add_middleware(Guard, hosts=hosts, most_bytes=most_bytes, metrics=metrics)
+    return app
+
+
+def _add_pages(app: FastAPI, page: Path) -> None:
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        # Revalidated each time: a page of an older version would speak to a newer API.
+        return FileResponse(page / "index.html", headers={"Cache-Control": "no-cache"})
+
+    @app.get(f"{PREFIX}/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()))
+
+    app.mount("/page", _Static(directory=page), name="page")
+
+
+class _Static(StaticFiles):
+    """Files of the page, revalidated each time (an answer of 304 costs nothing on a page of this size)."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers["Cache-Control"] = "no-cache"
+        return response
+
+
+def _add_errors(app: FastAPI, metrics: GatewayMetrics) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_request: Request, error: ApiError) -> Response:
+        headers = {}
+        if isinstance(error, Unauthorized):
+            metrics.refused_tokens.inc()
+            headers["WWW-Authenticate"] = "Bearer"
+        return _answer(error.status, str(error), error.field, error.hint, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_request(_request: Request, error: RequestValidationError) -> Response:
+        problem = error.errors()[0]
+        where = [str(part) for part in problem["loc"] if part not in ("query", "path", "header", "body")]
+        return _answer(400, str(problem["msg"]), ".".join(where) or str(problem["loc"][0]), "see /api/v1/docs")
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        hint = "see /api/v1/docs" if error.status_code in (404, 405) else None
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return _answer(error.status_code, message, None, hint, error.headers)
+
+    @app.exception_handler(RollmeshError)
+    async def run_error(_request: Request, error: RollmeshError) -> Response:
+        if isinstance(error, Conflict):
+            return _answer(409, str(error), None, None)
+        if isinstance(error, ConfigError | DataError):
+            return _answer(400, str(error), None, None)
+        hint = "the store is away or recovering: ask again in a moment" if isinstance(error, StoreError) else None
+        return _answer(503, str(error), None, hint)
+
+    @app.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        get_logger("gateway").error("request_failed", path=request.url.path, error=repr(error), exc_info=error)
+        return _answer(500, "an error inside the gateway; its log has the trace", None, None)
+
+
+def _answer(
+    status: int, error: str, field: str | None, hint: str | None, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = ErrorBody(error=error, field=field, hint=hint)
+    return JSONResponse(body.model_dump(), status_code=status, headers=None if headers is None else dict(headers))
+
+
+def _describe(app: FastAPI) -> None:
+    """OpenAPI as it is: wrong parameters are answered with 400 and an ErrorBody, and events have schemas, too."""
+    made = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
+        document = made()
+        for operation in _operations(document):
+            if operation["responses"].pop("422", None) is not None:
+                operation["responses"].setdefault(
+                    "400",
+                    {
+                        "description": "A parameter or the body is wrong.",
+                        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},
+                    },
+                )
+        schemas = document["components"]["schemas"]
+        for model in (SnapshotEvent, TickEvent):
+            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            schemas |= {name: inner for name, inner in schema.pop("$defs", {}).items() if name not in schemas}
+            schemas[model.__name__] = schema
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _operations(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for path in document["paths"].values():
+        yield from path.values()

@@ -1,0 +1,218 @@
+"""What stands behind the routes: the sampler's newest look, the store, the viewer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+import rollmesh
+from rollmesh.config import RunConfig
+from rollmesh.config.scaling import check_replicas, check_scale
+from rollmesh.errors import Conflict
+from rollmesh.gateway.errors import NotFound
+from rollmesh.gateway.looks import finished_evaluations, generator_views
+from rollmesh.gateway.metrics import GatewayMetrics
+from rollmesh.gateway.models import (
+    About,
+    DeadLetterList,
+    DeadLetterView,
+    Done,
+    GeneratorList,
+    ListState,
+    Overview,
+    PolicyList,
+    PolicyView,
+    ScaleRequest,
+    SeriesAnswer,
+    Timeline,
+    TrajectoryDetail,
+    TrajectoryPage,
+)
+from rollmesh.gateway.sampler import Sampler
+from rollmesh.gateway.viewer import Viewer
+from rollmesh.scheduling import resolve_schedule
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.types import DeadLetter
+
+
+class RunReads:
+    """Implements ``ports.Reads``."""
+
+    def __init__(
+        self, config: RunConfig, store: TrajectoryStore, sampler: Sampler, viewer: Viewer, *, text: bool
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._sampler = sampler
+        self._viewer = viewer
+        self._text = text
+
+    def about(self) -> About:
+        """Fixed facts of the run."""
+        config = self._config
+        return About(
+            run=config.name,
+            version=rollmesh.__version__,
+            train_steps=config.trainer.train_steps,
+            group_size=config.schedule.group_size,
+            groups_per_batch=config.schedule.groups_per_batch,
+            max_staleness=resolve_schedule(config.schedule, config.trainer.train_steps).max_staleness,
+            text=self._text,
+            token_for_reads=config.gateway.token_for_reads,
+            sample_seconds=config.gateway.sample_seconds,
+        )
+
+    def overview(self) -> Overview:
+        """The newest look."""
+        return self._sampler.overview()
+
+    def timeline(self) -> Timeline:
+        """Rollouts in flight and just ended."""
+        return self._sampler.timeline()
+
+    def events(self, after: int | None) -> AsyncIterator[bytes]:
+        """Live events."""
+        return self._sampler.hub.follow(after)
+
+    def series(self, names: Sequence[str], points: int) -> SeriesAnswer:
+        """Curves."""
+        return self._sampler.curves.answer(names, points)
+
+    async def trajectories(self, state: ListState | None, cursor: str | None, limit: int) -> TrajectoryPage:
+        """One page of the queue."""
+        return await self._viewer.page(state, cursor, limit)
+
+    async def trajectory(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:
+        """One trajectory."""
+        return await self._viewer.detail(trajectory_id, first_token, token_limit)
+
+    async def policies(self, limit: int) -> PolicyList:
+        """Announced policies, newest first."""
+        policies = await self._store.policies()
+        generators = await self._store.generators()
+        pinned = await self._store.pinned_policy()
+        points = {point.policy_version: point for point in finished_evaluations(await self._store.evaluations())}
+        newest = policies[-1].policy_version if policies else -1
+        views = [
+            PolicyView(
+                policy_version=policy.policy_version,
+                train_step=policy.train_step,
+                newest=policy.policy_version == newest,
+                pinned=policy.policy_version == pinned,
+                generators=sum(g.serving and g.policy_version == policy.policy_version for g in generators),
+                evaluation=points.get(policy.policy_version),
+            )
+            for policy in reversed(policies[-limit:])
+        ]
+        return PolicyList(policies=views, total=len(policies))
+
+    async def generators(self) -> GeneratorList:
+        """Living generators."""
+        latest = await self._store.latest_policy()
+        newest = -1 if latest is None else latest.policy_version
+        return GeneratorList(generators=generator_views(await self._store.generators(), newest))
+
+    async def dead_letters(self, limit: int) -> DeadLetterList:
+        """Dead letters, oldest first."""
+        letters = await self._store.dead_letters(limit)
+        total = (await self._store.counts()).dead_letters
+        return DeadLetterList(dead_letters=[_letter_view(letter) for letter in letters], total=total)
+
+
+class RunActions:
+    """Implements ``ports.Actions``."""
+
+    def __init__(self, config: RunConfig, store: TrajectoryStore, metrics: GatewayMetrics) -> None:
+        self._config = config
+        self._store = store
+        self._metrics = metrics
+
+    async def pause(self, paused: bool) -> Done:
+        """Stop or allow new leases."""
+        await self._store.set_user_paused(paused)
+        self._count("pause" if paused else "resume")
+        return Done(done="paused: rollouts in flight are parked and kept" if paused else "resumed")
+
+    async def pin(self, policy_version: int) -> Done:
+        """Hold the generators at one version."""
+        await self._known(policy_version)
+        await self._store.pin_policy(policy_version)
+        self._count("pin")
+        return Done(done=f"pinned to policy version {policy_version}")
+
+    async def unpin(self) -> Done:
+        """Follow the newest version again."""
+        await self._store.pin_policy(None)
+        self._count("unpin")
+        return Done(done="released: generators follow the newest policy version")
+
+    async def roll_back(self, policy_version: int) -> Done:
+        """Ask the trainer to go on from an older version."""
+        await self._known(policy_version)
+        request = await self._store.request_rollback(policy_version)
+        self._count("rollback")
+        return Done(
+            done=f"rollback to policy version {policy_version} requested: the trainer carries it out before its next "
+            "step",
+            request_id=request.request_id,
+        )
+
+    async def replay(self, trajectory_id: str) -> Done:
+        """Put the prompt of a dead letter back."""
+        await self._letter(trajectory_id)
+        group_id = await self._store.replay_dead_letter(trajectory_id)
+        self._count("replay")
+        return Done(done=f"{trajectory_id} is replayed as group {group_id}", group_id=group_id)
+
+    async def delete_letter(self, trajectory_id: str) -> Done:
+        """Forget a dead letter."""
+        if not await self._store.delete_dead_letter(trajectory_id):
+            raise _no_letter(trajectory_id)
+        self._count("delete_letter")
+        return Done(done=f"dead letter {trajectory_id} is forgotten")
+
+    async def scale(self, request: ScaleRequest) -> Done:
+        """Ask the launcher for another number of processes."""
+        if request.replicas is None:
+            check_replicas(request.service, 1)
+        else:
+            check_scale(self._config, request.service, request.replicas)
+        carried_out = await self._store.request_scale(request.service, request.replicas)
+        self._count("scale")
+        wish = "as the run file has it" if request.replicas is None else f"{request.replicas}"
+        who = "the launcher carries it out" if carried_out else "no launcher runs that could carry it out now"
+        return Done(done=f"{request.service} replicas: {wish}; {who}")
+
+    def _count(self, action: str) -> None:
+        self._metrics.actions.labels(action=action).inc()
+
+    async def _known(self, policy_version: int) -> None:
+        if await self._store.policy(policy_version) is None:
+            raise NotFound(
+                f"policy version {policy_version} has not been announced",
+                field="version",
+                hint="GET /api/v1/policies lists them",
+            )
+
+    async def _letter(self, trajectory_id: str) -> None:
+        try:
+            await self._store.dead_letter(trajectory_id)
+        except Conflict as error:
+            raise _no_letter(trajectory_id) from error
+
+
+def _no_letter(trajectory_id: str) -> NotFound:
+    return NotFound(
+        f"no dead letter {trajectory_id}", field="trajectory_id", hint="GET /api/v1/dead-letters lists them"
+    )
+
+
+def _letter_view(letter: DeadLetter) -> DeadLetterView:
+    return DeadLetterView(
+        trajectory_id=letter.trajectory_id,
+        group_id=letter.group_id,
+        reason=letter.reason,
+        time=letter.time_seconds,
+        attempts=letter.attempts,
+        tokens=letter.token_count,
+        replayed_as=letter.replayed_as,
+    )

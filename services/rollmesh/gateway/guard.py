@@ -1,0 +1,156 @@
+"""In front of every route: host names, body sizes, security headers, and the count of what was answered."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollmesh.gateway.metrics import GatewayMetrics
+
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+_BODY_SECONDS = 30.0
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A request that is answered before any route sees it."""
+
+    status: int
+    error: str
+    field: str
+    hint: str
+
+
+class Guard:
+    """ASGI middleware; the application behind it gets the whole body at once, or none."""
+
+    def __init__(self, app: ASGIApp, *, hosts: Sequence[str], most_bytes: int, metrics: GatewayMetrics) -> None:
+        """``hosts`` are the names it answers to ("*.a.org" for all below one); none is every name."""
+        self._app = app
+        self._hosts = tuple(host.lower() for host in hosts)
+        self._most_bytes = most_bytes
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = time.monotonic()
+        seen = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal seen
+            if message["type"] == "http.response.start":
+                seen = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                self._metrics.request_seconds.observe(time.monotonic() - begun)
+            await send(message)
+
+        try:
+            refusal, body = await self._checked(Headers(scope=scope), receive)
+            if refusal is not None:
+                await _refuse(refusal, counted)
+            else:
+                await self._app(scope, _replay(body, receive), counted)
+        finally:
+            # Status 0: the client went away, or the application failed, before an answer began.
+            self._metrics.requests.labels(route=_route(scope), status=f"{(seen or 500) // 100}xx").inc()
+
+    async def _checked(self, headers: Headers, receive: Receive) -> tuple[Refusal | None, bytes]:
+        host = headers.get("host", "").lower()
+        if self._hosts and not any(_matches(host, allowed) for allowed in self._hosts):
+            hint = "use a loopback address, or add the name to gateway.allowed_hosts"
+            return Refusal(status=400, error=f"it is not called {host!r}", field="Host", hint=hint), b""
+        too_long = Refusal(
+            status=413,
+            error=f"the body is longer than {self._most_bytes} bytes",
+            field="body",
+            hint="send less, or raise gateway.max_request_bytes",
+        )
+        declared = headers.get("content-length", "0")
+        if not declared.isdecimal() or int(declared) > self._most_bytes:
+            return too_long, b""
+        if declared == "0" and "transfer-encoding" not in headers:
+            return None, b""
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                body = await _read_body(receive, self._most_bytes)
+        except TimeoutError:
+            hint = "send it faster"
+            return Refusal(status=408, error="the body did not arrive in time", field="body", hint=hint), b""
+        return (too_long, b"") if body is None else (None, body)
+
+
+async def _read_body(receive: Receive, most_bytes: int) -> bytes | None:
+    """The whole body; None when it is too long."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return bytes(body)
+        body += message.get("body", b"")
+        if len(body) > most_bytes:
+            return None
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A channel that gives the body once, and then whatever comes (the client's leave)."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
+
+
+async def _refuse(refusal: Refusal, send: Send) -> None:
+    body = json.dumps({"error": refusal.error, "field": refusal.field, "hint": refusal.hint}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _matches(host: str, allowed: str) -> bool:
+    """Whether a Host header names this host, with or without a port."""
+    bare, colon, port = host.rpartition(":")
+    names = {host, bare} if colon and port.isdecimal() else {host}
+    if allowed.startswith("*."):
+        return any(name.endswith(allowed[1:]) for name in names)
+    return allowed == "*" or allowed in names
+
+
+def _route(scope: Scope) -> str:
+    """The route's template, so that the label has as many values as there are routes."""
+    path = getattr(scope.get("route"), "path_format", None) or getattr(scope.get("route"), "path", None)
+    if isinstance(path, str):
+        return path
+    return "page" if scope["path"] == "/" or scope["path"].startswith("/page/") else "other"

@@ -1,0 +1,114 @@
+"""The gateway process: the page and the REST API on one port, the admin port beside it."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from fastapi import FastAPI
+
+from rollmesh.checkpoints.sealing import random_once
+from rollmesh.config import RunConfig
+from rollmesh.errors import ConfigError
+from rollmesh.gateway.app import create_app
+from rollmesh.gateway.archive import Archive
+from rollmesh.gateway.auth import no_check, token_check
+from rollmesh.gateway.backend import RunActions, RunReads
+from rollmesh.gateway.guard import LOOPBACK_NAMES
+from rollmesh.gateway.metrics import GatewayMetrics
+from rollmesh.gateway.sampler import Sampler
+from rollmesh.gateway.viewer import Viewer, open_tokenizer
+from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server, http_server, listen
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.network import WILDCARDS, advertised, bind_host, host_port
+from rollmesh.runtime.security import PortSecurity, is_loopback
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.metrics import StoreCallMetrics
+
+TOKEN_FILE = "gateway-token"
+_GRACE_SECONDS = 3
+_RETRY_SECONDS = 5.0
+"""A person who asks is told after so long that Redis is away."""
+
+
+async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
+    """Serve the page and the API until ``shutdown``.
+
+    Raises ConfigError for a port that is taken or a token that can be kept nowhere, StoreUnavailable when Redis does
+    not answer at the start.
+    """
+    security = PortSecurity.from_config(config.security)
+    registry, health = Metrics("gateway"), Health()
+    metrics = GatewayMetrics(registry)
+    host = config.gateway.host or bind_host(config)
+    async with AsyncExitStack() as stack:
+        admin_port = await stack.enter_async_context(
+            admin_server(registry, health, bind_host(config), config.network.admin_port, security)
+        )
+        store = await stack.enter_async_context(
+            await TrajectoryStore.connect(
+                config.store, config.name, retry_seconds=_RETRY_SECONDS, observer=StoreCallMetrics(registry)
+            )
+        )
+        sampler = Sampler(store, config, metrics, health)
+        app = build_app(config, store, sampler, metrics, host)
+        listener = listen(host, config.gateway.port, "gateway.port")
+        port = await stack.enter_async_context(http_server(app, listener, security, grace_seconds=_GRACE_SECONDS))
+        url = f"{security.scheme}://{host_port(_reachable(config, host), port)}/"
+        stack.enter_context(
+            published_endpoint(
+                Path(config.folder),
+                service="gateway",
+                index=index,
+                grpc="",
+                admin=advertised(config, admin_port),
+                run=config.name,
+                url=url,
+            )
+        )
+        get_logger("gateway").info("serving", url=url)
+        await sampler.run(shutdown)
+        health.set_ready(False, "shutting down")
+
+
+def build_app(
+    config: RunConfig, store: TrajectoryStore, sampler: Sampler, metrics: GatewayMetrics, host: str
+) -> FastAPI:
+    """The application of one run."""
+    section = config.gateway
+    tokenizer = open_tokenizer(config)
+    check = token_check(gateway_token(config))
+    loopback = is_loopback(host_port(host, 1))
+    return create_app(
+        RunReads(config, store, sampler, Viewer(store, Archive(config), tokenizer), text=tokenizer is not None),
+        RunActions(config, store, metrics),
+        read_check=check if section.token_for_reads else no_check,
+        action_check=check,
+        metrics=metrics,
+        hosts=[*section.allowed_hosts, *LOOPBACK_NAMES] if section.allowed_hosts or loopback else [],
+        most_bytes=section.max_request_bytes,
+    )
+
+
+def gateway_token(config: RunConfig) -> str:
+    """The token that the run file brings, else the one in the run folder, made if need be."""
+    if config.gateway.token is not None:
+        return config.gateway.token.get_secret_value().strip()
+    try:
+        return random_once(Path(config.folder) / TOKEN_FILE)
+    except OSError as error:
+        raise ConfigError(
+            f"gateway.token is not set, and none can be kept in folder={config.folder}: {error}; "
+            "set ROLLMESH_GATEWAY__TOKEN"
+        ) from error
+
+
+def _reachable(config: RunConfig, host: str) -> str:
+    """An address for people where the gateway is bound to all of them."""
+    if host not in WILDCARDS:
+        return host
+    return config.network.advertise_host or ("::1" if ":" in host else "127.0.0.1")
