@@ -50,6 +50,23 @@ class PortSecurity:
             )
         return server.add_insecure_port(address)
 
+    def explain(self, details: str) -> str:
+        """What gRPC says about a failed connection, with what it may mean for certificates."""
+        if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
+            hint = f"its certificate is not accepted here: see security.tls.ca, and whether it names {self._name}"
+        elif "WRONG_VERSION_NUMBER" in details:
+            hint = "it speaks no TLS: security.tls is not set there"
+        elif "failed to connect" in details and "Socket closed" in details:
+            ours = "want TLS, and security.tls is not set here" if self.tls is None else "refuse our certificate"
+            hint = f"it closed the connection during the handshake: it may {ours}; its log says more"
+        else:
+            return details
+        return f"{details} ({hint})"
+
+    @property
+    def _name(self) -> str:
+        return "" if self.tls is None else self.tls.server_name
+
     def http_refusal(self, authorization: str, verified_certificate: bool) -> str:
         """Why an HTTP request may not see a guarded path; empty when it may: a certificate or a token suffices."""
         if verified_certificate or (self.tls is None and self.tokens is None):

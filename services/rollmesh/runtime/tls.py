@@ -17,6 +17,7 @@ from rollmesh.runtime.logging import get_logger
 
 _LOOK_SECONDS = 1.0
 """The files are looked at no more often, however many connections come."""
+_HANDSHAKE_TURNS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class TlsFiles:
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.verify_mode = verify
-        context.load_cert_chain(self._files["certificate"], self._files["key"])
+        context.load_cert_chain(self._files["certificate"], self._files["key"], password=_no_passphrase)
         context.load_verify_locations(self._files["ca"])
         return context
 
@@ -126,19 +127,49 @@ class TlsFiles:
         return TlsMaterial(**{field: _content(field, file) for field, file in self._files.items()})
 
     def _check(self, material: TlsMaterial) -> None:
-        """Raise ConfigError for files that OpenSSL cannot use, before a port opens that nobody could reach."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        """Raise ConfigError for files that OpenSSL cannot use, or that the rest of the mesh would refuse.
+
+        Better at the start than when a peer closes the connection, with the reason in another process's log.
+        """
         try:
-            context.load_verify_locations(cadata=material.ca.decode("ascii", "replace"))
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=material.ca.decode("ascii", "replace"))
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(f"security.tls.ca={self._files['ca']}: no PEM certificate: {error}") from error
+        certificate = f"security.tls.certificate={self._files['certificate']}"
         try:
-            context.load_cert_chain(self._files["certificate"], self._files["key"], password=_no_passphrase)
+            client, server = self.client_context(), self._context(ssl.PROTOCOL_TLS_SERVER, ssl.CERT_REQUIRED)
         except (ssl.SSLError, ValueError, OSError) as error:
             raise ConfigError(
-                f"security.tls.certificate={self._files['certificate']} with security.tls.key={self._files['key']}: "
-                f"{error} (expected PEM files, the key without a passphrase and of this very certificate)"
+                f"{certificate} with security.tls.key={self._files['key']}: {error} (expected PEM files, the key "
+                "without a passphrase and of this very certificate)"
             ) from error
+        try:
+            shake_hands(client, server, self.server_name)
+        except ssl.SSLCertVerificationError as error:
+            raise ConfigError(
+                f"{certificate}: the mesh would refuse it: {error.verify_message} (it must be signed by "
+                f"security.tls.ca={self._files['ca']}, be valid now, name security.tls.server_name={self.server_name}, "
+                "and serve for servers and clients)"
+            ) from error
+
+
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str) -> None:
+    """A TLS handshake in memory. Raises SSLCertVerificationError where one side refuses the other's certificate."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname=server_name),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    for _ in range(_HANDSHAKE_TURNS):
+        for end in tuple(ends):
+            try:
+                end.do_handshake()
+            except ssl.SSLWantReadError:
+                continue
+            ends.remove(end)
+        if not ends:
+            return
+    raise ssl.SSLError(f"the handshake did not end within {_HANDSHAKE_TURNS} turns")
 
 
 def _grpc_certificates(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:

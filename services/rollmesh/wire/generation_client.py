@@ -83,7 +83,7 @@ class GenerationClient:
                 yield chunk_from_pb(response)
                 received = True
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error, record.address, received) from error
+            raise error_from_rpc(error, record.address, received, self._security.explain) from error
         finally:
             line.calls -= 1
             stream.cancel()
@@ -124,7 +124,7 @@ class GenerationClient:
         return response
 
     def _error(self, error: grpc.aio.AioRpcError, address: str) -> RollmeshError:
-        return error_from_rpc(error, address, received=False)
+        return error_from_rpc(error, address, False, self._security.explain)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return call_metadata(token=self._security.sent_token)

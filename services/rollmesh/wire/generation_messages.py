@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -112,14 +113,14 @@ def status_of(error: DataError | EngineError | GenerationRefused) -> grpc.Status
 
 
 def error_from_rpc(
-    error: grpc.aio.AioRpcError, address: str, received: bool
+    error: grpc.aio.AioRpcError, address: str, received: bool, explain: Callable[[str], str] = str
 ) -> DataError | EngineError | GenerationRefused:
     """What a failed call means to the caller.
 
     Only an error that the generator raised on purpose, before its first token, is a refusal or a wrong call; a lost
     connection, a time-out or anything after a token is an EngineError.
     """
-    text = error.details() or error.code().name
+    text = explain(error.details() or error.code().name)
     name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)
     kind = _ERRORS.get(str(name), EngineError)
     if kind is EngineError or received:

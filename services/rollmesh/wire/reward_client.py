@@ -16,6 +16,7 @@ import grpc.aio
 from rollmesh.config import RunConfig
 from rollmesh.errors import RewardUnavailable
 from rollmesh.runtime.grpc import call_metadata, create_channel
+from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.security import OPEN, PortSecurity
 from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
@@ -29,6 +30,7 @@ MOST_BYTES_PER_CALL = 8 << 20
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
 _ADDRESSES_FRESH_SECONDS = 5.0
+_COMPLAIN_SECONDS = 30.0
 _AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
 """Codes after which the same call may succeed, here or at another replica; scoring twice is harmless."""
 
@@ -71,6 +73,7 @@ class RewardClient:
         self._deadline_seconds = deadline_seconds
         self._lines: dict[str, _Line] = {}
         self._read_at = -_ADDRESSES_FRESH_SECONDS
+        self._complain_at = 0.0
         self._pending: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Future[None]] = set()
@@ -149,10 +152,11 @@ class RewardClient:
                     await _receive(line.stub, batch, remaining, metadata)
                     return
                 except grpc.aio.AioRpcError as error:
-                    reason = f"{error.code().name}: {error.details()}"
+                    reason = f"{error.code().name}: {self._security.explain(error.details() or '')}"
                     if error.code() not in _AGAIN:
                         raise RewardUnavailable(f"reward: {reason}") from error
                     line.failed = True
+                    self._complain(reason)
                 finally:
                     line.item_count -= len(batch)
                     self._retire(line)
@@ -162,6 +166,12 @@ class RewardClient:
             await asyncio.sleep(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         raise RewardUnavailable(f"reward: no service answered within {self._deadline_seconds:g} s; {reason}")
+
+    def _complain(self, reason: str) -> None:
+        """Say now and then what is being waited out: the deadline of a call may be minutes away."""
+        if time.monotonic() >= self._complain_at:
+            self._complain_at = time.monotonic() + _COMPLAIN_SECONDS
+            get_logger("reward").warning("reward_service_not_reached", message=reason)
 
     async def _least_busy(self) -> _Line | None:
         if not self._usable() or time.monotonic() - self._read_at >= _ADDRESSES_FRESH_SECONDS:

@@ -78,31 +78,68 @@ async def test_a_call_with_the_right_certificate_and_token_is_answered(authority
         assert await call(address, guarded(authority.issue("client"), "s3cret")) == 1
 
 
-async def test_each_wrong_certificate_is_refused_before_the_call(authority: Authority, tmp_path: Path) -> None:
+def intruder(certificate: Certificate | None, authority: Authority) -> PortSecurity:
+    """A client that trusts our servers and shows this certificate (or none), whatever the mesh thinks of it."""
+    ca = authority.file.read_bytes()
+    security = guarded(authority.issue(f"intruder-{id(certificate)}"))
+    assert security.tls is not None
+    if certificate is None:
+        shown = grpc.ssl_channel_credentials(ca)
+        context = ssl.create_default_context(cafile=str(authority.file))
+    else:
+        shown = grpc.ssl_channel_credentials(ca, certificate.key.read_bytes(), certificate.certificate.read_bytes())
+        context = ssl.create_default_context(cafile=str(authority.file))
+        context.load_cert_chain(certificate.certificate, certificate.key)
+    security.tls.channel_credentials = lambda: shown  # type: ignore[method-assign]
+    security.tls.client_context = lambda: context  # type: ignore[method-assign]
+    return security
+
+
+async def test_each_wrong_certificate_of_a_client_is_refused_before_the_call(
+    authority: Authority, tmp_path: Path
+) -> None:
     stranger = Authority(tmp_path / "theirs").issue("stranger")
-    # It trusts our servers, as an attacker would, and shows its own certificate.
-    stranger.ca.write_bytes(authority.file.read_bytes())
     expired = authority.issue("expired", expired=True)
-    nameless = authority.issue("elsewhere", dns=("other.example",))
     async with grpc_service(guarded(authority.issue("server"))) as address:
-        for client in (guarded(stranger), guarded(expired), OPEN, one_sided(authority)):
+        for certificate in (stranger, expired, None):
+            client = intruder(certificate, authority)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call(address, client)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    for server in (guarded(stranger), guarded(expired), guarded(nameless)):
-        async with grpc_service(server) as address:
+            assert "it may refuse our certificate; its log says more" in client.explain(refused.value.details())
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(address, OPEN)
+        assert "it may want TLS, and security.tls is not set here" in OPEN.explain(refused.value.details())
+
+
+async def test_a_server_that_is_not_of_the_mesh_is_refused_by_its_clients(authority: Authority, tmp_path: Path) -> None:
+    client = guarded(authority.issue("client"))
+    stranger = Authority(tmp_path / "theirs").issue("stranger")
+    expired = authority.issue("expired", expired=True)
+    nameless = authority.issue("elsewhere", dns=("other.example",))
+    for certificate in (stranger, expired, nameless):
+        async with foreign_service(certificate) as address:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call(address, guarded(authority.issue(f"client-{id(server)}")))
-            assert "CERTIFICATE_VERIFY_FAILED" in refused.value.details() or "Hostname" in refused.value.details()
+                await call(address, client)
+            hint = "its certificate is not accepted here: see security.tls.ca, and whether it names rollmesh"
+            assert hint in client.explain(refused.value.details())
+    async with grpc_service(OPEN) as address:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call(address, client)
+        assert "it speaks no TLS: security.tls is not set there" in client.explain(refused.value.details())
 
 
-def one_sided(authority: Authority) -> PortSecurity:
-    """A client that trusts the authority and has no certificate itself."""
-    security = guarded(authority.issue("witness"))
-    assert security.tls is not None
-    material = security.tls.material
-    security.tls.channel_credentials = lambda: grpc.ssl_channel_credentials(material.ca)  # type: ignore[method-assign]
-    return security
+@contextlib.asynccontextmanager
+async def foreign_service(certificate: Certificate) -> AsyncIterator[str]:
+    server = create_server()
+    stubs.add_RewardServiceServicer_to_server(Echo(), server)
+    pair = (certificate.key.read_bytes(), certificate.certificate.read_bytes())
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
 
 
 @pytest.mark.parametrize(("token", "message"), [(None, MISSING_TOKEN), ("guess", WRONG_TOKEN)])
@@ -134,10 +171,9 @@ async def test_metrics_want_a_certificate_or_the_token_and_probes_want_neither(a
 
 async def test_a_strangers_certificate_is_refused_on_the_admin_port_too(authority: Authority, tmp_path: Path) -> None:
     stranger = Authority(tmp_path / "theirs").issue("stranger")
-    stranger.ca.write_bytes(authority.file.read_bytes())
     async with admin_port(guarded(authority.issue("server"))) as address:
         for certificate in (stranger, authority.issue("expired", expired=True)):
-            async with AdminClient(guarded(certificate)) as client:
+            async with AdminClient(intruder(certificate, authority)) as client:
                 with pytest.raises(httpx.HTTPError):
                     await client.get(address, "/metrics")
 
@@ -182,6 +218,9 @@ def test_files_that_cannot_be_used_are_named_at_the_start(authority: Authority, 
         ({"certificate": str(tmp_path / "none.crt")}, "security.tls.certificate=.*none.crt: cannot be read: No such"),
         ({"ca": str(empty)}, "security.tls.ca=.*empty.pem: no PEM certificate"),
         ({"key": str(other.key)}, "security.tls.key=.*(?i:mismatch)"),
+        (authority.issue("late", expired=True).section(), "late.*the mesh would refuse it: certificate has expired"),
+        (authority.issue("alias", dns=("a.example",)).section(), "alias.*Hostname mismatch"),
+        ({"ca": str(Authority(tmp_path / "theirs").file)}, "would refuse it: unable to get local issuer certificate"),
     ]:
         with pytest.raises(ConfigError, match=message):
             PortSecurity.from_config(SecurityConfig.model_validate({"tls": good.section() | change}))
