@@ -1,0 +1,172 @@
+"""values.schema.json: types from the defaults, closed everywhere, with the rules that a default cannot show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from rollmesh.config import RunConfig
+
+Schema = dict[str, Any]
+
+_TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
+_NAMED: Schema = {"type": "array", "items": {"type": "object", "required": ["name"]}}
+_QUANTITIES: Schema = {
+    "type": "object",
+    "additionalProperties": {
+        "oneOf": [{"type": "string", "pattern": r"^[0-9.]+(m|[kKMGTPE]i?)?$"}, {"type": "number"}]
+    },
+}
+_PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+_SCALING_DIRECTION: Schema = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "stabilizationWindowSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
+        "selectPolicy": {"enum": ["Max", "Min", "Disabled"]},
+        "tolerance": {"type": ["string", "number"]},
+        "policies": _OBJECTS,
+    },
+}
+
+
+def _closed(properties: Schema, required: Sequence[str] = ()) -> Schema:
+    schema: Schema = {"type": "object", "additionalProperties": False, "properties": properties}
+    return schema | ({"required": list(required)} if required else {})
+
+
+_BY_NAME: dict[str, Schema] = {
+    "podLabels": _TEXTS,
+    "podAnnotations": _TEXTS,
+    "serviceAccountAnnotations": _TEXTS,
+    "annotations": _TEXTS,
+    "labels": _TEXTS,
+    "nodeSelector": _TEXTS,
+    "imagePullSecrets": {"type": "array", "items": {"type": "string"}},
+    "hostnames": {"type": "array", "items": {"type": "string"}},
+    "args": {"type": "array", "items": {"type": "string"}},
+    "extraEnv": _NAMED,
+    "extraVolumes": _NAMED,
+    "extraVolumeMounts": {"type": "array", "items": {"type": "object", "required": ["name", "mountPath"]}},
+    "monitoringFrom": _OBJECTS,
+    "gatewayFrom": _OBJECTS,
+    "rewardEgress": _OBJECTS,
+    "affinity": _closed({name: {"type": "object"} for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")}),
+    "behavior": _closed({"scaleUp": _SCALING_DIRECTION, "scaleDown": _SCALING_DIRECTION}),
+    "resources": _closed({"limits": _QUANTITIES, "requests": _QUANTITIES, "claims": _NAMED}),
+    "validateResources": _closed({"limits": _QUANTITIES, "requests": _QUANTITIES, "claims": _NAMED}),
+    "tolerations": {
+        "type": "array",
+        "items": _closed(
+            {
+                "key": {"type": "string"},
+                "operator": {"type": "string"},
+                "value": {"type": "string"},
+                "effect": {"enum": ["NoSchedule", "PreferNoSchedule", "NoExecute"]},
+                "tolerationSeconds": {"type": "integer"},
+            }
+        ),
+    },
+    "topologySpread": {
+        "type": "array",
+        "items": _closed(
+            {
+                "topologyKey": {"type": "string"},
+                "maxSkew": {"type": "integer", "minimum": 1},
+                "whenUnsatisfiable": {"enum": ["ScheduleAnyway", "DoNotSchedule"]},
+            },
+            ["topologyKey", "maxSkew", "whenUnsatisfiable"],
+        ),
+    },
+    "accessModes": {
+        "type": "array",
+        "minItems": 1,
+        "items": {"enum": ["ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"]},
+    },
+    "pullPolicy": {"enum": ["IfNotPresent", "Always", "Never"]},
+    "maxUnavailable": {"oneOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]},
+    "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+    "repository": {"type": "string", "pattern": "^[^:@\\s]+(:[0-9]+/[^:@\\s]+)?$"},
+    "tag": {"type": "string", "not": {"enum": ["latest", "main", "master"]}},
+    "grpcPort": _PORT,
+    "adminPort": _PORT,
+    "port": _PORT,
+    "rendezvousPort": _PORT,
+    "nodes": {"type": "integer", "minimum": 1},
+    "processesPerNode": {"type": "integer", "minimum": 1},
+    "size": {"oneOf": [{"type": "string"}, {"type": "integer", "minimum": 2}]},
+}
+_BY_PATH: dict[str, Schema] = {
+    "generator.kind": {"enum": ["Deployment", "StatefulSet", "LeaderWorkerSet"]},
+    "trainer.kind": {"enum": ["Job", "StatefulSet"]},
+    "gateway.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    "redis.appendfsync": {"enum": ["everysec", "always"]},
+    "redis.externalUrl": {"type": "string", "pattern": r"^($|(rediss?(\+sentinel)?)://[^@]*$)"},
+    "checkpoints.url": {"type": "string", "pattern": r"^($|(s3|gs)://.+)"},
+    "security.tls.certManager.issuerKind": {"enum": ["Issuer", "ClusterIssuer"]},
+    "podSecurityContext.runAsNonRoot": {"const": True},
+    "podSecurityContext.runAsUser": {"type": "integer", "minimum": 1},
+    "podSecurityContext.fsGroupChangePolicy": {"enum": ["OnRootMismatch", "Always"]},
+    "podSecurityContext.seccompProfile": _closed(
+        {"type": {"enum": ["RuntimeDefault", "Localhost"]}, "localhostProfile": {"type": "string"}}, ["type"]
+    ),
+    **{f"{name}.autoscaling.kind": {"enum": ["", "hpa", "keda"]} for name in ("rollout", "generator", "reward")},
+}
+_SET_BY_CHART = frozenset({"folder", "network", "launcher", "security"})
+"""Sections of the run file that the chart writes or that only a local launcher reads."""
+
+
+class Documented(Protocol):
+    """A value and its comment."""
+
+    @property
+    def path(self) -> str:
+        """Dotted path."""
+
+    @property
+    def description(self) -> str:
+        """The comment."""
+
+
+def schema_of(values: dict[str, Any], documented: Sequence[Documented]) -> Schema:
+    """The JSON schema of the chart's values."""
+    texts = {value.path: value.description for value in documented}
+    schema = _section(values, "", texts)
+    schema["properties"]["run"] = _run_section(texts["run"])
+    # Helm puts this in when the chart is a dependency of another one.
+    schema["properties"]["global"] = {"type": "object"}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the rollmesh chart", **schema}
+
+
+def _section(values: dict[str, Any], prefix: str, texts: dict[str, str]) -> Schema:
+    properties = {}
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        schema = dict(_BY_PATH.get(path) or _BY_NAME.get(name) or _by_default(value, path, texts))
+        properties[name] = {"description": texts[path], **schema} if path in texts else schema
+    return _closed(properties)
+
+
+def _by_default(value: Any, path: str, texts: dict[str, str]) -> Schema:
+    match value:
+        case bool():
+            return {"type": "boolean"}
+        case int():
+            return {"type": "integer", "minimum": 0}
+        case str():
+            return {"type": "string"}
+        case dict() if path == "run":
+            return {}
+        case dict() if value:
+            return _section(value, f"{path}.", texts)
+    raise ValueError(f"values.yaml: {path}: its default {value!r} shows no type; say it in chart_schema.py")
+
+
+def _run_section(description: str) -> Schema:
+    """The sections of a run file; their fields are checked by the program, which says more than a schema can."""
+    properties: Schema = {name: {"type": "object"} for name in RunConfig.model_fields if name not in _SET_BY_CHART}
+    properties["name"] = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"}
+    properties["seed"] = {"type": "integer"}
+    properties["model"] = {"type": "object", "required": ["path"], "properties": {"path": {"type": "string"}}}
+    return {"description": description, **_closed(properties, ["name", "model"])}

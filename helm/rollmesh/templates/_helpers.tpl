@@ -1,0 +1,184 @@
+{{/* Names, labels and images. */}}
+
+{{- define "rollmesh.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* At most 40 characters: Kubernetes appends up to 22 for pods, and names of Services end at 63. */}}
+{{- define "rollmesh.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := include "rollmesh.name" . -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Name of an object of a component: (list $ "rollout"). */}}
+{{- define "rollmesh.componentName" -}}
+{{- printf "%s-%s" (include "rollmesh.fullname" (index . 0)) (index . 1) -}}
+{{- end -}}
+
+{{/* What selects the pods of a component, and never changes: (list $ "rollout"). */}}
+{{- define "rollmesh.selectorLabels" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ include "rollmesh.name" $root | quote }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
+app.kubernetes.io/component: {{ index . 1 | quote }}
+{{- end -}}
+
+{{/* Labels of every object: (list $ "rollout"). */}}
+{{- define "rollmesh.labels" -}}
+{{- $root := index . 0 -}}
+{{ include "rollmesh.selectorLabels" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | quote }}
+{{- end -}}
+
+{{/* Labels of the pods of a component. The run becomes the label `run` of its metrics: (list $ "rollout"). */}}
+{{- define "rollmesh.podLabels" -}}
+{{- $root := index . 0 -}}
+{{- $values := index $root.Values (index . 1) -}}
+{{ include "rollmesh.labels" . }}
+rollmesh/run: {{ $root.Values.run.name | quote }}
+{{- with $values.podLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Image of a component; a digest wins over the tag: (list $ $root.Values.rollout.image). */}}
+{{- define "rollmesh.image" -}}
+{{- $root := index . 0 -}}
+{{- $image := index . 1 -}}
+{{- $repository := $image.repository -}}
+{{- with $root.Values.imageRegistry -}}
+{{- $repository = printf "%s/%s" (trimSuffix "/" .) $repository -}}
+{{- end -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $repository (default $root.Chart.AppVersion $image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret that holds what the chart does not make. */}}
+{{- define "rollmesh.secretName" -}}
+{{- required "secrets.existingSecret is empty: create a Secret with the keys named under secrets.keys, for example\n  kubectl create secret generic rollmesh --from-literal=redis-password=... --from-literal=checkpoint-secret=...\nand set secrets.existingSecret=rollmesh" .Values.secrets.existingSecret -}}
+{{- end -}}
+
+{{- define "rollmesh.configMapName" -}}
+{{- printf "%s-run" (include "rollmesh.fullname" .) -}}
+{{- end -}}
+
+{{/* The URL of Redis, without a password. */}}
+{{- define "rollmesh.redisUrl" -}}
+{{- if .Values.redis.enabled -}}
+{{- printf "redis://%s:6379/0" (include "rollmesh.componentName" (list . "redis")) -}}
+{{- else -}}
+{{- required "redis.externalUrl is empty: give one, or set redis.enabled=true" .Values.redis.externalUrl -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether Redis asks for a password. */}}
+{{- define "rollmesh.redisHasPassword" -}}
+{{- if or .Values.redis.enabled .Values.redis.externalPassword -}}true{{- end -}}
+{{- end -}}
+
+{{/* Where checkpoints are: a folder of the mounted claim, or the URL of an object store. */}}
+{{- define "rollmesh.checkpointFolder" -}}
+{{- if .Values.checkpoints.url -}}
+{{- printf "%s/%s" (trimSuffix "/" .Values.checkpoints.url) .Values.run.name -}}
+{{- else -}}
+{{- printf "/var/lib/rollmesh/shared/%s/checkpoints" .Values.run.name -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "rollmesh.checkpointClaim" -}}
+{{- default (include "rollmesh.componentName" (list . "checkpoints")) .Values.checkpoints.existingClaim -}}
+{{- end -}}
+
+{{/* Seconds that a service may take to end: the drain time of the run file, 5 s of the process, 10 s of Kubernetes. */}}
+{{- define "rollmesh.gracePeriodSeconds" -}}
+{{- $drain := dig "generator" "drain_timeout_seconds" 20 .Values.run -}}
+{{- add (ceil $drain | int) 15 -}}
+{{- end -}}
+
+{{/* Whether the generators run SGLang in their own pods. */}}
+{{- define "rollmesh.sglangPlace" -}}
+{{- if eq (dig "generator" "engine" "torch" .Values.run) "sglang" -}}
+{{- ternary "sidecar" "child" .Values.generator.sglang.sidecar.enabled -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The run file. What differs between pods, and every secret, comes from the environment and wins over it. */}}
+{{- define "rollmesh.runFile" -}}
+{{- toYaml (merge (dict "folder" "/var/lib/rollmesh/run") .Values.run) -}}
+{{- end -}}
+
+{{/* A ServiceAccount that no token is mounted for: (list $ "rollout"). */}}
+{{- define "rollmesh.serviceAccount" -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  name: {{ include "rollmesh.componentName" . | quote }}
+  labels:
+    {{- include "rollmesh.labels" . | nindent 4 }}
+  {{- with (index (index . 0).Values (index . 1)).serviceAccountAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+automountServiceAccountToken: false
+{{- end -}}
+
+{{/* (list $ "rollout"). */}}
+{{- define "rollmesh.podDisruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  name: {{ include "rollmesh.componentName" . | quote }}
+  labels:
+    {{- include "rollmesh.labels" . | nindent 4 }}
+spec:
+  maxUnavailable: {{ (index (index . 0).Values (index . 1)).podDisruptionBudget.maxUnavailable }}
+  selector:
+    matchLabels:
+      {{- include "rollmesh.selectorLabels" . | nindent 6 }}
+{{- end -}}
+
+{{/* Whether Redis answers commands, with the password from the environment. */}}
+{{- define "rollmesh.redisProbe" -}}
+{{- list "sh" "-c" "[ \"$(REDISCLI_AUTH=$REDIS_PASSWORD redis-cli ping)\" = PONG ]" | toJson -}}
+{{- end -}}
+
+{{/* How Prometheus identifies itself on the admin ports. */}}
+{{- define "rollmesh.scrapeSecurity" -}}
+{{- $tls := .Values.security.tls -}}
+{{- if $tls.enabled }}
+{{- $secret := required "monitoring with security.tls needs monitoring.tlsSecret: a Secret with tls.crt, tls.key and ca.crt for Prometheus" .Values.monitoring.tlsSecret }}
+scheme: https
+tlsConfig:
+  serverName: {{ $tls.serverName | quote }}
+  ca: {secret: {name: {{ $secret | quote }}, key: ca.crt}}
+  cert: {secret: {name: {{ $secret | quote }}, key: tls.crt}}
+  keySecret: {name: {{ $secret | quote }}, key: tls.key}
+{{- else }}
+scheme: http
+{{- end }}
+{{- if .Values.security.token.enabled }}
+authorization:
+  type: Bearer
+  credentials: {name: {{ include "rollmesh.secretName" . | quote }}, key: {{ .Values.secrets.keys.meshToken | quote }}}
+{{- end }}
+{{- end -}}
+
+{{/* The rules and dashboards of this chart know targets by the labels run and service. */}}
+{{- define "rollmesh.scrapeLabels" -}}
+relabelings:
+  - {sourceLabels: [__meta_kubernetes_pod_label_rollmesh_run], targetLabel: run}
+  - {sourceLabels: [__meta_kubernetes_pod_label_app_kubernetes_io_component], targetLabel: service}
+{{- end -}}

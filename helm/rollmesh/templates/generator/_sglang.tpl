@@ -1,0 +1,97 @@
+{{/* An SGLang server in a container of its own: the native sidecar of a generator, or a rank on another node. */}}
+
+{{- define "rollmesh.sglangKey" -}}
+valueFrom:
+  secretKeyRef:
+    name: {{ include "rollmesh.secretName" . | quote }}
+    key: {{ .Values.secrets.keys.sglangAdminKey | quote }}
+{{- end -}}
+
+{{/* Everything of the container but its name: (list $ $kind "leader" | "worker"). Flags as docs/sglang.md asks for. */}}
+{{- define "rollmesh.sglangServer" -}}
+{{- $root := index . 0 -}}
+{{- $multinode := eq (index . 1) "LeaderWorkerSet" -}}
+{{- $run := $root.Values.run -}}
+{{- $sidecar := $root.Values.generator.sglang.sidecar -}}
+{{- $model := dig "model" "path" "" $run -}}
+{{- if hasPrefix "recipe:" $model -}}
+{{- fail (printf "run.model.path=%s: the SGLang image has no recipes; give a folder of model.existingClaim" $model) -}}
+{{- end -}}
+image: {{ include "rollmesh.image" (list $root $sidecar.image) | quote }}
+imagePullPolicy: {{ $sidecar.image.pullPolicy | quote }}
+command: ["python3", "-m", "sglang.launch_server"]
+args:
+  - --model-path={{ $model }}
+  - --host=127.0.0.1
+  - --port={{ $sidecar.port }}
+  - --dtype={{ dig "model" "dtype" "float32" $run }}
+  - --context-length={{ add (dig "generator" "max_context_tokens" 2048 $run) 8 }}
+  - --max-running-requests={{ dig "generator" "slots" 64 $run }}
+  {{- with dig "generator" "kv_token_capacity" "" $run }}
+  - --max-total-tokens={{ . }}
+  {{- end }}
+  - --skip-tokenizer-init
+  - --sleep-on-idle
+  - --api-key=$(SGLANG_KEY)
+  - --admin-api-key=$(SGLANG_KEY)
+  {{- if eq (dig "generator" "on_new_version" "interrupt" $run) "keep_kv" }}
+  - --disable-overlap-schedule
+  - --watchdog-timeout=86400
+  {{- end }}
+  {{- if $multinode }}
+  - --nnodes=$(LWS_GROUP_SIZE)
+  - --node-rank=$(LWS_WORKER_INDEX)
+  - --dist-init-addr=$(LWS_LEADER_ADDRESS):{{ $root.Values.generator.leaderWorkerSet.port }}
+  {{- end }}
+  {{- range $sidecar.args }}
+  - {{ . | quote }}
+  {{- end }}
+env:
+  - name: SGLANG_KEY
+    {{- include "rollmesh.sglangKey" $root | nindent 4 }}
+  - name: SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN
+    value: "1"
+  - name: HOME
+    value: /tmp
+  {{- with $sidecar.extraEnv }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- if eq (index . 2) "leader" }}
+# On loopback, so the kubelet cannot ask it itself; /model_info is answered while the server is paused, too.
+startupProbe:
+  exec: {command: {{ include "rollmesh.sglangProbe" $sidecar }}}
+  periodSeconds: 10
+  timeoutSeconds: 10
+  failureThreshold: {{ div (add $sidecar.startupSeconds 9) 10 }}
+livenessProbe:
+  exec: {command: {{ include "rollmesh.sglangProbe" $sidecar }}}
+  periodSeconds: 30
+  timeoutSeconds: 20
+  failureThreshold: 4
+{{- end }}
+{{ include "rollmesh.containerSecurityContext" $root }}
+resources:
+  {{- toYaml $sidecar.resources | nindent 2 }}
+volumeMounts:
+  - name: tmp
+    mountPath: /tmp
+  {{- if not $root.Values.checkpoints.url }}
+  - name: shared
+    mountPath: /var/lib/rollmesh/shared
+    readOnly: true
+  {{- end }}
+  {{- if $root.Values.model.existingClaim }}
+  - name: model
+    mountPath: {{ $root.Values.model.mountPath | quote }}
+    readOnly: true
+  {{- end }}
+  {{- if $root.Values.generator.sharedMemory }}
+  - name: shared-memory
+    mountPath: /dev/shm
+  {{- end }}
+{{- end -}}
+
+{{- define "rollmesh.sglangProbe" -}}
+{{- $code := printf "import os,urllib.request as u; u.urlopen(u.Request('http://127.0.0.1:%v/model_info',headers={'Authorization':'Bearer '+os.environ['SGLANG_KEY']}),timeout=9)" .port -}}
+{{- list "python3" "-c" $code | toJson -}}
+{{- end -}}

@@ -1,0 +1,78 @@
+{{/* The pod of a trainer, for its Job and its StatefulSet: (list $ $name $restartPolicy), where
+     $name-0 is the host name of the first pod. */}}
+{{- define "rollmesh.trainerPod" -}}
+{{- $root := index . 0 -}}
+{{- $uses := list "store" "checkpoints" -}}
+{{- $trainer := $root.Values.trainer -}}
+{{- $name := include "rollmesh.componentName" (list $root "trainer") -}}
+{{- $gang := gt (mul (int $trainer.nodes) (int $trainer.processesPerNode)) 1 -}}
+metadata:
+  labels:
+    {{- include "rollmesh.podLabels" (list $root "trainer") | nindent 4 }}
+  annotations:
+    {{- include "rollmesh.podAnnotations" (list $root "trainer") | nindent 4 }}
+spec:
+  {{- include "rollmesh.podSettings" (list $root "trainer") | nindent 2 }}
+  {{- with index . 2 }}
+  restartPolicy: {{ . }}
+  {{- end }}
+  {{- if eq $trainer.kind "Job" }}
+  subdomain: {{ $name | quote }}
+  {{- end }}
+  # Every step ends in a committed state; what SIGTERM interrupts is replayed from its batch file.
+  terminationGracePeriodSeconds: {{ include "rollmesh.gracePeriodSeconds" $root }}
+  initContainers:
+    {{- include "rollmesh.validateContainer" (list $root "trainer" $uses) | nindent 4 }}
+  containers:
+    - name: trainer
+      image: {{ include "rollmesh.image" (list $root $trainer.image) | quote }}
+      imagePullPolicy: {{ $trainer.image.pullPolicy | quote }}
+      {{- if $gang }}
+      command: ["python3", "-m", "torch.distributed.run"]
+      args: ["-m", "rollmesh.cli.main", "trainer", "/etc/rollmesh/run/run.yaml"]
+      {{- else }}
+      args: ["trainer", "/etc/rollmesh/run/run.yaml"]
+      {{- end }}
+      env:
+        {{- include "rollmesh.env" (list $root "trainer") | nindent 8 }}
+        {{- include "rollmesh.storeEnv" $root | nindent 8 }}
+        {{- include "rollmesh.checkpointEnv" $root | nindent 8 }}
+        {{- if $gang }}
+        # torchrun reads its flags from PET_*. All pods meet at the first one; a rank that fails restarts the gang.
+        - name: PET_NNODES
+          value: {{ $trainer.nodes | quote }}
+        - name: PET_NPROC_PER_NODE
+          value: {{ $trainer.processesPerNode | quote }}
+        - name: PET_RDZV_BACKEND
+          value: c10d
+        - name: PET_RDZV_ENDPOINT
+          value: {{ printf "%s-0.%s:%v" (index . 1) $name $trainer.rendezvousPort | quote }}
+        - name: PET_RDZV_ID
+          value: {{ $root.Values.run.name | quote }}
+        - name: PET_MAX_RESTARTS
+          value: {{ $trainer.maxRestarts | quote }}
+        {{- end }}
+        {{- with $trainer.extraEnv }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+      ports:
+        - name: rendezvous
+          containerPort: {{ $trainer.rendezvousPort }}
+        {{- include "rollmesh.ports" (list $root "admin") | trim | nindent 8 }}
+      {{- include "rollmesh.probes" (list $root "trainer" "http") | nindent 6 }}
+      {{- include "rollmesh.containerSecurityContext" $root | nindent 6 }}
+      resources:
+        {{- toYaml $trainer.resources | nindent 8 }}
+      volumeMounts:
+        {{- include "rollmesh.volumeMounts" (list $root "trainer" $uses) | nindent 8 }}
+        {{- if $trainer.sharedMemory }}
+        - name: shared-memory
+          mountPath: /dev/shm
+        {{- end }}
+  volumes:
+    {{- include "rollmesh.volumes" (list $root "trainer" $uses) | nindent 4 }}
+    {{- if $trainer.sharedMemory }}
+    - name: shared-memory
+      emptyDir: {medium: Memory, sizeLimit: {{ $trainer.sharedMemory | quote }}}
+    {{- end }}
+{{- end -}}
