@@ -55,7 +55,7 @@ lint: $(VENV)/.dev ## ruff, mypy strict, import-linter, buf
 unit: $(VENV)/.dev ## Unit tests
 	$(BIN)/pytest tests/unit --numprocesses 2 --dist worksteal
 
-integration: $(VENV)/.dev ## Tests against real Redis, gRPC and processes
+integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
 	$(BIN)/pytest tests/integration
 
 contract: $(VENV)/.dev sglang-try ## One suite of cases for every engine, the real SGLang server among them

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 
 from rollmesh.generator.engines.protocol import Engine
@@ -54,6 +55,13 @@ def write_model(folder: Path, seed: int, hidden_size: int = 48) -> Path:
                 parameter.mul_(5.0)
     model.save_pretrained(folder)
     return folder
+
+
+def write_nan(folder: Path) -> None:
+    """Replace every weight of a saved model by NaN."""
+    weights = load_file(folder / "model.safetensors")
+    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
+    save_file(broken, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 @functools.lru_cache

@@ -27,6 +27,7 @@ from .contract_kit import (
     start_calls,
     until,
     write_model,
+    write_nan,
 )
 
 
@@ -213,6 +214,26 @@ async def test_a_load_that_keeps_the_cache_stamps_it_and_every_logprob_is_of_bot
         np.testing.assert_allclose(rollout.logprobs, wanted, atol=1e-4)
 
 
+async def test_what_an_interrupting_load_computes_again_is_counted(make, models):
+    engine = await make()
+    running = await start_calls(engine, 3)
+    await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
+    rollouts = await running.end()
+    if not make.retracts:  # the calls ended; whoever goes on with them pays for it
+        assert engine.status().reprefill_token_total == 0
+        rests = [make_call(r.call.trajectory_id, r.ids, prompt_token_count=8, max_new_token_count=4) for r in rollouts]
+        await asyncio.gather(*(collect(engine, call) for call in rests))
+        # The last token of a context is the input of the first decode step.
+        wanted = sum(len(r.tokens) - 1 for r in rollouts)
+    else:
+        before = [sum(len(c.token_ids) for c in r.chunks if c.policy_version == 0) for r in rollouts]
+        wanted = sum(count - 1 for count in before)
+    counted, rounds = engine.status().reprefill_token_total, 200 // 8 * 3
+    # A slice more computes the last token of the one before it again.
+    assert wanted <= counted <= wanted + rounds
+    assert engine.status().prefill_token_total >= counted
+
+
 async def test_after_a_kept_cache_no_new_call_sees_the_cache_of_the_old_version(engine, models):
     context = prompt_ids(1, 30)
     old = await Running(engine, [make_call("old", context, max_new_token_count=200)]).begun()
@@ -263,6 +284,24 @@ async def test_weights_that_fail_their_trial_leave_no_token_behind(engine, model
     fresh = await collect(engine, make_call("fresh"))
     assert fresh.stamps == {(0, 0)}
     fresh.check_pure(models)
+
+
+async def test_weights_that_are_not_numbers_fail_their_trial_and_leave_every_call_alone(engine, models, tmp_path):
+    folder = tmp_path / "policy"
+    shutil.copytree(models[1], folder)
+    write_nan(folder)
+    running = await start_calls(engine, 3)
+    await engine.pause()
+    await engine.load(folder, 1, OnNewVersion.INTERRUPT)
+    (scores,) = await engine.score([prompt_ids(5, 40)])
+    assert not np.isfinite(scores).any()
+    await engine.load(models[0], 0, OnNewVersion.INTERRUPT)
+    await engine.resume()
+    for rollout in await running.end():
+        assert rollout.reason in (FinishReason.LENGTH, FinishReason.INTERRUPTED)
+        rollout.check_pure(models)
+        assert set(rollout.versions) == {0}
+    (await collect(engine, make_call("fresh"))).check_pure(models)
 
 
 async def test_weights_that_pass_their_trial_go_into_service_with_resume(make, models):
@@ -362,7 +401,9 @@ async def test_members_of_a_group_share_the_prefill_of_their_prompt(make, models
 async def test_the_counters_of_the_status_only_grow_and_end_in_agreement(make):
     engine = await make(slots=3)
     running = Running(engine, [make_call(f"t{i}", prompt_ids(i, 4 + i), max_new_token_count=60) for i in range(9)])
-    names = [n for n in type(engine.status()).__dataclass_fields__ if n.endswith("_total")]
+    fields = [n for n in type(engine.status()).__dataclass_fields__ if n.endswith("_total")]
+    names = [n for n in fields if getattr(engine.status(), n) is not None]
+    assert [n for n in fields if n not in names] == ([] if make.kind == "torch" else ["decode_step_total"])
     last = {name: 0.0 for name in names}
     while not all(task.done() for task in running.tasks):
         status = engine.status()

@@ -73,8 +73,10 @@ class SglangConfig(Section):
     def _flags_have_one_owner(self) -> Self:
         for argument in self.arguments:
             flag = argument.split("=", 1)[0]
-            if flag in _OWN_FLAGS:
-                raise ValueError(f"generator.sglang.arguments: {flag} is set by rollmesh from the run file")
+            # The server takes abbreviations too: --hos is --host.
+            owns = sorted(own for own in _OWN_FLAGS if own.startswith(flag)) if len(flag) > 2 else []
+            if flag.startswith("--") and owns:
+                raise ValueError(f"generator.sglang.arguments: {flag} ({owns[0]}) is set by rollmesh from the run file")
         return self
 
 

@@ -29,7 +29,7 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("prefill_tokens", "Context tokens computed.", "prefill_token_total"),
     ("reprefill_tokens", "Context tokens computed that had been sampled before.", "reprefill_token_total"),
     ("cached_tokens", "Context tokens copied from a prefix cache.", "cached_token_total"),
-    ("decode_steps", "Decode steps.", "decode_step_total"),
+    ("decode_steps", "Decode steps; not exported with engine=sglang, whose server does not tell.", "decode_step_total"),
     ("busy_seconds", "Time in prefill and decode.", "busy_seconds_total"),
     (
         "running_slot_seconds",
@@ -114,7 +114,8 @@ class EngineCollector(Collector):
             status = None
         for name, text, field in _COUNTERS:
             value = getattr(status, field) if status is not None else 0
-            yield CounterMetricFamily(f"rollmesh_generator_{name}", text, value=value)
+            if value is not None:
+                yield CounterMetricFamily(f"rollmesh_generator_{name}", text, value=value)
         for name, text, field in _GAUGES:
             value = float(getattr(status, field)) if status is not None else 0.0
             yield GaugeMetricFamily(f"rollmesh_generator_{name}", text, value=value)

@@ -79,23 +79,29 @@ class PolicyWatcher:
         self._settled: PolicyRecord | None = None
         self._newest_seen = -1
         self._lock = asyncio.Lock()
+        self._requested: set[asyncio.Task[None]] = set()
+        """Loads that somebody asked for by version."""
         self._log = get_logger("policies")
 
     async def run(self) -> None:
         """Follow the effective policy until cancelled."""
         self._health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
         retry_seconds = _FIRST_RETRY_SECONDS
-        while True:
-            self._health.beat(LOOP_NAME)
-            try:
-                settled = await self._look()
-            except StoreUnavailable as error:
-                self._metrics.reload_failed("store")
-                self._log.warning("policy_unknown", message=str(error), retry_seconds=retry_seconds)
-                settled = False
-            retry_seconds = _FIRST_RETRY_SECONDS if settled else min(2 * retry_seconds, _LONGEST_RETRY_SECONDS)
-            if not settled:
-                await asyncio.sleep(retry_seconds)
+        try:
+            while True:
+                self._health.beat(LOOP_NAME)
+                try:
+                    settled = await self._look()
+                except StoreUnavailable as error:
+                    self._metrics.reload_failed("store")
+                    self._log.warning("policy_unknown", message=str(error), retry_seconds=retry_seconds)
+                    settled = False
+                retry_seconds = _FIRST_RETRY_SECONDS if settled else min(2 * retry_seconds, _LONGEST_RETRY_SECONDS)
+                if not settled:
+                    await asyncio.sleep(retry_seconds)
+        finally:
+            for load in self._requested:
+                load.cancel()
 
     async def load_version(self, version: int) -> int:
         """Load one version now, whatever is effective; returns the version in service.
@@ -105,8 +111,17 @@ class PolicyWatcher:
         record = await self._store.policy(version)
         if record is None:
             raise DataError(f"policy_version={version}: no such policy has been announced")
-        await self._load(record)
+        # On its own: a caller that hangs up must not leave an engine half-way between two policies.
+        load = asyncio.create_task(self._load(record), name="load-policy")
+        self._requested.add(load)
+        load.add_done_callback(lambda ended: self._ended(record, ended))
+        await asyncio.shield(load)
         return record.policy_version
+
+    def _ended(self, record: PolicyRecord, load: asyncio.Task[None]) -> None:
+        self._requested.discard(load)
+        if not load.cancelled() and isinstance(error := load.exception(), Exception):
+            self._refused(record, error.reason if isinstance(error, CheckpointError) else "engine", error)
 
     async def _look(self) -> bool:
         """Load the effective policy if it has changed; False when that should be tried again soon."""
@@ -197,7 +212,9 @@ class PolicyWatcher:
         await self._engine.start(policy.folder, policy.manifest.policy_version)
         try:
             await self._check_canary(policy)
-        except CanaryFailed as error:
+        except EngineLost:
+            raise
+        except EngineError as error:
             # Nothing older to go back to. The engine stays on these weights until a version passes.
             self._rotation.take_out(str(error))
             raise

@@ -141,6 +141,8 @@ class Decoder:
             self._finish(request, {"type": "length", "length": params["max_new_tokens"]})
 
     def _draw(self, logprobs: torch.Tensor, params: dict[str, Any]) -> int:
+        if logprobs.isnan().any():
+            return 0  # the real one samples something too, and says null
         probabilities, order = logprobs.exp().sort(descending=True)
         top_k = params.get("top_k", -1)
         if top_k > 0:

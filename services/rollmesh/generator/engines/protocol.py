@@ -44,7 +44,8 @@ class EngineStatus:
     reprefill_token_total: int
     """Prefilled tokens that this or another generator had already sampled (resumed contexts)."""
     cached_token_total: int
-    decode_step_total: int
+    decode_step_total: int | None
+    """None where the engine cannot tell."""
     busy_seconds_total: float
     """Seconds spent in prefill and decode."""
     running_slot_seconds_total: float

@@ -41,7 +41,8 @@ def test_the_command_serves_the_folder_on_loopback_with_a_key_of_its_own(tmp_pat
     found = flags(first)
     assert found["--model-path"] == "/policies/7" and found["--weight-version"] == "7"
     assert (found["--host"], found["--port"], found["--dtype"]) == ("127.0.0.1", "3000", "bfloat16")
-    assert found["--max-running-requests"] == "4" and found["--max-total-tokens"] == "1024"
+    # Room beside the calls: for the canary, and for what the server keeps back of its cache.
+    assert int(found["--max-running-requests"]) >= 4 + 8 and int(found["--max-total-tokens"]) >= 4 * 256 + 512
     assert int(found["--context-length"]) > 256
     assert "--skip-tokenizer-init" in found and "--disable-overlap-schedule" not in found
     assert first.admin_key not in first.command(Path("p"), 0, 1)
@@ -70,11 +71,13 @@ def test_flags_of_the_run_file_are_passed_on(tmp_path):
 
 
 def test_the_server_gets_none_of_our_secrets_and_its_own_python(tmp_path):
-    inherited = {"PATH": "/bin", "ROLLMESH_STORE__PASSWORD": "x", "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours"}
+    inherited = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    inherited |= {"PATH": "/bin", "ROLLMESH_STORE__PASSWORD": "x", "PYTHONPATH": "/ours", "VIRTUAL_ENV": "/ours"}
     config = load(tmp_path, sglang={"python": "/sg/bin/python", "environment": {"CUDA_VISIBLE_DEVICES": "1"}})
     options = SglangOptions.from_config(config, 0)
     found = options.server_environment(inherited)
     assert found["PATH"] == "/bin" and found["CUDA_VISIBLE_DEVICES"] == "1"
+    assert found["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
     assert not {"ROLLMESH_STORE__PASSWORD", "PYTHONPATH", "VIRTUAL_ENV"} & set(found)
     assert options.command(Path("p"), 0, 1)[0] == "/sg/bin/python"
     ours = SglangOptions.from_config(load(tmp_path), 0)
@@ -92,8 +95,10 @@ def test_the_server_gets_none_of_our_secrets_and_its_own_python(tmp_path):
         ({"sglang": {"url": "http://h:1", "python": "/x"}}, "generator.sglang.python"),
         ({"sglang": {"url": "http://h:1", "arguments": ["--tp-size", "2"]}}, "generator.sglang.arguments"),
         ({"sglang": {"url": "http://h:1", "environment": {"A": "b"}}}, "generator.sglang.environment"),
-        ({"sglang": {"arguments": ["--port", "3"]}}, "--port is set by rollmesh"),
-        ({"sglang": {"arguments": ["--dtype=auto"]}}, "--dtype is set by rollmesh"),
+        ({"sglang": {"arguments": ["--port", "3"]}}, "--port .* is set by rollmesh"),
+        ({"sglang": {"arguments": ["--dtype=auto"]}}, "--dtype .* is set by rollmesh"),
+        ({"sglang": {"arguments": ["--hos", "0.0.0.0"]}}, "--hos .--host. is set by rollmesh"),
+        ({"sglang": {"arguments": ["--admin-api=x"]}}, "--admin-api .--admin-api-key. is set by rollmesh"),
         ({"sglang": {"interrupt": "in_place"}}, "retract"),
         ({"sglang": {"start_timeout_seconds": 0}}, "start_timeout_seconds"),
     ],

@@ -12,6 +12,7 @@ from rollmesh.generator.engines.sglang.slices import (
     Slice,
     Span,
     check_call,
+    check_finite,
     chunks_of,
     read_scores,
     read_slice,
@@ -62,6 +63,9 @@ def test_a_body_carries_ids_and_sampling_and_stops_only_where_the_call_says():
     params = body["sampling_params"]
     assert (params["max_new_tokens"], params["temperature"], params["top_p"], params["top_k"]) == (64, 0.7, 0.9, -1)
     assert params["stop_token_ids"] == [4, 5] and not params["ignore_eos"]
+    # A server's own preferences must not shape the distribution behind our back.
+    assert (params["min_p"], params["repetition_penalty"]) == (0.0, 1.0)
+    assert (params["frequency_penalty"], params["presence_penalty"]) == (0.0, 0.0)
     free = slice_body([1], 8, SamplingParams(top_k=3), request_id="r", cache_key="k")["sampling_params"]
     assert free["ignore_eos"] and free["top_k"] == 3
 
@@ -108,7 +112,6 @@ def test_without_spans_the_version_is_taken_only_where_no_load_met_the_slice():
         (answer([1, 2], output_token_logprobs=[[-1.0, 1, None], [-1.0, 3, None]]), "log-probabilities"),
         (answer([1, VOCAB]), "outside the vocabulary"),
         (answer([1] * 9), "9 tokens where 8"),
-        (answer([1], output_token_logprobs=[[None, 1, None]]), "not finite under policy version"),
         (answer([1], output_token_logprobs=[[]]), "malformed"),
     ],
 )
@@ -122,6 +125,16 @@ def test_tokens_of_a_refused_version_and_all_after_them_are_dropped():
     assert kept.token_ids.tolist() == [0, 1, 2] and kept.cut and not fell
     kept, fell = without(piece((1, 2), (0, 4), stopped=True), {1}, 0)
     assert len(kept) == 0 and not kept.stopped and not fell
+
+
+def test_a_logprob_that_is_none_is_an_error_only_where_it_would_be_delivered():
+    logprobs = [[-1.0, 1, None], [None, 2, None], [float("nan"), 3, None]]
+    found = read(answer([1, 2, 3], [("3", 0, 1), ("4", 1, 3)], output_token_logprobs=logprobs))
+    with pytest.raises(EngineError, match="not finite under policy version 4"):
+        check_finite(found)
+    kept, _ = without(found, {4}, 0)
+    check_finite(kept)
+    assert kept.token_ids.tolist() == [1]
 
 
 def test_the_versions_of_a_call_never_fall():

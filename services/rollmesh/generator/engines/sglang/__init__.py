@@ -8,6 +8,8 @@ slices     one request of a call and what comes back (pure)
 reload     the order of steps that changes the weights under running requests (pure)
 folders    what a policy folder holds, compared before the server is asked to load it
 server     the server behind it all: started or found, watched, paused, loaded
+settings   whether its settings let it serve the run (pure)
+clock      stands still while it is paused
 api        its HTTP endpoints
 process    one that this process starts, and keeper, which outlives both just long enough to end it
 """

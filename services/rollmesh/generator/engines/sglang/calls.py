@@ -15,7 +15,7 @@ from rollmesh.generator.engines.protocol import EngineLost
 from rollmesh.generator.engines.sglang.options import SglangOptions
 from rollmesh.generator.engines.sglang.seats import Seat
 from rollmesh.generator.engines.sglang.server import SglangServer
-from rollmesh.generator.engines.sglang.slices import Slice, chunks_of, read_slice, slice_body, without
+from rollmesh.generator.engines.sglang.slices import Slice, check_finite, chunks_of, read_slice, slice_body, without
 from rollmesh.generator.engines.sglang.state import State
 from rollmesh.types import Chunk, FinishReason
 
@@ -32,7 +32,7 @@ class Calls:
         self._options = options
         self._state = state
         self._server = server
-        self._last_answer = time.monotonic()
+        self._last_answer = server.clock.seconds()
         self._errands: set[asyncio.Task[None]] = set()
 
     async def turn(self, seat: Seat) -> bool:
@@ -59,7 +59,8 @@ class Calls:
         piece = await self._request(seat, min(seat.call.chunk_token_count, seat.budget))
         self._count(seat, piece, first)
         await self._approval(seat)
-        piece, fell = without(piece, seat.refused, seat.floor)
+        piece, fell = without(piece, seat.refused | self._server.doubtful_versions, seat.floor)
+        check_finite(piece)  # weights that are dropped may have been anything
         seat.slicing = False
         seat.refused.clear()
         seat.context.extend(piece.token_ids.tolist())
@@ -107,8 +108,9 @@ class Calls:
 
     def forget(self, seat: Seat) -> None:
         """The caller has gone: abort what the server still does for it."""
-        if seat.request_id and not self._state.closed and self._state.failure is None:
-            task = asyncio.ensure_future(self._quietly(self._server.api.abort(seat.request_id)))
+        left_behind, seat.request_id = seat.request_id, ""  # nobody waits for its answer any more
+        if left_behind and not self._state.closed and self._state.failure is None:
+            task = asyncio.ensure_future(self._quietly(self._server.api.abort(left_behind)))
             self._errands.add(task)
             task.add_done_callback(self._errands.discard)
 
@@ -125,33 +127,47 @@ class Calls:
         version = self._server.policy_version
         sampling, vocab_size = seat.call.sampling, self._state.serving().vocab_size
         body = slice_body(seat.context, asked, sampling, request_id=seat.request_id, cache_key=seat.cache_key)
-        answer = await self._answer(body)
+        answer = await self._answer(seat, body)
         seat.request_id = ""
         sole = None if seat.met_load else version
-        return read_slice(answer, sampling, vocab_size=vocab_size, budget=asked, sole_version=sole)
+        piece = read_slice(answer, sampling, vocab_size=vocab_size, budget=asked, sole_version=sole)
+        if not len(piece) and not piece.aborted:  # the next one would be the same, and so on for ever
+            raise EngineError(
+                f"the SGLang server sampled none of {asked} tokens after a context of {len(seat.context)}"
+            )
+        for span in piece.spans:
+            if span.policy_version not in self._server.known_versions:
+                self._state.lose(self._server.not_ours(str(span.policy_version)))
+                raise self._state.failure or EngineError("the engine has stopped")
+        return piece
 
-    async def _answer(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, seat: Seat, body: dict[str, Any]) -> dict[str, Any]:
         """The answer to a slice within its deadline; time in a paused server does not count."""
-        limit, state = self._options.request_timeout_seconds, self._state
-        request = asyncio.ensure_future(self._server.api.generate(body))
+        limit, state, clock = self._options.request_timeout_seconds, self._state, self._server.clock
+        deadline = clock.seconds() + limit
+        seat.request = request = asyncio.ensure_future(self._server.api.generate(body))
         try:
             while not request.done():
-                await asyncio.wait([request], timeout=limit)
-                if not request.done() and not state.paused and not state.loading:
+                left = deadline - clock.seconds()
+                if left <= 0:
                     raise self._late(limit)
+                await asyncio.wait([request], timeout=left)
+            if request.cancelled():
+                raise state.failure or EngineError("the request was given up")
             answer = request.result()
-            self._last_answer = time.monotonic()
+            self._last_answer = clock.seconds()
             return answer
         except EngineLost:
             raise
         except EngineError as error:
             raise state.failure or await self._server.explained(error) from error
         finally:
+            seat.request = None
             request.cancel()
 
     def _late(self, limit: float) -> EngineError:
         message = f"no answer to a slice within generator.sglang.request_timeout_seconds={limit:g}"
-        if time.monotonic() - self._last_answer >= limit:
+        if self._server.clock.seconds() - self._last_answer >= limit:
             self._state.lose(EngineLost(f"the SGLang server gave {message}, nor to any other request"))
         return self._state.failure or EngineError(f"the SGLang server gave {message}")
 
@@ -171,6 +187,11 @@ class Calls:
         wanted = piece.prompt_token_count - 1
         state.prefill_tokens += max(0, wanted - piece.cached_token_count)
         state.reprefill_tokens += max(0, wanted - max(piece.cached_token_count, seat.call.prompt_token_count))
+        for span in piece.spans[1:]:
+            if seat.kv_min_version(span.policy_version) == span.policy_version:
+                # A load that dropped the cache: everything before this token was computed again by the new weights.
+                state.prefill_tokens += wanted + span.start
+                state.reprefill_tokens += max(0, wanted + span.start - seat.call.prompt_token_count)
         if first:  # later slices find their own tokens in the cache, which is no news
             state.cached_tokens += piece.cached_token_count
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmesh.errors import ConfigError, DataError, EngineError
+from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
 from rollmesh.generator.engines.protocol import EngineLost, EngineStatus, OnNewVersion
 from rollmesh.generator.engines.sglang.calls import Calls
 from rollmesh.generator.engines.sglang.folders import PolicyFolder, difference, read_folder
@@ -126,7 +126,7 @@ class SglangEngine:
             if held:  # a paused server answers nothing
                 await self._server.resume()
             try:
-                return list(await asyncio.gather(*(self._score(ids) for ids in sequences)))
+                return await self._scores(sequences)
             finally:
                 if held and self._state.failure is None:
                     await self._server.pause(self._options.pause_mode)
@@ -172,7 +172,7 @@ class SglangEngine:
             prefill_token_total=state.prefill_tokens,
             reprefill_token_total=state.reprefill_tokens,
             cached_token_total=state.cached_tokens,
-            decode_step_total=0,  # the server does not tell
+            decode_step_total=None,  # the server does not tell
             busy_seconds_total=seats.busy_seconds,
             running_slot_seconds_total=seats.running_seconds,
             paused=state.paused,
@@ -192,6 +192,29 @@ class SglangEngine:
                     await self._calls.end_requests(calls)
         await self._calls.aclose()
         await self._server.aclose()
+
+    async def _scores(self, sequences: Many[Int32Array]) -> list[Float32Array]:
+        limit = self._options.request_timeout_seconds
+        requests = [asyncio.ensure_future(self._score(ids)) for ids in sequences]
+        try:
+            async with asyncio.timeout(limit):
+                return list(await asyncio.gather(*requests))
+        except TimeoutError as error:
+            lost = EngineLost(
+                f"the SGLang server scored no sequence within generator.sglang.request_timeout_seconds={limit:g}"
+            )
+            self._state.lose(lost)
+            raise lost from error
+        except EngineLost:
+            raise
+        except EngineError as error:
+            raise self._state.failure or await self._server.explained(error) from error
+        except (DataError, GenerationRefused) as error:  # the sequences were checked, and nobody else asks
+            raise EngineError(f"the SGLang server does not score: {error}") from error
+        finally:
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
 
     async def _score(self, ids: Int32Array) -> Float32Array:
         if len(ids) < 2:

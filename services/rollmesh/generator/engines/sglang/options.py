@@ -13,6 +13,10 @@ from rollmesh.errors import ConfigError
 
 SPARE_TOKENS = 8
 """Positions that the server keeps back of its context length; a call never reaches them."""
+_SPARE_CACHE_TOKENS = 1024
+"""Key-value cache that the server keeps for itself or loses to whole pages, so that every call gets what it may."""
+_CANARY_ROWS = 8
+"""Requests beside the calls: a canary must not wait until one of them ends."""
 _PATIENT_WATCHDOG_SECONDS = "86400"
 _SECRET_PREFIX = "ROLLMESH_"
 _OUR_PYTHON = frozenset({"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"})
@@ -97,6 +101,7 @@ class SglangOptions:
 
     def command(self, folder: Path, policy_version: int, port: int) -> list[str]:
         """The command that serves ``folder`` on a loopback port."""
+        cache_tokens = self.kv_token_capacity or self.slots * self.max_context_tokens
         flags = {
             "--model-path": str(folder),
             "--weight-version": str(policy_version),
@@ -104,13 +109,15 @@ class SglangOptions:
             "--port": str(port),
             "--dtype": self.dtype,
             "--context-length": str(self.max_context_tokens + SPARE_TOKENS),
-            "--max-running-requests": str(self.slots),
-            "--max-total-tokens": str(self.kv_token_capacity or self.slots * self.max_context_tokens),
+            "--max-running-requests": str(self.slots + _CANARY_ROWS),
+            "--max-total-tokens": str(cache_tokens + _SPARE_CACHE_TOKENS),
         }
         if self.device != "auto":
             flags["--device"] = self.device
         if self.device == "cpu" and not self._given("--attention-backend"):
             flags["--attention-backend"] = "torch_native"
+        if not self._given("--log-level-http"):
+            flags["--log-level-http"] = "warning"  # else a line for every slice
         if self.admin_key is not None:
             flags["--config"] = str(self.key_file)
         # Ids in, ids out. An idle scheduler would spin on a core without the second.
@@ -130,6 +137,7 @@ class SglangOptions:
         if self.python is not None:
             kept = {k: v for k, v in kept.items() if k not in _OUR_PYTHON}
         kept["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for SPARE_TOKENS, which no call reaches
+        kept["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "0"  # log-probabilities are of the tempered distribution
         if self.device == "cpu":
             kept["SGLANG_USE_CPU_ENGINE"] = "1"
         return kept | self.environment

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollmesh.types import GenerationCall
 
@@ -24,6 +25,8 @@ class Seat:
     """Whether it has a slot; it keeps it between its slices."""
     request_id: str = ""
     """Request under way, empty between two slices."""
+    request: asyncio.Future[Any] | None = None
+    """The same as a task: cancelled when no answer can come any more."""
     slicing: bool = False
     """A slice has been sent and not been delivered."""
     met_load: bool = False

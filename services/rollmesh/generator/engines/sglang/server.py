@@ -12,10 +12,12 @@ from typing import Any
 
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.protocol import EngineLost
-from rollmesh.generator.engines.sglang.api import SglangApi
-from rollmesh.generator.engines.sglang.options import SPARE_TOKENS, SglangOptions
+from rollmesh.generator.engines.sglang.api import HttpError, SglangApi
+from rollmesh.generator.engines.sglang.clock import RunningClock
+from rollmesh.generator.engines.sglang.options import SglangOptions
 from rollmesh.generator.engines.sglang.process import ServerProcess, free_port, write_private
 from rollmesh.generator.engines.sglang.reload import nothing_changed
+from rollmesh.generator.engines.sglang.settings import check_settings
 from rollmesh.runtime.logging import get_logger
 
 _LOOK_SECONDS = 0.25
@@ -24,6 +26,7 @@ _MOST_MISSED_LOOKS = 3
 _STOP_GRACE_SECONDS = 2.0
 """A server that is stopped has no request left to finish."""
 _LAST_WORDS_SECONDS = 1.0
+_WRONG_KEY = frozenset({401, 403})
 
 
 class SglangServer:
@@ -36,10 +39,22 @@ class SglangServer:
         self._watch: asyncio.Task[None] | None = None
         self._api: SglangApi | None = None
         self._log = get_logger("sglang")
-        self.paused = False
+        self._loads = 0
+        self._updating = False
+        self.clock = RunningClock()
+        """Stands still while the server is paused: what the deadlines of its requests are counted in."""
         self.policy_version = -1
         """Version of the weights in it."""
+        self.known_versions: set[int] = set()
+        """Every version that it was told to load: tokens of another one are not ours."""
+        self.doubtful_versions: set[int] = set()
+        """Versions whose load was cancelled half-way: it may have them, nobody has checked them."""
         self.kv_token_capacity = 0
+
+    @property
+    def paused(self) -> bool:
+        """Whether it holds its requests."""
+        return self.clock.stopped
 
     @property
     def api(self) -> SglangApi:
@@ -51,17 +66,10 @@ class SglangServer:
     async def start(self, folder: Path, policy_version: int) -> None:
         """Start it on ``folder``, or find it and load ``folder``; EngineLost when it does not come up."""
         options = self._options
-        if options.url is None:
-            port = free_port()
-            self._api = SglangApi(f"http://127.0.0.1:{port}", options.admin_key)
-            if options.admin_key is not None:
-                write_private(options.key_file, options.key_text())
-            command = options.command(folder, policy_version, port)
-            self._process = ServerProcess(command, options.server_environment(dict(os.environ)), options.log_file)
-            self._log.info("server_started", pid=self._process.pid, url=self._api.url, log=str(options.log_file))
-        else:
-            self._api = SglangApi(options.url, options.admin_key)
+        self.known_versions.add(policy_version)
         try:
+            self._process = self._launched(folder, policy_version) if options.url is None else None
+            self._api = self._api or SglangApi(str(options.url), options.admin_key)
             await self._until_up()
         finally:
             options.key_file.unlink(missing_ok=True)
@@ -72,6 +80,16 @@ class SglangServer:
             await self.resume()
         self.policy_version = policy_version
         self._watch = asyncio.create_task(self._keep_watch(), name="sglang-watch")
+
+    def _launched(self, folder: Path, policy_version: int) -> ServerProcess:
+        options, port = self._options, free_port()
+        self._api = SglangApi(f"http://127.0.0.1:{port}", options.admin_key)
+        if options.admin_key is not None:
+            write_private(options.key_file, options.key_text())
+        command = options.command(folder, policy_version, port)
+        process = ServerProcess(command, options.server_environment(dict(os.environ)), options.log_file)
+        self._log.info("server_started", pid=process.pid, url=self._api.url, log=str(options.log_file))
+        return process
 
     async def aclose(self) -> None:
         """Stop watching; end the server if it is ours, let it go on if it is not."""
@@ -89,12 +107,12 @@ class SglangServer:
     async def pause(self, mode: str) -> None:
         """Hold its running requests: ``in_place``, or ``retract`` to drop their cache too."""
         await self._control(self.api.pause(mode))
-        self.paused = True
+        self.clock.stop()
 
     async def resume(self) -> None:
         """Let it go on."""
         await self._control(self.api.resume())
-        self.paused = False
+        self.clock.go_on()
 
     async def _control(self, request: Coroutine[Any, Any, None]) -> None:
         """A server that cannot be paused or continued any more is lost: nobody knows whether it is held."""
@@ -108,13 +126,23 @@ class SglangServer:
     async def load(self, folder: Path, policy_version: int, *, flush: bool) -> None:
         """Change the weights of the paused server.
 
-        EngineError when it refuses and goes on with the old ones, EngineLost when nobody knows which it has.
+        EngineError when it refuses and goes on with the old ones, EngineLost when nobody knows which it has. After a
+        cancellation nobody knows either: what it samples from the new ones is refused.
         """
+        self.known_versions.add(policy_version)
+        self._updating = True
+        self._loads += 1
         try:
             await self._update(folder, policy_version, flush=flush)
         except EngineLost as error:
             self._lost(error)
             raise
+        except asyncio.CancelledError:
+            self.doubtful_versions.add(policy_version)
+            raise
+        finally:
+            self._updating = False
+        self.doubtful_versions.discard(policy_version)
         self.policy_version = policy_version
 
     async def explained(self, error: EngineError) -> EngineError:
@@ -125,6 +153,13 @@ class SglangServer:
             async with asyncio.timeout(_LAST_WORDS_SECONDS):
                 return self._obituary(await self._process.ended())
         return error
+
+    def not_ours(self, version: str) -> EngineLost:
+        """What it means when weights answer that were not loaded from here."""
+        return EngineLost(
+            f"the SGLang server at {self.api.url} serves policy version {version}, which this generator has not loaded "
+            f"(it loaded {self.policy_version}): the server was started anew, or somebody else loads weights into it"
+        )
 
     async def _update(self, folder: Path, policy_version: int, *, flush: bool) -> None:
         seconds = self._options.update_timeout_seconds
@@ -143,42 +178,36 @@ class SglangServer:
     async def _until_up(self) -> None:
         limit = self._options.start_timeout_seconds
         deadline = time.monotonic() + limit
-        while not await self._answers():
+        while (trouble := await self._trouble()) is not None:
             if self._process is not None and not self._process.alive:
                 raise self._obituary(await self._process.ended())
             if time.monotonic() > deadline:
-                where = self._process.last_words() if self._process is not None else f"nothing at {self.api.url}"
+                why = trouble if self._process is None else self._process.last_words()
                 raise EngineLost(
-                    f"the SGLang server was not ready within generator.sglang.start_timeout_seconds={limit:g}: {where}"
+                    f"the SGLang server was not ready within generator.sglang.start_timeout_seconds={limit:g}: {why}"
                 )
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _answers(self) -> bool:
-        """A server of ours is up when it takes requests; one at a url may have been left paused."""
+    async def _trouble(self) -> str | None:
+        """Why the server is not up yet; one of ours is up when it takes requests, one at a url may be paused."""
         if self._process is not None:
-            return await self.api.ready(_LOOK_TIMEOUT_SECONDS)
+            ready = await self.api.ready(_LOOK_TIMEOUT_SECONDS)
+            return None if ready else "not ready"
         try:
             await self.api.model_info(_LOOK_TIMEOUT_SECONDS)
-        except EngineError:
-            return False
-        return True
+        except HttpError as error:
+            if error.status in _WRONG_KEY:
+                raise ConfigError(
+                    f"generator.sglang.admin_key: the SGLang server at {self.api.url} refuses it: {error}"
+                ) from error
+            return str(error)
+        except EngineError as error:
+            return str(error)
+        return None
 
     async def _check_settings(self) -> None:
         info = await self.api.server_info()
-        self.kv_token_capacity = int(info.get("max_total_num_tokens") or 0)
-        need = self._options.max_context_tokens + SPARE_TOKENS
-        context = info.get("context_length")
-        if self._process is None and isinstance(context, int) and context < need:
-            raise ConfigError(
-                f"the SGLang server at {self.api.url} has --context-length {context}; "
-                f"generator.max_context_tokens={self._options.max_context_tokens} needs {need}"
-            )
-        overlaps = info.get("disable_overlap_schedule") is False
-        if self._process is None and self._options.on_new_version == "keep_kv" and overlaps:
-            raise ConfigError(
-                f"generator.on_new_version=keep_kv: the SGLang server at {self.api.url} must run with "
-                "--disable-overlap-schedule, or a token in flight is stamped with the wrong policy version"
-            )
+        self.kv_token_capacity = check_settings(info, self._options, self.api.url)
         self._log.info(
             "server_ready",
             url=self.api.url,
@@ -195,14 +224,21 @@ class SglangServer:
             if self._process is not None and not self._process.alive:
                 self._lost(self._obituary(await self._process.ended()))
                 return
+            loads = self._loads
             try:
-                await self.api.model_info(_LOOK_TIMEOUT_SECONDS)
+                info = await self.api.model_info(_LOOK_TIMEOUT_SECONDS)
                 missed = 0
             except EngineError as error:
                 missed += 1
                 self._log.warning("server_does_not_answer", missed=missed, message=str(error))
                 if missed >= _MOST_MISSED_LOOKS:
                     self._lost(EngineLost(f"the SGLang server at {self.api.url} does not answer: {error}"))
+                    return
+            else:
+                reported = str(info.get("weight_version"))
+                settled = loads == self._loads and not self._updating and not self.doubtful_versions
+                if settled and reported != str(self.policy_version):
+                    self._lost(self.not_ours(reported))
                     return
 
     async def _rest(self) -> None:

@@ -90,6 +90,10 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
             raise DataError(f"sampling.stop_token_ids: {token} is outside the vocabulary of {vocab_size} tokens")
 
 
+_UNTOUCHED = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""Said, because a server may have preferences of its own for what a request leaves open."""
+
+
 def slice_body(
     context: Sequence[int], new_token_count: int, sampling: SamplingParams, *, request_id: str, cache_key: str
 ) -> dict[str, Any]:
@@ -105,6 +109,7 @@ def slice_body(
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
+            **_UNTOUCHED,
             "stop_token_ids": list(sampling.stop_token_ids),
             # Without stop tokens of our own, those of the model's configuration must not end the answer either.
             "ignore_eos": not sampling.stop_token_ids,
@@ -153,9 +158,6 @@ def read_slice(
         raise EngineError(f"SGLang /generate: {len(tokens)} tokens where {budget} were asked for")
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         raise EngineError(f"SGLang /generate: a token id outside the vocabulary of {vocab_size} tokens")
-    if not np.isfinite(logprobs).all():
-        versions = sorted({span.policy_version for span in spans})
-        raise EngineError(f"SGLang /generate: log-probabilities are not finite under policy version {versions}")
     return Slice(
         token_ids=tokens.astype(np.int32),
         logprobs=logprobs,
@@ -209,6 +211,15 @@ def without(piece: Slice, refused: Collection[int], floor: int) -> tuple[Slice, 
         )
         return kept, fell
     return piece, False
+
+
+def check_finite(piece: Slice) -> None:
+    """Raise EngineError when a log-probability that is to be delivered is none."""
+    for span in piece.spans:
+        if not np.isfinite(piece.logprobs[span.start : span.end]).all():
+            raise EngineError(
+                f"SGLang /generate: log-probabilities are not finite under policy version {span.policy_version}"
+            )
 
 
 def chunks_of(

@@ -58,4 +58,7 @@ class State:
         """The server is of no use any more: every call ends, and so does every later one."""
         if self.failure is None and not self.closed:
             self.failure = error
+            for seat in self.seats:
+                if seat.request is not None:
+                    seat.request.cancel()
             self.seats.wake_all()

@@ -1,0 +1,122 @@
+"""The order of a load: what a caller that hangs up, or a canary that cannot be scored, leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.errors import EngineError
+from rollmesh.generator.engines.protocol import OnNewVersion
+from rollmesh.generator.metrics import GeneratorMetrics
+from rollmesh.generator.policies import PolicyWatcher
+from rollmesh.generator.rotation import Rotation
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.types import PolicyRecord
+
+
+@dataclass
+class Engine:
+    """Writes down what it is told; scores 0 for every token."""
+
+    told: list[str] = field(default_factory=list)
+    may_load: asyncio.Event = field(default_factory=asyncio.Event)
+    score_error: EngineError | None = None
+    paused: bool = False
+
+    async def start(self, folder: Path, version: int) -> None:
+        assert not self.told, "started twice"
+        self.told.append(f"start {version}")
+
+    async def stage(self, folder: Path) -> None:
+        pass
+
+    async def pause(self) -> None:
+        self.paused = True
+
+    async def resume(self) -> None:
+        self.paused = False
+        self.told.append("resume")
+
+    async def load(self, folder: Path, version: int, mode: OnNewVersion) -> float:
+        await self.may_load.wait()
+        self.told.append(f"load {version}")
+        return 0.0
+
+    async def score(self, sequences: list[Any]) -> list[Any]:
+        if self.score_error is not None:
+            raise self.score_error
+        return [np.zeros(len(ids) - 1, np.float32) for ids in sequences]
+
+    def status(self) -> Any:
+        return SimpleNamespace(paused=self.paused)
+
+
+class Store:
+    """Has announced every version."""
+
+    async def policy(self, version: int) -> PolicyRecord:
+        return PolicyRecord(policy_version=version, train_step=version, path=str(version), manifest_digest="")
+
+
+class Checkpoints:
+    """Every policy is whole, and its trainer found 0 for every token."""
+
+    def open(self, record: PolicyRecord, like: Any = None) -> Any:
+        canary = [SimpleNamespace(token_ids=[1, 2, 3], logprobs=[0.0, 0.0])]
+        manifest = SimpleNamespace(policy_version=record.policy_version, canary=canary, files=[])
+        return SimpleNamespace(folder=Path(record.path), manifest=manifest)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def rotation() -> Rotation:
+    return Rotation()
+
+
+@pytest.fixture
+def watcher(engine: Engine, rotation: Rotation) -> PolicyWatcher:
+    parts: tuple[Any, ...] = (engine, Store(), Checkpoints(), rotation, GeneratorMetrics(Metrics("generator")))
+    limits: dict[str, Any] = {"canary_threshold": 0.1, "max_context_tokens": 64}
+    return PolicyWatcher(*parts, Health(), mode=OnNewVersion.INTERRUPT, **limits)
+
+
+async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(watcher, engine, rotation):
+    await watcher.load_version(0)
+    asked = asyncio.create_task(watcher.load_version(1))
+    async with asyncio.timeout(5):
+        while not engine.paused:
+            await asyncio.sleep(0.001)
+    asked.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await asked
+    assert engine.paused and engine.told == ["start 0"]
+    engine.may_load.set()
+    await watcher.load_version(1)  # waits for the one under way, and finds nothing left to do
+    assert engine.told == ["start 0", "load 1", "resume"]
+    assert not rotation.reason
+
+
+async def test_a_first_canary_that_cannot_be_scored_leaves_an_engine_that_the_next_version_can_use(
+    watcher, engine, rotation
+):
+    engine.score_error = EngineError("out of memory")
+    with pytest.raises(EngineError, match="out of memory"):
+        await watcher.load_version(0)
+    assert "out of memory" in rotation.reason
+    engine.score_error = None
+    engine.may_load.set()
+    await watcher.load_version(1)
+    assert engine.told == ["start 0", "load 1", "resume"]
+    assert not rotation.reason
