@@ -6,7 +6,7 @@ import { ticks, valueRange } from "./ticks.js";
 const MARGIN = { left: 46, right: 8, top: 8, bottom: 20 };
 const AXES = { train_step: "train step", policy_version: "policy version", time: "time" };
 
-// options: {title, waitsFor, format(value), select}; select is a node shown in place of the title.
+// options: {title, waitsFor, format(value, step of the axis), select}; select is a node shown in place of the title.
 export class Chart {
   #options;
   #series = [];
@@ -90,8 +90,10 @@ export class Chart {
   #drawGrid(width, height) {
     const { x, y, from, to, low, high } = this.#shape;
     const axis = this.#series[0].axis;
-    const lines = ticks(low, high, 4).map((value) => ({ key: `y${value}`, value, vertical: true }));
-    const wanted = Math.max(2, Math.floor(width / 90));
+    const levels = ticks(low, high, 4);
+    const step = levels.length > 1 ? levels[1] - levels[0] : high - low;
+    const lines = levels.map((value) => ({ key: `y${value}`, value, vertical: true }));
+    const wanted = Math.max(2, Math.floor(width / (axis === "time" ? 90 : 60)));
     const marks = axis === "time" ? this.#timeTicks(from, to, wanted) : ticks(from, to, wanted, { integer: true });
     const columns = marks.map((value) => ({ key: `x${value}`, value, vertical: false }));
     const make = ({ vertical }) => svg("g", null, vertical ? svg("line", { class: "grid" }) : null, svg("text"));
@@ -107,7 +109,7 @@ export class Chart {
         ]) {
           setAttribute(node.firstChild, name, v);
         }
-        setText(text, this.#format(value, true));
+        setText(text, this.#format(value, step));
       } else setText(text, axis === "time" ? this.#ago(value) : count(value));
       setAttribute(text, "text-anchor", vertical ? "end" : "middle");
       setAttribute(text, "x", vertical ? MARGIN.left - 6 : Math.min(Math.max(x(value), MARGIN.left), width - 16));
@@ -232,9 +234,12 @@ export class Chart {
   }
 
   #latestText() {
-    return this.#series
-      .map((one) => (this.#series.length > 1 ? `${one.label} ` : "") + this.#format(one.mean[one.mean.length - 1]))
-      .join(", ");
+    const newest = (one) => {
+      const last = one.x.length - 1;
+      const error = one.axis === "policy_version" ? ` \u00b1 ${this.#format(one.high[last] - one.mean[last])}` : "";
+      return `${this.#series.length > 1 ? `${one.label} ` : ""}${this.#format(one.mean[last])}${error}`;
+    };
+    return this.#series.map(newest).join(", ");
   }
 
   #summary() {

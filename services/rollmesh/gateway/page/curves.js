@@ -3,6 +3,7 @@ import * as api from "./api.js";
 import { byId, el } from "./dom.js";
 import { number, percent, seconds, short, words } from "./format.js";
 import { Chart } from "./chart.js";
+import { tickText } from "./ticks.js";
 
 const POINTS = 180;
 const FIRST_REPORT = "the first train step";
@@ -27,13 +28,18 @@ const LABELS = {
   in_flight: "rollouts in flight",
 };
 
-// How values of a curve are written; on an axis without the unit's name.
+// How values of a curve are written; with the step of an axis as a tick, without the unit's name.
 function formatOf({ name, unit }) {
-  if (unit === "ratio" && name !== "ratio_mean") return percent;
-  if (unit === "seconds") return seconds;
+  if (unit === "ratio" && name !== "ratio_mean") {
+    return (value, step = 0) => (step > 0 ? `${tickText(100 * value, 100 * step)}%` : percent(value));
+  }
+  if (unit === "seconds") return (value, step = 0) => (step > 0 ? tickText(value, step) : seconds(value));
   const named = ["reward", "score", "loss", "norm", "rate", "ratio"].includes(unit) ? "" : ` ${unit}`;
   const write = unit === "tokens" || unit.endsWith("/s") ? short : number;
-  return (value, bare = false) => write(Math.abs(value) >= 100 ? Math.round(value) : value) + (bare ? "" : named);
+  return (value, step = 0) => {
+    if (step > 0) return Math.abs(value) < 1e5 && step >= 1e-4 ? tickText(value, step) : write(value);
+    return write(Math.abs(value) >= 100 ? Math.round(value) : value) + named;
+  };
 }
 
 export class Curves {

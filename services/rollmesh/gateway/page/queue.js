@@ -10,7 +10,7 @@ const MOST_BINS = 14;
 export class QueuePanels {
   #queue = new Bars(byId("queue-bars"), { heads: ["state", "count"], caption: "Trajectories and groups by state" });
   #staleness = new Bars(byId("staleness-bars"), {
-    heads: ["train steps", "groups waiting", "trained"],
+    heads: ["train steps", "waiting", "trained"],
     caption: "Staleness: groups that wait in the queue, and trajectories of the newest batch",
   });
   #drops = new Bars(byId("drop-bars"), { heads: ["reason", "groups"], caption: "Groups dropped untrained, by reason" });

@@ -1,17 +1,19 @@
 // A table whose rows are kept by key, with words where there are none.
 import { el, reconcile, setText } from "./dom.js";
 
+const styleOf = (column) => ["left", "wrap", "minor"].filter((name) => column[name]).join(" ") || null;
+
 export class Table {
   #body = el("tbody");
   #empty = el("p", { class: "empty" });
   #table;
   #columns;
 
-  // columns: {name, left, wrap, show(cell, item)}; the first one heads its row.
+  // columns: {name, left, wrap, minor, show(cell, item)}; the first one heads its row, minor ones need a wide screen.
   constructor(box, columns, caption) {
     this.#columns = columns;
     const heads = columns.map((column) => {
-      const head = el("th", { scope: "col", class: column.left ? "left" : null }, column.name);
+      const head = el("th", { scope: "col", class: styleOf(column) }, column.name);
       // A column of buttons has no heading to see, but one to hear.
       if (column.unseen) head.replaceChildren(el("span", { class: "unseen" }, column.name));
       return head;
@@ -27,8 +29,8 @@ export class Table {
     setText(this.#empty, items.length > 0 ? "" : empty);
     const make = () => {
       const cells = this.#columns.map((column, at) => {
-        const style = [column.left ? "left" : "", column.wrap ? "wrap" : ""].filter(Boolean).join(" ");
-        return at === 0 ? el("th", { scope: "row", class: style || null }) : el("td", { class: style || null });
+        const style = styleOf(column);
+        return at === 0 ? el("th", { scope: "row", class: style }) : el("td", { class: style });
       });
       return el("tr", null, cells);
     };

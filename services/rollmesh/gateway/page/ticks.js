@@ -14,6 +14,12 @@ export function ticks(low, high, wanted, { integer = false } = {}) {
   return found;
 }
 
+// A tick's value with as many decimals as tell it from its neighbours.
+export function tickText(value, step) {
+  const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
 // The vertical range of a curve: from 0 where that is honest and costs little, with some air.
 export function valueRange(lows, highs) {
   let low = Infinity;

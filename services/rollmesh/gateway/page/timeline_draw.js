@@ -23,7 +23,7 @@ export const inkOn = (hex) => (luminance(hex) > 0.18 ? "#000000" : "#ffffff");
 
 function drawAxis(context, { width, height, range, colours }) {
   const length = range.to - range.from;
-  const wanted = Math.max(2, Math.floor(width / 110));
+  const wanted = Math.max(2, Math.floor(width / 85));
   const step = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600].find((s) => length / s <= wanted) ?? 7200;
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "bottom";

@@ -78,7 +78,6 @@ export class Viewer {
     this.#body.replaceChildren(
       columns,
       ...this.#members(detail),
-      ...this.#metadata(detail),
       el("h3", null, "Tokens by policy version"),
       legend(detail.runs),
       this.#pager(detail),
@@ -89,8 +88,11 @@ export class Viewer {
             { class: "empty" },
             "No tokens are kept: waiting for the first ones, or they have been dropped after training.",
           ),
+      ...this.#metadata(detail),
     );
     this.#body.scrollTop = 0;
+    // A button of the body that was pressed is gone with the old body: the title takes the focus.
+    if (!this.#dialog.contains(document.activeElement)) this.#title.focus();
   }
 
   #facts(detail) {
@@ -155,8 +157,12 @@ export class Viewer {
   #metadata({ prompt_metadata: metadata }) {
     if (Object.keys(metadata).length === 0) return [];
     return [
-      el("h3", null, "What the verifier is given"),
-      el("pre", { tabindex: 0 }, JSON.stringify(metadata, null, 2)),
+      el(
+        "details",
+        null,
+        el("summary", null, "What the verifier is given"),
+        el("pre", { tabindex: 0 }, JSON.stringify(metadata, null, 2)),
+      ),
     ];
   }
 
