@@ -21,8 +21,10 @@ from rollmesh.cli.common import (
     store_of,
 )
 from rollmesh.errors import StoreUnavailable
+from rollmesh.gateway.token import known_token
 from rollmesh.report.console import output_console
 from rollmesh.report.ledger import QueueAccount
+from rollmesh.runtime.endpoints import read_endpoints
 
 VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
 
@@ -34,14 +36,16 @@ def register(app: typer.Typer) -> None:
 
 
 def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """Show versions, queue, generators and drops of a run."""
+    """Show versions, queue, generators and drops of a run, and where its page is."""
 
     async def main() -> None:
-        async with store_of(run) as (config, _, store):
+        async with store_of(run) as (config, folder, store):
             view, counts = await store.view(), await store.counts()
             generators = await store.generators()
+        pages = read_endpoints(folder.path, "gateway")
         if as_json:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
+            data["gateways"] = [page.url for page in pages]
             typer.echo(json.dumps(data, default=str))
             return
         console = output_console()
@@ -53,6 +57,10 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         table.add_row("queue memory", f"{view.memory_ratio:.1%} of maxmemory")
         for reason, number in sorted(counts.drops.items()):
             table.add_row(f"dropped: {reason}", str(number))
+        for page in pages:
+            table.add_row("page", page.url)
+        if pages:
+            table.add_row("its token, for actions", known_token(config) or "what ROLLMESH_GATEWAY__TOKEN was")
         console.print(table)
         serving = Table("generator", "version", "running", "waiting", "slots", "state")
         for g in generators:

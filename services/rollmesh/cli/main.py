@@ -15,6 +15,7 @@ from rollmesh.cli import (
     runs,
     scaling,
     serving,
+    top,
 )
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 runs.register(app)
 serving.register(app)
 inspection.register(app)
+top.register(app)
 scaling.register(app)
 autoscaling.register(app)
 backups.register(app)

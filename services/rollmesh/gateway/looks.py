@@ -137,6 +137,7 @@ def build_overview(
         age_seconds=0.0,
         state=state,
         waiting_for=waiting_for,
+        paused_by_person=view.user_paused,
         train_step=view.trained_step,
         train_steps=schedule.train_steps,
         cut_step=view.cut_step,

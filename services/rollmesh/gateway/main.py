@@ -7,9 +7,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 
-from rollmesh.checkpoints.sealing import random_once
 from rollmesh.config import RunConfig
-from rollmesh.errors import ConfigError
 from rollmesh.gateway.app import create_app
 from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.auth import no_check, token_check
@@ -17,6 +15,7 @@ from rollmesh.gateway.backend import RunActions, RunReads
 from rollmesh.gateway.guard import LOOPBACK_NAMES
 from rollmesh.gateway.metrics import GatewayMetrics
 from rollmesh.gateway.sampler import Sampler
+from rollmesh.gateway.token import gateway_token
 from rollmesh.gateway.viewer import Viewer, open_tokenizer
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
@@ -29,7 +28,6 @@ from rollmesh.runtime.security import PortSecurity, is_loopback
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.metrics import StoreCallMetrics
 
-TOKEN_FILE = "gateway-token"
 _GRACE_SECONDS = 3
 _RETRY_SECONDS = 5.0
 """A person who asks is told after so long that Redis is away."""
@@ -92,19 +90,6 @@ def build_app(
         hosts=[*section.allowed_hosts, *LOOPBACK_NAMES] if section.allowed_hosts or loopback else [],
         most_bytes=section.max_request_bytes,
     )
-
-
-def gateway_token(config: RunConfig) -> str:
-    """The token that the run file brings, else the one in the run folder, made if need be."""
-    if config.gateway.token is not None:
-        return config.gateway.token.get_secret_value().strip()
-    try:
-        return random_once(Path(config.folder) / TOKEN_FILE)
-    except OSError as error:
-        raise ConfigError(
-            f"gateway.token is not set, and none can be kept in folder={config.folder}: {error}; "
-            "set ROLLMESH_GATEWAY__TOKEN"
-        ) from error
 
 
 def _reachable(config: RunConfig, host: str) -> str:

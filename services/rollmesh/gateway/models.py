@@ -195,6 +195,8 @@ class Overview(Model):
     """What the run is doing."""
     waiting_for: str
     """What the next batch waits for, or why the run stands still; empty when nothing holds it up."""
+    paused_by_person: bool
+    """Whether a person paused the run; a schedule may pause it, too."""
     train_step: int
     """Batches trained on."""
     train_steps: int

@@ -1,0 +1,81 @@
+"""Asking a run's gateway, found in the run folder or named by its URL."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from rollmesh.cli.common import run_of
+from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.gateway.token import known_token
+from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.security import OPEN, PortSecurity
+
+TOKEN_VARIABLE = "ROLLMESH_GATEWAY__TOKEN"
+
+
+class GatewayError(RollmeshError, RuntimeError):
+    """The gateway does not answer, or refuses."""
+
+
+class GatewayClient:
+    """The REST API of one gateway. Every method raises GatewayError with what the gateway said."""
+
+    def __init__(self, url: str, token: str | None, security: PortSecurity = OPEN) -> None:
+        self.url = url.rstrip("/")
+        self.token = token
+        tls = security.tls
+        # The mesh's certificates name one server name for every process, whatever its address.
+        self._extensions: dict[str, Any] = {} if tls is None else {"sni_hostname": tls.server_name}
+        verify = True if tls is None else tls.client_context()
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        # Not through a proxy of the environment: most gateways listen on loopback.
+        self._client = httpx.AsyncClient(verify=verify, headers=headers, timeout=5.0, trust_env=False)
+
+    @classmethod
+    def of(cls, run: Path | None, url: str | None) -> Self:
+        """The gateway at ``url``, or the one that the run folder names. ConfigError when there is none."""
+        if url is not None:
+            return cls(url, os.environ.get(TOKEN_VARIABLE))
+        if run is None:
+            raise ConfigError("name a run folder, or the gateway's address with --url")
+        config, folder = run_of(run)
+        endpoints = read_endpoints(folder.path, "gateway")
+        if not endpoints:
+            raise ConfigError(
+                f"{folder.path}: no gateway runs; rollmesh up starts one with a run (gateway.enabled), "
+                "rollmesh gateway RUN.yaml starts one beside it"
+            )
+        return cls(endpoints[0].url, known_token(config), PortSecurity.from_config(config.security))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str) -> bytes:
+        """Body of ``GET /api/v1/<path>``."""
+        return await self._ask("GET", path)
+
+    async def post(self, path: str) -> bytes:
+        """Body of ``POST /api/v1/<path>``."""
+        return await self._ask("POST", path)
+
+    async def _ask(self, method: str, path: str) -> bytes:
+        address = f"{self.url}/api/v1/{path}"
+        try:
+            answer = await self._client.request(method, address, extensions=self._extensions)
+        except httpx.HTTPError as error:
+            raise GatewayError(f"{address}: {error or type(error).__name__}") from error
+        if answer.is_success:
+            return answer.content
+        try:
+            said = answer.json()
+            message = f"{said['error']}" + (f" ({said['hint']})" if said.get("hint") else "")
+        except (ValueError, KeyError, TypeError):
+            message = answer.text[:200]
+        raise GatewayError(f"{method} {address}: {answer.status_code}: {message}")

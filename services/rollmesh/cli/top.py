@@ -1,0 +1,137 @@
+"""``rollmesh top``: the run in a terminal, as its page shows it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from rollmesh.cli.common import JsonOption, run_async, shutdown_event
+from rollmesh.cli.gateway_client import GatewayClient, GatewayError
+from rollmesh.cli.top_view import SHOWN_SERIES, screen
+from rollmesh.gateway.models import Done, Overview, SeriesAnswer, Timeline
+from rollmesh.report.console import output_console
+from rollmesh.runtime.lifecycle import wait_or_shutdown
+
+_HEAD_LINES = 34
+"""Lines of the screen beside the timeline, about."""
+
+RunOption = Annotated[Path | None, typer.Argument(help="Run folder (or a run file).", metavar="[RUN_FOLDER]")]
+UrlOption = Annotated[str | None, typer.Option(help="Address of the gateway, instead of a run folder.")]
+OnceOption = Annotated[bool, typer.Option("--once", help="Print one screen and end.")]
+IntervalOption = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=60.0)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("top", rich_help_panel="Inspection")(top)
+
+
+def top(
+    run: RunOption = None,
+    url: UrlOption = None,
+    once: OnceOption = False,
+    as_json: JsonOption = False,
+    interval: IntervalOption = 1.0,
+) -> None:
+    """Watch a run in the terminal: queue, staleness, generators, curves, the oldest rollouts in flight.
+
+    q leaves, p pauses and resumes the run (with the token of the run folder, or ROLLMESH_GATEWAY__TOKEN).
+    """
+
+    async def main() -> None:
+        async with GatewayClient.of(run, url) as client:
+            if as_json:
+                typer.echo((await client.get("overview")).decode())
+            elif once or not sys.stdout.isatty():
+                output_console().print(await _screen(client, lanes=8))
+            else:
+                await _watch(client, interval)
+
+    run_async(main)
+
+
+async def _screen(client: GatewayClient, *, lanes: int, note: str = "") -> RenderableType:
+    overview = Overview.model_validate_json(await client.get("overview"))
+    timeline = Timeline.model_validate_json(await client.get("timeline"))
+    names = ",".join(SHOWN_SERIES)
+    series = SeriesAnswer.model_validate_json(await client.get(f"series?names={names}&points=40")).series
+    return screen(overview, timeline, series, lanes=lanes, note=note)
+
+
+async def _watch(client: GatewayClient, interval: float) -> None:
+    """Redraw until q or Ctrl-C; an outage of the gateway is shown and waited out."""
+    console, stop = output_console(), shutdown_event()
+    keys = _Keys(client, stop)
+    with _pressed_keys(keys), Live(console=console, screen=True, auto_refresh=False) as live:
+        while not stop.is_set():
+            try:
+                lanes = max(0, console.height - _HEAD_LINES)
+                shown = await _screen(client, lanes=lanes, note=keys.note or "q leaves, p pauses and resumes")
+            except GatewayError as error:
+                shown = Text(f"{error}\nasking again every {interval:g} s; q leaves", style="red")
+            live.update(shown, refresh=True)
+            await wait_or_shutdown(stop, interval)
+
+
+@dataclass(slots=True)
+class _Keys:
+    """What keys do, and what came of the last one."""
+
+    client: GatewayClient
+    stop: asyncio.Event
+    note: str = ""
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def press(self, key: str) -> None:
+        """Act on one key; others do nothing."""
+        if key == "q":
+            self.stop.set()
+        elif key == "p" and not self._tasks:
+            task = asyncio.get_running_loop().create_task(self._toggle())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _toggle(self) -> None:
+        try:
+            overview = Overview.model_validate_json(await self.client.get("overview"))
+            path = "resume" if overview.paused_by_person else "pause"
+            self.note = Done.model_validate_json(await self.client.post(path)).done
+        except GatewayError as error:
+            self.note = str(error)
+
+
+@contextlib.contextmanager
+def _pressed_keys(keys: _Keys) -> Iterator[None]:
+    """Hear single keys without Enter, where standard input is a terminal."""
+    if not sys.stdin.isatty() or sys.platform == "win32":
+        yield
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    loop = asyncio.get_running_loop()
+    tty.setcbreak(descriptor)
+
+    def hear() -> None:
+        for key in os.read(descriptor, 64).decode(errors="ignore"):
+            keys.press(key)
+
+    loop.add_reader(descriptor, hear)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

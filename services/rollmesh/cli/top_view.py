@@ -1,0 +1,167 @@
+"""What ``rollmesh top`` shows: one screen made of the gateway's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.columns import Columns
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollmesh.gateway.models import Overview, RolloutSpan, Series, StalenessBin, Timeline
+
+SHOWN_SERIES = ("reward_mean", "response_length_mean", "staleness_mean", "tokens_per_second")
+_STATES = {"running": "green", "complete": "green", "starting": "cyan", "paused": "yellow", "recovering": "yellow"}
+_VERSION_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
+_BARS = "▁▂▃▄▅▆▇█"
+_SPARK_COLUMNS = 40
+_LANE_COLUMNS = 60
+_BAR_COLUMNS = 24
+
+
+def screen(
+    overview: Overview, timeline: Timeline, series: Sequence[Series], *, lanes: int, note: str = ""
+) -> RenderableType:
+    """The whole screen; ``lanes`` rollouts of the timeline are shown, ``note`` is its last line."""
+    parts: list[RenderableType] = [_head(overview)]
+    parts.append(Columns([_queue(overview), _staleness(overview)], padding=(0, 4)))
+    if overview.generators:
+        parts.append(_generators(overview, 12))
+    curves = _curves(series)
+    if curves is not None:
+        parts.append(curves)
+    if lanes > 0 and timeline.rollouts:
+        parts.append(_timeline(timeline, lanes))
+    if note:
+        parts.append(Text(note, style="dim"))
+    return Group(*parts)
+
+
+def _head(overview: Overview) -> RenderableType:
+    grid = Table.grid(padding=(0, 2))
+    state = Text(overview.state, style=f"bold {_STATES.get(overview.state, 'red')}")
+    if overview.age_seconds > 5:
+        state.append(f", as of {overview.age_seconds:.0f} s ago", style="yellow")
+    grid.add_row("state", state)
+    if overview.waiting_for:
+        grid.add_row("waits for", Text(overview.waiting_for))
+    bar = ProgressBar(total=max(1, overview.train_steps), completed=max(0, overview.train_step), width=_BAR_COLUMNS)
+    grid.add_row("train step", Columns([Text(f"{overview.train_step} of {overview.train_steps}"), bar]))
+    version = f"{overview.newest_version}"
+    if overview.pinned_version is not None:
+        version += f", pinned to {overview.pinned_version}"
+    if overview.rollback_to is not None:
+        version += f", going back to {overview.rollback_to}"
+    grid.add_row("policy version", version)
+    rates = overview.rates
+    grid.add_row("throughput", f"{rates.saved_tokens_per_second:,.0f} tokens/s, {rates.finished_per_second:.1f} done/s")
+    memory = f"{overview.memory.used_bytes / 1e6:,.0f} MB"
+    grid.add_row(
+        "queue memory", f"{memory}, {overview.memory.ratio:.1%} of its limit" if overview.memory.max_bytes else memory
+    )
+    if overview.evaluations:
+        point = overview.evaluations[-1]
+        grid.add_row("evaluation", f"{point.mean:.3f} ± {point.standard_error:.3f} (version {point.policy_version})")
+    return Panel(grid, title=f"rollmesh {overview.run}", title_align="left")
+
+
+def _queue(overview: Overview) -> RenderableType:
+    table = Table("queue", "", box=None, title_justify="left")
+    for state, count in overview.trajectories.items():
+        total = f"{count} of {overview.pool_size}" if state == "leased" else f"{count}"
+        table.add_row(f"{state} trajectories", total)
+    for state, count in overview.groups.items():
+        table.add_row(f"{state} groups", str(count))
+    for drop in overview.drops:
+        table.add_row(f"dropped: {drop.reason.replace('_', ' ')}", str(drop.groups), style="yellow")
+    if overview.dead_letters:
+        table.add_row("dead letters", str(overview.dead_letters), style="red")
+    return table
+
+
+def _staleness(overview: Overview) -> RenderableType:
+    table = Table("staleness", "groups waiting", "", "trained last", "", box=None)
+    waiting, trained = overview.staleness.queue, overview.staleness.trained
+    counts = {"waiting": _by_steps(waiting), "trained": _by_steps(trained)}
+    for steps in range(max([overview.staleness.bound, *counts["waiting"], *counts["trained"]]) + 1):
+        cells = [str(steps)]
+        for found in counts.values():
+            count = found.get(steps, 0)
+            largest = max(found.values(), default=0)
+            cells += [str(count), "█" * round(16 * count / largest) if largest else ""]
+        table.add_row(*cells, style="yellow" if steps > overview.staleness.bound else None)
+    return table
+
+
+def _by_steps(bins: Sequence[StalenessBin]) -> dict[int, int]:
+    return {each.staleness: each.count for each in bins}
+
+
+def _generators(overview: Overview, most: int) -> RenderableType:
+    table = Table("generator", "version", "behind", "running", "waiting", "state", box=None)
+    for generator in overview.generators[:most]:
+        load = f"{generator.running} of {generator.slots}"
+        state = "serving" if generator.serving else generator.reason or "not serving"
+        colour = _colour(generator.policy_version) if generator.policy_version >= 0 else "dim"
+        version = Text(str(generator.policy_version), style=colour)
+        row = (Text(generator.address), version, str(generator.versions_behind), load, str(generator.waiting), state)
+        table.add_row(*row)
+    hidden = overview.generator_count - min(most, len(overview.generators))
+    if hidden:
+        table.add_row(Text(f"and {hidden} more", style="dim"))
+    return table
+
+
+def _curves(series: Sequence[Series]) -> RenderableType | None:
+    table = Table("curve", "newest", "", box=None)
+    for each in series:
+        if each.mean:
+            table.add_row(each.name.replace("_", " "), f"{each.mean[-1]:,.3g} {each.unit}", sparkline(each.mean))
+    return table if table.row_count else None
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """A curve in one line, its newest values at the right."""
+    shown = values[-_SPARK_COLUMNS:]
+    low, high = min(shown), max(shown)
+    span = high - low
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] if span else _BARS[0] for value in shown)
+
+
+def _timeline(timeline: Timeline, most: int) -> RenderableType:
+    """The rollouts that have been in flight longest, as lines coloured by policy version."""
+    begin = timeline.time - timeline.window_seconds
+    flying = [span for span in timeline.rollouts if span.end is None]
+    table = Table("rollout", "tokens", f"last {timeline.window_seconds:.0f} s, a colour per version", box=None)
+    for span in sorted(flying, key=lambda span: span.start)[:most]:
+        table.add_row(Text(span.id), str(span.tokens), lane(span, begin, timeline.time))
+    others = timeline.in_flight - min(most, len(flying))
+    if others > 0:
+        table.add_row(Text(f"and {others} more", style="dim"))
+    return table
+
+
+def lane(span: RolloutSpan, begin: float, end: float) -> Text:
+    """One rollout between two times."""
+    width = _LANE_COLUMNS
+    cells = [(" ", "")] * width
+
+    def fill(first: float, last: float, mark: str, style: str) -> None:
+        start = max(0, int((first - begin) / (end - begin) * width))
+        stop = min(width, max(start + 1, int((last - begin) / (end - begin) * width)))
+        for at in range(start, stop):
+            cells[at] = (mark, style)
+
+    if end > begin:
+        fill(span.start, end if span.end is None else span.end, "─", "dim")
+        for interval in span.intervals:
+            if interval.end >= begin:
+                fill(interval.start, interval.end, "━", _colour(interval.policy_version))
+    return Text.assemble(*cells)
+
+
+def _colour(version: int) -> str:
+    return _VERSION_COLOURS[version % len(_VERSION_COLOURS)]
