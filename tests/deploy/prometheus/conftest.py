@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
-UNPACKED = Path(sys.prefix) / "prometheus" / "usr" / "bin"
+UNPACKED = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rollmesh" / "prometheus" / "usr" / "bin"
 """Where the Makefile unpacks the packages (install.sh)."""
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Prometheus, promtool and Alertmanager for the tests, from Debian's packages: unpacked into FOLDER, not installed, so
-# that no service is started, nothing outside of FOLDER changes and no root is needed. Does nothing where they are on
-# PATH, or unpacked already. Exit status 1 with the reason where they cannot be had.
+# Prometheus, promtool and Alertmanager for the tests, from Debian's packages: unpacked into FOLDER (136 MB), not
+# installed, so that no service is started, nothing outside of FOLDER changes and no root is needed. Does nothing where
+# they are on PATH, or unpacked already. Exit status 1 with the reason where they cannot be had.
 #
-#     tests/deploy/prometheus/install.sh FOLDER
+#     tests/deploy/prometheus/install.sh [FOLDER]    # by default rollmesh/prometheus in the user's cache
 set -euo pipefail
-folder=${1:?"usage: install.sh FOLDER"}
+folder=${1:-${XDG_CACHE_HOME:-$HOME/.cache}/rollmesh/prometheus}
 if command -v promtool >/dev/null && command -v prometheus >/dev/null; then exit 0; fi
 if [ -x "$folder/usr/bin/promtool" ]; then exit 0; fi
 if ! command -v apt-get >/dev/null; then

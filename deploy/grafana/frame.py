@@ -1,0 +1,80 @@
+"""What every dashboard has: variables, annotations, links to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.models import dashboard as models
+from panels import PROMETHEUS, RUN, Part
+
+_NEW_VERSION = f"run:rollmesh_policy_version:max{{{RUN}}} > (run:rollmesh_policy_version:max{{{RUN}}} offset 1m)"
+_FIRING = f'ALERTS{{alertstate="firing", {RUN}}}'
+TAG = "rollmesh"
+
+
+def framed(
+    name: str,
+    title: str,
+    description: str,
+    panels: Sequence[Part],
+    *,
+    instances_of: str = "",
+) -> models.Dashboard:
+    """A dashboard of these panels; ``instances_of`` are the services that its variable ``instance`` offers."""
+    made = (
+        dashboard.Dashboard(f"rollmesh: {title}")
+        .uid(f"rollmesh-{name}")
+        .description(description)
+        .tags([TAG])
+        .refresh("15s")
+        .time("now-1h", "now")
+        .timezone("browser")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .editable()
+        .link(
+            dashboard.DashboardLink("rollmesh")
+            .type(models.DashboardLinkType.DASHBOARDS)
+            .tags([TAG])
+            .as_dropdown(True)
+            .include_vars(True)
+            .keep_time(True)
+        )
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus"))
+        .with_variable(_choice("run", "Run", 'label_values(up{run!=""}, run)'))
+        .annotation(_marks("Policy versions", _NEW_VERSION, "blue", shown=True))
+        .annotation(_marks("Alerts", _FIRING, "red", shown=False))
+    )
+    if instances_of:
+        query = f'label_values(up{{run=~"$run", service=~"{instances_of}"}}, instance)'
+        made.with_variable(_choice("instance", "Process", query))
+    for panel in panels:
+        if isinstance(panel, dashboard.Row):
+            made.with_row(panel)
+        else:
+            made.with_panel(panel)
+    built = made.build()
+    for number, panel in enumerate(built.panels or [], start=1):
+        panel.id_val = number
+    return built
+
+
+def _choice(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    """Any number of the values that a query finds; all of them by default."""
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(PROMETHEUS)
+        .query(query)
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(models.VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .current(models.VariableOption(selected=True, text="All", value="$__all"))
+    )
+
+
+def _marks(name: str, expression: str, color: str, *, shown: bool) -> dashboard.AnnotationQuery:
+    """A line across all panels wherever the expression has a value."""
+    mark = dashboard.AnnotationQuery().name(name).datasource(PROMETHEUS).expr(expression)
+    return mark.icon_color(color).enable(shown)

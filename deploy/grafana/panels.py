@@ -1,0 +1,191 @@
+"""Panels as the dashboards write them: a title, what it shows, a unit, and queries with their legends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grafana_foundation_sdk.builders import (
+    bargauge,
+    common,
+    dashboard,
+    heatmap,
+    prometheus,
+    stat,
+    statetimeline,
+    table,
+    timeseries,
+)
+from grafana_foundation_sdk.cog.builder import Builder
+from grafana_foundation_sdk.models import common as common_models
+from grafana_foundation_sdk.models import dashboard as models
+from grafana_foundation_sdk.models import heatmap as heatmap_models
+from grafana_foundation_sdk.models import prometheus as prometheus_models
+
+PROMETHEUS = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
+RUN = 'run=~"$run"'
+PROCESS = 'run=~"$run", instance=~"$instance"'
+Part = Builder[models.Panel] | dashboard.Row
+"""What a dashboard is made of: panels, and headings between them."""
+GREEN, ORANGE, RED = "green", "orange", "red"
+_HEIGHT = 8
+_REFS = "ABCDEFGHIJ"
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One expression and the legend of its series."""
+
+    expression: str
+    legend: str
+
+
+def led(metric: str, by: str = "") -> str:
+    """A gauge of the whole mesh: only the leader's value counts, another replica's stays at its last one."""
+    labels = f"run, {by}" if by else "run"
+    leads = "and on (namespace, run, instance) rollmesh_rollout_leader == 1"
+    return f"max by ({labels}) ({metric}{{{RUN}}} {leads})"
+
+
+def rate(counter: str, by: str = "run", labels: str = RUN) -> str:
+    """Increase of a counter per second, summed."""
+    return f"sum by ({by}) (rate({counter}{{{labels}}}[$__rate_interval]))"
+
+
+def quantile(q: float, histogram: str, by: str = "run") -> str:
+    """A quantile of a histogram over the last moments."""
+    buckets = rate(f"{histogram}_bucket", by=f"{by}, le")
+    return f"histogram_quantile({q:g}, {buckets})"
+
+
+def mean(histogram: str, by: str = "run") -> str:
+    """Mean of a histogram's observations over the last moments."""
+    return f"{rate(f'{histogram}_sum', by)} / {rate(f'{histogram}_count', by)}"
+
+
+def thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
+    """Colours from a value on; the first step has no value."""
+    made = [models.Threshold(value=value, color=color) for value, color in steps]
+    return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(made)
+
+
+def curve(
+    title: str,
+    description: str,
+    unit: str,
+    *queries: Query,
+    width: int = 8,
+    stacked: bool = False,
+    least: float | None = None,
+    most: float | None = None,
+    limits: Sequence[tuple[float | None, str]] = (),
+    logarithmic: bool = False,
+) -> timeseries.Panel:
+    """Values over time; ``limits`` are drawn as coloured lines."""
+    panel = timeseries.Panel().title(title).description(description).unit(unit).datasource(PROMETHEUS)
+    panel.span(width).height(_HEIGHT).line_width(1).fill_opacity(60 if stacked else 8)
+    panel.show_points(common_models.VisibilityMode.AUTO)
+    panel.legend(
+        common.VizLegendOptions()
+        .display_mode(common_models.LegendDisplayMode.LIST)
+        .placement(common_models.LegendPlacement.BOTTOM)
+        .show_legend(True)
+    )
+    panel.tooltip(common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI))
+    if stacked:
+        panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
+    if logarithmic:
+        scale = common.ScaleDistributionConfig().type(common_models.ScaleDistribution.LOG).log(10)
+        panel.scale_distribution(scale)
+    if least is not None:
+        panel.min(least)
+    if most is not None:
+        panel.max(most)
+    if limits:
+        panel.thresholds(thresholds(*limits))
+        panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(common_models.GraphTresholdsStyleMode.DASHED))
+    for ref, query in zip(_REFS, queries, strict=False):
+        panel.with_target(_target(ref, query))
+    return panel
+
+
+def number(
+    title: str,
+    description: str,
+    unit: str,
+    query: Query,
+    *,
+    limits: Sequence[tuple[float | None, str]] = ((None, GREEN),),
+    words: dict[str, str] | None = None,
+    decimals: int | None = None,
+    width: int = 4,
+) -> stat.Panel:
+    """One newest value in large type; ``words`` replace values."""
+    panel = stat.Panel().title(title).description(description).unit(unit).datasource(PROMETHEUS)
+    panel.span(width).height(4).thresholds(thresholds(*limits)).graph_mode(common_models.BigValueGraphMode.AREA)
+    panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+    if words:
+        options = {value: models.ValueMappingResult(text=text) for value, text in words.items()}
+        panel.mappings([models.ValueMap(options=options)])
+        panel.graph_mode(common_models.BigValueGraphMode.NONE)
+    if decimals is not None:
+        panel.decimals(decimals)
+    return panel.with_target(_target("A", query))
+
+
+def bars(
+    title: str,
+    description: str,
+    unit: str,
+    query: Query,
+    *,
+    width: int = 8,
+    most: float | None = None,
+    limits: Sequence[tuple[float | None, str]] = ((None, GREEN),),
+) -> bargauge.Panel:
+    """The newest value of every series, as bars side by side."""
+    panel = bargauge.Panel().title(title).description(description).unit(unit).datasource(PROMETHEUS)
+    panel.span(width).height(_HEIGHT).orientation(common_models.VizOrientation.HORIZONTAL).min(0)
+    panel.display_mode(common_models.BarGaugeDisplayMode.BASIC).value_mode(common_models.BarGaugeValueMode.TEXT)
+    panel.thresholds(thresholds(*limits))
+    panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+    if most is not None:
+        panel.max(most)
+    return panel.with_target(_target("A", query).instant())
+
+
+def density(title: str, description: str, unit: str, histogram: str, *, width: int = 8) -> heatmap.Panel:
+    """Distribution of a histogram's observations over time."""
+    panel = heatmap.Panel().title(title).description(description).datasource(PROMETHEUS).span(width).height(_HEIGHT)
+    panel.calculate(False).cell_gap(1).y_axis(heatmap.YAxisConfig().unit(unit))
+    panel.color(heatmap.HeatmapColorOptions().mode(heatmap_models.HeatmapColorMode.SCHEME).scheme("Viridis").steps(32))
+    query = Query(f"sum by (le) (increase({histogram}_bucket{{{RUN}}}[$__rate_interval]))", "{{le}}")
+    return panel.with_target(_target("A", query).format(prometheus_models.PromQueryFormat.HEATMAP))
+
+
+def states(
+    title: str, description: str, query: Query, words: dict[str, tuple[str, str]], *, width: int = 12
+) -> statetimeline.Panel:
+    """What state every series was in, over time; ``words`` are text and colour by value."""
+    panel = statetimeline.Panel().title(title).description(description).datasource(PROMETHEUS)
+    panel.span(width).height(_HEIGHT).row_height(0.8).merge_values(True)
+    options = {value: models.ValueMappingResult(text=text, color=color) for value, (text, color) in words.items()}
+    panel.mappings([models.ValueMap(options=options)])
+    return panel.with_target(_target("A", query))
+
+
+def rows(title: str, description: str, query: Query, *, width: int = 12) -> table.Panel:
+    """The newest value of every series with its labels."""
+    panel = table.Panel().title(title).description(description).datasource(PROMETHEUS).span(width).height(_HEIGHT)
+    panel.show_header(True)
+    return panel.with_target(_target("A", query).instant().format(prometheus_models.PromQueryFormat.TABLE))
+
+
+def row(title: str) -> dashboard.Row:
+    """A heading between panels."""
+    return dashboard.Row(title)
+
+
+def _target(ref: str, query: Query) -> prometheus.Dataquery:
+    target = prometheus.Dataquery().ref_id(ref).expr(query.expression).legend_format(query.legend)
+    return target.datasource(PROMETHEUS)

@@ -1,0 +1,111 @@
+"""The dashboards are what their code makes, follow the house's rules, and ask for series that exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import promql_parser
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from ..prometheus.rule_files import unknown_series
+from .dashboard_files import FILES, FOLDER, PANEL_TYPES, ROOT, load, other_queries, panel_queries, panels
+
+NAMES = {"overview", "generation", "queue", "training", "rewards", "weights", "infrastructure"}
+by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+def test_there_is_a_dashboard_for_every_part_of_the_mesh() -> None:
+    assert {file.stem for file in FILES} == NAMES
+    assert len({load(file)["uid"] for file in FILES}) == len(NAMES)
+
+
+def test_the_committed_dashboards_are_what_their_code_makes() -> None:
+    build = ROOT / "deploy" / "grafana" / "build.py"
+    done = subprocess.run([sys.executable, build, "--check"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@by_file
+def test_grafanas_own_types_read_a_dashboard_without_losing_anything(file: Path) -> None:
+    register_default_plugins()
+    dashboard = load(file)
+    read = Dashboard.from_json(dashboard).to_json()
+    assert read["uid"] == dashboard["uid"]
+    for panel, again in zip(dashboard["panels"], read["panels"], strict=True):
+        known = again if isinstance(again, dict) else again.to_json()
+        assert set(panel) <= set(known), panel["title"]
+
+
+@by_file
+def test_every_panel_says_what_it_shows_and_in_which_unit(file: Path) -> None:
+    dashboard = load(file)
+    assert dashboard["description"].endswith(".")
+    titles = [panel["title"] for panel in panels(dashboard)]
+    assert len(titles) == len(set(titles))
+    for panel in panels(dashboard):
+        assert panel["type"] in PANEL_TYPES, panel["title"]
+        assert panel["description"].endswith("."), panel["title"]
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
+        assert panel["targets"], panel["title"]
+        if panel["type"] in ("timeseries", "stat", "bargauge"):
+            assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        for target in panel["targets"]:
+            assert target["legendFormat"] or panel["type"] == "table", panel["title"]
+
+
+@by_file
+def test_panels_lie_side_by_side(file: Path) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in load(file)["panels"]:
+        place = panel["gridPos"]
+        cells = {(place["x"] + dx, place["y"] + dy) for dx in range(place["w"]) for dy in range(place["h"])}
+        assert place["x"] + place["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+@by_file
+def test_a_dashboard_has_the_variables_that_its_queries_use(file: Path) -> None:
+    dashboard = load(file)
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert {"datasource", "run"} <= variables
+    used = set(re.findall(r"\$([a-z]+)", " ".join(t["expr"] for p in panels(dashboard) for t in p["targets"])))
+    assert used | {"datasource", "run"} == variables
+    assert [mark["name"] for mark in dashboard["annotations"]["list"]] == ["Policy versions", "Alerts"]
+
+
+def test_every_query_parses_is_limited_to_the_chosen_run_and_reads_what_somebody_exports() -> None:
+    queries = [*panel_queries(), *other_queries()]
+    for query in queries:
+        asked = query.asked()
+        promql_parser.parse(asked)
+        left = unknown_series(asked) - {"ALERTS", "scrape_duration_seconds"}
+        assert not left, query
+        assert "$run" in query.expression or query.panel == "variable run", query
+    print(f"{len(queries)} queries parse")
+
+
+def test_rates_look_back_over_what_grafana_thinks_right() -> None:
+    """A fixed window is either too short for a long scrape interval or blind to what happens within it."""
+    for query in panel_queries():
+        fixed = set(re.findall(r"\[(\d+[smh])\]", query.expression))
+        assert not fixed or query.panel == "Actions", query
+
+
+def test_grafana_of_the_compose_file_finds_datasource_and_dashboards() -> None:
+    provisioning = ROOT / "deploy" / "grafana" / "provisioning"
+    (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yaml").read_text())["datasources"]
+    scrape = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["global"]
+    assert source["type"] == "prometheus"
+    assert source["isDefault"]
+    assert source["jsonData"]["timeInterval"] == scrape["scrape_interval"]
+    (provider,) = yaml.safe_load((provisioning / "dashboards" / "rollmesh.yaml").read_text())["providers"]
+    assert provider["type"] == "file"
+    assert provider["options"]["path"].endswith("/dashboards/rollmesh")
+    assert FOLDER.is_dir()
