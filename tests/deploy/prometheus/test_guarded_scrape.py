@@ -1,0 +1,103 @@
+"""A real Prometheus scrapes a guarded admin port with the settings of docs/security.md, and not without them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from rollmesh.config.security import SecurityConfig
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.security import PortSecurity
+
+from ...certificates import Authority, Certificate
+from .conftest import tool
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
+TOKEN = "the token of this mesh"
+
+
+def documented() -> dict[str, Any]:
+    """The scrape job of the document, with its token."""
+    (text,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    return dict(job)
+
+
+def jobs(address: str, folder: Path, client: Certificate) -> list[dict[str, Any]]:
+    """The documented job in both of its variants, and what must not get through."""
+    token_file = folder / "token"
+    token_file.write_text(TOKEN)
+    target = {"static_configs": [{"targets": [address]}], "scrape_interval": "1s", "scrape_timeout": "1s"}
+    with_token = documented() | target
+    with_token["authorization"] = {"credentials_file": str(token_file)}
+    with_token["tls_config"] = with_token["tls_config"] | {"ca_file": str(client.ca)}
+    pair = {"cert_file": str(client.certificate), "key_file": str(client.key)}
+    with_certificate = with_token | {"tls_config": with_token["tls_config"] | pair}
+    del with_certificate["authorization"]
+    neither = {key: value for key, value in with_token.items() if key != "authorization"}
+    address_checked = with_token | {"tls_config": {"ca_file": str(client.ca), "server_name": "elsewhere"}}
+    named = {"token": with_token, "certificate": with_certificate, "neither": neither, "other name": address_checked}
+    return [job | {"job_name": name} for name, job in named.items()]
+
+
+@contextmanager
+def prometheus(folder: Path, scrape: list[dict[str, Any]]) -> Iterator[str]:
+    """A Prometheus with these jobs; yields its address."""
+    config = folder / "prometheus.yml"
+    config.write_text(yaml.safe_dump({"scrape_configs": scrape}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [tool("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
+    try:
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def targets(address: str) -> dict[str, tuple[str, str]]:
+    """Health and last error by job, once every target was scraped."""
+    deadline = time.monotonic() + 60.0
+    async with httpx.AsyncClient() as client:
+        while time.monotonic() < deadline:
+            try:
+                found = (await client.get(f"http://{address}/api/v1/targets")).json()["data"]["activeTargets"]
+            except httpx.TransportError:
+                found = []
+            if found and all(target["health"] != "unknown" for target in found):
+                return {target["labels"]["job"]: (target["health"], target["lastError"]) for target in found}
+            await asyncio.sleep(0.1)
+    raise AssertionError("Prometheus did not scrape every target within 60 s")
+
+
+@pytest.mark.timeout(120)
+async def test_prometheus_scrapes_guarded_ports_as_documented(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "authority")
+    section = {"tls": authority.issue("service").section(), "token": TOKEN}
+    security = PortSecurity.from_config(SecurityConfig.model_validate(section))
+    client = authority.issue("prometheus")
+    async with admin_server(Metrics("reward"), Health(), "127.0.0.1", 0, security) as port:
+        with prometheus(tmp_path, jobs(f"127.0.0.1:{port}", tmp_path, client)) as address:
+            seen = await targets(address)
+    assert seen["token"] == ("up", "")
+    assert seen["certificate"] == ("up", "")
+    assert seen["neither"][0] == "down"
+    assert "401" in seen["neither"][1]
+    assert seen["other name"][0] == "down"
+    assert "elsewhere" in seen["other name"][1]

@@ -1,0 +1,145 @@
+"""A whole run on a Redis that sentinels watch: its master is killed half-way, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+
+from rollmesh.store import EmbeddedOptions, EmbeddedServer
+from rollmesh.store.embedded import find_server_binary
+
+SERVICE = "queue"
+PASSWORD, SENTINEL_PASSWORD = "of the data", "of the watchers"
+STEPS = 8
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def eventually(what: str, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if condition():
+                return
+        except redis.RedisError:
+            pass
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not within {seconds:g} s")
+
+
+@dataclass
+class Watched:
+    """A master, its replica, and three sentinels."""
+
+    servers: list[EmbeddedServer]
+    ports: list[int]
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return f"redis+sentinel://{hosts}/{SERVICE}"
+
+    def sentinel(self) -> redis.Redis:
+        return redis.Redis(port=self.ports[0], password=SENTINEL_PASSWORD, decode_responses=True)
+
+    def master(self) -> EmbeddedServer:
+        """The server that the sentinels name."""
+        with self.sentinel() as client:
+            _, port = client.sentinel_get_master_addr_by_name(SERVICE)
+        (found,) = [server for server in self.servers if port_of(server) == int(port)]
+        return found
+
+    def replica_follows(self) -> bool:
+        with self.sentinel() as client:
+            replicas = client.sentinel_slaves(SERVICE)
+            watchers = int(client.sentinel_master(SERVICE)["num-other-sentinels"])
+        return watchers == 2 and any(r["master-link-status"] == "ok" and not r["is_disconnected"] for r in replicas)
+
+
+def port_of(server: EmbeddedServer) -> int:
+    assert server.tcp_url is not None
+    return int(server.tcp_url.rpartition(":")[2])
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    options = EmbeddedOptions(port=0, password=PASSWORD)
+    with ExitStack() as stack:
+        servers = [EmbeddedServer(tmp_path / name, options) for name in ("one", "two")]
+        for server in servers:
+            server.start()
+            stack.callback(server.kill)
+            with redis.Redis(port=port_of(server), password=PASSWORD) as client:
+                client.config_set("masterauth", PASSWORD)
+        master, replica = servers
+        with redis.Redis(port=port_of(replica), password=PASSWORD) as client:
+            client.execute_command("REPLICAOF", "127.0.0.1", port_of(master))
+        ports = [free_port() for _ in range(3)]
+        for port in ports:
+            stack.callback(end, start_sentinel(tmp_path, port, port_of(master)))
+        found = Watched(servers, ports)
+        eventually("sentinels that see a replica and each other", found.replica_follows)
+        yield found
+
+
+def start_sentinel(folder: Path, port: int, master: int) -> subprocess.Popen[bytes]:
+    home = folder / f"sentinel-{port}"
+    home.mkdir()
+    config = home / "sentinel.conf"
+    config.write_text(
+        f'port {port}\nbind 127.0.0.1\ndir {home}\nrequirepass "{SENTINEL_PASSWORD}"\n'
+        f'sentinel sentinel-pass "{SENTINEL_PASSWORD}"\n'
+        f"sentinel monitor {SERVICE} 127.0.0.1 {master} 2\n"
+        f'sentinel auth-pass {SERVICE} "{PASSWORD}"\n'
+        f"sentinel down-after-milliseconds {SERVICE} 1000\nsentinel failover-timeout {SERVICE} 5000\n"
+    )
+    with (home / "log").open("wb") as log:
+        return subprocess.Popen([str(find_server_binary()), str(config), "--sentinel"], stdout=log, stderr=log)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def test_a_run_goes_on_through_a_failover_and_loses_nothing(started, wait_until, watched: Watched) -> None:
+    line, process = started(
+        trainer={"train_steps": STEPS},
+        evaluation={"before_and_after": False},
+        store={
+            "url": watched.url,
+            "password": PASSWORD,
+            "sentinel_password": SENTINEL_PASSWORD,
+            "heartbeat_seconds": 1.0,
+            "session_ttl_seconds": 5.0,
+        },
+    )
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 2, "two train steps", process)
+    killed = watched.master()
+    killed.kill()
+    eventually("another master", lambda: watched.master() is not killed)
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 4, "train steps on the new master", process)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, STEPS + 1))
+    audit = json.loads((line.folder / "audit.json").read_text())
+    assert audit["green"]
+    assert audit["lost"] == []
+    assert audit["trained_twice"] == {}
+    assert any(look["view"]["recovering"] for look in line.json_lines("timeline.jsonl")), "the failover was noticed"
+    logs = "".join(file.read_text() for file in (line.folder / "logs").glob("*.log"))
+    assert PASSWORD not in logs
+    assert SENTINEL_PASSWORD not in logs
