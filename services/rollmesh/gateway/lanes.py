@@ -35,12 +35,12 @@ class _Lane:
 
     def grow(self, mark: TrajectoryMark, now: float) -> bool:
         """Take in what a look shows; returns whether anything is new."""
+        changed = (mark.token_count, mark.state) != (self.tokens, self.state)
         new = mark.token_count - self.tokens
         if new < 0:  # an environment that was lost: the rollout begins again
             self.intervals, new = [], mark.token_count
         if new and mark.newest_version is not None:
             self._add(mark.newest_version, new, now)
-        changed = new != 0 or mark.state != self.state
         self.tokens, self.state = mark.token_count, mark.state
         return changed
 

@@ -1,0 +1,117 @@
+"""Answers as they look in a run, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollmesh.gateway.looks import Look
+from rollmesh.gateway.models import Memory, Overview, Rates, Staleness
+from rollmesh.mesh import Desired, MeshView
+from rollmesh.store.types import StoreCounts
+from rollmesh.types import GeneratorRecord
+
+
+def overview(**changes: Any) -> Overview:
+    values: dict[str, Any] = {
+        "run": "demo",
+        "time": 100.0,
+        "age_seconds": 0.0,
+        "state": "running",
+        "waiting_for": "",
+        "paused_by_person": False,
+        "train_step": 3,
+        "train_steps": 40,
+        "cut_step": 4,
+        "newest_version": 3,
+        "newest_train_step": 3,
+        "pinned_version": None,
+        "rollback_to": None,
+        "pool_size": 24,
+        "trajectories": {"pending": 2, "leased": 20, "partial": 1},
+        "groups": {"open": 6, "ready": 2, "cut": 0},
+        "staleness": Staleness(bound=4, queue=[], trained=[]),
+        "drops": [],
+        "generators": [],
+        "generator_count": 0,
+        "evaluations": [],
+        "memory": Memory(used_bytes=1_000_000, max_bytes=0, ratio=0.0),
+        "rates": Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
+        "report": None,
+        "totals": {},
+        "workers": 1,
+        "dead_letters": 0,
+        "services": [],
+    }
+    return Overview(**{**values, **changes})
+
+
+def generator(instance_id: str = "one", **changes: Any) -> GeneratorRecord:
+    values: dict[str, Any] = {
+        "instance_id": instance_id,
+        "address": f"{instance_id}:1",
+        "policy_version": 3,
+        "running_count": 2,
+        "waiting_count": 0,
+        "slot_count": 8,
+        "kv_token_capacity": 1000,
+        "serving": True,
+    }
+    return GeneratorRecord(**{**values, **changes})
+
+
+def view(**changes: Any) -> MeshView:
+    values: dict[str, Any] = {
+        "now": 100.0,
+        "trained_step": 3,
+        "cut_step": 3,
+        "policy_version": 3,
+        "policy_train_step": 3,
+        "admitted_unconsumed": 8,
+        "open_groups": 6,
+        "ready_groups": 0,
+        "ready": (),
+        "stalest_open": (),
+        "pending": 2,
+        "partial": 1,
+        "leased": 20,
+        "finished": 0,
+        "memory_ratio": 0.1,
+        "filtered_in_a_row": 0,
+        "blocked_since": None,
+        "recovering": False,
+        "user_paused": False,
+        "trained_enough": False,
+    }
+    return MeshView(**{**values, **changes})
+
+
+def counts(**changes: Any) -> StoreCounts:
+    values: dict[str, Any] = {
+        "trajectories": {"leased": 20, "pending": 2, "partial": 1},
+        "groups": {"open": 6, "ready": 0, "cut": 0},
+        "totals": {},
+        "drops": {},
+        "dropped_tokens": {},
+        "drop_deciles": {},
+        "scoring_queue": 0,
+        "sessions": 1,
+        "dead_letters": 0,
+        "used_memory_bytes": 10,
+        "max_memory_bytes": 100,
+    }
+    return StoreCounts(**{**values, **changes})
+
+
+def look(**changes: Any) -> Look:
+    values: dict[str, Any] = {
+        "view": view(),
+        "counts": counts(),
+        "desired": Desired(pool_size=24),
+        "generators": [generator()],
+        "pinned_version": None,
+        "rollback_to": None,
+        "failure": "",
+        "scale_requests": {},
+        "workers": {"s1": "rollout-0"},
+    }
+    return Look(**{**values, **changes})

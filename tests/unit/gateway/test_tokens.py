@@ -1,0 +1,78 @@
+"""Runs of tokens: joined, cut into pages, with text and log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from rollmesh.gateway.tokens import token_runs
+from rollmesh.types import Prompt, Segment, SegmentSource, Trajectory
+
+
+def segment(first: int, count: int, version: int, **changes: object) -> Segment:
+    values: dict[str, object] = {
+        "token_ids": np.arange(first, first + count, dtype=np.int32),
+        "behavior_logprobs": -np.arange(first, first + count, dtype=np.float32),
+        "policy_version": version,
+        "kv_min_version": version,
+    }
+    return Segment(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def trajectory(*segments: Segment) -> Trajectory:
+    prompt = Prompt(prompt_id="p", token_ids=np.arange(100, 103, dtype=np.int32), verifier="exact")
+    return Trajectory(trajectory_id="g.0", group_id="g", member_index=0, prompt=prompt, segments=segments)
+
+
+def names(ids: npt.ArrayLike) -> list[str]:
+    return [f"<{i}>" for i in np.asarray(ids).tolist()]
+
+
+def test_neighbours_of_one_version_are_one_run_and_a_swapped_cache_begins_another() -> None:
+    said = segment(50, 2, 0, behavior_logprobs=None, source=SegmentSource.ENVIRONMENT)
+    whole = trajectory(segment(0, 2, 4), segment(2, 3, 4), segment(5, 1, 5, kv_min_version=4), said, segment(6, 2, 5))
+    runs, following = token_runs(whole, 0, 1000, names)
+    assert following is None
+    assert [(r.source, r.policy_version, r.kv_min_version, r.position, len(r.token_ids)) for r in runs] == [
+        ("prompt", None, None, -3, 3),
+        ("policy", 4, 4, 0, 5),
+        ("policy", 5, 4, 5, 1),
+        ("environment", None, None, 6, 2),
+        ("policy", 5, 5, 8, 2),
+    ]
+    assert runs[1].logprobs == [0.0, -1.0, -2.0, -3.0, -4.0]
+    assert runs[1].texts == ["<0>", "<1>", "<2>", "<3>", "<4>"]
+    assert runs[3].logprobs is None
+
+
+def test_pages_of_any_size_together_are_the_trajectory() -> None:
+    whole = trajectory(segment(0, 7, 1), segment(7, 9, 2))
+    everything, _ = token_runs(whole, 0, 1000, names)
+    for size in range(1, 25):
+        ids: list[int] = []
+        texts: list[str] = []
+        at: int | None = 0
+        while at is not None:
+            runs, at = token_runs(whole, at, size, names)
+            ids += [i for run in runs for i in run.token_ids]
+            texts += [t for run in runs for t in run.texts or ()]
+            assert sum(len(run.token_ids) for run in runs) <= size
+        assert ids == [i for run in everything for i in run.token_ids]
+        assert texts == names(ids)
+
+
+def test_a_page_beyond_the_end_is_empty() -> None:
+    assert token_runs(trajectory(segment(0, 3, 1)), 99, 10, names) == ([], None)
+
+
+def test_without_a_tokenizer_there_are_ids_only() -> None:
+    runs, _ = token_runs(trajectory(segment(0, 3, 1)), 0, 10, None)
+    assert [run.texts for run in runs] == [None, None]
+
+
+def test_a_logprob_that_is_no_number_is_null() -> None:
+    odd = segment(0, 2, 1, behavior_logprobs=np.array([-math.inf, -0.1234567891], dtype=np.float32))
+    runs, _ = token_runs(trajectory(odd), 0, 10, None)
+    assert runs[1].logprobs == [None, -0.123457]
