@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy prometheus-try e2e chaos bench publish-contract clean
+.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy prometheus-try redis-try e2e chaos bench publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -72,14 +72,27 @@ sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU
 sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
-deploy: $(VENV)/.dev prometheus-try ## What is shipped for operations: rules, dashboards, chart, images
+deploy: $(VENV)/.dev prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
 	$(BIN)/pytest -rs tests/deploy
 
 # Without a way to get it, the tests that need Prometheus say why and are skipped.
 prometheus-try:
 	@tests/deploy/prometheus/install.sh || echo "tests of Prometheus will be skipped"
 
-e2e: $(VENV)/.dev sglang-try ## The whole mesh, once on real SGLang servers
+# The embedded server has no TLS. Debian's redis-tools have the program redis-server too, and start no service.
+redis-try:
+	@command -v redis-server >/dev/null || command -v redis-check-rdb >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq redis-tools; } || echo "the test of Redis over TLS will be skipped"
+
+chart: $(VENV)/.dev ## Write what follows from the chart's values.yaml: README, schema, adapter rules
+	$(BIN)/python helm/generate.py
+
+chart-tools: $(VENV)/.python ## Get Helm 3 and 4 and the schemas for the tests of the chart (300 MB in the user's cache)
+	@$(BIN)/python tests/deploy/chart/tools/install.py
+
+chart-tools-try: $(VENV)/.python
+	@$(BIN)/python tests/deploy/chart/tools/install.py || echo "tests of the chart will be skipped"
+
+e2e: $(VENV)/.dev sglang-try redis-try ## The whole mesh, once on real SGLang servers
 	$(BIN)/pytest -rs tests/e2e
 
 chaos: $(VENV)/.local ## 20 rounds of kill -9 and stalls against a training mesh

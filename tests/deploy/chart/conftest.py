@@ -1,0 +1,44 @@
+"""Helm, the schemas, and every rendering of the chart that the tests look at."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from .rendering import CHART, EXAMPLES, Helm, Rendering
+
+_INSTALL = Path(__file__).with_name("tools") / "install.py"
+
+
+@pytest.fixture(scope="session")
+def tools() -> Path:
+    """The folder with Helm and the schemas; skips with the reason where they cannot be had."""
+    spec = importlib.util.spec_from_file_location("chart_tools_install", _INSTALL)
+    assert spec is not None and spec.loader is not None
+    install = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(install)
+    try:
+        folder: Path = install.find_tools()
+    except install.NotInstalled as error:
+        pytest.skip(str(error))
+    return folder
+
+
+@pytest.fixture(scope="session", params=["helm3", "helm4"])
+def helm(request: pytest.FixtureRequest, tools: Path) -> Helm:
+    """Both major versions of Helm, one after the other."""
+    return Helm(tools / "bin" / request.param)
+
+
+@pytest.fixture(scope="session")
+def helm4(tools: Path) -> Helm:
+    """The newer Helm alone, for what does not depend on its version."""
+    return Helm(tools / "bin" / "helm4")
+
+
+@pytest.fixture(scope="session")
+def renderings(helm4: Helm) -> list[Rendering]:
+    """The chart with every example."""
+    return [helm4.template(CHART, [example]) for example in EXAMPLES]

@@ -1,0 +1,152 @@
+"""What schemas do not see in rendered objects, and what each service gets and does not get."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from .object_checks import all_checks
+from .rendering import Object, Rendering
+
+CHECKS = all_checks()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_every_example(renderings: list[Rendering], check: Callable[[Rendering], Iterator[str]]) -> None:
+    problems = [f"{rendering.name}: {problem}" for rendering in renderings for problem in check(rendering)]
+
+    assert not problems, "\n".join(problems)
+
+
+def _break_selector(r: Rendering) -> None:
+    r.one("Service", "-reward")["spec"]["selector"]["app.kubernetes.io/component"] = "rewards"
+
+
+def _break_quantity(r: Rendering) -> None:
+    r.component("rollout")["spec"]["containers"][0]["resources"] = {"requests": {"cpu": "lots"}}
+
+
+def _break_port(r: Rendering) -> None:
+    r.component("rollout")["spec"]["containers"][0]["livenessProbe"]["httpGet"]["port"] = "adm"
+
+
+def _break_claim(r: Rendering) -> None:
+    r.objects.remove(r.one("PersistentVolumeClaim"))
+
+
+def _break_root(r: Rendering) -> None:
+    r.component("reward")["spec"]["containers"][0]["securityContext"]["readOnlyRootFilesystem"] = False
+
+
+def _break_image(r: Rendering) -> None:
+    r.component("trainer")["spec"]["containers"][0]["image"] = "rollmesh/trainer"
+
+
+def _break_name(r: Rendering) -> None:
+    r.one("Deployment", "-rollout")["metadata"]["name"] = "Bad_Name"
+
+
+def _break_grace(r: Rendering) -> None:
+    r.component("generator")["spec"]["terminationGracePeriodSeconds"] = 20
+
+
+def _break_service(r: Rendering) -> None:
+    r.one("Service", "-gateway")["spec"]["ports"][0]["targetPort"] = "web"
+
+
+def _break_route(r: Rendering) -> None:
+    backend = {"service": {"name": r.one("Service", "-gateway")["metadata"]["name"], "port": {"name": "https"}}}
+    rules = [{"http": {"paths": [{"backend": backend}]}}]
+    r.objects.append({"kind": "Ingress", "metadata": {"name": "x"}, "spec": {"rules": rules}})
+
+
+def _break_mount(r: Rendering) -> None:
+    r.component("trainer")["spec"]["volumes"].pop()
+
+
+def _break_account(r: Rendering) -> None:
+    r.component("trainer")["spec"]["serviceAccountName"] = "default"
+
+
+def _break_pod(r: Rendering) -> None:
+    r.component("trainer")["spec"]["hostNetwork"] = True
+
+
+BREAKS = {
+    "selectors_match_pods": _break_selector,
+    "quantities_parse": _break_quantity,
+    "services_lead_to_ports": _break_service,
+    "probes_ask_ports_that_exist": _break_port,
+    "routes_lead_to_services": _break_route,
+    "volumes_lead_somewhere": _break_claim,
+    "mounts_and_volumes_belong_together": _break_mount,
+    "other_references_lead_somewhere": _break_account,
+    "pods_meet_the_restricted_standard": _break_pod,
+    "containers_meet_the_restricted_standard": _break_root,
+    "containers_are_complete": _break_image,
+    "names_and_labels_are_valid": _break_name,
+    "pods_may_end_in_their_own_time": _break_grace,
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_the_check_notices_what_is_wrong(
+    renderings: list[Rendering], check: Callable[[Rendering], Iterator[str]]
+) -> None:
+    (kind,) = [r for r in renderings if r.name == "kind-cpu-values.yaml"]
+    broken = copy.deepcopy(kind)
+    BREAKS[check.__name__](broken)
+
+    assert list(check(broken))
+
+
+def variables(template: Object) -> dict[str, Any]:
+    """Environment of all containers of a pod."""
+    containers = [*template["spec"].get("initContainers", []), *template["spec"]["containers"]]
+    return {entry["name"]: entry for c in containers for entry in c.get("env", [])}
+
+
+def test_reward_pods_have_no_credentials_and_no_checkpoints(renderings: list[Rendering]) -> None:
+    for rendering in renderings:
+        pod = rendering.component("reward")
+        assert not [n for n in variables(pod) if "STORE" in n or "CHECKPOINTS" in n], rendering.name
+        assert not [v["name"] for v in pod["spec"]["volumes"] if v["name"] in ("shared", "redis-ca")], rendering.name
+        (policy,) = [p for p in rendering.of_kind("NetworkPolicy") if p["metadata"]["name"].endswith("-reward")]
+        assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+
+
+def test_secrets_come_by_reference_only(renderings: list[Rendering]) -> None:
+    for rendering in renderings:
+        assert not rendering.of_kind("Secret")
+        for name, _, container in rendering.containers():
+            for entry in container.get("env", []):
+                if entry["name"].endswith(("PASSWORD", "SECRET", "TOKEN", "_KEY")) and "TLS" not in entry["name"]:
+                    assert set(entry["valueFrom"]) == {"secretKeyRef"}, (name, entry)
+
+
+def test_a_trainer_gang_meets_at_its_first_pod(renderings: list[Rendering]) -> None:
+    (spot,) = [r for r in renderings if r.name.startswith("spot-32")]
+    job = spot.one("Job")
+    env = variables(spot.component("trainer"))
+    (service,) = [s for s in spot.of_kind("Service") if s["metadata"]["name"].endswith("-trainer")]
+
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(env["PET_NNODES"]["value"]) == 2
+    first = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert env["PET_RDZV_ENDPOINT"]["value"] == f"{first}:{service['spec']['ports'][0]['port']}"
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    assert len(f"{job['metadata']['name']}-0") <= 63
+
+
+def test_autoscaled_workloads_leave_their_replicas_to_the_autoscaler(renderings: list[Rendering]) -> None:
+    seen = 0
+    for rendering in renderings:
+        for scaler in rendering.of_kind("HorizontalPodAutoscaler", "ScaledObject"):
+            target = scaler["spec"]["scaleTargetRef"]
+            (workload,) = [w for w in rendering.of_kind(target["kind"]) if w["metadata"]["name"] == target["name"]]
+            assert "replicas" not in workload["spec"]
+            seen += 1
+    assert seen >= 5

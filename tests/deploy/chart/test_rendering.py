@@ -1,0 +1,92 @@
+"""The chart renders with every example on Helm 3 and 4, and what comes out is valid for Kubernetes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .rendering import CHART, EXAMPLES, Helm, HelmError, Rendering
+
+VERSIONS = [f"1.{minor}" for minor in range(29, 38)]
+
+
+def validated(tools: Path, objects: list[dict[str, Any]], versions: list[str] = VERSIONS) -> dict[str, Any]:
+    """The verdict of tools/validate.py."""
+    script = Path(__file__).with_name("tools") / "validate.py"
+    asked = json.dumps({"versions": versions, "objects": objects})
+    command = [tools / "python" / "bin" / "python", script]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    verdict: dict[str, Any] = json.loads(done.stdout)
+    return verdict
+
+
+def test_both_supported_versions_of_helm_are_tested(tools: Path) -> None:
+    found = {name: Helm(tools / "bin" / name).version() for name in ("helm3", "helm4")}
+
+    assert found["helm3"].startswith("v3.17.") and found["helm4"].startswith("v4.3."), found
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_passes_strict_lint_and_renders_the_same_on_both(helm: Helm, helm4: Helm, example: Path) -> None:
+    assert "0 chart(s) failed" in helm.lint(CHART, [example])
+    assert helm.template(CHART, [example]).objects == helm4.template(CHART, [example]).objects
+
+
+def test_every_object_is_valid_for_every_supported_kubernetes(
+    tools: Path, renderings: list[Rendering], capsys: pytest.CaptureFixture[str]
+) -> None:
+    objects = [thing for rendering in renderings for thing in rendering.objects]
+
+    verdict = validated(tools, objects)
+
+    assert not verdict["problems"], "\n".join(verdict["problems"])
+    with capsys.disabled():
+        print(
+            f"\nchart: {len(objects)} objects of {len(EXAMPLES)} examples, {verdict['checked']} checks against "
+            f"Kubernetes {VERSIONS[0]} to {VERSIONS[-1]} and the custom resources' schemas: 0 problems"
+        )
+    kinds = {thing["kind"] for thing in objects}
+    missing = {
+        "Deployment", "StatefulSet", "Job", "LeaderWorkerSet", "Service", "ServiceAccount", "ConfigMap", "Ingress",
+        "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy", "HorizontalPodAutoscaler", "ScaledObject",
+        "HTTPRoute", "Certificate", "PodMonitor", "ServiceMonitor", "PrometheusRule",
+    } - kinds  # fmt: skip
+    assert not missing, f"no example renders {missing}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "value"),
+    [
+        ("Deployment", "spec.template.spec.containers.0.lifecycleHooks", {}),
+        ("ScaledObject", "spec.triggers.0.metricKind", "Value"),
+        ("PodMonitor", "spec.podMetricsEndpoints.0.intervall", "1s"),
+        ("PrometheusRule", "spec.groups.0.rules.0.fore", "1m"),
+        ("Certificate", "spec.issuerRef", None),
+        ("HTTPRoute", "spec.rules.0.backendRefs.0.ports", 80),
+        ("LeaderWorkerSet", "spec.leaderWorkerTemplate.workerTemplate.spec.containers.0.img", "x"),
+    ],
+)
+def test_the_check_by_schema_notices_a_wrong_field(
+    tools: Path, renderings: list[Rendering], kind: str, path: str, value: Any
+) -> None:
+    thing = json.loads(json.dumps(next(o for rendering in renderings for o in rendering.of_kind(kind))))
+    node = thing
+    *parents, last = path.split(".")
+    for key in parents:
+        node = node[int(key)] if key.isdigit() else node[key]
+    node[last] = value
+
+    assert validated(tools, [thing], ["1.34"])["problems"]
+
+
+def test_only_kubernetes_1_29_and_newer_is_accepted(helm: Helm) -> None:
+    example = EXAMPLES[0]
+    helm.template(CHART, [example], (), "--kube-version", "1.29.0")
+
+    with pytest.raises(HelmError, match="1.29.0"):
+        helm.template(CHART, [example], (), "--kube-version", "1.28.9")

@@ -1,0 +1,139 @@
+"""The values: closed, explained, refused with a reason, and what is generated from them up to date."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollmesh.config import load_run_config
+
+from .rendering import CHART, EXAMPLES, ROOT, Helm, HelmError
+
+KIND = CHART / "ci" / "kind-cpu-values.yaml"
+
+
+def test_what_is_generated_from_the_values_is_up_to_date() -> None:
+    """The comment of every value begins with its name: the generator refuses anything else."""
+    done = subprocess.run([sys.executable, ROOT / "helm" / "generate.py", "--check"], capture_output=True, text=True)
+
+    assert done.returncode == 0, f"run: python helm/generate.py\n{done.stdout}{done.stderr}"
+
+
+def test_the_schema_is_closed_everywhere() -> None:
+    def open_sections(schema: object, path: str = "") -> list[str]:
+        found: list[str] = []
+        if isinstance(schema, dict):
+            if schema.get("type") == "object" and "properties" in schema and path != "/properties/run/properties/model":
+                found += [] if schema.get("additionalProperties") is False else [path]
+            for key, value in schema.items():
+                found += open_sections(value, f"{path}/{key}")
+        return found
+
+    assert open_sections(json.loads((CHART / "values.schema.json").read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("item", "complaint"),
+    [
+        ("generator.replica=3", "replica"),
+        ("generator.replicas=many", "replicas"),
+        ("generator.kind=DaemonSet", "kind"),
+        ("rollout.image.tag=latest", "tag"),
+        ("reward.autoscaling.kind=vpa", "kind"),
+        ("run.network.grpc_port=1", "network"),
+        ("run.trainers.train_steps=1", "trainers"),
+        ("podSecurityContext.runAsUser=0", "runAsUser"),
+        ("redis.externalUrl=redis://:password@host:6379", "externalUrl"),
+        ("checkpoints.url=ftp://host/path", "url"),
+        ("gateway.port=0", "port"),
+        ("run.name=Demo", "name"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name(helm: Helm, item: str, complaint: str) -> None:
+    with pytest.raises(HelmError, match=complaint):
+        helm.template(CHART, [KIND], [item])
+
+
+@pytest.mark.parametrize(
+    ("items", "complaint"),
+    [
+        (["secrets.existingSecret="], "secrets.existingSecret is empty"),
+        (["redis.enabled=false"], "redis.externalUrl is empty"),
+        (["generator.kind=LeaderWorkerSet"], "run.generator.engine=sglang"),
+        (["generator.autoscaling.kind=keda"], "keda.prometheusAddress is empty"),
+        (["gateway.ingress.enabled=true"], "gateway.ingress.host is empty"),
+        (["security.tls.enabled=true"], "existingSecret or certManager.issuerName"),
+        (["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang"], "model.existingClaim"),
+    ],
+)
+def test_values_that_do_not_work_together_say_what_is_missing(helm: Helm, items: list[str], complaint: str) -> None:
+    with pytest.raises(HelmError, match=complaint):
+        helm.template(CHART, [KIND], items)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_run_file_of_an_example_is_one(helm4: Helm, example: Path, tmp_path: Path) -> None:
+    rendering = helm4.template(CHART, [example])
+    file = tmp_path / "run.yaml"
+    file.write_text(rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
+
+    config = load_run_config(file, environ={})
+
+    assert config.folder == "/var/lib/rollmesh/run"
+    assert (
+        config.model_dump(mode="json")["trainer"]["train_steps"]
+        == yaml.safe_load(file.read_text())["trainer"]["train_steps"]
+    )
+
+
+def test_large_and_small_numbers_reach_the_run_file_as_they_are(helm: Helm, tmp_path: Path) -> None:
+    sets = ["run.store.maxmemory_bytes=12884901888", "run.trainer.learning_rate=0.0000004", "run.seed=20000000"]
+    file = tmp_path / "run.yaml"
+    file.write_text(helm.template(CHART, [KIND], sets).one("ConfigMap", "-run")["data"]["run.yaml"])
+
+    config = load_run_config(file, environ={})
+
+    assert config.store.maxmemory_bytes == 12_884_901_888
+    assert config.trainer.learning_rate == 4e-7
+    assert config.seed == 20_000_000
+
+
+def test_a_changed_run_file_makes_new_pods_and_another_trainer_job(helm4: Helm) -> None:
+    before, same, after = (
+        helm4.template(CHART, [KIND], sets)
+        for sets in ([], ["gateway.service.port=81"], ["run.trainer.train_steps=41"])
+    )
+
+    assert before.one("Job")["metadata"]["name"] == same.one("Job")["metadata"]["name"]
+    assert before.one("Job")["metadata"]["name"] != after.one("Job")["metadata"]["name"]
+    mark = "rollmesh/run-file"
+    for component in ("rollout", "generator", "reward", "gateway"):
+        old, new = (r.component(component)["metadata"]["annotations"][mark] for r in (before, after))
+        assert old != new
+
+
+def test_names_stay_valid_for_long_releases(helm4: Helm) -> None:
+    long = helm4.template(CHART, [KIND], ["fullnameOverride=a-release-with-a-rather-long-name-that-goes-on-and-on"])
+
+    assert all(len(thing["metadata"]["name"]) <= 63 for thing in long.objects)
+
+
+def test_services_can_be_left_out(helm4: Helm) -> None:
+    parts = ("rollout", "generator", "reward", "trainer", "gateway", "redis")
+    sets = [f"{part}.enabled=false" for part in parts] + ["redis.externalUrl=redis://elsewhere:6379"]
+
+    assert not list(helm4.template(CHART, [KIND], sets).pods())
+
+
+def test_the_notes_name_things_that_exist(helm4: Helm) -> None:
+    notes = helm4.notes(CHART, [KIND])  # Helm 3 asks a cluster for this
+
+    rendering = helm4.template(CHART, [KIND])
+    assert f"service/{rendering.one('Service', '-gateway')['metadata']['name']} 8080:80" in notes
+    assert f"deployment/{rendering.one('Deployment', '-generator')['metadata']['name']} --replicas=3" in notes
+    assert f"claim {rendering.one('PersistentVolumeClaim')['metadata']['name']}" in notes
