@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from rollmesh.bench.measure import Measure, compared
-from rollmesh.bench.scene import SMALL, STREAMS, open_scene
+from rollmesh.bench.models import SMALL, RandomModel
+from rollmesh.bench.scene import STREAMS, open_scene
 
 MODES = ("interrupt", "keep_kv", "drain")
 _LARGE: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "vocab_size": 8192}
@@ -43,7 +44,8 @@ def run(*, quick: bool = False) -> list[Measure]:
 
 async def _measure(shape: dict[str, Any], size: str, mode: str, reloads: int) -> list[Measure]:
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
-        async with open_scene(Path(folder), shape, {"on_new_version": mode}) as scene, scene.streams():
+        model = RandomModel(shape=shape)
+        async with open_scene(Path(folder), model, {"on_new_version": mode}) as scene, scene.streams():
             results = [await scene.reload(version) for version in range(1, reloads + 1)]
             copy_seconds = statistics.median(scene.copy_seconds() for _ in range(reloads))
     serving, pause, silence, load = (statistics.median(column) for column in zip(*results, strict=True))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,9 @@ from typing import Any
 
 import httpx
 import numpy as np
-import torch
 import yaml
 
-from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.bench.models import CONTEXT, BenchModel, Policy
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import EngineError, GenerationRefused
@@ -31,15 +30,9 @@ from rollmesh.types import GenerationCall, GeneratorRecord, SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
 
 STREAMS = 16
-CONTEXT = 256
-SMALL: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 192, "vocab_size": 96}
-"""The demo's model: 1 MB."""
 _PREFIX = "rollmesh_generator_"
 _DEADLINE_SECONDS = 600.0
 """An SGLang server starts slowly on busy cores."""
-
-Policy = tuple[Callable[[Path], None], list[CanarySequence]]
-"""How to write a policy's folder, and its canary."""
 
 
 @dataclass(slots=True)
@@ -50,7 +43,7 @@ class Scene:
     store: TrajectoryStore
     checkpoints: CheckpointStore
     client: GenerationClient
-    shape: dict[str, Any]
+    model: BenchModel
     session: str = ""
     byte_count: int = 0
     last_token: float = 0.0
@@ -85,7 +78,7 @@ class Scene:
     async def reload(self, version: int) -> tuple[float, float, float, float]:
         """Publish one version; returns seconds to serving, of pause, of silence, and of the load alone."""
         before = await self.metrics()
-        policy = await asyncio.to_thread(make_policy, self.shape, version)
+        policy = await asyncio.to_thread(self.model.policy, version)
         await self.next_token()
         self.silence = 0.0
         started = time.monotonic()
@@ -137,7 +130,7 @@ class Scene:
 
     async def _keep_streaming(self, record: GeneratorRecord, number: int) -> None:
         """Generate without end, one call after another, whatever version serves."""
-        prompt = np.random.default_rng(number).integers(0, self.shape["vocab_size"], 16).astype(np.int32)
+        prompt = np.random.default_rng(number).integers(0, self.model.vocab_size, 16).astype(np.int32)
         round_number = 0
         while True:
             round_number += 1
@@ -172,20 +165,20 @@ class Scene:
 
 @asynccontextmanager
 async def open_scene(
-    folder: Path, shape: dict[str, Any], generator: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    folder: Path, model: BenchModel, generator: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Scene]:
     """Start the registry, the first policy and a generator with these fields and variables; stop them at the end."""
     server = EmbeddedServer(folder / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
     server.start()
     async with AsyncExitStack() as stack:
         stack.callback(server.kill)
-        config = _write_run_file(folder, server.url, generator)
+        config = _write_run_file(folder, server.url, model.dtype, generator)
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
         client = await stack.enter_async_context(GenerationClient())
-        scene = Scene(config, store, CheckpointStore.from_config(config), client, shape)
+        scene = Scene(config, store, CheckpointStore.from_config(config), client, model)
         await store.init_run(run_limits(config))
         scene.session = await store.open_trainer_session("bench")
-        await scene.publish(0, make_policy(shape, 0))
+        await scene.publish(0, await asyncio.to_thread(model.policy, 0))
         process = _start_generator(folder, environment or {})
         stack.push_async_callback(_stop, process)
         scene.process = process
@@ -193,11 +186,11 @@ async def open_scene(
         yield scene
 
 
-def _write_run_file(folder: Path, redis_url: str, generator: Mapping[str, Any]) -> RunConfig:
+def _write_run_file(folder: Path, redis_url: str, dtype: str, generator: Mapping[str, Any]) -> RunConfig:
     data = {
         "name": "bench",
         "folder": str(folder),
-        "model": {"path": str(folder)},
+        "model": {"path": str(folder), "dtype": dtype},
         "data": {"max_prompt_tokens": 16},
         "rollout": {"max_new_tokens": CONTEXT - 16},
         "generator": {
@@ -223,23 +216,3 @@ def _start_generator(folder: Path, environment: Mapping[str, str]) -> subprocess
 async def _stop(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     await asyncio.to_thread(process.wait)
-
-
-def make_policy(shape: dict[str, Any], seed: int) -> Policy:
-    """A random model, with a canary of 8 sequences of 32 tokens, as the trainer's."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.manual_seed(seed)
-    heads = {"num_attention_heads": shape["hidden_size"] // 32, "num_key_value_heads": 1}
-    config = Qwen2Config(**{"max_position_embeddings": CONTEXT, "tie_word_embeddings": True, **heads, **shape})
-    model: Any = Qwen2ForCausalLM(config)
-    ids = torch.randint(0, shape["vocab_size"], (8, 32))
-    with torch.inference_mode():
-        logprobs = model.eval()(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None]).squeeze(2)
-    canary = [
-        CanarySequence(token_ids=row.tolist(), logprobs=scores.tolist())
-        for row, scores in zip(ids, logprobs, strict=True)
-    ]
-    return model.save_pretrained, canary

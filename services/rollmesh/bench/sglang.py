@@ -1,7 +1,8 @@
 """``rollmesh bench sglang``: what our generator costs on top of the SGLang server behind it.
 
 A generator process with a server of its own (``--python``: the interpreter that has SGLang), or before one that runs
-already (``--url``), and a random model of the demo's shape. The baseline is that very server, asked directly.
+already (``--url``), and a random model of the demo's shape or one of yours (``--model``: a Hugging Face folder). The
+baseline is that very server, asked directly.
 
 Serving: 32 calls in flight, groups of 8 with one prompt, lengths uniform between 128 and 384, a log-probability per
 token. The passes alternate, ours, bare, ours, bare, with new prompts every time; medians count. Bare is one request per
@@ -29,7 +30,8 @@ import psutil
 import torch
 
 from rollmesh.bench.measure import Measure, compared
-from rollmesh.bench.scene import SMALL, STREAMS, Scene, open_scene
+from rollmesh.bench.models import SMALL, BenchModel, RandomModel, SavedModel
+from rollmesh.bench.scene import STREAMS, Scene, open_scene
 from rollmesh.bench.sglang_load import CONTEXT, IN_FLIGHT, BareServer, Job, Spent, generate_by_us, make_load, measured
 
 _KEY_VARIABLE = "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"
@@ -44,7 +46,6 @@ _MODES: dict[str, dict[str, Any]] = {
 _BARE = "bare server"
 _STREAM_CHUNK = 16
 _UNDER_WAY_SECONDS = 0.2
-_SHAPE = {**SMALL, "max_position_embeddings": CONTEXT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +63,30 @@ _FULL = _Plan(passes=3, calls=64, slices=_SLICES, modes=tuple(_MODES), reloads=4
 _QUICK = _Plan(passes=1, calls=32, slices=_SLICES[:1], modes=tuple(_MODES)[:1], reloads=2)
 
 
-def run(*, quick: bool = False, python: str | None = None, url: str | None = None) -> list[Measure]:
+def run(
+    *, quick: bool = False, python: str | None = None, url: str | None = None, model: Path | None = None
+) -> list[Measure]:
     """Measure; ``quick``: one short pass of each arm and two reloads in one mode.
 
-    ConfigError when both a python and a url are given, EngineError when the server does not come up.
+    ConfigError when both a python and a url are given or the model is none, EngineError when the server does not come
+    up.
     """
     torch.set_num_threads(1)
     plan = _QUICK if quick else _FULL
+    if model is None:
+        served: BenchModel = RandomModel(shape={**SMALL, "max_position_embeddings": CONTEXT})
+    else:
+        served = SavedModel(model, CONTEXT)
     server = {"url": url} if url is not None else {"python": python}
     measures: list[Measure] = []
     for number, mode in enumerate(plan.modes):
-        measures += asyncio.run(_measure(plan, server, mode, serve=number == 0))
+        measures += asyncio.run(_measure(plan, served, server, mode, serve=number == 0))
     return measures
 
 
-async def _measure(plan: _Plan, server: Mapping[str, Any], mode: str, *, serve: bool) -> list[Measure]:
+async def _measure(
+    plan: _Plan, model: BenchModel, server: Mapping[str, Any], mode: str, *, serve: bool
+) -> list[Measure]:
     fields = _MODES[mode]
     sglang = {**server, **fields.get("sglang", {})}
     # A server of our own is told its device; one at a url has one.
@@ -91,7 +101,7 @@ async def _measure(plan: _Plan, server: Mapping[str, Any], mode: str, *, serve: 
     }
     environment = {} if "url" in server else {_KEY_VARIABLE: secrets.token_hex(16)}
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
-        async with open_scene(Path(folder), _SHAPE, generator, environment) as scene:
+        async with open_scene(Path(folder), model, generator, environment) as scene:
             arms = _Arms(scene, environment.get(_KEY_VARIABLE), server.get("url"))
             try:
                 measures = await _serving(plan, arms) if serve else []
@@ -145,13 +155,14 @@ def _tree_that_listens(url: str) -> list[psutil.Process]:
 
 
 async def _serving(plan: _Plan, arms: _Arms) -> list[Measure]:
-    warm_up = make_load(IN_FLIGHT, SMALL["vocab_size"], 0)
+    vocab_size = arms.scene.model.vocab_size
+    warm_up = make_load(IN_FLIGHT, vocab_size, 0)
     await arms.directly(warm_up)
     await arms.ours(warm_up, plan.slices[0])
     measures: list[Measure] = []
     for size in plan.slices:
         before = await arms.scene.metrics()
-        loads = [make_load(plan.calls, SMALL["vocab_size"], 1000 * size + number) for number in range(plan.passes)]
+        loads = [make_load(plan.calls, vocab_size, 1000 * size + number) for number in range(plan.passes)]
         pairs = [(await arms.ours(jobs, size), await arms.directly(jobs)) for jobs in loads]
         after = await arms.scene.metrics()
         measures += _compare(pairs, size, with_server=bool(arms.server_processes))
@@ -209,7 +220,7 @@ async def _reloading(plan: _Plan, arms: _Arms, mode: str) -> list[Measure]:
 
 async def _bare_update(arms: _Arms, version: str) -> tuple[float, float]:
     """The weights that the server has, once more, while it answers requests of somebody else."""
-    jobs = make_load(STREAMS, SMALL["vocab_size"], int(version))
+    jobs = make_load(STREAMS, arms.scene.model.vocab_size, int(version))
     requests = [asyncio.create_task(arms.bare.generate(job, "bare")) for job in jobs]
     await asyncio.sleep(_UNDER_WAY_SECONDS)
     try:

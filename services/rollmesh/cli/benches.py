@@ -43,7 +43,8 @@ def bench(
     cuda_graphs: Annotated[bool | None, typer.Option(help="gpu: decode with CUDA graphs or without.")] = None,
     output: Annotated[Path | None, typer.Option(help="gpu: folder for its JSON files.")] = None,
     python: Annotated[Path | None, typer.Option(help="sglang: Python interpreter that has SGLang.")] = None,
-    url: Annotated[str | None, typer.Option(help="sglang: a server of the demo's model that runs already.")] = None,
+    url: Annotated[str | None, typer.Option(help="sglang: a server of that model that runs already.")] = None,
+    model: Annotated[Path | None, typer.Option(help="sglang: Hugging Face folder; else the demo's model.")] = None,
 ) -> None:
     """Measure one part of the mesh beside a named baseline in the same run; --json prints one object per measure."""
     options: dict[str, object] = {"quick": quick}
@@ -53,7 +54,7 @@ def bench(
         options |= {"curve_only": curve_only, "pools": pool or (), "updates": updates, "cuda_graphs": cuda_graphs}
         options["output"] = output
     if name is Bench.SGLANG:
-        options |= {"python": None if python is None else str(python), "url": url}
+        options |= {"python": None if python is None else str(python), "url": url, "model": model}
     with clear_errors():
         measures = heavy_module(f"rollmesh.bench.{name.value}", f"bench {name.value}").run(**options)
     if as_json:

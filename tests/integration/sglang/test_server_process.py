@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from rollmesh.errors import EngineError, RollmeshError
+from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.protocol import EngineLost
 from rollmesh.generator.engines.sglang.engine import SglangEngine
 from rollmesh.generator.engines.sglang.options import SglangOptions
@@ -126,21 +126,14 @@ async def test_a_server_at_a_url_that_never_answers_is_an_error_that_names_it(tm
     engine = SglangEngine(
         SglangOptions(slots=2, max_context_tokens=64, url="http://127.0.0.1:9", start_timeout_seconds=1.0)
     )
-    with pytest.raises(EngineLost, match=r"start_timeout_seconds=1: nothing at http://127\.0\.0\.1:9"):
+    with pytest.raises(EngineLost, match=r"start_timeout_seconds=1: .* http://127\.0\.0\.1:9 cannot be reached"):
         await engine.start(kit.write_model(tmp_path / "model", 0), 0)
     await engine.aclose()
 
 
 def _engine(folder: Path, environment: dict[str, str], **options: object) -> SglangEngine:
-    return SglangEngine(
-        SglangOptions(
-            slots=2,
-            max_context_tokens=64,
-            environment=environment,
-            log_file=folder / "sglang.log",
-            **options,  # type: ignore[arg-type]
-        )
-    )
+    fields = {"slots": 2, "max_context_tokens": 64, "log_file": folder / "sglang.log", **options}
+    return SglangEngine(SglangOptions(environment=environment, **fields))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("which", ["stand_in", "real"])
@@ -224,6 +217,32 @@ async def test_a_server_that_hangs_ends_its_calls_and_the_engine(tmp_path, kit, 
         await engine.aclose()
 
 
+async def test_the_real_server_fills_a_context_from_a_cache_of_its_size_and_is_lost_when_its_scheduler_hangs(
+    tmp_path, kit, real
+):
+    """The front of a server whose scheduler hangs goes on answering: only calls without an answer tell."""
+    limits = {"kv_token_capacity": 64, "max_context_tokens": 64, "request_timeout_seconds": 3.0}
+    engine = _engine(tmp_path, real["environment"], python=real["python"], device="cpu", **limits)
+    try:
+        await engine.start(kit.write_model(tmp_path / "model", 0), 0)
+        for length in (20, 60, 63):
+            call = kit.make_call(context=kit.prompt_ids(0, length), max_new_token_count=500)
+            chunks = [chunk async for chunk in engine.generate(call)]
+            assert sum(len(c.token_ids) for c in chunks) == 64 - length
+        stream = engine.generate(kit.make_call(context=kit.prompt_ids(0, 4), max_new_token_count=60))
+        await anext(stream)
+        (scheduler,) = (p for p in tree(server_of(psutil.Process().pid).pid) if "scheduler" in " ".join(p.cmdline()))
+        scheduler.suspend()
+        await engine._server.api.model_info(5.0)
+        with pytest.raises(EngineLost, match=r"request_timeout_seconds=3, nor to any other request"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineLost):
+            engine.status()
+    finally:
+        await engine.aclose()
+
+
 async def test_a_wrong_key_is_told_and_nothing_is_served(tmp_path, kit, stand_in):
     owner = _engine(tmp_path, stand_in["environment"], admin_key="right")
     try:
@@ -231,9 +250,9 @@ async def test_a_wrong_key_is_told_and_nothing_is_served(tmp_path, kit, stand_in
         url = owner._server.api.url
         assert [f.name for f in tmp_path.iterdir() if "key" in f.name] == []
         stranger = SglangEngine(
-            SglangOptions(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=1.0)
+            SglangOptions(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=60.0)
         )
-        with pytest.raises(RollmeshError, match="start_timeout_seconds=1"):
+        with pytest.raises(ConfigError, match=r"generator\.sglang\.admin_key: .* refuses it: .*HTTP 401"):
             await stranger.start(tmp_path / "model", 0)
         await stranger.aclose()
     finally:

@@ -130,6 +130,31 @@ async def test_a_server_that_scores_nothing_is_lost_at_the_deadline(server, star
         engine.status()
 
 
+async def test_a_canary_does_not_pause_the_server_again_and_its_tokens_wait_for_the_verdict(server, start, tmp_path):
+    engine = await start()
+    server.deaf = True
+    call = asyncio.create_task(collect(engine, make_call(count=4)))
+    await until(lambda: server.count("/generate") == 1)
+    await engine.pause()
+    await engine.load(tmp_path / "policy", 1, OnNewVersion.INTERRUPT)
+    pauses = server.count("/pause_generation")
+    server.deaf = False
+    await engine.score([np.array([1, 2, 3], np.int32)])
+    assert server.count("/pause_generation") == pauses and server.gate.is_set()
+    server.release.set()
+    done, _ = await asyncio.wait([call], timeout=0.3)
+    assert not done and engine.status().paused
+    await engine.resume()
+    assert [c.policy_version for c in await call] == [1]
+
+
+async def test_scoring_leaves_a_paused_server_paused(server, start):
+    engine = await start()
+    await engine.pause()
+    await engine.score([np.array([1, 2, 3], np.int32)])
+    assert not server.gate.is_set()
+
+
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
 async def test_a_server_that_refuses_to_score_is_an_engine_error_and_goes_on(server, start, status):
     engine = await start()

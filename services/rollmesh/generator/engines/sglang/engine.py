@@ -128,7 +128,9 @@ class SglangEngine:
             try:
                 return await self._scores(sequences)
             finally:
-                if held and self._state.failure is None:
+                # Tokens of weights on trial are held back anyway. A second pause would drop the cache that the running
+                # calls have just got back, and cost them another prefill.
+                if held and self._state.on_trial is None and self._state.failure is None:
                     await self._server.pause(self._options.pause_mode)
 
     async def pause(self) -> None:
