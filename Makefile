@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy prometheus-try redis-try e2e chaos bench publish-contract clean
+.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy prometheus-try redis-try images image-sglang images-test docker-try e2e chaos bench publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -91,6 +91,22 @@ chart-tools: $(VENV)/.python ## Get Helm 3 and 4 and the schemas for the tests o
 
 chart-tools-try: $(VENV)/.python
 	@$(BIN)/python tests/deploy/chart/tools/install.py || echo "tests of the chart will be skipped"
+
+# Needs Docker. By environment variables: BASE_IMAGE, TORCH, TORCH_INDEX, EXTRAS, REGISTRY, VERSION (deploy/build.sh).
+images: ## Build every image that runs on a CPU
+	deploy/build.sh gateway rollout reward generator-cpu trainer
+
+image-sglang: ## Build the generator into the upstream SGLang image
+	BASE_IMAGE=$${BASE_IMAGE:-lmsysorg/sglang:v0.5.23} deploy/build.sh generator-sglang
+
+images-test: $(VENV)/.dev docker-try ## Build the images and run the mesh of the compose file in them (minutes)
+	ROLLMESH_TEST_IMAGES=1 $(BIN)/pytest -rs tests/deploy/images
+
+# Debian's engine, Compose and debootstrap, where this is root and they are missing; without them tests are skipped.
+docker-try:
+	@command -v dockerd docker-compose debootstrap >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && \
+		apt-get install -y -qq --no-install-recommends docker.io docker-compose debootstrap iptables >/dev/null; } || \
+		echo "tests of the images will be skipped"
 
 e2e: $(VENV)/.dev sglang-try redis-try ## The whole mesh, once on real SGLang servers
 	$(BIN)/pytest -rs tests/e2e
