@@ -74,7 +74,9 @@ def test_sync_trains_the_stream_in_order_and_leaves_nothing(measured):
 def test_no_arm_exceeds_its_pool_and_copris_fills_it(measured):
     findings, _ = measured
     for name, pool in (("sync", 16), ("copris_paper 16", 16), ("copris_paper 32", 32)):
-        assert {u.most_running for u in by_arm(findings)[name]} == {pool}
+        # An update that finds its groups ready leases nothing.
+        most = [u.most_running for u in by_arm(findings)[name]]
+        assert max(most) == pool and most[0] == pool
 
 
 def test_every_sampled_token_is_trained_on_or_counted_as_unfinished(measured):
