@@ -29,7 +29,7 @@ class GatewayConfig(Section):
     names only when it binds to loopback: so no foreign page can reach it by a name of its own."""
     sample_seconds: float = Field(default=1.0, ge=0.2, le=60)
     """Time between two looks at the mesh; what everybody sees is as fresh as that."""
-    timeline_rollouts: int = Field(default=1000, ge=16, le=10_000)
+    timeline_rollouts: int = Field(default=1000, ge=16, le=16_384)
     """Most rollouts that are followed one by one; the number of the others is told."""
     most_event_clients: int = Field(default=64, ge=1, le=1024)
     """Most clients that follow the live events at once."""

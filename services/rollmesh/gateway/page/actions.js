@@ -129,7 +129,7 @@ export class Actions {
 
   #show() {
     const overview = this.#overview;
-    const paused = overview?.state === "paused";
+    const paused = overview?.paused_by_person === true;
     byId("pause").disabled = !this.#allowed || paused;
     byId("resume").disabled = !this.#allowed || (overview !== null && !paused);
     byId("unpin").disabled = !this.#allowed || (overview?.pinned_version ?? null) === null;

@@ -21,6 +21,7 @@ const POLICIES = 300;
 class Page {
   #overview = null;
   #drawing = false;
+  #looks = 0; // drawn so far, as data-looks of the document
   #actions = new Actions(() => this.#afterAction());
   #versions = new VersionTable(this.#actions);
   #viewer = new Viewer(
@@ -101,6 +102,7 @@ class Page {
     this.#generators.render(overview);
     this.#actions.render(overview);
     this.#announce(overview);
+    document.documentElement.dataset.looks = String((this.#looks += 1));
   }
 
   // Screen readers hear changes of state, not every number.
