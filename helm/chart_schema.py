@@ -102,7 +102,7 @@ _BY_PATH: dict[str, Schema] = {
     "trainer.kind": {"enum": ["Job", "StatefulSet"]},
     "gateway.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "redis.appendfsync": {"enum": ["everysec", "always"]},
-    "redis.externalUrl": {"type": "string", "pattern": r"^($|(rediss?(\+sentinel)?)://[^@]*$)"},
+    "redis.externalUrl": {"type": "string", "pattern": r"^($|(rediss?(\+sentinel)?)://([^:@/]*@)?[^@]*$)"},
     "checkpoints.url": {"type": "string", "pattern": r"^($|(s3|gs)://.+)"},
     "security.tls.certManager.issuerKind": {"enum": ["Issuer", "ClusterIssuer"]},
     "podSecurityContext.runAsNonRoot": {"const": True},

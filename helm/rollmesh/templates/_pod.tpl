@@ -114,9 +114,22 @@ securityContext:
       name: {{ include "rollmesh.secretName" . | quote }}
       key: {{ .Values.secrets.keys.redisPassword | quote }}
 {{- end }}
-{{- with .Values.redis.caSecret }}
+{{- if .Values.redis.externalSentinelPassword }}
+- name: ROLLMESH_STORE__SENTINEL_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "rollmesh.secretName" . | quote }}
+      key: {{ .Values.secrets.keys.sentinelPassword | quote }}
+{{- end }}
+{{- if .Values.redis.tlsSecret }}
 - name: ROLLMESH_STORE__TLS__CA
-  value: /etc/rollmesh/redis-ca/ca.crt
+  value: /etc/rollmesh/redis-tls/ca.crt
+{{- if .Values.redis.clientCertificate }}
+- name: ROLLMESH_STORE__TLS__CERTIFICATE
+  value: /etc/rollmesh/redis-tls/tls.crt
+- name: ROLLMESH_STORE__TLS__KEY
+  value: /etc/rollmesh/redis-tls/tls.key
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -179,11 +192,11 @@ securityContext:
   persistentVolumeClaim:
     claimName: {{ include "rollmesh.checkpointClaim" $root | quote }}
 {{- end }}
-{{- if and (has "store" $uses) $root.Values.redis.caSecret }}
-- name: redis-ca
+{{- if and (has "store" $uses) $root.Values.redis.tlsSecret }}
+- name: redis-tls
   secret:
-    secretName: {{ $root.Values.redis.caSecret | quote }}
-    items: [{key: ca.crt, path: ca.crt}]
+    secretName: {{ $root.Values.redis.tlsSecret | quote }}
+    defaultMode: 0440
 {{- end }}
 {{- if $root.Values.security.tls.enabled }}
 - name: tls
@@ -234,9 +247,9 @@ securityContext:
   readOnly: true
   {{- end }}
 {{- end }}
-{{- if and (has "store" $uses) $root.Values.redis.caSecret }}
-- name: redis-ca
-  mountPath: /etc/rollmesh/redis-ca
+{{- if and (has "store" $uses) $root.Values.redis.tlsSecret }}
+- name: redis-tls
+  mountPath: /etc/rollmesh/redis-tls
   readOnly: true
 {{- end }}
 {{- if $root.Values.security.tls.enabled }}
@@ -285,25 +298,28 @@ securityContext:
 {{- end -}}
 
 {{/* Probes of a service. Liveness is the admin port's, which looks at every loop; a model may take long to load, so
-     nothing is judged before the startup probe has passed: (list $ "generator" "grpc" | "http"). */}}
+     nothing is judged before the startup probe has passed. A kubelet's gRPC probe speaks no TLS, so with certificates
+     readiness is asked of the admin port as well: (list $ "generator" "grpc" | "http"). */}}
 {{- define "rollmesh.probes" -}}
 {{- $root := index . 0 -}}
 {{- $probes := (index $root.Values (index . 1)).probes -}}
+{{- $tls := $root.Values.security.tls.enabled -}}
+{{- $scheme := ternary "HTTPS" "HTTP" $tls -}}
 startupProbe:
-  httpGet: {path: /healthz, port: admin}
+  httpGet: {path: /healthz, port: admin, scheme: {{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 5
   failureThreshold: {{ div (add $probes.startupSeconds 4) 5 }}
 livenessProbe:
-  httpGet: {path: /healthz, port: admin}
+  httpGet: {path: /healthz, port: admin, scheme: {{ $scheme }}}
   periodSeconds: {{ $probes.periodSeconds }}
   timeoutSeconds: {{ $probes.timeoutSeconds }}
   failureThreshold: {{ $probes.livenessFailures }}
 readinessProbe:
-  {{- if eq (index . 2) "grpc" }}
+  {{- if and (eq (index . 2) "grpc") (not $tls) }}
   grpc: {port: {{ $root.Values.network.grpcPort }}}
   {{- else }}
-  httpGet: {path: /readyz, port: admin}
+  httpGet: {path: /readyz, port: admin, scheme: {{ $scheme }}}
   {{- end }}
   periodSeconds: {{ $probes.periodSeconds }}
   timeoutSeconds: {{ $probes.timeoutSeconds }}

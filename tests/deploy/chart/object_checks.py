@@ -16,7 +16,7 @@ _PORT_NAME = re.compile(r"(?=.*[a-z])[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGTPE]|[KMGTPE]i)?")
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GIVEN_CLAIMS = frozenset({"models", "prompts"})
-_GIVEN_SECRETS = frozenset({"rollmesh", "redis-ca", "mesh-tls", "prometheus-mesh-tls"})
+_GIVEN_SECRETS = frozenset({"rollmesh", "redis-tls", "mesh-tls", "prometheus-mesh-tls"})
 _CHECKS: list[Callable[[Rendering], Iterator[str]]] = []
 
 

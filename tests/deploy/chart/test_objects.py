@@ -113,7 +113,7 @@ def test_reward_pods_have_no_credentials_and_no_checkpoints(renderings: list[Ren
     for rendering in renderings:
         pod = rendering.component("reward")
         assert not [n for n in variables(pod) if "STORE" in n or "CHECKPOINTS" in n], rendering.name
-        assert not [v["name"] for v in pod["spec"]["volumes"] if v["name"] in ("shared", "redis-ca")], rendering.name
+        assert not [v["name"] for v in pod["spec"]["volumes"] if v["name"] in ("shared", "redis-tls")], rendering.name
         (policy,) = [p for p in rendering.of_kind("NetworkPolicy") if p["metadata"]["name"].endswith("-reward")]
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
@@ -150,3 +150,16 @@ def test_autoscaled_workloads_leave_their_replicas_to_the_autoscaler(renderings:
             assert "replicas" not in workload["spec"]
             seen += 1
     assert seen >= 5
+
+
+def test_with_certificates_probes_ask_the_admin_port_over_tls(renderings: list[Rendering]) -> None:
+    (spot,) = [r for r in renderings if r.name.startswith("spot-32")]
+    for name, _, container in spot.containers():
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            asked = container.get(probe, {})
+            assert "grpc" not in asked, name
+            assert asked.get("httpGet", {"scheme": "HTTPS"})["scheme"] == "HTTPS", name
+    for certificate in spot.of_kind("Certificate"):
+        assert certificate["spec"]["dnsNames"] == [
+            variables(spot.component("rollout"))["ROLLMESH_SECURITY__TLS__SERVER_NAME"]["value"]
+        ]
