@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 
+import httpx
 import numpy as np
 import pytest
 
@@ -328,6 +329,20 @@ async def test_the_versions_of_a_call_never_fall(engine, models):
     fresh = await collect(engine, make_call("fresh"))
     assert fresh.stamps == {(0, 0)}
     fresh.check_pure(models)
+
+
+_POSTS = ("generate", "abort_request", "pause_generation", "continue_generation", "update_weights_from_disk")
+
+
+async def test_a_stranger_without_the_key_gets_nothing_from_the_server(endpoint):
+    _, url = endpoint
+    if url is None:  # the embedded engine has no port
+        return
+    async with httpx.AsyncClient(base_url=url) as stranger:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            answers = [await stranger.post(f"/{path}", json={"rid": "x"}, headers=headers) for path in _POSTS]
+            answers += [await stranger.get(f"/{path}", headers=headers) for path in ("model_info", "server_info")]
+            assert [a.status_code for a in answers] == [401] * 7
 
 
 def _truncate(folder):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from typing import Any, Literal, Self
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
@@ -30,6 +31,14 @@ _OWN_FLAGS = frozenset(
     }
 )  # fmt: skip
 _STARTED_ONLY = ("python", "arguments", "environment")
+
+
+def _is_public(url: str) -> bool:
+    """Whether a URL names a public address in figures; what a name means is not known here."""
+    try:
+        return ip_address(urlsplit(url).hostname or "").is_global
+    except ValueError:
+        return False
 
 
 class SglangConfig(Section):
@@ -61,6 +70,11 @@ class SglangConfig(Section):
         if self.url is not None:
             if not self.url.startswith(("http://", "https://")):
                 raise ValueError(f"generator.sglang.url={self.url}: expected http:// or https://")
+            if self.url.startswith("http://") and _is_public(self.url):
+                raise ValueError(
+                    f"generator.sglang.url={self.url}: HTTP would carry the key and every token over a public network "
+                    "in the clear; use https://, or a private address"
+                )
             for name in _STARTED_ONLY:
                 if getattr(self, name):
                     raise ValueError(

@@ -92,6 +92,8 @@ def test_the_server_gets_none_of_our_secrets_and_its_own_python(tmp_path):
         ({"replicas": 2, "sglang": {"url": "http://h:1"}}, "generator.replicas=2"),
         ({"device": "cpu", "sglang": {"url": "http://h:1"}}, "generator.device=cpu"),
         ({"sglang": {"url": "h:1"}}, "expected http"),
+        ({"sglang": {"url": "http://8.8.8.8:1"}}, "over a public network in the clear"),
+        ({"sglang": {"url": "http://[2001:4860:4860::8888]:1"}}, "over a public network in the clear"),
         ({"sglang": {"url": "http://h:1", "python": "/x"}}, "generator.sglang.python"),
         ({"sglang": {"url": "http://h:1", "arguments": ["--tp-size", "2"]}}, "generator.sglang.arguments"),
         ({"sglang": {"url": "http://h:1", "environment": {"A": "b"}}}, "generator.sglang.environment"),
@@ -106,6 +108,13 @@ def test_the_server_gets_none_of_our_secrets_and_its_own_python(tmp_path):
 def test_what_cannot_work_is_refused_by_name(tmp_path, generator, message):
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, **generator)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1", "http://10.1.2.3:1", "http://[::1]:1", "http://sglang:1", "https://8.8.8.8:1"]
+)
+def test_a_private_address_a_name_and_https_are_taken(tmp_path, url):
+    assert SglangOptions.from_config(load(tmp_path, sglang={"url": url}), 0).url == url
 
 
 def test_a_cache_that_does_not_hold_one_call_is_refused(tmp_path):
