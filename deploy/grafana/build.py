@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from dashboards import generation, infrastructure, overview, queue, rewards, training, weights
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
@@ -18,10 +19,24 @@ PAGES = (overview, generation, queue, training, rewards, weights, infrastructure
 
 def rendered() -> dict[Path, str]:
     """Text of every dashboard file."""
-    return {
-        FOLDER / f"{page.NAME}.json": json.dumps(page.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
-        for page in PAGES
-    }
+    files = {}
+    for page in PAGES:
+        data = json.loads(json.dumps(page.build(), cls=JSONEncoder))
+        files[FOLDER / f"{page.NAME}.json"] = json.dumps(tidied(data), indent=2, sort_keys=True) + "\n"
+    return files
+
+
+def tidied(dashboard: dict[str, Any]) -> dict[str, Any]:
+    """Without what the SDK writes for a Grafana of long ago, which today's types do not know any more."""
+    dashboard.pop("style", None)
+    for variable in dashboard["templating"]["list"]:
+        for key in ("auto", "auto_count", "auto_min", "id"):
+            variable.pop(key, None)
+    for panel in dashboard["panels"]:
+        options = panel.get("options") or {}
+        options.pop("footer", None)
+        options.get("tooltip", {}).pop("show", None)
+    return dashboard
 
 
 def main(arguments: list[str]) -> int:

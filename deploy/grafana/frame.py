@@ -54,8 +54,8 @@ def framed(
         else:
             made.with_panel(panel)
     built = made.build()
-    for number, panel in enumerate(built.panels or [], start=1):
-        panel.id_val = number
+    for number, placed in enumerate(built.panels or [], start=1):
+        placed.id_val = number
     return built
 
 
