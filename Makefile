@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy prometheus-try redis-try images image-sglang images-test docker-try e2e chaos bench publish-contract clean
+.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -108,7 +108,11 @@ docker-try:
 		apt-get install -y -qq --no-install-recommends docker.io docker-compose debootstrap iptables >/dev/null; } || \
 		echo "tests of the images will be skipped"
 
-e2e: $(VENV)/.dev sglang-try redis-try ## The whole mesh, once on real SGLang servers
+# The browser that the gateway's page is tested in.
+chromium-try:
+	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || echo "tests of the gateway's page will be skipped"
+
+e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on real SGLang servers
 	$(BIN)/pytest -rs tests/e2e
 
 chaos: $(VENV)/.local ## 20 rounds of kill -9 and stalls against a training mesh

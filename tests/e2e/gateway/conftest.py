@@ -1,0 +1,239 @@
+"""A real gateway over a real queue that moves, and a real browser in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+import pytest
+import yaml
+
+from rollmesh.config import load_run_config
+from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, Page
+
+T = TypeVar("T")
+
+TOKEN = "token-of-the-page-tests"
+FEEDER = Path(__file__).parent / "feeder.py"
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+WIDE = {"width": 1440, "height": 900}
+NARROW = {"width": 390, "height": 844}
+_START_SECONDS = 90.0
+
+
+@dataclass
+class Scene:
+    """A queue, what keeps it moving, and the gateway in front of it."""
+
+    run_file: Path
+    port: int
+    sample_seconds: float
+    processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/"
+
+    def get(self, path: str) -> Any:
+        """One answer of the API."""
+        return httpx.get(f"{self.url}api/v1/{path}", timeout=30).raise_for_status().json()
+
+    def in_store(self, look: Callable[[TrajectoryStore], Awaitable[T]]) -> T:
+        """What the store itself says, on a connection of its own; not in this thread, where the browser's loop runs."""
+
+        async def asked() -> T:
+            config = load_run_config(self.run_file, ())
+            async with await TrajectoryStore.connect(config.store, config.name) as store:
+                return await look(store)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(lambda: asyncio.run(asked())).result(timeout=60)
+
+    def start_feeder(self, *arguments: str) -> None:
+        process = self._start("feeder", [sys.executable, str(FEEDER), str(self.run_file), *arguments])
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line == "feeding\n", line + process.stdout.read()
+
+    def start_gateway(self) -> None:
+        command = [sys.executable, "-m", "rollmesh.cli.main", "gateway", str(self.run_file)]
+        process = self._start("gateway", command, log=self.run_file.parent / "gateway.log")
+        until(lambda: self._answers(process), "the gateway's first look")
+
+    def stop(self, name: str) -> None:
+        process = self.processes.pop(name)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
+
+    def _answers(self, process: subprocess.Popen[str]) -> bool:
+        assert process.poll() is None, (self.run_file.parent / "gateway.log").read_text()
+        try:
+            return httpx.get(f"{self.url}api/v1/overview", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def _start(self, name: str, command: list[str], log: Path | None = None) -> subprocess.Popen[str]:
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if log is None:
+            process = subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        else:
+            with log.open("a") as output:
+                process = subprocess.Popen(command, env=env, text=True, stdout=output, stderr=subprocess.STDOUT)
+        self.processes[name] = process
+        return process
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = _START_SECONDS) -> None:
+    """Poll a condition with a deadline."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def scene_of(folder: Path, rollouts: int, *, still: bool = False, sample_seconds: float = 0.5) -> Iterator[Scene]:
+    """A scene with its own Redis, ended with everything that it started."""
+    redis = EmbeddedServer(folder / "redis", EmbeddedOptions(maxmemory_bytes=1 << 29))
+    redis.start()
+    scene = Scene(folder / "run.yaml", _free_port(), sample_seconds)
+    try:
+        scene.run_file.write_text(yaml.safe_dump(_run_file(folder, scene, redis.url, rollouts)))
+        scene.start_feeder("--rollouts", str(rollouts), *(["--still"] if still else []))
+        scene.start_gateway()
+        yield scene
+    finally:
+        for name in list(scene.processes):
+            scene.stop(name)
+        redis.kill()
+
+
+def _run_file(folder: Path, scene: Scene, redis_url: str, rollouts: int) -> dict[str, Any]:
+    return {
+        "name": "page",
+        "folder": str(folder / "run"),
+        "model": {"path": "recipe:countdown"},
+        "data": {"source": {"type": "countdown"}, "max_prompt_tokens": 64},
+        "schedule": {
+            "preset": "copris",
+            "groups_per_batch": max(8, rollouts // 16),
+            "group_size": 8,
+            "pool_size": rollouts,
+            "max_staleness": 4,
+        },
+        "rollout": {"max_new_tokens": 512},
+        "generator": {"max_context_tokens": 640},
+        "reward": {"verifier": "countdown"},
+        "trainer": {"train_steps": 500},
+        "store": {"url": redis_url},
+        "gateway": {
+            "port": scene.port,
+            "token": TOKEN,
+            "sample_seconds": scene.sample_seconds,
+            "timeline_rollouts": max(1000, min(16_384, 3 * rollouts // 2)),
+        },
+    }
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="package")
+def browser() -> Iterator[Browser]:
+    """Debian's Chromium; the tests skip where it, or the package that drives it, is missing."""
+    executable = shutil.which("chromium")
+    if executable is None:
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: make setup")
+    with sync_api.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=executable, args=list(FLAGS))
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="package")
+def scene(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """About a hundred rollouts in flight, a train step every few seconds."""
+    with scene_of(tmp_path_factory.mktemp("scene"), 96) as moving:
+        yield moving
+
+
+class Window:
+    """One page with what it asked for and complained about."""
+
+    def __init__(self, context: BrowserContext, url: str) -> None:
+        self.page: Page = context.new_page()
+        self.url = url
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda message: self._heard(message.type, message.text))
+
+    def _heard(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            self.complaints.append(f"{kind}: {text}")
+
+    def open(self) -> Page:
+        """Load the page and wait until it shows the run."""
+        self.page.goto(self.url)
+        self.wait_for_looks(2)
+        return self.page
+
+    def wait_for_looks(self, looks: int) -> None:
+        """Until so many looks have been drawn since the page was loaded."""
+        self.page.wait_for_function(
+            "looks => Number(document.documentElement.dataset.looks) >= looks", arg=looks, timeout=60_000
+        )
+
+    def fact(self, name: str) -> str:
+        """The value of one of the run's facts."""
+        text = self.page.locator("#facts > div", has_text=name).locator("dd").first.text_content()
+        return text or ""
+
+    def step(self) -> int:
+        return int(re.sub(r"\D", "", self.fact("Train step")) or 0)
+
+
+@pytest.fixture
+def window(browser: Browser, scene: Scene) -> Iterator[Callable[..., Window]]:
+    """Open windows on the scene; at the end none of them may have complained about anything."""
+    opened: list[tuple[BrowserContext, Window]] = []
+
+    def open_window(url: str = scene.url, **options: Any) -> Window:
+        context = browser.new_context(**{"viewport": WIDE, "color_scheme": "light", **options})
+        opened.append((context, Window(context, url)))
+        return opened[-1][1]
+
+    yield open_window
+    for context, _ in opened:
+        context.close()
+    assert [complaint for _, one in opened for complaint in one.complaints] == []

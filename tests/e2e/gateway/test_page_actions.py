@@ -1,0 +1,109 @@
+"""What a person does on the live page, checked in the queue itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .conftest import TOKEN, Scene, Window, until
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+Open = Callable[..., Window]
+
+
+def _with_token(page: Page) -> None:
+    page.fill("#token", TOKEN)
+    page.press("#token", "Enter")
+    page.locator("#action-result", has_text="Actions are open").wait_for()
+
+
+def test_without_the_token_nothing_can_be_pressed_and_a_wrong_one_is_refused(window: Open) -> None:
+    shown = window()
+    page = shown.open()
+    page.locator("#version-table button.danger").first.wait_for()
+    for button in ("#pause", "#resume", "#unpin", "#version-table button.danger", "#letter-table button.danger"):
+        assert page.locator(button).first.is_disabled(), button
+    page.fill("#token", "not-the-token")
+    page.press("#token", "Enter")
+    page.locator("#action-error", has_text="the token is wrong").wait_for()
+    assert page.locator("#pause").is_disabled()
+    assert page.evaluate("[sessionStorage.length, localStorage.length]") == [0, 0]
+    # The browser notes every refused request; that one was meant.
+    shown.complaints = [c for c in shown.complaints if "401" not in c]
+
+
+def test_the_token_stays_in_its_tab_and_can_be_forgotten(window: Open) -> None:
+    shown = window()
+    page = shown.open()
+    _with_token(page)
+    assert page.input_value("#token") == ""
+    assert page.evaluate("localStorage.length") == 0
+    page.reload()
+    page.locator("#action-result", has_text="Actions are open").wait_for()
+    assert not page.locator("#pause").is_disabled()
+    page.click("#token-forget")
+    assert page.evaluate("sessionStorage.length") == 0
+    assert page.locator("#pause").is_disabled()
+
+
+def test_a_run_is_paused_and_resumed(window: Open, scene: Scene) -> None:
+    page = window().open()
+    _with_token(page)
+    page.click("#pause")
+    page.locator("#run-state", has_text="paused").wait_for(timeout=60_000)
+    assert scene.in_store(lambda store: store.view()).user_paused
+    until(lambda: scene.get("overview")["trajectories"]["leased"] == 0, "rollouts to come to rest")
+    assert page.locator("#pause").is_disabled()
+    page.locator("#resume:not([disabled])").click()
+    page.locator("#run-state", has_text="running").wait_for(timeout=60_000)
+    assert not scene.in_store(lambda store: store.view()).user_paused
+
+
+def test_a_version_is_pinned_and_unpinned(window: Open, scene: Scene) -> None:
+    page = window().open()
+    _with_token(page)
+    page.get_by_role("button", name="Pin v0", exact=True).click()
+    page.locator("#facts", has_text="pinned at v0").wait_for(timeout=60_000)
+    assert scene.in_store(lambda store: store.pinned_policy()) == 0
+    page.locator("#unpin:not([disabled])").click()
+    page.locator("#action-result", has_text="Done").wait_for()
+    until(lambda: scene.in_store(lambda store: store.pinned_policy()) is None, "the pin to be gone")
+
+
+def test_a_rollback_is_asked_for_only_after_a_yes(window: Open, scene: Scene) -> None:
+    page = window().open()
+    _with_token(page)
+    button = page.get_by_role("button", name="Roll back v0", exact=True)
+    button.click()
+    dialog = page.locator("#confirm")
+    assert "cannot be undone" in (dialog.text_content() or "")
+    assert page.evaluate("document.activeElement.textContent") == "Cancel"
+    page.keyboard.press("Escape")
+    assert not dialog.is_visible()
+    assert scene.in_store(lambda store: store.rollback_request()) is None
+    button.click()
+    dialog.get_by_role("button", name="Roll back").click()
+    page.locator("#action-result", has_text="Done").wait_for()
+    request = scene.in_store(lambda store: store.rollback_request())
+    assert request is not None and request.policy_version == 0
+    page.locator("#facts", has_text="going back to v0").wait_for(timeout=60_000)
+
+
+def test_a_dead_letter_is_replayed_and_another_one_deleted(window: Open, scene: Scene) -> None:
+    page = window().open()
+    _with_token(page)
+    letters = [letter.trajectory_id for letter in scene.in_store(lambda store: store.dead_letters())]
+    replayed, deleted = letters[0], letters[-1]
+    page.get_by_role("button", name=f"Replay {replayed}", exact=True).click()
+    page.locator("#letter-table tr", has_text="replayed as").wait_for()
+    found = {letter.trajectory_id: letter for letter in scene.in_store(lambda store: store.dead_letters())}
+    assert found[replayed].replayed_as in (page.locator("#letter-table").text_content() or "")
+    page.get_by_role("button", name=f"Delete {deleted}", exact=True).click()
+    page.locator("#confirm").get_by_role("button", name="Cancel").click()
+    assert len(scene.in_store(lambda store: store.dead_letters())) == len(letters)
+    page.get_by_role("button", name=f"Delete {deleted}", exact=True).click()
+    page.locator("#confirm").get_by_role("button", name="Delete").click()
+    page.wait_for_function("id => !document.getElementById('letter-table').textContent.includes(id)", arg=deleted)
+    assert deleted not in {letter.trajectory_id for letter in scene.in_store(lambda store: store.dead_letters())}

@@ -1,0 +1,110 @@
+"""The live page over many updates, over a lost gateway, and before ten thousand rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from .conftest import Scene, Window, scene_of
+
+if TYPE_CHECKING:
+    from playwright.sync_api import CDPSession
+
+Open = Callable[..., Window]
+
+UPDATES = 60
+WARM_UP = 30
+"""Looks until the lists are full and the engine has compiled what it will."""
+MOST_GROWTH_BYTES = 400_000
+"""A page that keeps one snapshot of this scene per update would grow by 60 times 60 kB."""
+MOST_NEW_NODES = 300
+ROLLOUTS = 10_000
+MOST_DRAW_MS = 50.0
+
+
+def _memory(session: CDPSession) -> tuple[int, int]:
+    """(bytes of the JavaScript heap after a collection, nodes of the document)."""
+    session.send("HeapProfiler.collectGarbage")
+    metrics = {entry["name"]: entry["value"] for entry in session.send("Performance.getMetrics")["metrics"]}
+    return int(metrics["JSHeapUsedSize"]), int(metrics["Nodes"])
+
+
+def test_sixty_updates_leave_memory_as_it_was(window: Open) -> None:
+    shown = window()
+    page = shown.open()
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable")
+    session.send("HeapProfiler.enable")
+    shown.wait_for_looks(WARM_UP)
+    heap, nodes = _memory(session)
+    shown.wait_for_looks(WARM_UP + UPDATES)
+    heap_after, nodes_after = _memory(session)
+    print(f"heap {heap:,} -> {heap_after:,} bytes, nodes {nodes:,} -> {nodes_after:,} over {UPDATES} updates")
+    assert heap_after - heap < MOST_GROWTH_BYTES
+    assert nodes_after - nodes < MOST_NEW_NODES
+
+
+def test_a_lost_gateway_is_told_and_found_again(window: Open, scene: Scene) -> None:
+    shown = window()
+    page = shown.open()
+    scene.stop("gateway")
+    page.locator("#connection", has_text="disconnected since").wait_for(timeout=60_000)
+    assert "older than that" in (page.locator("#banner").text_content() or "")
+    assert page.locator("#banner").get_attribute("role") == "alert"
+    scene.start_gateway()
+    page.locator("#connection", has_text="live").wait_for(timeout=60_000)
+    looks = int(page.evaluate("document.documentElement.dataset.looks"))
+    shown.wait_for_looks(looks + 2)
+    assert not page.locator("#banner").is_visible()
+    # The browser notes requests that nobody answered; those were meant.
+    shown.complaints = [c for c in shown.complaints if "net::ERR_" not in c]
+
+
+@pytest.fixture(scope="module")
+def crowd(browser: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """Ten thousand rollouts in flight."""
+    with scene_of(tmp_path_factory.mktemp("crowd"), ROLLOUTS, still=True, sample_seconds=1.0) as many:
+        yield many
+
+
+def test_ten_thousand_rollouts_stay_fast(window: Open, crowd: Scene) -> None:
+    shown = window(crowd.url)
+    shown.page.add_init_script(
+        """window.longTasks = [];
+        new PerformanceObserver((list) => window.longTasks.push(...list.getEntries().map((e) => e.duration)))
+          .observe({ type: "longtask", buffered: true });"""
+    )
+    page = shown.open()
+    page.locator("#timeline canvas[aria-label*='10,000 rollouts in flight']").wait_for(timeout=120_000)
+    page.wait_for_function(
+        "!document.getElementById('timeline-readout').textContent.includes('than are listed')", timeout=120_000
+    )
+    draws = []
+    for _ in range(8):
+        looks = int(page.evaluate("document.documentElement.dataset.looks"))
+        shown.wait_for_looks(looks + 1)
+        draws.append(float(page.locator("#timeline canvas").get_attribute("data-draw-ms") or "inf"))
+    frame = page.evaluate(
+        """() => new Promise((resolve) => {
+          const box = document.getElementById("timeline");
+          document.getElementById("zoom-in").click();
+          const times = [];
+          let before = null;
+          const step = (now) => {
+            if (before !== null) times.push(now - before);
+            before = now;
+            box.scrollTop += 200;
+            if (times.length < 60) requestAnimationFrame(step);
+            else resolve(times.sort((a, b) => a - b));
+          };
+          requestAnimationFrame(step);
+        })"""
+    )
+    long_tasks = page.evaluate("window.longTasks")
+    print(f"drawing 10,000 rollouts: {sorted(draws)} ms; frames while scrolling: median {frame[30]:.1f} ms, "
+          f"slowest {frame[-1]:.1f} ms; tasks over 50 ms: {sorted(long_tasks)[-3:]}")  # fmt: skip
+    assert sorted(draws)[len(draws) // 2] < MOST_DRAW_MS
+    assert frame[30] < 100
+    assert max(long_tasks, default=0) < 1000

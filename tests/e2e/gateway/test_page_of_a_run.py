@@ -1,0 +1,54 @@
+"""The live page of a mesh that trains, as ``rollmesh up`` starts both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from rollmesh.runtime.endpoints import read_endpoints
+
+from .conftest import Window
+
+Open = Callable[..., Window]
+
+
+def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
+    window: Open, started: Callable[..., Any], wait_until: Callable[..., None]
+) -> None:
+    line, process = started(trainer={"train_steps": 400}, generator={"replicas": 1, "slots": 32})
+    wait_until(lambda: bool(read_endpoints(line.folder, "gateway")), "the gateway", process)
+    shown = window(read_endpoints(line.folder, "gateway")[0].url)
+    page = shown.open()
+    page.wait_for_function("Number(document.querySelector('#facts dd')?.textContent) >= 2", timeout=120_000)
+    assert page.locator("#generator-table tbody tr").count() == 1
+    assert "\N{PLUS-MINUS SIGN}" in (page.locator("#version-table").text_content() or "")
+
+    # A trained trajectory, read back from its batch file: text, versions, reward.
+    sample = json.loads((line.folder / "samples.jsonl").read_text().splitlines()[0])
+    page.fill("#trajectory-id", sample["trajectory_id"])
+    page.press("#trajectory-id", "Enter")
+    tokens = page.locator("#viewer .tokens .policy .t")
+    tokens.first.wait_for()
+    assert "read from its batch file" in (page.locator("#viewer dl").first.text_content() or "")
+    assert tokens.count() == sample["token_count"]
+    tokens.first.hover()
+    assert "staleness" in (page.locator("#viewer .foot").text_content() or "")
+    page.keyboard.press("Escape")
+
+    page.fill("#token", (line.folder / "gateway-token").read_text())
+    page.press("#token", "Enter")
+    page.locator("#scale-generator:not([disabled])").fill("2")
+    page.get_by_role("button", name="Scale generator").click()
+    page.locator("#action-result", has_text="Done").wait_for()
+    page.wait_for_function("document.querySelectorAll('#generator-table tbody tr .good').length === 2", timeout=120_000)
+
+    page.click("#pause")
+    page.locator("#run-state", has_text="paused").wait_for(timeout=60_000)
+    page.wait_for_function("document.querySelector('#queue-bars').textContent.includes('leased0')", timeout=60_000)
+    page.locator("#resume:not([disabled])").click()
+    page.locator("#run-state", has_text="running").wait_for(timeout=60_000)
+    step = shown.step()
+    page.wait_for_function(
+        "step => Number(document.querySelector('#facts dd').textContent) > step", arg=step, timeout=120_000
+    )
