@@ -24,7 +24,7 @@ _KEEP_ALIVE = b": still here\n\n"
 _RETRY_MILLISECONDS = 2000
 
 
-@dataclass(slots=False)
+@dataclass
 class _Tick:
     sequence: int
     event: TickEvent
@@ -38,7 +38,10 @@ class _Tick:
 class EventHub:
     """The newest looks, and the clients that follow them."""
 
-    def __init__(self, snapshot: Callable[[], SnapshotEvent], most_clients: int, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self, snapshot: Callable[[], SnapshotEvent | None], most_clients: int, metrics: GatewayMetrics
+    ) -> None:
+        """``snapshot`` gives everything that is known now; None before the first look."""
         self._snapshot = snapshot
         self._most_clients = most_clients
         self._metrics = metrics
@@ -84,28 +87,39 @@ class EventHub:
                 news = self._news
                 if sent is None or not self._known_after(sent):
                     sent, data = self._newest_snapshot()
-                    self._metrics.events.labels(kind="snapshot").inc()
-                    yield data
-                for tick in [tick for tick in self._ticks if tick.sequence > sent]:
-                    if not self._known_after(sent):
+                    if sent is not None:
+                        self._metrics.events.labels(kind="snapshot").inc()
+                        yield data
+                for tick in self._ticks_after(sent):
+                    if not self._known_after(tick.sequence - 1):
                         break  # the last one took this client so long that the next ones are gone
                     sent = tick.sequence
                     self._metrics.events.labels(kind="tick").inc()
                     yield tick.data
-                if sent == self._sequence and not await _happens(news):
+                if sent in (None, self._sequence) and not await _happens(news):
                     yield _KEEP_ALIVE
         finally:
             self._clients -= 1
             self._metrics.event_clients.set(self._clients)
+
+    def _ticks_after(self, sent: int | None) -> list[_Tick]:
+        """What follows an event, without a gap; nothing when a part of it is gone."""
+        if sent is None or not self._known_after(sent):
+            return []
+        return [tick for tick in self._ticks if tick.sequence > sent]
 
     def _known_after(self, sent: int) -> bool:
         """Whether every event after this one is still here; an id of another process is beyond all of them."""
         oldest = self._ticks[0].sequence if self._ticks else self._sequence + 1
         return oldest - 1 <= sent <= self._sequence
 
-    def _newest_snapshot(self) -> tuple[int, bytes]:
+    def _newest_snapshot(self) -> tuple[int | None, bytes]:
+        """Its id and bytes; no id while there is nothing to show."""
         if self._snapshot_data[0] != self._sequence:
-            self._snapshot_data = (self._sequence, _encode("snapshot", self._sequence, self._snapshot()))
+            event = self._snapshot()
+            if event is None:
+                return None, b""
+            self._snapshot_data = (self._sequence, _encode("snapshot", self._sequence, event))
         return self._snapshot_data
 
     def _wake(self) -> None:

@@ -75,6 +75,8 @@ class Sampler:
                 begun = time.monotonic()
                 await self.step()
                 self._health.beat(LOOP)
+                # Without the store, too: a page that says since when Redis is away serves people better than none.
+                self._health.set_ready(True)
                 left = self._config.gateway.sample_seconds - (time.monotonic() - begun)
                 # A moment of rest even when looks take longer than their interval: requests need the loop, too.
                 await wait_or_shutdown(shutdown, max(0.05, left))
@@ -98,7 +100,6 @@ class Sampler:
         self._metrics.last_look.set(time.time())
         self._metrics.left_out.set(delta.left_out)
         self._keep(look)
-        self._health.set_ready(True)
         self._complaint = ""
         self._publish(delta)
 
@@ -114,8 +115,10 @@ class Sampler:
         """Rollouts in flight and just ended."""
         return self._lanes.timeline()
 
-    def snapshot(self) -> SnapshotEvent:
-        """Everything, for an event client that begins."""
+    def snapshot(self) -> SnapshotEvent | None:
+        """Everything, for an event client that begins; None before the first look."""
+        if self._overview is None:
+            return None
         return SnapshotEvent(overview=self.overview(), timeline=self.timeline())
 
     def _publish(self, delta: TimelineDelta) -> None:
@@ -152,9 +155,7 @@ class Sampler:
         self._complaint = complaint
         self._metrics.look_failures.inc()
         if self._overview is None:
-            self._health.set_ready(False, complaint)
             return
-        # Still ready: a page that says since when Redis is away serves people better than none.
         self._overview = self._overview.model_copy(update={"state": "unreachable", "waiting_for": complaint})
         timeline = self.timeline()
         self._publish(

@@ -1,0 +1,204 @@
+"""A populated run on a real server, and a real gateway process in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import yaml
+
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config.recipes import recipe_file
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.scheduling import run_limits
+from rollmesh.store import Append, Finish, LeasedTrajectory, NewGroup, Score, TrajectoryStore
+from rollmesh.text import Tokenizer
+from rollmesh.types import (
+    Batch,
+    FinishReason,
+    Group,
+    OutcomeKind,
+    PolicyRecord,
+    Prompt,
+    RewardOutcome,
+    Segment,
+    SegmentSource,
+)
+
+DEADLINE_SECONDS = 30.0
+
+
+def write_run_file(folder: Path, name: str, **gateway: Any) -> Path:
+    """The demo's run file with a name, a folder and a gateway section of its own."""
+    data = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
+    data |= {"name": name, "folder": str(folder / "run"), "gateway": {"sample_seconds": 0.2, **gateway}}
+    data["schedule"] |= {"groups_per_batch": 2, "group_size": 2, "pool_size": 8}
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+def policy(version: int) -> PolicyRecord:
+    return PolicyRecord(
+        policy_version=version, train_step=version, path=f"policies/{version}-x", manifest_digest="ab" * 32
+    )
+
+
+@dataclass
+class Scene:
+    """A run's queue with a leader, a trainer and a worker session."""
+
+    store: TrajectoryStore
+    config: RunConfig
+    tokenizer: Tokenizer
+    leader: str
+    trainer: str
+    session: str
+
+    @classmethod
+    async def begin(cls, store: TrajectoryStore, config: RunConfig, tokenizer: Tokenizer) -> Scene:
+        await store.init_run(run_limits(config))
+        leader = await store.acquire_leadership("rollout-0")
+        assert leader is not None
+        trainer = await store.open_trainer_session("trainer")
+        await store.announce_policy(trainer, policy(0))
+        await store.set_desired(leader, Desired(pool_size=8))
+        return cls(store, config, tokenizer, leader, trainer, await store.open_session("rollout-0"))
+
+    async def admit(self, count: int) -> None:
+        before = await self.store.cursor()
+        groups = [
+            NewGroup(
+                group_id=f"e0-{index}",
+                prompt=Prompt(
+                    prompt_id=str(index),
+                    token_ids=self.tokenizer.encode(f"1 2 {index % 9 + 1} > 3 :"),
+                    verifier="countdown",
+                    metadata={"target": 3, "index": index},
+                ),
+                needed=2,
+                epoch=0,
+                index=index,
+            )
+            for index in range(before.index, before.index + count)
+        ]
+        await self.store.admit(self.leader, groups, before, Cursor(epoch=0, index=before.index + count))
+
+    def segment(self, text: str, version: int = 0, kv_min_version: int | None = None) -> Segment:
+        ids = self.tokenizer.encode(text)
+        return Segment(
+            token_ids=ids,
+            behavior_logprobs=-np.arange(1, len(ids) + 1, dtype=np.float32) / 10,
+            policy_version=version,
+            kv_min_version=version if kv_min_version is None else kv_min_version,
+        )
+
+    def spoken(self, text: str) -> Segment:
+        """Tokens of the environment."""
+        ids = self.tokenizer.encode(text)
+        return Segment(
+            token_ids=ids,
+            behavior_logprobs=None,
+            policy_version=0,
+            kv_min_version=0,
+            source=SegmentSource.ENVIRONMENT,
+        )
+
+    async def append(self, trajectory_id: str, offset: int, *segments: Segment) -> int:
+        item = Append(trajectory_id=trajectory_id, token_offset=offset, segments=segments)
+        (result,) = await self.store.append(self.session, [item])
+        assert result.status.ok, result
+        return result.saved_token_count
+
+    async def complete(self, leased: LeasedTrajectory, value: float) -> None:
+        trajectory_id = leased.trajectory.trajectory_id
+        finish = Finish(
+            trajectory_id=trajectory_id,
+            token_offset=leased.trajectory.response_token_count,
+            segments=[self.segment("1 + 2 = 3 !")],
+            finish_reason=FinishReason.STOP,
+        )
+        await self.store.finish(self.session, [finish])
+        outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=value, parts={"right": value})
+        await self.store.score(self.session, [Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)])
+
+    async def complete_all(self) -> None:
+        while leased := await self.store.lease(self.session, 64):
+            for item in leased:
+                await self.complete(item, float(item.trajectory.member_index))
+
+    async def train(self, train_step: int, group_ids: list[str]) -> None:
+        """Cut, write the batch file, train, announce the next policy."""
+        await self.store.cut(self.leader, train_step, group_ids)
+        batch = await self.store.claim(self.trainer, train_step, 5.0)
+        assert isinstance(batch, Batch)
+        assert all(isinstance(group, Group) for group in batch.groups)
+        digest = CheckpointStore.from_config(self.config).write_batch(batch, await self.store.cursor())
+        await self.store.confirm_batch_file(self.trainer, train_step, digest)
+        await self.store.report_trained(self.trainer, train_step)
+        await self.store.announce_policy(self.trainer, policy(train_step))
+
+
+@dataclass
+class RunningGateway:
+    """A ``rollmesh gateway`` process."""
+
+    process: subprocess.Popen[str]
+    endpoint: Endpoint
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return self.endpoint.url
+
+    def terminate(self) -> tuple[int, float]:
+        """SIGTERM; returns exit status and seconds."""
+        begun = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(DEADLINE_SECONDS), time.monotonic() - begun
+
+
+def start_gateway(run_file: Path, store_url: str, environment: Mapping[str, str] | None = None) -> RunningGateway:
+    """Start the process and wait until it is ready."""
+    folder = Path(load_run_config(run_file).folder)
+    log = folder.parent / "gateway.log"
+    with log.open("w") as handle:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rollmesh.cli.main", "gateway", str(run_file)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "ROLLMESH_STORE__URL": store_url, **(environment or {})},
+            stdout=handle,
+            stderr=handle,
+            text=True,
+        )
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()
+        for endpoint in read_endpoints(folder, "gateway"):
+            if endpoint.pid == process.pid and httpx.get(f"http://{endpoint.admin}/readyz").status_code == 200:
+                return RunningGateway(process, endpoint, log)
+        time.sleep(0.05)
+    process.kill()
+    raise AssertionError(f"the gateway is not ready after {DEADLINE_SECONDS} s:\n{log.read_text()}")
+
+
+async def until(client: httpx.AsyncClient, path: str, holds: Callable[[Any], bool]) -> Any:
+    """Ask until the answer is as it should be; returns it."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while True:
+        body = (await client.get(path)).json()
+        if holds(body):
+            return body
+        assert time.monotonic() < deadline, body
+        await asyncio.sleep(0.05)

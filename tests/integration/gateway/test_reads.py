@@ -1,0 +1,176 @@
+"""What a real gateway process tells of a real queue."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from .gateway_scene import Scene, policy, until
+
+
+async def test_the_overview_follows_the_queue(client: httpx.AsyncClient, scene: Scene) -> None:
+    await scene.admit(4)
+    leased = await scene.store.lease(scene.session, 3)
+    await scene.complete(leased[0], 1.0)
+    overview = await until(client, "api/v1/overview", lambda body: body["trajectories"]["scored"] == 1)
+    assert overview["state"] == "running"
+    assert overview["waiting_for"] == "a generator that serves"
+    assert overview["trajectories"]["leased"] == 2
+    assert overview["trajectories"]["pending"] == 5
+    assert overview["groups"] == {"open": 4, "ready": 0, "cut": 0}
+    assert overview["workers"] == 1
+    assert overview["age_seconds"] < 5
+    assert overview["staleness"]["queue"] == [{"staleness": 0, "count": 1}]
+
+
+async def test_a_rollout_on_the_timeline_shows_which_version_wrote_what(
+    client: httpx.AsyncClient, scene: Scene
+) -> None:
+    await scene.admit(2)
+    await scene.store.lease(scene.session, 2)
+    offset = await scene.append("e0-0.0", 0, scene.segment("1 + 2 = 3 ,"))
+
+    def span(body: Any) -> dict[str, Any]:
+        return next((span for span in body["rollouts"] if span["id"] == "e0-0.0"), {"tokens": 0, "state": ""})
+
+    await until(client, "api/v1/timeline", lambda body: span(body)["tokens"] == offset)
+    await scene.store.announce_policy(scene.trainer, policy(1))
+    longer = await scene.append("e0-0.0", offset, scene.segment("4 - 1 = 3 !", version=1))
+    timeline = await until(client, "api/v1/timeline", lambda body: span(body)["tokens"] == longer)
+    first, second = span(timeline)["intervals"]
+    assert (first["policy_version"], first["tokens"]) == (0, offset)
+    assert (second["policy_version"], second["tokens"]) == (1, longer - offset)
+    assert first["start"] <= first["end"] == second["start"] <= second["end"]
+    assert (span(timeline)["worker"], span(timeline)["end"]) == ("rollout-0", None)
+    assert (timeline["in_flight"], timeline["left_out"]) == (2, 0)
+    await scene.store.release(scene.session, ["e0-0.0"], "drained")
+    timeline = await until(client, "api/v1/timeline", lambda body: span(body)["state"] == "partial")
+    assert span(timeline)["end"] is not None
+
+
+async def test_the_list_is_paged_and_filtered(client: httpx.AsyncClient, scene: Scene) -> None:
+    await scene.admit(3)
+    await scene.store.lease(scene.session, 1)
+    seen: list[str] = []
+    cursor = ""
+    for _ in range(6):
+        params = {"limit": 2, "cursor": cursor} if cursor else {"limit": 2}
+        page = (await client.get("api/v1/trajectories", params=params)).json()
+        seen += [row["id"] for row in page["items"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert seen == [f"e0-{group}.{member}" for group in range(3) for member in range(2)]
+    leased = (await client.get("api/v1/trajectories?state=leased")).json()["items"]
+    assert [(row["id"], row["state"]) for row in leased] == [("e0-0.0", "leased")]
+
+
+async def test_a_trajectory_is_shown_token_by_token(client: httpx.AsyncClient, scene: Scene) -> None:
+    await scene.admit(1)
+    await scene.store.lease(scene.session, 2)
+    first, said, last = scene.segment("1 + 2 = 3 ,"), scene.spoken("> 5"), scene.segment("4 !", kv_min_version=0)
+    offset = await scene.append("e0-0.0", 0, first)
+    await scene.append("e0-0.0", offset, said, last)
+    detail = (await client.get("api/v1/trajectories/e0-0.0")).json()
+    assert (detail["found_in"], detail["state"], detail["worker"]) == ("queue", "leased", "rollout-0")
+    assert detail["members"] == ["e0-0.0", "e0-0.1"]
+    assert detail["prompt_metadata"] == {"target": 3, "index": 0}
+    prompt, wrote, environment, again = detail["runs"]
+    assert [run["source"] for run in detail["runs"]] == ["prompt", "policy", "environment", "policy"]
+    assert "".join(prompt["texts"]) == "1 2 1 > 3 :"
+    assert prompt["position"] == -len(prompt["token_ids"])
+    assert wrote["position"] == 0
+    assert "".join(wrote["texts"]).strip() == "1 + 2 = 3 ,"
+    assert np.allclose(wrote["logprobs"], first.behavior_logprobs)
+    assert environment["logprobs"] is None
+    assert again["kv_min_version"] == 0
+    whole = [i for run in detail["runs"] for i in run["token_ids"]]
+
+    paged: list[int] = []
+    at: int | None = 0
+    while at is not None:
+        page = (await client.get("api/v1/trajectories/e0-0.0", params={"first_token": at, "token_limit": 3})).json()
+        paged += [i for run in page["runs"] for i in run["token_ids"]]
+        at = page["next_token"]
+    assert paged == whole
+
+
+async def test_a_trained_trajectory_is_found_in_its_batch_file(client: httpx.AsyncClient, scene: Scene) -> None:
+    await scene.admit(4)
+    await scene.complete_all()
+    await scene.train(1, ["e0-0", "e0-1"])
+    await scene.train(2, ["e0-2", "e0-3"])
+    for group, step in (("e0-2", 2), ("e0-0", 1), ("e0-1", 1)):
+        detail = (await client.get(f"api/v1/trajectories/{group}.1")).json()
+        assert (detail["found_in"], detail["state"], detail["train_step"]) == ("batch", "consumed", step)
+        assert detail["outcome"] == {"kind": "scored", "value": 1.0, "parts": {"right": 1.0}, "message": ""}
+        assert detail["shaped_reward"] == 1.0
+        assert "".join(detail["runs"][1]["texts"]).strip() == "1 + 2 = 3 !"
+    policies = (await client.get("api/v1/policies?limit=2")).json()
+    assert [(p["policy_version"], p["newest"]) for p in policies["policies"]] == [(2, True), (1, False)]
+    assert policies["total"] == 3
+
+
+async def test_a_dropped_group_is_not_found_and_the_answer_says_when_it_left(
+    client: httpx.AsyncClient, scene: Scene
+) -> None:
+    await scene.admit(1)
+    await scene.store.evict(scene.leader, ["e0-0"], "stale")
+    answer = await client.get("api/v1/trajectories/e0-0.0")
+    assert answer.status_code == 404
+    assert "left the queue about train step 0" in answer.json()["error"]
+    overview = await until(client, "api/v1/overview", lambda body: body["drops"])
+    assert overview["drops"] == [{"reason": "stale", "groups": 1, "tokens": 0}]
+
+
+async def test_curves_come_from_the_trainers_reports(client: httpx.AsyncClient, scene: Scene) -> None:
+    reports = [
+        {"train_step": step, "time": 100.0 + step, "reward_mean": step / 50, "seconds": {"gradient": 0.5},
+         "batch": {"trajectory_staleness": {"histogram": {"0": 3, "2": 1}}}}
+        for step in range(1, 41)
+    ]  # fmt: skip
+    file = Path(scene.config.folder) / "metrics.jsonl"
+    file.write_text("".join(json.dumps(report) + "\n" for report in reports))
+    path = "api/v1/series?names=reward_mean&points=10"
+    answer = await until(client, path, lambda body: body["series"][0]["x"] and body["series"][0]["high"][-1] == 0.8)
+    (curve,) = answer["series"]
+    assert curve["axis"] == "train_step"
+    assert len(curve["x"]) == 10
+    assert curve["low"][0] == 0.02
+    assert np.isclose(np.mean(curve["mean"]), np.mean([report["reward_mean"] for report in reports]))
+    overview = await until(client, "api/v1/overview", lambda body: body["report"] is not None)
+    assert overview["report"]["train_step"] == 40
+    assert overview["report"]["seconds"] == 0.5
+    assert overview["staleness"]["trained"] == [{"staleness": 0, "count": 3}, {"staleness": 2, "count": 1}]
+
+
+async def test_the_token_is_made_once_and_is_in_no_log(client: httpx.AsyncClient, scene: Scene) -> None:
+    file = Path(scene.config.folder) / "gateway-token"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    token = file.read_text()
+    assert (await client.get("api/v1/token")).status_code == 200
+    log = (Path(scene.config.folder).parent / "gateway.log").read_text()
+    assert token not in log
+    assert token not in (Path(scene.config.folder) / "services" / "gateway-0.json").read_text()
+
+
+async def test_the_documents_name_every_operation_and_load_nothing_from_elsewhere(client: httpx.AsyncClient) -> None:
+    document = (await client.get("api/v1/openapi.json")).json()
+    page = await client.get("api/v1/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    for path, operations in document["paths"].items():
+        assert path in page.text
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+            assert operation["description"]
+    for schema in document["components"]["schemas"].values():
+        undocumented = [name for name, field in schema.get("properties", {}).items() if not field.get("description")]
+        assert not undocumented or schema["title"].startswith(("Chat", "Completion")), (schema["title"], undocumented)
+    assert "http://" not in page.text
+    assert "https://" not in page.text
+    assert "script" not in page.text
