@@ -1,0 +1,124 @@
+"""Live events of a real gateway: several clients, a slow one, and its memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from .gateway_scene import RunningGateway, Scene, until
+
+Event = tuple[str, int, Any]
+
+
+async def events_of(client: httpx.AsyncClient, after: int | None = None) -> AsyncIterator[Event]:
+    """Kind, id and data of every event."""
+    headers = {} if after is None else {"Last-Event-ID": str(after)}
+    async with client.stream("GET", "api/v1/events", headers=headers, timeout=30.0) as answer:
+        assert answer.status_code == 200, await answer.aread()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        kind, identity = "", -1
+        async for line in answer.aiter_lines():
+            name, _, value = line.partition(": ")
+            if name == "event":
+                kind = value
+            elif name == "id":
+                identity = int(value)
+            elif name == "data":
+                yield kind, identity, json.loads(value)
+
+
+async def first(stream: AsyncIterator[Event], count: int) -> list[Event]:
+    found = []
+    async with asyncio.timeout(30):
+        async for event in stream:
+            found.append(event)
+            if len(found) == count:
+                break
+    await stream.aclose()  # type: ignore[attr-defined]
+    return found
+
+
+async def test_clients_follow_the_run_and_come_back_where_they_were(client: httpx.AsyncClient, scene: Scene) -> None:
+    await scene.admit(3)
+    both = await asyncio.gather(first(events_of(client), 4), first(events_of(client), 4))
+    for events in both:
+        assert [kind for kind, _, _ in events] == ["snapshot", "tick", "tick", "tick"]
+        ids = [identity for _, identity, _ in events]
+        assert ids == list(range(ids[0], ids[0] + 4))
+    last = both[0][-1][1]
+    again = await first(events_of(client, after=last), 1)
+    assert (again[0][0], again[0][1]) == ("tick", last + 1)
+
+
+async def test_a_rollout_moves_through_the_ticks(client: httpx.AsyncClient, scene: Scene) -> None:
+    await scene.admit(1)
+    stream = events_of(client)
+    assert (await anext(stream))[0] == "snapshot"
+    await scene.store.lease(scene.session, 1)
+    saved = await scene.append("e0-0.0", 0, scene.segment("1 + 2 = 3 ,"))
+    spans: dict[str, Any] = {}
+    async with asyncio.timeout(30):
+        async for _, _, data in stream:
+            spans |= {span["id"]: span for span in data["timeline"]["changed"]}
+            if spans.get("e0-0.0", {}).get("tokens") == saved:
+                break
+    assert spans["e0-0.0"]["intervals"][-1]["policy_version"] == 0
+    await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_too_many_clients_are_told_so(
+    run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
+) -> None:
+    gateway = started(run_file, None, ROLLMESH_GATEWAY__MOST_EVENT_CLIENTS="1")
+    async with httpx.AsyncClient(base_url=gateway.url) as client:
+        await until(client, "api/v1/overview", lambda body: "state" in body)
+        stream = events_of(client)
+        await anext(stream)
+        refused = await client.get("api/v1/events")
+        assert (refused.status_code, refused.json()["hint"]) == (
+            503,
+            "close a page, or raise gateway.most_event_clients",
+        )
+        await stream.aclose()  # type: ignore[attr-defined]
+        await until(client, "api/v1/overview", lambda body: "state" in body)
+        async with asyncio.timeout(30):
+            while (await client.get("api/v1/about")).status_code == 200:
+                async with client.stream("GET", "api/v1/events") as again:
+                    if again.status_code == 200:
+                        break
+
+
+async def test_a_client_that_never_reads_costs_nothing_and_holds_nobody_up(
+    run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
+) -> None:
+    await scene.admit(4)
+    gateway = started(run_file)
+    address = urlsplit(gateway.url)
+    assert address.hostname is not None and address.port is not None
+    deaf = [socket.create_connection((address.hostname, address.port)) for _ in range(8)]
+    for connection in deaf:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.sendall(b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    try:
+        async with httpx.AsyncClient(base_url=gateway.url) as client:
+            await first(events_of(client), 10)
+            before = psutil.Process(gateway.process.pid).memory_info().rss
+            heard = await first(events_of(client), 40)
+            assert [kind for kind, _, _ in heard[1:]] == ["tick"] * 39
+            assert psutil.Process(gateway.process.pid).memory_info().rss - before < 8 << 20
+        begun = time.monotonic()
+        status, _ = gateway.terminate()
+        assert status == 0
+        assert time.monotonic() - begun < 15
+    finally:
+        for connection in deaf:
+            connection.close()
