@@ -9,6 +9,7 @@ import grpc.aio
 import httpx
 
 from rollmesh.config.security import SecurityConfig
+from rollmesh.errors import ConfigError
 from rollmesh.runtime.auth import Tokens
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tls import TlsFiles
@@ -41,14 +42,17 @@ class PortSecurity:
         return None if self.tls is None else self.tls.material
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Open a gRPC port at host:port (0 picks a free one); returns the port."""
-        if self.tls is not None:
-            return server.add_secure_port(address, self.tls.server_credentials())
-        if self.tokens is not None and not is_loopback(address):
+        """Open a gRPC port at host:port (0 picks a free one); returns the port. ConfigError when it is taken."""
+        if self.tokens is not None and self.tls is None and not is_loopback(address):
             get_logger("security").warning(
                 "token_in_the_clear", address=address, message="whoever is on the way reads it: set security.tls"
             )
-        return server.add_insecure_port(address)
+        try:
+            if self.tls is not None:
+                return server.add_secure_port(address, self.tls.server_credentials())
+            return server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise ConfigError(f"the gRPC port cannot be bound at {address} (network.grpc_port): {error}") from error
 
     def explain(self, details: str) -> str:
         """What gRPC says about a failed connection, with what it may mean for certificates."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator
@@ -19,7 +18,7 @@ from rollmesh.runtime.grpc import HealthReporter, call_metadata, create_channel,
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.security import OPEN, AdminClient, PortSecurity
+from rollmesh.runtime.security import OPEN, AdminClient, PortSecurity, is_loopback
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
 
@@ -265,4 +264,18 @@ async def test_open_ports_answer_as_before() -> None:
         assert await call(address, OPEN) == 1
         async with AdminClient() as client:
             assert (await client.get(admin, "/metrics")).status_code == 200
-    await asyncio.sleep(0)
+
+
+async def test_a_port_that_is_taken_is_a_clear_error(authority: Authority) -> None:
+    async with grpc_service(OPEN) as address:
+        for security in (OPEN, guarded(authority.issue("second"))):
+            with pytest.raises(ConfigError, match=f"cannot be bound at {address} .network.grpc_port."):
+                security.bind(create_server(security), address)
+
+
+@pytest.mark.parametrize(
+    ("address", "loopback"),
+    [("127.0.0.1:0", True), ("[::1]:5", True), ("localhost:1", True), ("0.0.0.0:1", False), ("pod.example:1", False)],
+)
+def test_only_loopback_addresses_may_carry_a_token_in_the_clear(address: str, loopback: bool) -> None:
+    assert is_loopback(address) is loopback
