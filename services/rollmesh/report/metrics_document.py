@@ -22,7 +22,8 @@ Written by `rollmesh metrics-table`; a test compares it with the code, and anoth
 name. Each service answers `/metrics` on its admin port (`services/<service>-<index>.json` in the run folder), beside
 the standard `process_*` metrics. A policy version is a value, never a label.
 
-Shares and ratios that Prometheus computes better than a service:
+[monitoring.md](monitoring.md) says how to scrape a run and lists the recording rules, alerts and dashboards. Shares and
+ratios that Prometheus computes better than a service, and that the rules record:
 
 ```
 # goodput
