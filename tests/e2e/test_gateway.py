@@ -27,11 +27,12 @@ def test_a_run_is_watched_paused_and_resumed_through_its_gateway(
         assert overview["state"] == "running"
         assert overview["rates"]["saved_tokens_per_second"] > 0
         assert {g["serving"] for g in overview["generators"]} == {True}
-        assert [point["policy_version"] for point in overview["evaluations"]] == [0]
         assert overview["report"]["train_step"] >= 1
         assert {s["service"]: s["running"] for s in overview["services"]} == {
             "gateway": 1, "generator": 2, "reward": 1, "rollout": 1, "trainer": 1,
         }  # fmt: skip
+        wait_until(lambda: bool(_overview(page)["evaluations"]), "the evaluation of the initial policy", process)
+        assert [point["policy_version"] for point in _overview(page)["evaluations"]] == [0]
         _check_timeline(page, wait_until)
         _check_trajectories(page, line.folder)
         assert actor.post("api/v1/pause").status_code == 200

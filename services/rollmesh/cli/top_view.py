@@ -65,7 +65,7 @@ def _head(overview: Overview) -> RenderableType:
     if overview.evaluations:
         point = overview.evaluations[-1]
         grid.add_row("evaluation", f"{point.mean:.3f} ± {point.standard_error:.3f} (version {point.policy_version})")
-    return Panel(grid, title=f"rollmesh {overview.run}", title_align="left")
+    return Panel(grid, title=Text(f"rollmesh {overview.run}"), title_align="left")
 
 
 def _queue(overview: Overview) -> RenderableType:
@@ -76,7 +76,7 @@ def _queue(overview: Overview) -> RenderableType:
     for state, count in overview.groups.items():
         table.add_row(f"{state} groups", str(count))
     for drop in overview.drops:
-        table.add_row(f"dropped: {drop.reason.replace('_', ' ')}", str(drop.groups), style="yellow")
+        table.add_row(Text(f"dropped: {drop.reason.replace('_', ' ')}"), str(drop.groups), style="yellow")
     if overview.dead_letters:
         table.add_row("dead letters", str(overview.dead_letters), style="red")
     return table
@@ -107,8 +107,9 @@ def _generators(overview: Overview, most: int) -> RenderableType:
         state = "serving" if generator.serving else generator.reason or "not serving"
         colour = _colour(generator.policy_version) if generator.policy_version >= 0 else "dim"
         version = Text(str(generator.policy_version), style=colour)
-        row = (Text(generator.address), version, str(generator.versions_behind), load, str(generator.waiting), state)
-        table.add_row(*row)
+        counts = (str(generator.versions_behind), load, str(generator.waiting))
+        # Text, here and elsewhere: a plain string is read as markup, and reasons may hold brackets.
+        table.add_row(Text(generator.address), version, *counts, Text(state))
     hidden = overview.generator_count - min(most, len(overview.generators))
     if hidden:
         table.add_row(Text(f"and {hidden} more", style="dim"))

@@ -1,0 +1,64 @@
+"""Curves of a run and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from rollmesh.gateway.curves import NAMES, Curves
+from rollmesh.gateway.errors import BadRequest
+from rollmesh.gateway.models import EvaluationPoint
+
+
+def report(step: int, **changes: Any) -> dict[str, Any]:
+    return {"train_step": step, "time": 10.0 * step, "reward_mean": step / 10, **changes}
+
+
+def test_a_report_fills_every_curve_that_it_has_a_number_for() -> None:
+    curves = Curves()
+    curves.add_report(report(1, policy={"entropy": 0.5, "ratio": {"mean": math.nan}}, loss="n/a", grad_norm=None))
+    found = {series.name: series for series in curves.answer([], 10).series}
+    assert set(found) == set(NAMES)
+    assert found["reward_mean"].mean == [0.1]
+    assert found["entropy"].mean == [0.5]
+    assert found["ratio_mean"].x == found["loss"].x == found["grad_norm"].x == []
+
+
+def test_a_restarted_trainer_repeats_steps_and_the_newest_report_counts() -> None:
+    curves = Curves()
+    for step in (1, 2, 3, 2):
+        curves.add_report(report(step, reward_mean=float(step)))
+    assert curves.answer(["reward_mean"], 10).series[0].x == [1.0, 2.0]
+    assert curves.report is not None
+    assert curves.report.train_step == 2
+
+
+def test_what_is_no_report_changes_nothing() -> None:
+    curves = Curves()
+    for record in ({}, {"train_step": "three"}, {"train_step": True}, {"batch": 3}):
+        curves.add_report(record)
+    assert curves.report is None
+
+
+def test_an_unknown_curve_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BadRequest, match="no curve 'rewards'") as refused:
+        Curves().answer(["reward_mean", "rewards"], 10)
+    assert refused.value.field == "names"
+    assert "reward_mean" in str(refused.value.hint)
+
+
+def test_evaluations_come_with_their_error_and_the_newest_is_always_shown() -> None:
+    curves = Curves()
+    points = [
+        EvaluationPoint(policy_version=v, mean=v / 100, standard_error=0.1, sample_count=8, time=None)
+        for v in range(100)
+    ]
+    curves.set_evaluations(points)
+    (series,) = curves.answer(["evaluation"], 10).series
+    assert series.axis == "policy_version"
+    assert len(series.x) == 10
+    assert series.x[-1] == 99
+    assert series.low[-1] == pytest.approx(0.89)
+    assert series.high[-1] == pytest.approx(1.09)
