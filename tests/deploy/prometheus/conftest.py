@@ -1,4 +1,4 @@
-"""Where the rules are, and Debian's promtool, prometheus and Alertmanager."""
+"""Where the rules are, and Debian's promtool and prometheus."""
 
 from __future__ import annotations
 

@@ -1,0 +1,222 @@
+"""A real run, a real Prometheus that scrapes it by its run folder, and a receiver of its notifications.
+
+The receiver stands where Alertmanager would, and hears what Alertmanager would hear.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from rollmesh.config.recipes import recipe_file
+from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+
+from .conftest import tool
+from .rule_files import ALERTS, RECORDING
+
+RUN = "watched"
+SCRAPE_SECONDS = 1
+SECTIONS: dict[str, dict[str, Any]] = {
+    "schedule": {"preset": "copris", "groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
+    "generator": {"replicas": 2, "slots": 16},
+    "trainer": {"train_steps": 100_000, "learning_rate": 4e-4},
+    "evaluation": {"before_and_after": False, "every_versions": 5, "prompt_count": 8},
+    "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
+}
+"""A run that never ends by itself: two generators, evaluations on the way."""
+
+
+def until(condition: Callable[[], bool], what: Callable[[], str], seconds: float = 180.0) -> None:
+    """Look twice a second; ``what`` says what has been waited for, and what was seen last."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {seconds:g} s for {what()}")
+        time.sleep(0.5)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A run in the background."""
+
+    folder: Path
+
+    def endpoints(self, service: str) -> list[Endpoint]:
+        """Living processes of a service."""
+        return read_endpoints(self.folder, service)
+
+    def act(self, action: str) -> None:
+        """What a person does in the gateway's page: ``pause`` or ``resume``."""
+        (gateway,) = self.endpoints("gateway")
+        token = (self.folder / "gateway-token").read_text().strip()
+        headers = {"Authorization": f"Bearer {token}"}
+        httpx.post(f"{gateway.url}api/v1/{action}", headers=headers, timeout=20).raise_for_status()
+
+    def kill(self, service: str) -> None:
+        """kill -9 every process of a service."""
+        for endpoint in self.endpoints(service):
+            os.kill(endpoint.pid, signal.SIGKILL)
+
+
+@contextmanager
+def running_mesh(parent: Path) -> Iterator[Mesh]:
+    """``rollmesh up`` until the end of the test."""
+    demo = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
+    sections = {name: {**demo.get(name, {}), **fields} for name, fields in SECTIONS.items()}
+    mesh = Mesh(parent / "run")
+    file = parent / "run.yaml"
+    file.write_text(yaml.safe_dump({**demo, **sections, "name": RUN, "folder": str(mesh.folder)}))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    with (parent / "up.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rollmesh.cli.main", "up", str(file)], stdout=log, stderr=log, env=environment
+        )
+        try:
+            until(
+                lambda: process.poll() is not None or (mesh.folder / "metrics.jsonl").exists(),
+                lambda: f"the first train step:\n{(parent / 'up.log').read_text()}",
+            )
+            assert process.poll() is None, (parent / "up.log").read_text()
+            yield mesh
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait(120)
+
+
+@dataclass
+class Notifications:
+    """What Prometheus has told whoever routes alerts to people."""
+
+    port: int
+    notes: list[tuple[str, str]] = field(default_factory=list)
+    """(alert, firing or resolved), in order and without repetitions of the same."""
+
+    def add(self, alert: str, status: str) -> None:
+        """Note a change."""
+        said = [last for name, last in self.notes if name == alert]
+        if not said or said[-1] != status:
+            self.notes.append((alert, status))
+
+    def has(self, alert: str, status: str) -> bool:
+        """Whether such a note has come."""
+        return (alert, status) in self.notes
+
+
+@contextmanager
+def receiver() -> Iterator[Notifications]:
+    """Takes ``POST /api/v2/alerts`` on a free port; an alert whose end has passed is resolved."""
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            now = datetime.now(UTC)
+            for alert in body:
+                ended = datetime.fromisoformat(alert["endsAt"]) <= now
+                received.add(alert["labels"]["alertname"], "resolved" if ended else "firing")
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Not to the test's output."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    received = Notifications(server.server_address[1])
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield received
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """A running Prometheus."""
+
+    url: str
+
+    def ask(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and newest values of an expression; AssertionError with Prometheus's words for one it refuses."""
+        answer = httpx.get(f"{self.url}/api/v1/query", params={"query": expression}, timeout=30).json()
+        assert answer["status"] == "success", (expression, answer.get("error"))
+        return [(series["metric"], float(series["value"][1])) for series in answer["data"]["result"]]
+
+    def firing(self, alert: str) -> bool:
+        """Whether an alert fires now."""
+        return bool(self.ask(f'ALERTS{{alertname="{alert}", alertstate="firing"}}'))
+
+
+@contextmanager
+def watching(mesh: Mesh, parent: Path, patience: str) -> Iterator[tuple[Prometheus, Notifications]]:
+    """Prometheus with the shipped rules, every alert's ``for`` replaced by ``patience``."""
+    binary = tool("prometheus")
+    rules = parent / "rules"
+    rules.mkdir()
+    (rules / "recording.yaml").write_text(RECORDING.read_text())
+    alerts = re.sub(r"^( +for: ).*$", rf"\g<1>{patience}", ALERTS.read_text(), flags=re.MULTILINE)
+    (rules / "alerts.yaml").write_text(alerts)
+    address = f"127.0.0.1:{free_port()}"
+    with receiver() as notifications:
+        config = {
+            "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "evaluation_interval": "1s"},
+            "rule_files": [str(rules / "*.yaml")],
+            "scrape_configs": [
+                {
+                    "job_name": "rollmesh",
+                    "file_sd_configs": [{"files": [str(mesh.folder / "scrape" / "*.json")], "refresh_interval": "1s"}],
+                }
+            ],
+            "alerting": {"alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{notifications.port}"]}]}]},
+        }
+        (parent / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        command = [binary, f"--config.file={parent / 'prometheus.yaml'}", f"--storage.tsdb.path={parent / 'tsdb'}"]
+        with _started(parent / "prometheus.log", *command, f"--web.listen-address={address}"):
+            prometheus = Prometheus(f"http://{address}")
+            until(lambda: _ready(prometheus.url), lambda: (parent / "prometheus.log").read_text())
+            yield prometheus, notifications
+
+
+@contextmanager
+def _started(log: Path, *command: str) -> Iterator[None]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/-/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

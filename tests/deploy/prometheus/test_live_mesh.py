@@ -1,0 +1,105 @@
+"""Every query of every dashboard, and alerts, against a real Prometheus that watches a real mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from ..grafana.dashboard_files import PanelQuery, other_queries, panel_queries
+from .conftest import tool
+from .live import Mesh, Notifications, Prometheus, running_mesh, until, watching
+from .rule_files import recorded
+
+PATIENCE = "3s"
+SETTLE_SECONDS = 240.0
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh, Prometheus, Notifications]]:
+    tool("prometheus")
+    parent = tmp_path_factory.mktemp("watched")
+    with running_mesh(parent) as mesh, watching(mesh, parent, PATIENCE) as (prometheus, receiver):
+        yield mesh, prometheus, receiver
+
+
+def has_data(prometheus: Prometheus, expression: str) -> bool:
+    """Whether some series has a number; a quotient of nothing is none."""
+    return any(not math.isnan(value) for _, value in prometheus.ask(expression))
+
+
+@pytest.mark.timeout(600)
+def test_every_panel_shows_data(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
+    _, prometheus, _ = watched
+    queries = panel_queries()
+    waiting = set(queries)
+
+    def all_answered() -> bool:
+        waiting.difference_update([query for query in waiting if has_data(prometheus, query.asked())])
+        return not waiting
+
+    def what() -> str:
+        return "data for:\n" + "\n".join(f"{q.dashboard} / {q.panel}: {q.asked()}" for q in sorted(waiting, key=str))
+
+    until(all_answered, what, SETTLE_SECONDS)
+    panels = {(query.dashboard, query.panel) for query in queries}
+    print(f"\n{len(queries)} of {len(queries)} queries of {len(panels)} panels return data from a live mesh")
+
+
+@pytest.mark.timeout(600)
+def test_every_recording_rule_yields_a_number(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
+    _, prometheus, _ = watched
+    waiting = set(recorded())
+
+    def all_recorded() -> bool:
+        waiting.difference_update([name for name in waiting if has_data(prometheus, name)])
+        return not waiting
+
+    until(all_recorded, lambda: f"values of {sorted(waiting)}", SETTLE_SECONDS)
+    print(f"\n{len(recorded())} of {len(recorded())} recording rules yield numbers")
+
+
+def test_a_new_policy_version_is_marked_and_variables_find_runs_and_processes(
+    watched: tuple[Mesh, Prometheus, Notifications],
+) -> None:
+    _, prometheus, _ = watched
+    # No alert need fire in a healthy mesh.
+    waiting: set[PanelQuery] = {query for query in other_queries() if query.panel != "annotation Alerts"}
+    assert waiting
+
+    def all_answered() -> bool:
+        waiting.difference_update([query for query in waiting if has_data(prometheus, query.asked())])
+        return not waiting
+
+    until(all_answered, lambda: f"data for {waiting}", SETTLE_SECONDS)
+
+
+def test_a_rule_of_the_mesh_counts_what_its_processes_count(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
+    """A dashboard full of data may still be wrong: two figures that the processes know themselves."""
+    _, prometheus, _ = watched
+    assert [value for _, value in prometheus.ask("run:rollmesh_leaders:sum")] == [1]
+    assert [value for _, value in prometheus.ask("run:rollmesh_serving_generators:sum")] in ([1], [2])
+    ((_, bound),) = prometheus.ask("run:rollmesh_max_staleness_steps:max")
+    ((_, headroom),) = prometheus.ask("run:rollmesh_staleness_headroom_steps:min")
+    assert bound == 4
+    assert 0 <= headroom <= bound
+
+
+@pytest.mark.timeout(400)
+def test_a_paused_mesh_is_reported_and_its_resumption_too(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
+    mesh, _, receiver = watched
+    mesh.act("pause")
+    until(lambda: receiver.has("MeshPaused", "firing"), lambda: f"MeshPaused: {receiver.notes}")
+    mesh.act("resume")
+    until(lambda: receiver.has("MeshPaused", "resolved"), lambda: f"the end of MeshPaused: {receiver.notes}")
+
+
+@pytest.mark.timeout(400)
+def test_a_killed_leader_is_reported_until_another_one_leads(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
+    mesh, prometheus, receiver = watched
+    assert not prometheus.firing("LeaderMissing")
+    mesh.kill("rollout")
+    until(lambda: receiver.has("LeaderMissing", "firing"), lambda: f"LeaderMissing: {receiver.notes}")
+    until(lambda: receiver.has("LeaderMissing", "resolved"), lambda: f"the end of LeaderMissing: {receiver.notes}")
+    assert [value for _, value in prometheus.ask("run:rollmesh_leaders:sum")] == [1]
