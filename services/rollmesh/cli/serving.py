@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, heavy_module
-from rollmesh.config import RunConfig, load_run_config
+from rollmesh.config import RunConfig, load_run_config, write_run_config
+from rollmesh.errors import ConfigError
+from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, run_service
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.network import instance_name
@@ -52,6 +54,8 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
         config = load_run_config(run, overrides or ())
         configure_logging(config.telemetry, service=instance_name(config, service, index), run=config.name)
         serve: Serve = heavy_module(f"rollmesh.{service}.main", f"the {service} service").serve
+        if not config.network.shared_folder:
+            _prepare_folder(config)
 
     async def main(shutdown: Shutdown) -> None:
         name = instance_name(config, service, index)
@@ -59,3 +63,13 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
             await serve(config, index, shutdown)
 
     return run_service(main, grace_seconds=config.generator.drain_timeout_seconds + _DRAIN_MARGIN_SECONDS)
+
+
+def _prepare_folder(config: RunConfig) -> None:
+    """Do what a launcher does for a run on one machine: then ``rollmesh status`` and others work inside a pod."""
+    folder = RunFolder(Path(config.folder))
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        write_run_config(config, folder.config_file)
+    except OSError as error:
+        raise ConfigError(f"folder={config.folder} cannot be written: {error}") from error

@@ -112,7 +112,10 @@ def write_run_config(config: RunConfig, path: str | Path) -> None:
         "gateway": {"token"},
     }
     data = config.model_dump(mode="json", exclude=secrets)
-    Path(path).write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    # In one piece: ranks of a gang write it at the same time, and commands may be reading it.
+    temporary = Path(f"{path}.{os.getpid()}.tmp")
+    temporary.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _set(data: dict[str, Any], keys: Sequence[str], value: Any, origin: str) -> None:

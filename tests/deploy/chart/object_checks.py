@@ -31,8 +31,11 @@ def all_checks() -> list[Callable[[Rendering], Iterator[str]]]:
     return list(_CHECKS)
 
 
+_SET_BY_CONTROLLERS = frozenset({"batch.kubernetes.io/job-completion-index", "apps.kubernetes.io/pod-index"})
+
+
 def _matches(selector: Object, labels: Object) -> bool:
-    return all(labels.get(key) == value for key, value in selector.items())
+    return all(labels.get(key) == value for key, value in selector.items() if key not in _SET_BY_CONTROLLERS)
 
 
 @check

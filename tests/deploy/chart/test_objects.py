@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import yaml
 
 from .object_checks import all_checks
-from .rendering import Object, Rendering
+from .rendering import CHART, NAMESPACE, Object, Rendering
 
 CHECKS = all_checks()
 
@@ -131,14 +133,14 @@ def test_a_trainer_gang_meets_at_its_first_pod(renderings: list[Rendering]) -> N
     (spot,) = [r for r in renderings if r.name.startswith("spot-32")]
     job = spot.one("Job")
     env = variables(spot.component("trainer"))
-    (service,) = [s for s in spot.of_kind("Service") if s["metadata"]["name"].endswith("-trainer")]
+    first = f"{job['metadata']['name']}-0"  # the host name that Kubernetes gives to the pod with index 0
+    service = spot.one("Service", first)
 
     assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(env["PET_NNODES"]["value"]) == 2
-    first = f"{job['metadata']['name']}-0.{service['metadata']['name']}"
     assert env["PET_RDZV_ENDPOINT"]["value"] == f"{first}:{service['spec']['ports'][0]['port']}"
-    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    assert len(f"{job['metadata']['name']}-0") <= 63
+    assert service["spec"]["selector"]["batch.kubernetes.io/job-completion-index"] == "0"
+    assert service["spec"]["publishNotReadyAddresses"] is True and service["spec"]["clusterIP"] == "None"
+    assert len(first) <= 63
 
 
 def test_autoscaled_workloads_leave_their_replicas_to_the_autoscaler(renderings: list[Rendering]) -> None:
@@ -163,3 +165,30 @@ def test_with_certificates_probes_ask_the_admin_port_over_tls(renderings: list[R
         assert certificate["spec"]["dnsNames"] == [
             variables(spot.component("rollout"))["ROLLMESH_SECURITY__TLS__SERVER_NAME"]["value"]
         ]
+
+
+def test_autoscalers_ask_for_metrics_that_exist(renderings: list[Rendering]) -> None:
+    """prometheus-adapter makes what HPAs name; queries of ScaledObjects name one run, completely."""
+    rules = yaml.safe_load((CHART / "files" / "prometheus-adapter" / "rules.yaml").read_text())["rules"]["external"]
+    made = {rule["name"]["as"] for rule in rules}
+    asked = set()
+    for rendering in renderings:
+        for scaler in rendering.of_kind("HorizontalPodAutoscaler"):
+            asked |= {metric["external"]["metric"]["name"] for metric in scaler["spec"]["metrics"]}
+        for scaler in rendering.of_kind("ScaledObject"):
+            for trigger in scaler["spec"]["triggers"]:
+                query = trigger["metadata"]["query"]
+                assert "$" not in query and 'run="code-7b"' in query and f'namespace="{NAMESPACE}"' in query, query
+    assert asked == made, "an example uses every signal"
+    assert all("<<.LabelMatchers>>" in rule["metricsQuery"] and "$" not in rule["metricsQuery"] for rule in rules)
+
+
+def test_rules_and_dashboards_are_the_files_of_the_chart(renderings: list[Rendering]) -> None:
+    """What promtool and the tests of the dashboards check is what a cluster gets."""
+    (spot,) = [r for r in renderings if r.name.startswith("spot-32")]
+    for file in (CHART / "files" / "prometheus").glob("*.yaml"):
+        assert spot.one("PrometheusRule", f"-{file.stem}")["spec"] == yaml.safe_load(file.read_text()), file.name
+    for file in (CHART / "files" / "dashboards").glob("*.json"):
+        config_map = spot.one("ConfigMap", f"-dashboard-{file.stem}")
+        assert json.loads(config_map["data"][file.name]) == json.loads(file.read_text()), file.name
+        assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"

@@ -1,10 +1,19 @@
+{{/* Name of the trainer's workload. A Job's pods cannot be changed, so a change makes another Job, with a digest of the
+     pod in its name; the newer trainer fences the older one. */}}
+{{- define "rollmesh.trainerName" -}}
+{{- $name := include "rollmesh.componentName" (list . "trainer") -}}
+{{- if eq .Values.trainer.kind "Job" -}}
+{{- $name = include "rollmesh.trainerPod" (list . $name "Never") | sha256sum | trunc 8 | printf "%s-%s" $name -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
 {{/* The pod of a trainer, for its Job and its StatefulSet: (list $ $name $restartPolicy), where
      $name-0 is the host name of the first pod. */}}
 {{- define "rollmesh.trainerPod" -}}
 {{- $root := index . 0 -}}
 {{- $uses := list "store" "checkpoints" -}}
 {{- $trainer := $root.Values.trainer -}}
-{{- $name := include "rollmesh.componentName" (list $root "trainer") -}}
 {{- $gang := gt (mul (int $trainer.nodes) (int $trainer.processesPerNode)) 1 -}}
 metadata:
   labels:
@@ -15,9 +24,6 @@ spec:
   {{- include "rollmesh.podSettings" (list $root "trainer") | nindent 2 }}
   {{- with index . 2 }}
   restartPolicy: {{ . }}
-  {{- end }}
-  {{- if eq $trainer.kind "Job" }}
-  subdomain: {{ $name | quote }}
   {{- end }}
   # Every step ends in a committed state; what SIGTERM interrupts is replayed from its batch file.
   terminationGracePeriodSeconds: {{ include "rollmesh.gracePeriodSeconds" $root }}
@@ -46,7 +52,9 @@ spec:
         - name: PET_RDZV_BACKEND
           value: c10d
         - name: PET_RDZV_ENDPOINT
-          value: {{ printf "%s-0.%s:%v" (index . 1) $name $trainer.rendezvousPort | quote }}
+          value: {{ printf "%s-0:%v" (index . 1) $trainer.rendezvousPort | quote }}
+        - name: PET_LOCAL_ADDR
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
         - name: PET_RDZV_ID
           value: {{ $root.Values.run.name | quote }}
         - name: PET_MAX_RESTARTS

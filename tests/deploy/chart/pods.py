@@ -1,0 +1,237 @@
+"""Runs rendered pods as processes of this machine, as a kubelet would run their containers.
+
+Taken from the manifests as they are: command, arguments, environment with its references, files of ConfigMaps, volumes
+and where they are mounted, ports, probes, grace periods. Mapped, because there is no network and no file system of the
+pod's own: every pod has a loopback address, which also replaces wildcard addresses and the names of Services; every
+volume is a folder, whose path replaces the mount's; the image's entry point is this checkout's program.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from .rendering import Object, Rendering
+
+_REFERENCE = re.compile(r"\$\$|\$\(([^()]+)\)")
+_LABEL = re.compile(r"metadata\.labels\['(.+)'\]")
+_WILDCARDS = ("0.0.0.0", "* -::*")
+PROGRAM = [sys.executable, "-m", "rollmesh.cli.main"]
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """Kubernetes' expansion: $(NAME) if there is such a variable, $$ is a dollar sign, all else stays."""
+
+    def value(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else variables.get(match[1], match[0])
+
+    return _REFERENCE.sub(value, text)
+
+
+@dataclass(slots=True)
+class Machine:
+    """What the pods of one test share: volumes, Secrets, addresses."""
+
+    folder: Path
+    network: str
+    """First three bytes of the pods' addresses, for example 127.9.8."""
+    rendering: Rendering
+    secrets: Mapping[str, Mapping[str, str]]
+    path: str
+    """PATH of the containers."""
+    _addresses: dict[str, str] = field(default_factory=dict)
+
+    def address(self, pod: str) -> str:
+        """The address of a pod; the same each time."""
+        return self._addresses.setdefault(pod, f"{self.network}.{len(self._addresses) + 1}")
+
+    def volume(self, pod: str, volume: Object) -> Path:
+        """The folder of a volume: claims are shared by all pods, the rest is the pod's own."""
+        claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+        folder = self.folder / "claims" / claim if claim else self.folder / "pods" / pod / volume["name"]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+
+class Pod:
+    """One pod: its init containers, then its container."""
+
+    def __init__(self, machine: Machine, template: Object, name: str, labels: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self._machine = machine
+        self._spec = template["spec"]
+        self._labels = {**template["metadata"]["labels"], **(labels or {})}
+        self.address = machine.address(name)
+        (self._container,) = self._spec["containers"]
+        self._log = machine.folder / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> str:
+        """What the pod has printed so far."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    @property
+    def exit_status(self) -> int | None:
+        """Exit status of the container; None while it runs."""
+        return self._process.poll() if self._process else None
+
+    def start(self) -> None:
+        """Run the init containers to their end, then start the container."""
+        for container in self._spec.get("initContainers", []):
+            status = self._spawn(container).wait(120)
+            assert status == 0, f"{self.name}: init container {container['name']} ended with {status}\n{self.log}"
+        self._process = self._spawn(self._container)
+
+    def stop(self) -> int:
+        """SIGTERM, and the grace period of the manifest; returns the exit status, -9 when it was too short."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            return self._process.wait(self._spec["terminationGracePeriodSeconds"])
+        except subprocess.TimeoutExpired:
+            self.kill()
+            return -signal.SIGKILL
+
+    def kill(self) -> None:
+        """End whatever is left of the pod."""
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            self._process.wait(30)
+
+    def passes(self, probe: str) -> bool:
+        """Whether a probe of the manifest passes now; those that run a command in the pod are not asked."""
+        asked = self._container[probe]
+        ports = {port["name"]: port["containerPort"] for port in self._container["ports"]}
+        if "httpGet" in asked:
+            url = f"http://{self.address}:{ports[asked['httpGet']['port']]}{asked['httpGet']['path']}"
+            try:
+                return httpx.get(url, timeout=asked["timeoutSeconds"]).is_success
+            except httpx.TransportError:
+                return False
+        with grpc.insecure_channel(f"{self.address}:{asked['grpc']['port']}") as channel:
+            stub = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+            try:
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=asked["timeoutSeconds"])
+            except grpc.RpcError:
+                return False
+            return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def get(self, port: str, path: str) -> httpx.Response:
+        """Ask a port of the container by its name."""
+        ports = {entry["name"]: entry["containerPort"] for entry in self._container["ports"]}
+        # Bound to a loopback address, as here alone, the gateway answers to loopback names only.
+        headers = {"Host": "localhost"}
+        return httpx.get(f"http://{self.address}:{ports[port]}{path}", timeout=10, headers=headers)
+
+    def run(self, *arguments: str) -> str:
+        """What `kubectl exec POD -- rollmesh ARGUMENTS` prints."""
+        before = len(self.log)
+        status = self._spawn({**self._container, "command": PROGRAM, "args": list(arguments)}).wait(120)
+        printed = self.log[before:]
+        assert status == 0, f"{self.name}: rollmesh {' '.join(arguments)} ended with {status}\n{printed}"
+        return printed
+
+    def _spawn(self, container: Object) -> subprocess.Popen[bytes]:
+        mounts = self._mounts(container)
+        plain = self._environment(container)
+        variables = {name: self._mapped(value, mounts) for name, value in plain.items()}
+        entry = [expanded(part, plain) for part in container.get("command", [])] or PROGRAM
+        entry = [sys.executable if part == "python3" else part for part in entry]
+        arguments = [self._mapped(expanded(part, plain), mounts) for part in container.get("args", [])]
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [*entry, *arguments],
+                env={"PATH": self._machine.path, "OMP_NUM_THREADS": "1", **variables},
+                cwd=mounts["/tmp"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _mounts(self, container: Object) -> dict[str, Path]:
+        """Folder by mount path, with the files of ConfigMaps in place."""
+        volumes = {volume["name"]: volume for volume in self._spec["volumes"]}
+        mounts = {}
+        for mount in container["volumeMounts"]:
+            volume = volumes.get(mount["name"], {"name": mount["name"]})
+            mounts[mount["mountPath"]] = self._machine.volume(self.name, volume)
+        for mount in container["volumeMounts"]:
+            config_map = volumes.get(mount["name"], {}).get("configMap")
+            if config_map:
+                for name, text in self._machine.rendering.one("ConfigMap", config_map["name"])["data"].items():
+                    (mounts[mount["mountPath"]] / name).write_text(self._mapped(text, mounts))
+        return mounts
+
+    def _environment(self, container: Object) -> dict[str, str]:
+        variables: dict[str, str] = {}
+        for entry in container.get("env", []):
+            if "value" in entry:
+                variables[entry["name"]] = expanded(entry["value"], variables)
+            else:
+                variables[entry["name"]] = self._referenced(entry["valueFrom"])
+        return variables
+
+    def _referenced(self, source: Object) -> str:
+        if "secretKeyRef" in source:
+            return self._machine.secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
+        path = source["fieldRef"]["fieldPath"]
+        label = _LABEL.fullmatch(path)
+        if label:
+            return self._labels[label[1]]
+        return {"metadata.name": self.name, "status.podIP": self.address}[path]
+
+    def _mapped(self, text: str, mounts: Mapping[str, Path]) -> str:
+        """Mount paths become folders, wildcards the pod's address, names of Services the address of a pod behind."""
+        paths = "|".join(re.escape(path) for path in sorted(mounts, key=len, reverse=True))
+        text = re.sub(rf"(?<![\w/.-])({paths})(?![\w.-])", lambda match: str(mounts[match[1]]), text)
+        for wildcard in _WILDCARDS:
+            text = text.replace(wildcard, self.address)
+        for name, pod in sorted(service_pods(self._machine.rendering).items(), key=lambda item: -len(item[0])):
+            text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?=:\d)", self._machine.address(pod), text)
+        return text
+
+
+def service_pods(rendering: Rendering) -> dict[str, str]:
+    """Name of the first pod behind every DNS name that the manifests use."""
+    index_labels = ("batch.kubernetes.io/job-completion-index", "apps.kubernetes.io/pod-index")
+    names = {}
+    for service in rendering.of_kind("Service"):
+        selector = {k: v for k, v in service["spec"]["selector"].items() if k not in index_labels}
+        for kind, template in rendering.pods():
+            if selector.items() <= template["metadata"]["labels"].items():
+                names[service["metadata"]["name"]] = f"{kind.partition('/')[2]}-0"
+    return names
+
+
+@contextmanager
+def pods_of(machine: Machine, replicas: Mapping[str, int]) -> Iterator[dict[str, list[Pod]]]:
+    """The pods of every workload, by component, not yet started; whatever is left at the end is killed."""
+    pods: dict[str, list[Pod]] = {}
+    for kind, template in machine.rendering.pods():
+        component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+        workload = kind.partition("/")[2]
+        pods[component] = [
+            Pod(machine, template, f"{workload}-{index}", {"apps.kubernetes.io/pod-index": str(index)})
+            for index in range(replicas.get(component, 1))
+        ]
+    try:
+        yield pods
+    finally:
+        for pod in (pod for group in pods.values() for pod in group):
+            pod.kill()

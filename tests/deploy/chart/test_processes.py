@@ -1,0 +1,151 @@
+"""The mesh of the manifests, run as processes of this machine: see pods.py for what is taken and what is mapped."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.embedded import find_server_binary
+
+from .pods import Machine, Pod, expanded, pods_of
+from .rendering import CHART, Helm
+
+KIND = CHART / "ci" / "kind-cpu-values.yaml"
+SECRETS = {
+    "rollmesh": {
+        "redis-password": 'a "hard" one\\ with $(signs) and spaces',
+        "checkpoint-secret": "c" * 40,
+        "gateway-token": "g" * 24,
+    }
+}
+SMALL = [
+    "run.name=chart",
+    "run.schedule.groups_per_batch=4",
+    "run.schedule.group_size=4",
+    "run.schedule.pool_size=32",
+    "run.rollout.max_new_tokens=96",
+    "run.generator.slots=16",
+]
+DEADLINE_SECONDS = 240
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> str:
+    """PATH with the server that the image of Redis has: redis-server of this machine, else the embedded one."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "redis-server").symlink_to(shutil.which("redis-server") or find_server_binary())
+    return f"{folder}:/usr/local/bin:/usr/bin:/bin"
+
+
+def machine_of(helm: Helm, sets: list[str], folder: Path, path: str) -> Machine:
+    """The rendered chart on a loopback network of its own."""
+    rendering = helm.template(CHART, [KIND], [*SMALL, *sets])
+    # By process and moment, so that two test runs on one machine do not meet.
+    network = f"127.{random.SystemRandom().randrange(1, 255)}.{random.SystemRandom().randrange(1, 255)}"
+    return Machine(folder=folder / "machine", network=network, rendering=rendering, secrets=SECRETS, path=path)
+
+
+def start_all(pods: dict[str, list[Pod]]) -> None:
+    """Start every pod at once, as a cluster does."""
+    everything = [pod for group in pods.values() for pod in group]
+    everything[0]._machine.folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(everything)) as executor:
+        list(executor.map(Pod.start, everything))
+
+
+def wait_until(pods: dict[str, list[Pod]], done: Callable[[], bool], what: str) -> None:
+    """Wait for a condition; a pod that has failed ends the wait with its log."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not done():
+        for pod in (pod for group in pods.values() for pod in group):
+            assert pod.exit_status in (None, 0), f"{pod.name} ended with {pod.exit_status}\n{pod.log[-4000:]}"
+        assert time.monotonic() < end, f"waited {DEADLINE_SECONDS} s for {what}\n" + "\n".join(
+            f"--- {pod.name}\n{pod.log[-1500:]}" for group in pods.values() for pod in group
+        )
+        time.sleep(0.5)
+
+
+async def versions(pods: dict[str, list[Pod]]) -> list[int]:
+    """Policy versions that the queue knows."""
+    config = StoreConfig(
+        url=f"redis://{pods['redis'][0].address}:6379/0", password=SECRETS["rollmesh"]["redis-password"]
+    )
+    async with await TrajectoryStore.connect(config, "chart") as store:
+        return [policy.policy_version for policy in await store.policies()]
+
+
+def services(pods: dict[str, list[Pod]]) -> Iterator[tuple[str, Pod]]:
+    """(component, pod) of what goes on when the trainer has ended."""
+    return ((name, pod) for name, group in pods.items() if name not in ("redis", "trainer") for pod in group)
+
+
+@pytest.mark.timeout(420)
+async def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: str, tmp_path: Path) -> None:
+    machine = machine_of(helm4, ["run.trainer.train_steps=3"], tmp_path, commands)
+    with pods_of(machine, {"generator": 2}) as pods:
+        start_all(pods)
+
+        for component, pod in services(pods):
+            wait_until(pods, lambda pod=pod: pod.passes("startupProbe"), f"{component} to start")
+            wait_until(pods, lambda pod=pod: pod.passes("readinessProbe"), f"{component} to be ready")
+        (trainer,) = pods["trainer"]
+        wait_until(pods, lambda: trainer.exit_status is not None, "the trainer to end with its last step")
+
+        assert await versions(pods) == [0, 1, 2, 3]
+        for component, pod in services(pods):
+            assert f"rollmesh_{component}_build_info" in pod.get("admin", "/metrics").text
+            assert pod.passes("livenessProbe"), pod.name
+        assert "<html" in pods["gateway"][0].get("http", "/").text
+        shared = machine.folder / "claims" / "demo-rollmesh-checkpoints" / "chart"
+        assert len((shared / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+        status = json.loads(pods["rollout"][0].run("status", "/etc/rollmesh/run/run.yaml", "--json"))
+        assert status, "commands find the run from within a pod"
+        pods["trainer"][0].run("audit", "/var/lib/rollmesh/shared/chart/run")
+        ended = {pod.name: pod.stop() for group in pods.values() for pod in group if pod.exit_status is None}
+        assert set(ended.values()) == {0}, ended
+
+
+@pytest.mark.timeout(420)
+async def test_a_gang_of_two_trainer_pods_finds_itself_and_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
+    machine = machine_of(
+        helm4, ["run.trainer.train_steps=2", "trainer.nodes=2", "gateway.enabled=false"], tmp_path, commands
+    )
+    with pods_of(machine, {"trainer": 2}) as pods:
+        start_all(pods)
+
+        for pod in pods["trainer"]:
+            wait_until(pods, lambda pod=pod: pod.passes("startupProbe"), f"{pod.name} to start")
+        wait_until(pods, lambda: all(p.exit_status is not None for p in pods["trainer"]), "the gang to end")
+
+        assert await versions(pods) == [0, 1, 2]
+        assert sum('"ranks": 2' in pod.log for pod in pods["trainer"]) == 1, "one rank leads a gang of two"
+
+
+def test_a_wrong_run_file_stops_a_pod_before_its_service_starts(helm4: Helm, commands: str, tmp_path: Path) -> None:
+    machine = machine_of(helm4, ["run.trainer.train_stepz=2"], tmp_path, commands)
+    with pods_of(machine, {}) as pods:
+        machine.folder.mkdir(parents=True)
+        with pytest.raises(AssertionError, match=r"did you mean train_steps"):
+            pods["rollout"][0].start()
+
+
+def test_references_are_expanded_as_kubernetes_does() -> None:
+    assert expanded("$(A) $$(A) $(B) $$ $A", {"A": "1"}) == "1 $(A) $(B) $ $A"
+
+
+def test_the_password_reaches_redis_whatever_it_is(helm4: Helm, commands: str, tmp_path: Path) -> None:
+    machine = machine_of(helm4, [], tmp_path, commands)
+    text = yaml.safe_dump(machine.rendering.component("redis"))
+
+    assert SECRETS["rollmesh"]["redis-password"] not in text
