@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import struct
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -55,6 +56,9 @@ class BatchFooter(BaseModel):
     payload_sha256: str
     """The batch's digest: equal batches have equal digests, whenever and by whomever they were written."""
     create_time: datetime
+    version_train_steps: dict[int, int] = Field(default_factory=dict)
+    """Train step of every policy version that wrote tokens of the batch: policies are pruned and a queue may be lost,
+    but a replay needs them."""
 
     @property
     def cursor(self) -> Cursor:
@@ -67,10 +71,13 @@ def batch_path(root: Path, train_step: int) -> Path:
     return root / FOLDER / f"{train_step:08d}.pb"
 
 
-def write_batch(root: Path, secret: bytes, batch: Batch, cursor: Cursor) -> str:
+def write_batch(
+    root: Path, secret: bytes, batch: Batch, cursor: Cursor, train_steps: Mapping[int, int] | None = None
+) -> str:
     """Write and flush the file of ``batch.train_step``; returns its digest.
 
-    Writing the same batch again changes nothing. A complete file with other groups is never replaced: it is what
+    ``train_steps`` has the train step of each policy version that wrote tokens of it. Writing the same batch again
+    changes nothing. A complete file with other groups is never replaced: it is what
     the step was, or will be, trained on, and the caller is a trainer that has been superseded.
     """
     path = batch_path(root, batch.train_step)
@@ -84,7 +91,7 @@ def write_batch(root: Path, secret: bytes, batch: Batch, cursor: Cursor) -> str:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
-            digest = _write(file, secret, batch, cursor)
+            digest = _write(file, secret, batch, cursor, train_steps or {})
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -156,7 +163,7 @@ def remove_unfinished(root: Path) -> int:
     return len(leftovers)
 
 
-def _write(file: BinaryIO, secret: bytes, batch: Batch, cursor: Cursor) -> str:
+def _write(file: BinaryIO, secret: bytes, batch: Batch, cursor: Cursor, train_steps: Mapping[int, int]) -> str:
     digest = hashlib.sha256()
     size = 0
     file.write(_HEAD)
@@ -171,11 +178,16 @@ def _write(file: BinaryIO, secret: bytes, batch: Batch, cursor: Cursor) -> str:
         payload_bytes=size,
         payload_sha256=digest.hexdigest(),
         create_time=datetime.now(UTC),
+        version_train_steps={v: train_steps[v] for v in sorted(_versions(batch)) if v in train_steps},
         **{f"cursor_{k}": v for k, v in asdict(cursor).items()},
     )
     text = canonical(footer.model_dump(mode="json"))
     file.write(text + seal(secret, text).encode() + _LENGTH.pack(len(text)) + _TAIL)
     return footer.payload_sha256
+
+
+def _versions(batch: Batch) -> set[int]:
+    return {version for group in batch.groups for t in group.trajectories for version in t.policy_versions}
 
 
 def _sound_footer(path: Path, secret: bytes) -> BatchFooter | None:

@@ -113,9 +113,12 @@ class CheckpointStore:
         keep = {*pinned, *in_use}
         return policies.prune(self.root, records, keep_last=keep_last, keep_versions=keep, session=session)
 
-    def write_batch(self, batch: Batch, cursor: Cursor) -> str:
-        """Write and flush the batch file of ``batch.train_step``, once; returns its digest."""
-        return batches.write_batch(self.root, self._secret, batch, cursor)
+    def write_batch(self, batch: Batch, cursor: Cursor, train_steps: Mapping[int, int] | None = None) -> str:
+        """Write and flush the batch file of ``batch.train_step``, once; returns its digest.
+
+        ``train_steps`` has the train step of each policy version that wrote tokens of the batch.
+        """
+        return batches.write_batch(self.root, self._secret, batch, cursor, train_steps)
 
     def read_batch(self, train_step: int) -> Batch:
         """Read and verify a batch file."""

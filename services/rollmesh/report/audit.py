@@ -6,6 +6,7 @@ account is needed for one question only: whether an admitted group has vanished.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -67,11 +68,20 @@ def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
 
 
 def known_train_steps(folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None) -> dict[int, int]:
-    """Train step of every policy version that the registry, the manifests or the metrics name."""
+    """Train step of every policy version that the registry, the manifests, the metrics or a batch file names."""
     train = train_series(folder.metrics.records)
     logged = zip(train.policy_version, train.train_step, strict=True)
     registry = account.policies if account is not None else ()
-    return train_steps_of_versions([*registry, *store.complete_policies()], logged)
+    return _named_by_batch_files(store) | train_steps_of_versions([*registry, *store.complete_policies()], logged)
+
+
+def _named_by_batch_files(store: CheckpointStore) -> dict[int, int]:
+    named: dict[int, int] = {}
+    for step in store.batch_steps():
+        # A damaged file is reported where it is read as a whole.
+        with contextlib.suppress(CheckpointError):
+            named |= store.batch_footer(step).version_train_steps
+    return named
 
 
 def print_audit(result: AuditResult, console: Console) -> None:

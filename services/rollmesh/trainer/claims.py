@@ -13,6 +13,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.trainer.patience import Patience
 from rollmesh.trainer.session import TrainingSession
+from rollmesh.trainer.shelf import PolicyShelf
 from rollmesh.types import Batch
 
 _REWRITABLE = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED})
@@ -31,9 +32,12 @@ class ClaimedBatch:
 class BatchClaims:
     """Batches in order; a batch reaches the trainer only once its file is on the device and Redis knows."""
 
-    def __init__(self, session: TrainingSession, checkpoints: CheckpointStore, patience: Patience) -> None:
+    def __init__(
+        self, session: TrainingSession, checkpoints: CheckpointStore, shelf: PolicyShelf, patience: Patience
+    ) -> None:
         self._session = session
         self._checkpoints = checkpoints
+        self._shelf = shelf
         self._patience = patience
         self._log = get_logger("claims")
 
@@ -56,6 +60,9 @@ class BatchClaims:
             "confirm_batch_file", lambda: store.confirm_batch_file(token, step, claimed.digest, ids)
         )
 
+    async def _learn_policies(self) -> None:
+        self._shelf.update(await self._session.patiently("policies", self._session.store.policies))
+
     async def _from_file(self, train_step: int) -> ClaimedBatch | None:
         try:
             batch = await asyncio.to_thread(self._checkpoints.read_batch, train_step)
@@ -71,6 +78,8 @@ class BatchClaims:
             if error.reason != Reason.MISSING:
                 self._log.warning("batch_file_torn", train_step=train_step, message=str(error))
             return None
+        await self._learn_policies()
+        self._shelf.remember(footer.version_train_steps)
         return ClaimedBatch(batch=batch, digest=footer.payload_sha256, replayed=True)
 
     async def _from_queue(self, train_step: int, timeout: float) -> ClaimedBatch | None:
@@ -81,8 +90,10 @@ class BatchClaims:
             return None
         tracer().span("claim", home, kind="client", start_ns=started_ns, groups=len(batch.groups)).end()
         cursor = await self._session.patiently("cursor", store.cursor)
+        await self._learn_policies()
+        train_steps = self._shelf.train_steps
         with tracer().span("write_batch", home):
             digest = await self._patience.with_room(
-                "write_batch", lambda: asyncio.to_thread(self._checkpoints.write_batch, batch, cursor)
+                "write_batch", lambda: asyncio.to_thread(self._checkpoints.write_batch, batch, cursor, train_steps)
             )
         return ClaimedBatch(batch=batch, digest=digest, replayed=False)

@@ -43,7 +43,9 @@ class Crew:
 
     def train(self, batch: Batch) -> StepReport:
         """One train step on all ranks."""
-        self._order({"do": "train", "train_step": batch.train_step, "policies": self._news()})
+        remembered = sorted(self.shelf.remembered.items())
+        news = {"policies": self._news(), "remembered": remembered}
+        self._order({"do": "train", "train_step": batch.train_step, **news})
         if self.gang.world > 1:
             broadcast_bytes(batch_to_bytes(batch), self.gang)
         return self.trainer.train(batch, self.shelf.train_steps)
@@ -113,6 +115,7 @@ class Crew:
         match order["do"]:
             case "train":
                 self.shelf.update(PolicyRecord(**record) for record in order["policies"])
+                self.shelf.remember(dict(order["remembered"]))
                 batch = batch_from_bytes(order["train_step"], broadcast_bytes(None, self.gang))
                 self.trainer.train(batch, self.shelf.train_steps)
             case "end_stage":

@@ -113,7 +113,6 @@ class TrainingLoop:
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
         place, step = self._place, claimed.batch.train_step
         place.metrics.phase_seconds.labels(phase="wait").observe(waited)
-        place.crew.shelf.update(await place.session.patiently("policies", place.session.store.policies))
         if place.stages is not None:
             await place.stages.record(claimed.batch)
         home, started_ns = tracer().train_step(step), time.time_ns()

@@ -134,7 +134,7 @@ async def _lead(
                 config=config,
                 crew=crew,
                 session=session,
-                claims=BatchClaims(session, checkpoints, patience),
+                claims=BatchClaims(session, checkpoints, crew.shelf, patience),
                 publisher=publisher,
                 rollbacks=Rollbacks(crew, session, publisher, checkpoints, progress, executor),
                 progress=progress,

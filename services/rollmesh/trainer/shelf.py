@@ -18,12 +18,22 @@ class PolicyShelf:
     def __init__(self, checkpoints: CheckpointStore) -> None:
         self._checkpoints = checkpoints
         self._records: dict[int, PolicyRecord] = {}
+        self._pruned: dict[int, int] = {}
         self._verified: dict[int, Path] = {}
         self._log = get_logger("shelf")
 
     def update(self, records: Iterable[PolicyRecord]) -> None:
         """Learn of policies; records never change."""
         self._records |= {r.policy_version: r for r in records}
+
+    def remember(self, train_steps: Mapping[int, int]) -> None:
+        """Learn the train steps of versions that wrote tokens of a batch, though no record of them may be left."""
+        self._pruned |= train_steps
+
+    @property
+    def remembered(self) -> Mapping[int, int]:
+        """Train steps of versions of which no record is left."""
+        return {version: step for version, step in self._pruned.items() if version not in self._records}
 
     @property
     def records(self) -> tuple[PolicyRecord, ...]:
@@ -33,7 +43,7 @@ class PolicyShelf:
     @property
     def train_steps(self) -> Mapping[int, int]:
         """Train step of every known policy version."""
-        return {version: record.train_step for version, record in self._records.items()}
+        return self._pruned | {version: record.train_step for version, record in self._records.items()}
 
     @property
     def newest(self) -> PolicyRecord | None:

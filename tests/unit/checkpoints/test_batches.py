@@ -48,6 +48,18 @@ def test_a_batch_comes_back_as_it_was(store: CheckpointStore) -> None:
     assert store.batch_steps() == [1]
 
 
+def test_a_batch_file_names_the_train_steps_of_the_versions_that_wrote_it_and_of_no_others(
+    store: CheckpointStore,
+) -> None:
+    batch = make_batch(1)
+    versions = {v for g in batch.groups for t in g.trajectories for v in t.policy_versions}
+    known = {version: 10 + version for version in (*versions, max(versions) + 1)}
+    store.write_batch(batch, CURSOR, known)
+    assert store.batch_footer(1).version_train_steps == {v: 10 + v for v in versions}
+    store.write_batch(make_batch(2), CURSOR)
+    assert store.batch_footer(2).version_train_steps == {}
+
+
 def test_writing_the_same_batch_again_changes_nothing(store: CheckpointStore) -> None:
     digest = store.write_batch(make_batch(1), CURSOR)
     before = batch_path(store.root, 1).read_bytes()

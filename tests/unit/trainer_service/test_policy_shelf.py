@@ -33,3 +33,14 @@ def test_a_version_is_verified_once_while_it_stays(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"changed")
     assert shelf.folder(0) == folder, "reading gigabytes again for every look-up would cost too much"
     assert PolicyShelf(checkpoints).folder(0) is None
+
+
+def test_versions_without_a_record_keep_their_train_step_but_are_not_known_as_policies(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path, SECRET)
+    shelf = PolicyShelf(checkpoints)
+    records = [publish(checkpoints, version) for version in range(2)]
+    shelf.remember({9: 7, 0: records[0].train_step})
+    shelf.update(records)
+    assert shelf.train_steps == {9: 7} | {r.policy_version: r.train_step for r in records}
+    assert shelf.remembered == {9: 7}
+    assert shelf.records == tuple(records)
