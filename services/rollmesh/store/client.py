@@ -9,8 +9,10 @@ from urllib.parse import unquote, urlsplit
 import redis.asyncio as aioredis
 from redis.asyncio.connection import ConnectionPool, SSLConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelManagedSSLConnection
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelManagedSSLConnection
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
 
 from rollmesh.config.security import StoreTlsConfig
 from rollmesh.config.services import StoreConfig
@@ -106,6 +108,29 @@ class _MasterTlsConnection(SentinelManagedSSLConnection):
         self.ssl_context = tls  # type: ignore[assignment]
 
 
+class _Sentinels(Sentinel):
+    """Says why no sentinel named a master: certificates, a password, or nobody there."""
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        try:
+            return cast("tuple[str, int]", await super().discover_master(service_name))
+        except MasterNotFoundError as error:
+            reasons = [await _complaint(sentinel) for sentinel in self.sentinels]
+            raise RedisConnectionError(
+                f"no sentinel names a master of {service_name!r}: {'; '.join(reasons)}"
+            ) from error
+
+
+async def _complaint(sentinel: aioredis.Redis) -> str:
+    where = sentinel.connection_pool.connection_kwargs
+    try:
+        known = ", ".join(str(name) for name in await sentinel.sentinel_masters())
+        reason = f"knows {known or 'none'}, or none that is up"
+    except (RedisError, OSError) as error:
+        reason = str(error) or type(error).__name__
+    return f"{where['host']}:{where['port']}: {reason}"
+
+
 def _sentinel_client(url: str, config: StoreConfig, options: dict[str, Any], tls: _Tls | None) -> aioredis.Redis:
     credentials, _, hosts = urlsplit(url).netloc.rpartition("@")
     path = urlsplit(url).path.strip("/").split("/")
@@ -123,7 +148,7 @@ def _sentinel_client(url: str, config: StoreConfig, options: dict[str, Any], tls
         if not path[1].isdigit():
             raise ConfigError(f"store.url: database {path[1]!r} is no number (got {_without_password(url)})")
         options["db"] = int(path[1])
-    manager = Sentinel([])  # type: ignore[no-untyped-call]
+    manager = _Sentinels([])  # type: ignore[no-untyped-call]
     manager.sentinels = [_sentinel(host, url, config, tls) for host in hosts.split(",")]
     if tls is not None:
         options |= {"connection_class": _MasterTlsConnection, "tls": tls}

@@ -75,8 +75,8 @@ def refuses_credentials(error: Exception) -> bool:
     text = str(error)
     if text.startswith(("WRONGPASS", "NOAUTH", "NOPERM")):
         return True
-    # What redis-py makes of a refused HELLO.
-    return "already authenticated" in text or "username-password pair" in text
+    what_redis_py_says = ("already authenticated", "username-password pair", "this user has no permissions")
+    return any(words in text for words in what_redis_py_says)
 
 
 def _lua_files(folder: Traversable) -> dict[str, str]:
@@ -99,7 +99,10 @@ def store_error(error: redis_errors.RedisError, what: str) -> StoreError:
             return RunUnknown(f"{what}: {reason}")
         return StoreUnavailable(f"{what}: {reason}; try again later")
     if refuses_credentials(error):
-        return StoreUnavailable(f"Redis refuses the credentials ({text}): set ROLLMESH_STORE__PASSWORD or store.url")
+        return StoreUnavailable(
+            f"Redis refuses the credentials ({text}): see store.url, ROLLMESH_STORE__PASSWORD and, for "
+            "sentinels, ROLLMESH_STORE__SENTINEL_PASSWORD"
+        )
     if isinstance(error, redis_errors.OutOfMemoryError) or "used memory > 'maxmemory'" in text:
         return StoreUnavailable(
             f"{what}: Redis has reached maxmemory; nothing was changed. Training frees memory; else raise "
