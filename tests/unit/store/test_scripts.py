@@ -9,7 +9,17 @@ from rollmesh.store.keys import Keys, lua_preamble
 from rollmesh.store.scripts import Script, compose, load_scripts
 
 SCRIPTS = load_scripts()
-ALLOCATE = {"append", "finish", "admit", "lease", "replay_letter", "request_evaluation", "init_run", "keep_snapshot"}
+ALLOCATE = {
+    "append",
+    "finish",
+    "fork",
+    "admit",
+    "lease",
+    "replay_letter",
+    "request_evaluation",
+    "init_run",
+    "keep_snapshot",
+}
 """What takes memory; every other script must run when there is none, or nothing would ever free any."""
 
 
