@@ -44,7 +44,7 @@ def test_values_and_curves_move_with_the_run(window: Open) -> None:
     assert page.locator("#connection").text_content() == "live"
     assert page.locator("#queue-bars tr", has_text="scored").locator("td").last.text_content() not in ("", "0")
     reward = page.locator("figure.chart", has_text="Reward").first
-    page.wait_for_function("document.querySelector('figure.chart path.mean')?.getAttribute('d').includes('L')")
+    page.wait_for_function("() => document.querySelector('figure.chart path.mean')?.getAttribute('d').includes('L')")
     assert "newest" in (reward.locator("svg").get_attribute("aria-label") or "")
 
 

@@ -30,7 +30,9 @@ MOST_TABS = 260
 def test_every_control_is_reached_by_tab_in_reading_order_with_a_visible_focus(window: Open) -> None:
     page = window().open()
     page.locator("#letter-table tbody tr").first.wait_for()
-    page.wait_for_function("document.querySelectorAll('figure.chart svg[aria-label]').length >= 5", timeout=60_000)
+    page.wait_for_function(
+        "() => document.querySelectorAll('figure.chart svg[aria-label]').length >= 5", timeout=60_000
+    )
     seen = _walk(page)
     assert seen[0]["text"] == "Skip to the run"
     assert [s for s in seen if not s["visible"]] == []
@@ -75,7 +77,7 @@ def test_rollouts_and_curves_are_read_with_the_arrow_keys(window: Open) -> None:
     page.keyboard.press("Enter")
     page.locator("#viewer .tokens, #viewer .empty").first.wait_for()
     page.keyboard.press("Escape")
-    page.wait_for_function("document.querySelector('figure.chart svg[aria-label]') !== null", timeout=60_000)
+    page.wait_for_function("() => document.querySelector('figure.chart svg[aria-label]') !== null", timeout=60_000)
     chart = page.locator("figure.chart", has_text="Saved tokens per second").first
     chart.locator("svg").focus()
     page.keyboard.press("End")
@@ -99,9 +101,9 @@ def test_changes_of_state_are_announced_and_numbers_are_not(window: Open) -> Non
     page.fill("#token", TOKEN)
     page.press("#token", "Enter")
     page.locator("#pause:not([disabled])").click()
-    page.wait_for_function("window.heard.some((text) => text.includes('paused'))", timeout=60_000)
+    page.wait_for_function("() => window.heard.some((text) => text.includes('paused'))", timeout=60_000)
     page.locator("#resume:not([disabled])").click()
-    page.wait_for_function("window.heard.at(-1).includes('running')", timeout=60_000)
+    page.wait_for_function("() => window.heard.at(-1).includes('running')", timeout=60_000)
     assert page.locator("#announce").get_attribute("role") == "status"
 
 

@@ -79,7 +79,7 @@ def test_ten_thousand_rollouts_stay_fast(window: Open, crowd: Scene) -> None:
     page = shown.open()
     page.locator("#timeline canvas[aria-label*='10,000 rollouts in flight']").wait_for(timeout=120_000)
     page.wait_for_function(
-        "!document.getElementById('timeline-readout').textContent.includes('than are listed')", timeout=120_000
+        "() => !document.getElementById('timeline-readout').textContent.includes('than are listed')", timeout=120_000
     )
     draws = []
     for _ in range(8):

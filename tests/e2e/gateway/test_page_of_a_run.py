@@ -20,7 +20,7 @@ def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     wait_until(lambda: bool(read_endpoints(line.folder, "gateway")), "the gateway", process)
     shown = window(read_endpoints(line.folder, "gateway")[0].url)
     page = shown.open()
-    page.wait_for_function("Number(document.querySelector('#facts dd')?.textContent) >= 2", timeout=120_000)
+    page.wait_for_function("() => Number(document.querySelector('#facts dd')?.textContent) >= 2", timeout=120_000)
     assert page.locator("#generator-table tbody tr").count() == 1
     assert "\N{PLUS-MINUS SIGN}" in (page.locator("#version-table").text_content() or "")
 
@@ -41,11 +41,15 @@ def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     page.locator("#scale-generator:not([disabled])").fill("2")
     page.get_by_role("button", name="Scale generator").click()
     page.locator("#action-result", has_text="Done").wait_for()
-    page.wait_for_function("document.querySelectorAll('#generator-table tbody tr .good').length === 2", timeout=120_000)
+    page.wait_for_function(
+        "() => document.querySelectorAll('#generator-table tbody tr .good').length === 2", timeout=120_000
+    )
 
     page.click("#pause")
     page.locator("#run-state", has_text="paused").wait_for(timeout=60_000)
-    page.wait_for_function("document.querySelector('#queue-bars').textContent.includes('leased0')", timeout=60_000)
+    page.wait_for_function(
+        "() => document.querySelector('#queue-bars').textContent.includes('leased0')", timeout=60_000
+    )
     page.locator("#resume:not([disabled])").click()
     page.locator("#run-state", has_text="running").wait_for(timeout=60_000)
     step = shown.step()

@@ -1,0 +1,138 @@
+"""The page's modules that decide something, run where they run: in the browser."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from .conftest import Window
+
+Open = Callable[..., Window]
+
+PACK = """async (looks) => {
+  const { Lanes } = await import("/page/lanes.js");
+  const lanes = new Lanes();
+  lanes.reset(looks[0].changed);
+  return looks.map(({ changed, removed }, at) => {
+    if (at > 0) lanes.apply(changed, removed);
+    return lanes.rows.map((row) => row.map(({ id, start, end }) => [id, start, end]));
+  });
+}"""
+
+
+def test_a_lane_never_holds_two_rollouts_at_once_and_nobody_changes_lanes_in_flight(window: Open) -> None:
+    rng = random.Random(3)
+    looks, alive = _looks(rng, 200)
+    packed = window().open().evaluate(PACK, looks)
+    lane_of: dict[str, int] = {}
+    for look, rows, expected in zip(looks, packed, alive, strict=True):
+        shown = {span[0]: lane for lane, row in enumerate(rows) for span in row}
+        assert set(shown) == set(expected)
+        for row in rows:
+            for (_, _, end), (_, start, _) in itertools.pairwise(row):
+                assert end is not None and end <= start, row
+        again = {span["id"] for span in look["changed"]}
+        for name, lane in shown.items():
+            assert name in again or lane_of.get(name, lane) == lane
+        lane_of = shown
+    flying = max(sum(span["end"] is None for span in look.values()) for look in alive)
+    assert max(len(rows) for rows in packed) <= 2 * flying
+
+
+def _looks(rng: random.Random, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Random looks, and what is known after each: rollouts start, end, start again after a rest, and are forgotten."""
+    spans: dict[str, Any] = {}
+    looks, alive = [], []
+    for now in range(count):
+        removed = [i for i, s in spans.items() if s["end"] is not None and s["end"] < now - 10]
+        for name in removed:
+            del spans[name]
+        changed: dict[str, Any] = {}
+        for name, span in spans.items():
+            if span["end"] is None and rng.random() < 0.2:
+                changed[name] = {**span, "end": now}
+            elif span["end"] is not None and rng.random() < 0.05:
+                changed[name] = {**span, "start": now, "end": None}
+        for number in range(rng.randrange(6)):
+            name = f"r{now}.{number}"
+            changed[name] = {"id": name, "start": now, "end": None, "intervals": []}
+        spans |= changed
+        looks.append({"changed": list(changed.values()), "removed": removed})
+        alive.append(dict(spans))
+    return looks, alive
+
+
+def test_events_are_read_however_the_stream_is_cut(window: Open) -> None:
+    stream = (
+        ': hello\n\nid: 7\nevent: tick\ndata: {"a": 1}\n\nevent: snapshot\ndata: {"b":\ndata: 2}\n\nid: 9\nevent: ti'
+    )
+    found = (
+        window()
+        .open()
+        .evaluate(
+            """async (stream) => {
+          const { parseEvents } = await import("/page/stream.js");
+          const runs = [];
+          for (let size = 1; size < stream.length; size += 1) {
+            const events = [];
+            let rest = "";
+            for (let at = 0; at < stream.length; at += size) {
+              rest = parseEvents(rest + stream.slice(at, at + size), (event) => events.push(event));
+            }
+            runs.push(JSON.stringify([events, rest]));
+          }
+          return [...new Set(runs)].map((run) => JSON.parse(run));
+        }""",
+            stream,
+        )
+    )
+    assert found == [
+        [
+            [
+                {"name": "tick", "id": "7", "data": '{"a": 1}'},
+                {"name": "snapshot", "id": None, "data": '{"b":\n2}'},
+            ],
+            "id: 9\nevent: ti",
+        ]
+    ]
+
+
+WRITTEN = {
+    "count(12345)": "12,345",
+    "count(null)": "\u2013",
+    "short(123456)": "123k",
+    "short(2345678)": "2.35M",
+    "number(0.3721)": "0.372",
+    "number(0.00042)": "4.2e-4",
+    "percent(0.931)": "93%",
+    "percent(0.004)": "0.4%",
+    "percent(undefined)": "\u2013",
+    "bytes(2 ** 21)": "2.0 MiB",
+    "bytes(512)": "512 B",
+    "seconds(3.21)": "3.2 s",
+    "seconds(200)": "3 min 20 s",
+    "seconds(7260)": "2 h 1 min",
+    "version(-1)": "none",
+    "plural(1, 'token')": "1 token",
+}
+
+
+def test_numbers_are_written_for_people(window: Open) -> None:
+    page = window().open()
+    written = {call: page.evaluate(f"import('/page/format.js').then((m) => m.{call})") for call in WRITTEN}
+    assert written == WRITTEN
+
+
+def test_ticks_are_round_and_inside(window: Open) -> None:
+    page = window().open()
+    asked = [(0, 24, 6), (0.31, 0.47, 4), (-3, 5, 4), (0, 4000, 4), (7, 7, 3), (1e-6, 3e-6, 4)]
+    for low, high, wanted in asked:
+        found = page.evaluate(
+            "([low, high, wanted]) => import('/page/ticks.js').then((m) => m.ticks(low, high, wanted))",
+            [low, high, wanted],
+        )
+        assert found == sorted(set(found))
+        assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found), (low, high, found)
+        assert 1 <= len(found) <= wanted + 2
