@@ -33,6 +33,7 @@ def test_a_run_is_watched_paused_and_resumed_through_its_gateway(
         }  # fmt: skip
         wait_until(lambda: bool(_overview(page)["evaluations"]), "the evaluation of the initial policy", process)
         assert [point["policy_version"] for point in _overview(page)["evaluations"]] == [0]
+        wait_until(lambda: len(_curves(page)["reward_mean"]["x"]) >= 2, "two step reports", process)
         _check_timeline(page, wait_until)
         _check_trajectories(page, line.folder)
         assert actor.post("api/v1/pause").status_code == 200
@@ -53,6 +54,10 @@ def _actor(url: str, token: str) -> httpx.Client:
 def _overview(page: httpx.Client) -> dict[str, Any]:
     body: dict[str, Any] = page.get("api/v1/overview").json()
     return body
+
+
+def _curves(page: httpx.Client) -> dict[str, Any]:
+    return {curve["name"]: curve for curve in page.get("api/v1/series").json()["series"]}
 
 
 def _at_rest(page: httpx.Client) -> bool:
@@ -79,8 +84,7 @@ def _check_trajectories(page: httpx.Client, folder: Path) -> None:
     assert sorted({run["policy_version"] for run in policy}) == sample["policy_versions"]
     assert sum(len(run["token_ids"]) for run in policy) == sample["token_count"]
     assert all(logprob <= 0 for run in policy for logprob in run["logprobs"])
-    curves = {curve["name"]: curve for curve in page.get("api/v1/series").json()["series"]}
-    assert len(curves["reward_mean"]["x"]) >= 2
+    curves = _curves(page)
     assert len(curves["evaluation"]["x"]) == 1
     assert curves["tokens_per_second"]["high"][-1] > 0
 
