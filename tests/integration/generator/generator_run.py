@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import shutil
 import subprocess
@@ -63,12 +64,16 @@ def write_model(folder: Path, seed: int, hidden_size: int = 32) -> Path:
     return folder
 
 
+@functools.lru_cache(maxsize=16)
+def _load_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def hf_logprobs(folder: Path, ids: Int32Array) -> Float32Array:
     """log_softmax of every token after the first, by plain teacher forcing."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         tokens = torch.from_numpy(ids.astype(np.int64))
-        logprobs = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)
+        logprobs = torch.log_softmax(_load_model(folder)(tokens[None]).logits[0], dim=-1)
         return logprobs[:-1].gather(1, tokens[1:, None]).squeeze(1).numpy()
 
 

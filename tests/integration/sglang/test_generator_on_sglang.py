@@ -16,9 +16,10 @@ SERVERS = ["stand_in", "real"]
 def check_pure(kit, run, call, stream):
     """Every token has the log-probability that its version gives it."""
     ids, at = np.concatenate((call.context_ids, stream.tokens)), len(call.context_ids) - 1
-    for chunk in stream.chunks:
-        assert chunk.kv_min_version == chunk.policy_version or not len(chunk.token_ids)
-        wanted = kit.hf_logprobs(run.models[chunk.policy_version], ids)[at : at + len(chunk.token_ids)]
+    scores = {version: kit.hf_logprobs(run.models[version], ids) for version in stream.versions}
+    for chunk in (c for c in stream.chunks if len(c.token_ids)):
+        assert chunk.kv_min_version == chunk.policy_version
+        wanted = scores[chunk.policy_version][at : at + len(chunk.token_ids)]
         np.testing.assert_allclose(chunk.behavior_logprobs, wanted, atol=1e-4)
         at += len(chunk.token_ids)
 
