@@ -62,6 +62,7 @@ class Sampler:
         self._slow_at = 0.0
         self._overview: Overview | None = None
         self._looked_at = 0.0
+        self._folder_complaint = ""
         self._complaint = "the mesh has not been looked at yet"
         self._log = get_logger("gateway")
         self.curves = Curves()
@@ -89,7 +90,7 @@ class Sampler:
         begun = time.monotonic()
         try:
             async with asyncio.timeout(_LOOK_SECONDS):
-                await asyncio.to_thread(self._read_files)
+                await self._read_folder()
                 look = await read_look(self._store)
                 await self._read_slow_facts()
                 delta = await self._follow(look)
@@ -180,6 +181,15 @@ class Sampler:
         self._slow_at = time.monotonic() + _SLOW_SECONDS
         self._evaluations = finished_evaluations(await self._store.evaluations())
         self.curves.set_evaluations(self._evaluations)
+
+    async def _read_folder(self) -> None:
+        try:
+            await asyncio.to_thread(self._read_files)
+        except OSError as error:
+            # The run folder may be on another machine's disk; what Redis tells does not depend on it.
+            if str(error) != self._folder_complaint:
+                self._log.warning("run_folder_unreadable", message=str(error))
+            self._folder_complaint = str(error)
 
     def _read_files(self) -> None:
         """New step reports, endpoint files, and what a launcher wrote before this gateway was there."""

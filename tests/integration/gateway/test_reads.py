@@ -174,3 +174,14 @@ async def test_the_documents_name_every_operation_and_load_nothing_from_elsewher
     assert "http://" not in page.text
     assert "https://" not in page.text
     assert "script" not in page.text
+
+
+async def test_a_run_folder_that_cannot_be_read_takes_the_curves_and_nothing_else(
+    client: httpx.AsyncClient, scene: Scene
+) -> None:
+    # A folder in the place of the file: opening it fails for root, too.
+    (Path(scene.config.folder) / "metrics.jsonl").mkdir()
+    await scene.admit(3)
+    overview = await until(client, "api/v1/overview", lambda body: body["groups"]["open"] == 3)
+    assert (overview["state"], overview["report"]) == ("running", None)
+    assert "run_folder_unreadable" in (Path(scene.config.folder).parent / "gateway.log").read_text()
