@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from rollmesh.config import RunConfig
 from rollmesh.gateway.app import create_app
 from rollmesh.gateway.archive import Archive
-from rollmesh.gateway.auth import no_check, token_check
+from rollmesh.gateway.auth import Check, no_check, token_check
 from rollmesh.gateway.backend import RunActions, RunReads
 from rollmesh.gateway.guard import LOOPBACK_NAMES
 from rollmesh.gateway.metrics import GatewayMetrics
+from rollmesh.gateway.openai.mounting import mount_openai
 from rollmesh.gateway.sampler import Sampler
 from rollmesh.gateway.token import gateway_token
 from rollmesh.gateway.viewer import Viewer, open_tokenizer
@@ -27,6 +29,7 @@ from rollmesh.runtime.network import WILDCARDS, advertised, bind_host, host_port
 from rollmesh.runtime.security import PortSecurity, is_loopback
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.metrics import StoreCallMetrics
+from rollmesh.text import Tokenizer
 
 _GRACE_SECONDS = 3
 _RETRY_SECONDS = 5.0
@@ -53,7 +56,9 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             )
         )
         sampler = Sampler(store, config, metrics, health)
-        app = build_app(config, store, sampler, metrics, host)
+        tokenizer, check = open_tokenizer(config), token_check(gateway_token(config))
+        openai = await mount_openai(stack, config, index, store, tokenizer, registry, health, shutdown, security, check)
+        app = build_app(config, store, sampler, metrics, host, tokenizer, check, [openai])
         listener = listen(host, config.gateway.port, "gateway.port")
         port = await stack.enter_async_context(http_server(app, listener, security, grace_seconds=_GRACE_SECONDS))
         url = f"{security.scheme}://{host_port(_reachable(config, host), port)}/"
@@ -74,12 +79,17 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 
 
 def build_app(
-    config: RunConfig, store: TrajectoryStore, sampler: Sampler, metrics: GatewayMetrics, host: str
+    config: RunConfig,
+    store: TrajectoryStore,
+    sampler: Sampler,
+    metrics: GatewayMetrics,
+    host: str,
+    tokenizer: Tokenizer | None,
+    check: Check,
+    routers: Sequence[APIRouter],
 ) -> FastAPI:
-    """The application of one run."""
+    """The application of one run; ``check`` guards the actions, and reads where the run file says so."""
     section = config.gateway
-    tokenizer = open_tokenizer(config)
-    check = token_check(gateway_token(config))
     loopback = is_loopback(host_port(host, 1))
     return create_app(
         RunReads(config, store, sampler, Viewer(store, Archive(config), tokenizer), text=tokenizer is not None),
@@ -89,6 +99,7 @@ def build_app(
         metrics=metrics,
         hosts=[*section.allowed_hosts, *LOOPBACK_NAMES] if section.allowed_hosts or loopback else [],
         most_bytes=section.max_request_bytes,
+        routers=routers,
     )
 
 

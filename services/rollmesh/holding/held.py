@@ -137,8 +137,8 @@ class Held:
         return replace(self.trajectory, segments=tuple(self.segments), finish_reason=reason)
 
     def park(self, reason: ReleaseReason) -> None:
-        """Ask the trajectory to come to rest at its next step."""
-        if self._park is None:
+        """Ask the trajectory to come to rest at its next step; a shutdown outweighs a pause."""
+        if self._park is None or reason is ReleaseReason.DRAINED:
             self._park = reason
         self.changed()
 
@@ -152,6 +152,11 @@ class Held:
         """The queue does not hold the trajectory for this worker any more."""
         self._lost = reason
         self.changed()
+
+    @property
+    def parking(self) -> ReleaseReason | None:
+        """Why it is to come to rest; None when it is not."""
+        return self._park
 
     @property
     def wanted(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,6 +100,12 @@ class Turn:
         end = len(text) if final or self.stopped else len(text) - held_back(text, self._stops)
         told, self._told = self._told, max(self._told, end)
         return text[told : self._told]
+
+    def afresh(self) -> Turn:
+        """The same answer with nothing told yet; for an answer that is complete."""
+        again = copy.copy(self)
+        again._told = 0
+        return again
 
     def logprobs(self, start: int = 0) -> list[TokenLogprob]:
         """Tokens from number ``start`` on, with their log-probabilities."""

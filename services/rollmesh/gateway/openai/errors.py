@@ -1,0 +1,65 @@
+"""Errors in the shape that clients of OpenAI's API know: message, type, the parameter and a code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollmesh.errors import RollmeshError
+
+
+class OpenAiError(RollmeshError):
+    """An error with its HTTP status and OpenAI's fields."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The answer's JSON."""
+        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The answer's headers."""
+        if self.retry_after is None:
+            return {}
+        return {"Retry-After": str(max(1, round(self.retry_after)))}
+
+
+def invalid(message: str, param: str | None, code: str | None = None) -> OpenAiError:
+    """The request can never work."""
+    return OpenAiError(400, message, param=param, code=code)
+
+
+def busy(message: str, code: str) -> OpenAiError:
+    """Another call has to end first; the official client tries again by itself."""
+    return OpenAiError(409, message, code=code, retry_after=1.0)
+
+
+def gone(message: str, code: str) -> OpenAiError:
+    """The session or the run has ended."""
+    return OpenAiError(410, message, code=code)
+
+
+def unavailable(message: str, code: str, retry_after: float = 2.0) -> OpenAiError:
+    """Not now."""
+    return OpenAiError(503, message, kind="server_error", code=code, retry_after=retry_after)
+
+
+def too_many(message: str, code: str, retry_after: float = 2.0) -> OpenAiError:
+    """Not now, for want of room."""
+    return OpenAiError(429, message, kind="rate_limit_error", code=code, retry_after=retry_after)

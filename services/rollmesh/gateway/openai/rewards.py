@@ -1,0 +1,106 @@
+"""The agent's last word: a reward for every trajectory of its session, recorded once."""
+
+from __future__ import annotations
+
+import time
+
+from rollmesh.gateway.openai.desk import Desk
+from rollmesh.gateway.openai.errors import OpenAiError, busy, gone, invalid
+from rollmesh.gateway.openai.parts import Part
+from rollmesh.gateway.openai.requests import RewardRequest
+from rollmesh.gateway.openai.sessions import AgentSession
+from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, SegmentSource
+
+_HOLD_SECONDS = 60.0
+"""How long a reward waits for trajectories that are not held right now."""
+_SCORE_SECONDS = 120.0
+"""How long it waits for the queue to have the score."""
+
+
+class Rewards:
+    """Ends sessions."""
+
+    def __init__(self, desk: Desk, budget: int) -> None:
+        """``budget``: tokens of a response; one that used them up ends as ``length``."""
+        self._desk = desk
+        self._budget = budget
+
+    async def post(self, session: AgentSession, request: RewardRequest) -> None:
+        """Record the reward; the same one again changes nothing, another one is an error."""
+        if session.ended == "rewarded":
+            self._check_same(session, request)
+            return
+        session.check()
+        if session.lock.locked():
+            raise busy(f"session {session.session_id}: a call of it is under way", "session_busy")
+        async with session.lock:
+            session.touch()
+            await self._post(session, request)
+
+    async def _post(self, session: AgentSession, request: RewardRequest) -> None:
+        if any(part.mark.ended for part in session.parts):
+            self._check_same(session, request)
+        parts = [part for part in session.parts if _sampled(part) or part.mark.ended]
+        if not parts:
+            raise invalid(
+                "reward: nothing was sampled in this session yet, so there is nothing to reward; make a call with "
+                "its id first, or give the session up: DELETE /v1/sessions/ID",
+                None,
+                "nothing_sampled",
+            )
+        if request.verify and len(parts) > 1:
+            raise invalid(
+                f"verify: the session's context has drifted into {len(parts)} trajectories, and the verifier looks at "
+                "one; post a value",
+                "verify",
+            )
+        outcome = _outcome(request)
+        for part in parts:
+            if not part.mark.ended:
+                rollout = await part.ready(time.monotonic() + _HOLD_SECONDS)
+                await part.keep(rollout, outcome=outcome, ask_verifier=request.verify, finish_reason=self._reason(part))
+            part.wake()
+        recorded = [await part.ended(time.monotonic() + _SCORE_SECONDS) for part in parts]
+        self._desk.end(session, "rewarded" if any(recorded) else "lost", request.reward)
+        if not any(recorded):
+            raise gone("the queue has dropped the session's group: the reward came too late", "session_ended")
+
+    def _reason(self, part: Part) -> str:
+        assert part.held is not None
+        full = part.finish_reason == "length" and part.held.token_count >= self._budget
+        return (FinishReason.LENGTH if full else FinishReason.ENVIRONMENT).value
+
+    def _check_same(self, session: AgentSession, request: RewardRequest) -> None:
+        """A client that did not get the answer posts again; nobody changes a reward."""
+        mark = next(part.mark for part in reversed(session.parts) if part.mark.ended)
+        outcome = _outcome(request)
+        same = mark.ask_verifier == request.verify and (
+            mark.outcome is outcome
+            or (
+                mark.outcome is not None
+                and outcome is not None
+                and (mark.outcome.kind, mark.outcome.value) == (outcome.kind, outcome.value)
+            )
+        )
+        if not same:
+            raise OpenAiError(
+                422,
+                f"session {session.session_id} has its reward already, and it is another one",
+                param="reward",
+                code="already_rewarded",
+            )
+
+
+def _sampled(part: Part) -> bool:
+    return part.held is not None and any(s.source is SegmentSource.POLICY for s in part.held.segments)
+
+
+def _outcome(request: RewardRequest) -> RewardOutcome | None:
+    if request.verify:
+        return None
+    if request.error is not None:
+        return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=f"agent: {request.error}")
+    assert request.reward is not None
+    return RewardOutcome(
+        kind=OutcomeKind.SCORED, value=request.reward, parts={"agent": request.reward, **request.parts}
+    )

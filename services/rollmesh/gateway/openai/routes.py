@@ -1,0 +1,143 @@
+"""The OpenAI-compatible API, and the sessions of outside agents beside it.
+
+GET     /v1/models                     the run, and the policy versions that are served
+POST    /v1/chat/completions           an answer to a conversation
+POST    /v1/completions                a text or its token ids, continued
+POST    /v1/sessions                   a prompt to work on (rollout.program=agent)
+GET     /v1/sessions/{id}              a session: its trajectories, drift, state
+POST    /v1/sessions/{id}/reward       the agent's last word: the trajectories are finished and scored
+DELETE  /v1/sessions/{id}              give a session up: its prompt waits for another one
+
+A call with the header ``X-Rollmesh-Session`` is recorded in that session.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Request, Response
+
+from rollmesh.gateway.auth import Check
+from rollmesh.gateway.openai.answering import SESSION_HEADER, Answering
+from rollmesh.gateway.openai.desk import Desk
+from rollmesh.gateway.openai.errors import OpenAiError, gone, too_many
+from rollmesh.gateway.openai.http import OpenAiRoute, unless_gone
+from rollmesh.gateway.openai.requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
+from rollmesh.gateway.openai.service import OpenAiService
+from rollmesh.gateway.openai.session_lookup import agents_of, find_session
+from rollmesh.gateway.openai.sessions import AgentSession
+
+SessionId = Annotated[str, Path(description="Session id.", min_length=1, max_length=100)]
+_HEADER = {
+    "parameters": [
+        {
+            "name": SESSION_HEADER,
+            "in": "header",
+            "required": False,
+            "schema": {"type": "string"},
+            "description": "Session that records the call.",
+        }
+    ]
+}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text}
+    for status, text in {
+        400: "The request is wrong: `error.param` names the field.",
+        401: "The token is missing or wrong.",
+        409: "Another call of the session is under way.",
+        410: "The session or the run has ended.",
+        429: "No prompt right now: try again after `Retry-After` seconds.",
+        503: "Not now: try again after `Retry-After` seconds.",
+    }.items()
+}
+
+
+def openai_router(service: OpenAiService, check: Check) -> APIRouter:
+    """Chat, completions and models; every call needs the token."""
+    api = APIRouter(
+        prefix="/v1", tags=["openai"], dependencies=[Depends(check)], route_class=OpenAiRoute, responses=_ERRORS
+    )
+    answering = Answering(service)
+
+    @api.get("/models")
+    async def models() -> dict[str, Any]:
+        """The run, and every policy version that a generator serves."""
+        serving, newest = await service.policies()
+        run = service.config.name
+        names = [run, *(f"{run}@{version}" for version in sorted(serving))]
+        return {"object": "list", "data": [_model(name) for name in names], "rollmesh": _newest(newest, serving)}
+
+    @api.get("/models/{model}")
+    async def model(model: str) -> dict[str, Any]:
+        """One model."""
+        serving, _ = await service.policies()
+        run = service.config.name
+        if model not in (run, *(f"{run}@{version}" for version in serving)):
+            raise OpenAiError(404, f"model: {model!r} is not served here", param="model", code="model_not_found")
+        return _model(model)
+
+    @api.post("/chat/completions", openapi_extra=_HEADER)
+    async def chat(request: Request, body: ChatRequest) -> Response:
+        """An answer to a conversation, rendered with the model's own chat template."""
+        return await answering.answer(request, body, "chat")
+
+    @api.post("/completions", openapi_extra=_HEADER)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        """A text, or its token ids, continued."""
+        return await answering.answer(request, body, "completions")
+
+    _add_sessions(api, service)
+    return api
+
+
+def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
+    run = service.config.name
+
+    @api.post("/sessions", status_code=201)
+    async def open_session(request: Request, body: SessionRequest | None = None) -> dict[str, Any]:
+        """A prompt to work on; waits while the run is paused or its pool is full."""
+        wait = (body or SessionRequest()).wait_seconds
+        session = await unless_gone(request, _opened(service, agents_of(service).desk, wait))
+        return session.describe(run, with_task=True)
+
+    @api.get("/sessions/{session_id}")
+    async def session(session_id: SessionId) -> dict[str, Any]:
+        """A session as it is."""
+        return find_session(service, session_id).describe(run, with_task=True)
+
+    @api.post("/sessions/{session_id}/reward")
+    async def reward(session_id: SessionId, body: RewardRequest) -> dict[str, Any]:
+        """Finish and score the session's trajectories; the same reward again changes nothing."""
+        found = find_session(service, session_id)
+        # Not cut off when the client hangs up: half a reward helps nobody, and posting again is harmless.
+        await agents_of(service).rewards.post(found, body)
+        return found.describe(run, with_task=False)
+
+    @api.delete("/sessions/{session_id}", status_code=204)
+    async def give_up(session_id: SessionId) -> Response:
+        """Give a session up; its tokens are dropped and its prompt waits for another one."""
+        found = find_session(service, session_id)
+        agents_of(service).desk.end(found, "given_up")
+        return Response(status_code=204)
+
+
+async def _opened(service: OpenAiService, desk: Desk, wait_seconds: float) -> AgentSession:
+    session = await desk.open(wait_seconds)
+    if session is not None:
+        return session
+    if await service.complete():
+        raise gone("the run has all the rollouts that it needs", "run_complete")
+    desired = await service.store.desired()
+    why = desired.reason or "paused" if desired.paused else "the pool is full, or no prompt is admitted yet"
+    raise too_many(f"no prompt within {wait_seconds:g} s: {why}", "no_prompt")
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "rollmesh"}
+
+
+def _newest(newest: Any, serving: Any) -> dict[str, Any]:
+    return {
+        "newest_policy_version": None if newest is None else newest.policy_version,
+        "generators_by_version": {str(version): count for version, count in sorted(serving.items())},
+    }

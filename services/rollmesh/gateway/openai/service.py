@@ -1,0 +1,258 @@
+"""What stands behind the OpenAI-compatible API: the callers, and in a run of outside agents a worker with its desk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from rollmesh.config import RunConfig
+from rollmesh.errors import RollmeshError, StoreUnavailable
+from rollmesh.gateway.openai.desk import Desk
+from rollmesh.gateway.openai.free import FreeCalls
+from rollmesh.gateway.openai.metrics import OpenAiMetrics
+from rollmesh.gateway.openai.recorded import RecordedCalls
+from rollmesh.gateway.openai.rewards import Rewards
+from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
+from rollmesh.holding.generators import Generators
+from rollmesh.holding.interrupts import Interrupter
+from rollmesh.holding.policies import Policies
+from rollmesh.holding.saving import Saver
+from rollmesh.holding.scoring import Scorer
+from rollmesh.holding.sessions import WorkerSession
+from rollmesh.holding.worker import Worker, WorkerParts
+from rollmesh.holding.worker_metrics import WorkerMetrics
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.network import instance_name
+from rollmesh.runtime.security import OPEN, PortSecurity
+from rollmesh.scheduling import run_limits
+from rollmesh.store import TrajectoryStore
+from rollmesh.text import Tokenizer
+from rollmesh.types import PolicyRecord, SamplingParams
+from rollmesh.wire.generation_client import GenerationClient
+from rollmesh.wire.reward_client import RewardClient
+
+_FREE_CHUNK_TOKENS = 8
+"""Text of unrecorded answers arrives in pieces of so many tokens; recorded ones in pieces that are saved."""
+_INTERRUPT_GRACE_SECONDS = 3.0
+_LOOK_SECONDS = 0.5
+_SWEEP_SECONDS = 0.5
+_HEARTBEAT_DEADLINE_SECONDS = 120.0
+_TAKE_OVER_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agents:
+    """What only a run of outside agents has."""
+
+    desk: Desk
+    recorded: RecordedCalls
+    rewards: Rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiService:
+    """Everything that the routes call."""
+
+    config: RunConfig
+    store: TrajectoryStore
+    tokenizer: Tokenizer
+    metrics: OpenAiMetrics
+    free: FreeCalls
+    generators: Generators
+    agents: Agents | None
+    started: float
+    """When it started, monotonic seconds."""
+
+    @property
+    def taking_over(self) -> bool:
+        """Whether sessions of a gateway that died may still come: its leases have to expire first."""
+        return time.monotonic() - self.started < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS
+
+    async def policies(self) -> tuple[Mapping[int, int], PolicyRecord | None]:
+        """Serving generators by policy version, and the newest announced policy."""
+        serving: dict[int, int] = {}
+        for record in self.generators.records.values():
+            if record.serving:
+                serving[record.policy_version] = serving.get(record.policy_version, 0) + 1
+        return serving, await self.store.latest_policy()
+
+    async def complete(self) -> bool:
+        """Whether the run has no use for further rollouts."""
+        state = await self.store.training_state()
+        return max(state.trained_step, state.cut_step) >= self.config.trainer.train_steps
+
+
+@asynccontextmanager
+async def openai_service(
+    config: RunConfig,
+    index: int,
+    store: TrajectoryStore,
+    tokenizer: Tokenizer,
+    registry: Metrics,
+    health: Health,
+    shutdown: Shutdown,
+    security: PortSecurity = OPEN,
+) -> AsyncIterator[OpenAiService]:
+    """The service while its loops run; one that fails sets ``shutdown``, and its error is raised at the end.
+
+    Leaving it brings every held trajectory to rest: saved, and given back without counting as an attempt.
+    """
+    metrics = OpenAiMetrics(registry)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(GenerationClient(security))
+        generators, policies = Generators(store), Policies(store)
+        limits = _call_limits(config, tokenizer, SaveLimits.of(config.rollout.partial_save_tokens))
+        free_saving = SaveLimits(
+            chunk_token_count=_FREE_CHUNK_TOKENS, unacknowledged_token_limit=0, call_token_count=None
+        )
+        caller = Caller(client, generators, policies, _call_limits(config, tokenizer, free_saving), metrics)
+        stop = asyncio.Event()
+        loops = _Loops(shutdown)
+        agents: Agents | None = None
+        if config.rollout.program == "agent":
+            await store.init_run(run_limits(config))
+            reward = await stack.enter_async_context(RewardClient(config, security=security))
+            desk = Desk(metrics, config.rollout.agent.idle_timeout_seconds)
+            worker_metrics = WorkerMetrics(registry)
+            session = WorkerSession(
+                store, instance_name(config, "gateway", index), config.store.heartbeat_seconds, worker_metrics
+            )
+            worker = _worker(
+                config,
+                tokenizer,
+                WorkerParts(
+                    store=store,
+                    session=session,
+                    saver=Saver(store, session),
+                    generators=generators,
+                    policies=policies,
+                    caller=Caller(client, generators, policies, limits, worker_metrics),
+                    interrupter=Interrupter(client, generators, _INTERRUPT_GRACE_SECONDS),
+                    scorer=Scorer(reward, config.reward, config.rollout.max_new_tokens, worker_metrics),
+                    program=desk,
+                    metrics=worker_metrics,
+                    health=health,
+                ),
+                desk,
+            )
+            agents = _agents(config, tokenizer, desk, worker, metrics, limits)
+            loops.start(_work(worker, session, health, stop), "agents-worker")
+            loops.start(_sweep(desk, stop), "agents-sweep")
+        else:
+            loops.start(_look(generators, policies, stop), "openai-registry")
+        try:
+            yield OpenAiService(
+                config=config,
+                store=store,
+                tokenizer=tokenizer,
+                metrics=metrics,
+                free=FreeCalls(tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens),
+                generators=generators,
+                agents=agents,
+                started=time.monotonic(),
+            )
+        finally:
+            stop.set()
+            await loops.ended()
+
+
+class _Loops:
+    """Background tasks whose failure ends the process."""
+
+    def __init__(self, shutdown: Shutdown) -> None:
+        self._shutdown = shutdown
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, work: object, name: str) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        task.set_name(name)
+        task.add_done_callback(self._done)
+        self._tasks.append(task)
+
+    async def ended(self) -> None:
+        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                raise result
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            get_logger("agents").error("loop_failed", loop=task.get_name(), exc_info=error)
+            self._shutdown.set()
+
+
+def _worker(config: RunConfig, tokenizer: Tokenizer, parts: WorkerParts, desk: Desk) -> Worker:
+    worker = Worker(
+        parts,
+        params=SamplingParams(
+            temperature=config.rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
+        ),
+        budget=config.rollout.max_new_tokens,
+        concurrency=config.rollout.worker_concurrency,
+        drain_seconds=config.generator.drain_timeout_seconds / 2,
+        new_limit=desk.wanted,
+    )
+    desk.wake_worker = worker.wake
+    return worker
+
+
+def _agents(
+    config: RunConfig, tokenizer: Tokenizer, desk: Desk, worker: Worker, metrics: OpenAiMetrics, limits: CallLimits
+) -> Agents:
+    budget = config.rollout.max_new_tokens
+    recorded = RecordedCalls(
+        tokenizer, desk, worker, metrics, budget=budget, save_slack=limits.saving.chunk_token_count
+    )
+    return Agents(desk=desk, recorded=recorded, rewards=Rewards(desk, budget))
+
+
+def _call_limits(config: RunConfig, tokenizer: Tokenizer, saving: SaveLimits) -> CallLimits:
+    return CallLimits(
+        vocab_size=tokenizer.vocab_size,
+        max_context_tokens=config.generator.max_context_tokens,
+        saving=saving,
+        chunk_timeout_seconds=config.rollout.chunk_timeout_seconds,
+    )
+
+
+async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Shutdown) -> None:
+    """One worker session, from the first heartbeat to the last release."""
+    while True:
+        try:
+            await session.open()
+            break
+        except StoreUnavailable as error:
+            get_logger("agents").warning("store_unavailable", message=str(error))
+        if await wait_or_shutdown(stop, _LOOK_SECONDS):
+            return
+    health.watch("heartbeat", _HEARTBEAT_DEADLINE_SECONDS)
+    heartbeat = asyncio.create_task(session.keep_alive(lambda: health.beat("heartbeat")), name="heartbeat")
+    try:
+        await worker.run(stop)
+    finally:
+        heartbeat.cancel()
+        await asyncio.gather(heartbeat, return_exceptions=True)
+        health.unwatch("heartbeat")
+        await session.close()
+
+
+async def _sweep(desk: Desk, stop: Shutdown) -> None:
+    while not await wait_or_shutdown(stop, _SWEEP_SECONDS):
+        desk.sweep()
+
+
+async def _look(generators: Generators, policies: Policies, stop: Shutdown) -> None:
+    """Follow the registry, where no worker does."""
+    while True:
+        try:
+            await policies.refresh()
+            await generators.refresh()
+        except RollmeshError as error:
+            get_logger("openai").warning("registry_not_read", message=str(error))
+        if await wait_or_shutdown(stop, _LOOK_SECONDS):
+            return

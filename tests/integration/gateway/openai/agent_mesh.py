@@ -1,0 +1,231 @@
+"""A small run of outside agents: real queue, real generator, real leader, real gateway; the trainer is played here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from fastapi import FastAPI
+from openai import AsyncOpenAI
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.gateway.auth import token_check
+from rollmesh.gateway.openai.routes import openai_router
+from rollmesh.gateway.openai.service import OpenAiService, openai_service
+from rollmesh.generator.main import serve as serve_generator
+from rollmesh.rollout.main import serve as serve_rollout
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import http_server, listen
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.scheduling import run_limits
+from rollmesh.store import EmbeddedServer, TrajectoryStore
+from rollmesh.text import Tokenizer
+from rollmesh.types import Batch
+
+TOKEN = "an-agent-token"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WORDS = "the quick brown fox says hello world, hello there; Observation: the answer is 42\nuser assistant system"
+TASKS = [[{"role": "user", "content": f"the answer is {n}?"}] for n in range(40)]
+
+
+def write_model(folder: Path, seed: int) -> Path:
+    """A random Qwen2 over a byte-level vocabulary with ChatML."""
+    tokenizer = HfTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([WORDS] * 4, trainer)
+    # Not special, so that a random model that writes it in the middle of an answer has it in the answer's text.
+    tokenizer.add_tokens(["<|im_start|>"])
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"),
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def make_config(folder: Path, server: EmbeddedServer, **sections: Any) -> RunConfig:
+    """A run of agents, or of what ``sections`` say."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = folder / "tasks.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": task, "answer": str(n)}) for n, task in enumerate(TASKS)))
+    write_model(folder / "model", 0)
+    data: dict[str, Any] = {
+        "name": folder.name,
+        "folder": str(folder),
+        "model": {"path": str(folder / "model")},
+        "data": {
+            "source": {"type": "jsonl", "path": str(rows), "chat": True},
+            "max_prompt_tokens": 64,
+            "shuffle": False,
+            "held_out_ratio": 0,
+        },
+        "rollout": {"program": "agent", "max_new_tokens": 400, "partial_save_tokens": 64},
+        "reward": {"verifier": "exact"},
+        "schedule": {"groups_per_batch": 2, "group_size": 2, "pool_size": 8, "max_staleness": 4},
+        "trainer": {"train_steps": 20},
+        "checkpoints": {"secret": "0123456789abcdef0123456789abcdef"},
+        "store": {"url": server.url, "heartbeat_seconds": 0.3, "session_ttl_seconds": 2.0},
+        "generator": {"slots": 8, "max_context_tokens": 512, "device": "cpu", "drain_timeout_seconds": 4.0},
+    }
+    for name, section in sections.items():
+        data[name] = {**data.get(name, {}), **section}
+    (folder / "run.yaml").write_text(yaml.safe_dump(data))
+    return load_run_config(folder / "run.yaml", environ={})
+
+
+@dataclass
+class Gateway:
+    """One gateway and its clients."""
+
+    service: OpenAiService
+    registry: Metrics
+    url: str
+    shutdown: asyncio.Event
+
+    def client(self, **options: Any) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", **{"api_key": TOKEN, "max_retries": 0, **options})
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.registry.registry.get_sample_value(name, labels) or 0.0
+
+
+@dataclass
+class AgentMesh:
+    """A run; policies are published and batches claimed by the test."""
+
+    config: RunConfig
+    store: TrajectoryStore
+    tokenizer: Tokenizer
+    trainer: str = ""
+    versions: int = 0
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    shutdown: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def publish(self) -> None:
+        """Publish and announce the next version, with its true canary."""
+        if not self.trainer:
+            await self.store.init_run(run_limits(self.config))
+            self.trainer = await self.store.open_trainer_session("test")
+        version = self.versions
+        source = write_model(Path(self.config.folder) / f"model-{version}", version)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        canary = []
+        for seed in range(2):
+            ids = np.random.default_rng(seed).integers(2, 250, 16)
+            with torch.inference_mode():
+                logprobs = torch.log_softmax(model(torch.from_numpy(ids)[None]).logits[0], -1)
+            gathered = logprobs[:-1].gather(1, torch.from_numpy(ids)[1:, None]).squeeze(1)
+            canary.append(CanarySequence(token_ids=ids.tolist(), logprobs=gathered.tolist()))
+        record = CheckpointStore.from_config(self.config).publish(
+            session=self.trainer,
+            policy_version=version,
+            train_step=version,
+            parent=version - 1 if version else None,
+            write=lambda folder: [shutil.copy(f, folder) for f in source.iterdir()] and None,
+            canary=canary,
+        )
+        await self.store.announce_policy(self.trainer, record)
+        self.versions += 1
+
+    def start(self, service: Callable[..., Any], index: int = 0) -> None:
+        self.tasks.append(asyncio.create_task(service(self.config, index, self.shutdown)))
+
+    async def serving(self, version: int) -> None:
+        """Wait until a generator serves a version."""
+        await self.until(f"version {version} served", lambda: self._serves(version))
+
+    async def _serves(self, version: int) -> bool:
+        return any(g.serving and g.policy_version == version for g in await self.store.generators())
+
+    async def until(self, what: str, condition: Callable[[], Any], seconds: float = 60.0) -> None:
+        deadline = time.monotonic() + seconds
+        while True:
+            result = condition()
+            if await result if asyncio.iscoroutine(result) else result:
+                return
+            for task in self.tasks:
+                if task.done():
+                    task.result()
+            assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s"
+            await asyncio.sleep(0.02)
+
+    async def batch(self, step: int) -> Batch:
+        """The batch of a train step, once it is cut; it counts as trained from then on."""
+        batch = await self.store.claim(self.trainer, step, 30.0)
+        assert batch is not None
+        await self.store.confirm_batch_file(self.trainer, step, "00")
+        await self.store.report_trained(self.trainer, step)
+        return batch
+
+    @asynccontextmanager
+    async def gateway(self, index: int = 0) -> AsyncIterator[Gateway]:
+        """A gateway in this process, at a port of its own."""
+        shutdown, registry = asyncio.Event(), Metrics("gateway")
+        async with openai_service(
+            self.config, index, self.store, self.tokenizer, registry, Health(), shutdown
+        ) as service:
+            app = FastAPI()
+            app.include_router(openai_router(service, token_check(TOKEN)))
+            async with http_server(app, listen("127.0.0.1", 0, "port"), grace_seconds=1) as port:
+                yield Gateway(service, registry, f"http://127.0.0.1:{port}", shutdown)
+
+    async def aclose(self) -> None:
+        self.shutdown.set()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def agent_mesh(folder: Path, server: EmbeddedServer, **sections: Any) -> AsyncIterator[AgentMesh]:
+    """A run with a served policy 0 and a leader."""
+    config = make_config(folder, server, **sections)
+    async with await TrajectoryStore.connect(config.store, config.name) as store:
+        mesh = AgentMesh(config, store, Tokenizer(config.model.path))
+        try:
+            await mesh.publish()
+            mesh.start(serve_generator)
+            mesh.start(serve_rollout)
+            await mesh.serving(0)
+            yield mesh
+        finally:
+            await mesh.aclose()

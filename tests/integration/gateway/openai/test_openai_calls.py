@@ -1,0 +1,199 @@
+"""Chat and completions through the official client, on a real generator; nothing of it is recorded."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from .agent_mesh import TOKEN, AgentMesh
+
+QUESTION = [{"role": "user", "content": "the answer is 42?"}]
+
+
+async def test_the_official_client_gets_models_chat_and_completions(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
+    async with mesh.gateway() as gateway:
+        async with gateway.client() as client:
+            run = mesh.config.name
+            assert [m.id for m in (await client.models.list()).data] == [run, f"{run}@0"]
+            assert (await client.models.retrieve(run)).owned_by == "rollmesh"
+
+            chat = await client.chat.completions.create(
+                model=run, messages=QUESTION, max_completion_tokens=12, logprobs=True, n=2, seed=5,
+                extra_body={"return_token_ids": True},
+            )  # fmt: skip
+            assert len(chat.choices) == 2
+            prompt = mesh.tokenizer.render_chat(QUESTION).tolist()
+            assert chat.usage is not None and chat.usage.prompt_tokens == len(prompt)
+            assert chat.model_extra is not None and chat.model_extra["prompt_token_ids"] == prompt
+            assert chat.model_extra["rollmesh"] == {"policy_versions": [0]}
+            for choice in chat.choices:
+                ids = choice.model_extra["token_ids"]  # type: ignore[index]
+                assert choice.finish_reason == ("stop" if len(ids) < 12 else choice.finish_reason)
+                assert choice.message.role == "assistant"
+                assert choice.logprobs is not None and choice.logprobs.content is not None
+                assert len(choice.logprobs.content) == len(ids)
+                assert all(t.logprob < 0 for t in choice.logprobs.content)
+            assert chat.choices[0].model_extra["token_ids"] != chat.choices[1].model_extra["token_ids"]  # type: ignore[index]
+
+            same = await client.completions.create(
+                model=f"{run}@0",
+                prompt=prompt,
+                max_tokens=12,
+                logprobs=0,
+                seed=5,
+                extra_body={"return_token_ids": True},
+            )
+            assert same.choices[0].model_extra["token_ids"] == chat.choices[0].model_extra["token_ids"]  # type: ignore[index]
+            assert same.choices[0].logprobs is not None
+            assert same.choices[0].logprobs.token_logprobs == pytest.approx(
+                [t.logprob for t in chat.choices[0].logprobs.content]  # type: ignore[union-attr]
+            )
+        assert (
+            gateway.value("rollmesh_gateway_openai_calls_total", endpoint="chat", recorded="no", outcome="answered")
+            == 1
+        )
+        assert gateway.value("rollmesh_gateway_openai_running_calls") == 0
+        assert gateway.value("rollmesh_gateway_openai_answer_tokens_total", recorded="no") > 0
+
+
+async def test_a_stream_tells_what_the_whole_answer_says(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
+    run = mesh.config.name
+    async with mesh.gateway() as gateway, gateway.client() as client:
+        options: dict[str, Any] = {"model": run, "messages": QUESTION, "max_tokens": 60, "seed": 3, "temperature": 0.7}
+        whole = await client.chat.completions.create(**options, logprobs=True)
+        pieces, reason, usage, logprobs = [], None, None, []
+        stream = await client.chat.completions.create(
+            **options, stream=True, stream_options={"include_usage": True}, logprobs=True
+        )
+        async for event in stream:
+            usage = event.usage or usage
+            for choice in event.choices:
+                pieces.append(choice.delta.content or "")
+                reason = choice.finish_reason or reason
+                if choice.logprobs is not None and choice.logprobs.content:
+                    logprobs += [t.logprob for t in choice.logprobs.content]
+        assert "".join(pieces) == whole.choices[0].message.content
+        assert len([p for p in pieces if p]) > 2
+        assert reason == whole.choices[0].finish_reason
+        assert usage == whole.usage
+        assert logprobs == pytest.approx([t.logprob for t in whole.choices[0].logprobs.content])  # type: ignore[union-attr]
+
+        text = whole.choices[0].message.content or ""
+        stop = text[len(text) // 2 : len(text) // 2 + 2]
+        stopped = await client.chat.completions.create(**options, stop=[stop])
+        assert stopped.choices[0].message.content == text[: text.index(stop)]
+        assert stopped.choices[0].finish_reason == "stop"
+
+        raw = await client.completions.with_raw_response.create(
+            model=run, prompt="the answer", max_tokens=4, stream=True
+        )
+        body = await raw.http_response.aread()
+        assert body.endswith(b"data: [DONE]\n\n")
+        assert raw.headers["content-type"].startswith("text/event-stream")
+
+
+async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
+    run = mesh.config.name
+    good: dict[str, Any] = {"model": run, "messages": QUESTION, "max_tokens": 2}
+    cases: list[tuple[dict[str, Any], int, str | None, str]] = [
+        ({"frobnicate": 1}, 400, "frobnicate", "unknown parameter"),
+        ({"tools": [{"type": "function"}]}, 400, "tools", "describe the tools in a message"),
+        ({"response_format": {"type": "json_object"}}, 400, "response_format", "not supported"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty", "logprobs"),
+        ({"top_logprobs": 2, "logprobs": True}, 400, "top_logprobs", "less than or equal to 0"),
+        ({"temperature": -1}, 400, "temperature", "greater than or equal to 0 (got -1)"),
+        ({"n": 1000}, 400, "n", "less than or equal"),
+        ({"stop": [""]}, 400, "stop.0", "at least 1 character"),
+        ({"messages": []}, 400, "messages", "at least 1 item"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "messages.0.content.0.type",
+            "text",
+        ),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role", "system"),
+        ({"model": "gpt-4"}, 404, "model", f"it is '{run}'"),
+        ({"model": f"{run}@x"}, 404, "model", "whole number"),
+        ({"model": f"{run}@7"}, 503, None, "no generator serves policy version 7"),
+        ({"messages": [{"role": "user", "content": "the " * 600}]}, 400, "messages", "max_context_tokens=512"),
+    ]
+    async with mesh.gateway() as gateway:
+        async with httpx.AsyncClient(base_url=gateway.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+            for change, status, param, words in cases:
+                answer = await http.post("/v1/chat/completions", json={**good, **change})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (status, param), (change, error)
+                assert words in error["message"], (change, error)
+            neutral = {"tools": [], "presence_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
+            assert (await http.post("/v1/chat/completions", json={**good, **neutral})).status_code == 200
+            answer = await http.post("/v1/completions", json={"model": run, "prompt": [1, 99999]})
+            assert "prompt[1]: token id 99999" in answer.json()["error"]["message"]
+            answer = await http.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400 and "not valid JSON" in answer.json()["error"]["message"]
+            answer = await http.post("/v1/sessions")
+            assert "rollout.program=agent" in answer.json()["error"]["message"]
+            wrong = await http.get("/v1/models", headers={"Authorization": "Bearer no"})
+            assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
+        client = gateway.client(api_key="wrong")
+        with pytest.raises(openai.AuthenticationError):
+            await client.chat.completions.create(**good)
+        await client.close()
+
+
+async def test_a_client_that_hangs_up_frees_the_generator_and_a_reload_does_not_cut_an_answer(
+    make_mesh: Callable[..., Any],
+) -> None:
+    mesh: AgentMesh = await make_mesh(
+        rollout={"program": "single_turn"}, schedule={"pool_size": 4}, generator={"pace": [[1, 0.01]]}
+    )
+    run = mesh.config.name
+    long: dict[str, Any] = {"model": run, "messages": QUESTION, "max_tokens": 300, "temperature": 2.0}
+    async with mesh.gateway() as gateway, gateway.client() as client:
+        await mesh.store.set_user_paused(True)
+
+        async def running() -> int:
+            return sum(g.running_count + g.waiting_count for g in await mesh.store.generators())
+
+        for stream in (False, True):
+            call = asyncio.create_task(client.chat.completions.create(**long, stream=stream))
+            if stream:
+                events = await call
+                await anext(events.__aiter__())
+                await events.close()
+            else:
+                await mesh.until("the call is running", lambda: running())
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+            await mesh.until("the slot is free", lambda: _none(running()))
+            await mesh.until("the call is over", lambda: gateway.value("rollmesh_gateway_openai_running_calls") == 0)
+        assert (
+            gateway.value("rollmesh_gateway_openai_calls_total", endpoint="chat", recorded="no", outcome="cancelled")
+            == 2
+        )
+
+        answers = []
+        for _ in range(4):
+            call = asyncio.create_task(client.chat.completions.create(**long, extra_body={"return_token_ids": True}))
+            await mesh.until("the call is running", lambda: running())
+            await mesh.publish()
+            answers.append(await call)
+            await mesh.serving(mesh.versions - 1)
+        versions = [a.model_extra["rollmesh"]["policy_versions"] for a in answers]  # type: ignore[index]
+        assert any(len(v) > 1 for v in versions), versions
+        for answer in answers:
+            ids = answer.choices[0].model_extra["token_ids"]  # type: ignore[index]
+            assert len(ids) == 300 or ids[-1] in mesh.tokenizer.eos_token_ids
+            assert np.all(np.array(ids) < mesh.tokenizer.vocab_size)
+
+
+async def _none(count: Any) -> bool:
+    return await count == 0

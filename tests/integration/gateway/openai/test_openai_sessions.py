@@ -1,0 +1,350 @@
+"""Agents at work: their calls become trajectories, with the ids as sampled, and their rewards train them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from rollmesh.types import FinishReason, SegmentSource
+
+from .agent_mesh import TASKS, TOKEN, AgentMesh, Gateway
+
+
+def http_of(gateway: Gateway) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=f"{gateway.url}/v1", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60, trust_env=False
+    )
+
+
+class Agent:
+    """One session driven as an agent would."""
+
+    def __init__(self, gateway: Gateway, session: dict[str, Any], **client: Any) -> None:
+        self.id = session["id"]
+        self.told = session
+        self.messages = list(session["messages"])
+        self.client = gateway.client(default_headers={"X-Rollmesh-Session": self.id}, **client)
+
+    @classmethod
+    async def open(cls, gateway: Gateway, http: httpx.AsyncClient, **client: Any) -> Agent:
+        answer = await http.post("/sessions", json={"wait_seconds": 20})
+        assert answer.status_code == 201, answer.text
+        return cls(gateway, answer.json(), **client)
+
+    async def turn(self, heard: str = "and then?", **options: Any) -> Any:
+        """One call; the answer and what was heard after it become part of the conversation."""
+        answer = await self.client.chat.completions.create(
+            model=self.told["model"], messages=self.messages, extra_body={"return_token_ids": True},
+            **{"max_tokens": 20, **options},
+        )  # fmt: skip
+        self.messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        self.messages.append({"role": "user", "content": heard})
+        return answer
+
+    async def aclose(self) -> None:
+        await self.client.close()
+
+
+async def state(http: httpx.AsyncClient, session_id: str) -> dict[str, Any]:
+    return (await http.get(f"/sessions/{session_id}")).json()
+
+
+async def test_conversations_become_trajectories_with_the_ids_as_sampled(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh()
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agents = [await Agent.open(gateway, http) for _ in range(4)]
+        assert [agent.told["messages"] for agent in agents] == [TASKS[0], TASKS[0], TASKS[1], TASKS[1]]
+        assert [agent.told["task"] for agent in agents] == [{"answer": n} for n in "0011"]
+        sampled: dict[str, list[list[int]]] = {}
+        for agent in agents:
+            answers = [await agent.turn(f"turn {n}", logprobs=True) for n in range(3)]
+            sampled[agent.id] = [a.choices[0].model_extra["token_ids"] for a in answers]
+            contexts = [a.model_extra["prompt_token_ids"] for a in answers]
+            for before, ids, after in zip(contexts, sampled[agent.id], contexts[1:], strict=False):
+                assert after[: len(before) + len(ids)] == before + ids, "no token of the context is written anew"
+            assert answers[0].model_extra["rollmesh"]["session"] == agent.id
+        # Calls without the header are nobody's.
+        async with gateway.client() as stranger:
+            await stranger.chat.completions.create(model=mesh.config.name, messages=TASKS[0], max_tokens=5)
+        for number, agent in enumerate(agents):
+            assert (await state(http, agent.id))["drift_count"] == 0
+            done = await http.post(f"/sessions/{agent.id}/reward", json={"reward": float(number), "parts": {"x": 0.5}})
+            assert done.status_code == 200, done.text
+            assert done.json()["state"] == "rewarded"
+        batch = await mesh.batch(1)
+        by_session = {}
+        for agent in agents:
+            (part,) = (await state(http, agent.id))["trajectories"]
+            by_session[part["id"]] = agent
+        trajectories = {t.trajectory_id: t for g in batch.groups for t in g.trajectories}
+        assert trajectories.keys() == by_session.keys()
+        for name, trajectory in trajectories.items():
+            agent = by_session[name]
+            policy = [s for s in trajectory.segments if s.source is SegmentSource.POLICY]
+            assert np.concatenate([s.token_ids for s in policy]).tolist() == [
+                i for ids in sampled[agent.id] for i in ids
+            ]
+            assert all(s.behavior_logprobs is not None and (s.behavior_logprobs < 0).all() for s in policy)
+            assert {s.policy_version for s in policy} == {0}
+            text = mesh.tokenizer.decode(
+                np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids]), special_tokens=True
+            )
+            assert mesh.tokenizer.chat_text(agent.messages[:-1]).startswith(text.removesuffix("<|im_end|>"))
+            assert trajectory.finish_reason is FinishReason.ENVIRONMENT
+            assert trajectory.outcome is not None and trajectory.outcome.parts["x"] == 0.5
+            assert trajectory.shaped_reward == float(agents.index(agent))
+        counts = await mesh.store.counts()
+        assert counts.totals.get("forks_total", 0) == 0
+        assert gateway.value("rollmesh_gateway_openai_sessions_ended_total", how="rewarded") == 4
+        for agent in agents:
+            await agent.aclose()
+
+
+async def test_a_session_refuses_what_could_not_be_trained_on(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh()
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agent = await Agent.open(gateway, http)
+        for change, field in (
+            ({"temperature": 0.5}, "temperature"), ({"top_p": 0.9}, "top_p"), ({"extra_body": {"top_k": 3}}, "top_k"),
+            ({"n": 2}, "n"), ({"seed": 1}, "seed"), ({"model": f"{mesh.config.name}@0"}, "model"),
+        ):  # fmt: skip
+            options = {"model": mesh.config.name, "messages": agent.messages, **change}
+            with pytest.raises(openai.BadRequestError) as refused:
+                await agent.client.chat.completions.create(**options)
+            assert refused.value.param == field, refused.value
+        system = [{"role": "system", "content": "be brief"}, *agent.messages]
+        with pytest.raises(openai.BadRequestError, match="rollout.agent.contexts=free"):
+            await agent.client.chat.completions.create(model=mesh.config.name, messages=system)
+        nothing = await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})
+        assert (nothing.status_code, nothing.json()["error"]["code"]) == (400, "nothing_sampled")
+        both = await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0, "verify": True})
+        assert "exactly one of" in both.json()["error"]["message"]
+        await agent.turn(temperature=1.0, top_p=1.0, n=1)
+        too_long = [*agent.messages, {"role": "user", "content": "x" * 900}]
+        with pytest.raises(openai.BadRequestError) as refused:
+            await agent.client.chat.completions.create(model=mesh.config.name, messages=too_long)
+        assert refused.value.code == "context_length_exceeded"
+        await agent.turn()
+        assert (await state(http, agent.id))["drift_count"] == 0, "what is refused leaves no trace"
+        unknown = await http.get("/sessions/ses-nobody")
+        assert unknown.status_code == 503 and unknown.json()["error"]["code"] == "session_not_known_yet"
+        await agent.aclose()
+
+
+async def test_drift_opens_another_trajectory_and_both_are_rewarded(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agent, other = [await Agent.open(gateway, http) for _ in range(2)]
+        await agent.turn()
+        first = await agent.turn()
+        agent.messages[1] = {"role": "assistant", "content": "a summary of what I said"}
+        drifted = await agent.turn()
+        assert drifted.model_extra["rollmesh"]["trajectory"] != first.model_extra["rollmesh"]["trajectory"]
+        goes_on = await agent.turn()
+        assert goes_on.model_extra["rollmesh"]["trajectory"] == drifted.model_extra["rollmesh"]["trajectory"]
+        seen = await state(http, agent.id)
+        assert (seen["drift_count"], len(seen["trajectories"])) == (1, 2)
+        assert gateway.value("rollmesh_gateway_openai_drift_total", outcome="forked") == 1
+        await other.turn()
+        for each, reward in ((agent, 1.0), (other, 0.0)):
+            assert (await http.post(f"/sessions/{each.id}/reward", json={"reward": reward})).status_code == 200
+        batch = await mesh.batch(1)
+        trajectories = batch.groups[0].trajectories
+        assert [t.shaped_reward for t in trajectories] == [1.0, 0.0, 1.0]
+        child = trajectories[2]
+        assert child.segments[0].source is SegmentSource.ENVIRONMENT
+        text = mesh.tokenizer.decode(child.response_ids, special_tokens=True)
+        assert "a summary of what I said" in text
+        for each in (agent, other):
+            await each.aclose()
+
+
+async def test_without_room_for_another_trajectory_a_drifted_one_begins_again(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agent = await Agent.open(gateway, http)
+        await agent.turn()
+        for n in range(4):
+            agent.messages[1] = {"role": "assistant", "content": f"summary {n}"}
+            await agent.turn()
+        seen = await state(http, agent.id)
+        assert seen["drift_count"] == 4
+        assert len(seen["trajectories"]) == 3, "a group of two has at most two more"
+        assert gateway.value("rollmesh_gateway_openai_drift_total", outcome="forked") == 2
+        assert gateway.value("rollmesh_gateway_openai_drift_total", outcome="restarted") == 2
+        assert (await mesh.store.counts()).totals["restarts_total"] == 2
+        assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
+        await agent.aclose()
+
+
+async def test_the_same_context_again_is_a_retry_or_a_wish_for_another_answer(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agent = await Agent.open(gateway, http)
+        options: dict[str, Any] = {"model": mesh.config.name, "messages": agent.messages, "max_tokens": 20}
+        extra = {"extra_body": {"return_token_ids": True}}
+        answer = await agent.client.chat.completions.create(**options, **extra)
+        ids = answer.choices[0].model_extra["token_ids"]
+        retry = {"extra_headers": {"x-stainless-retry-count": "1"}}
+        again = await agent.client.chat.completions.create(**options, **extra, **retry)
+        assert again.choices[0].model_extra["token_ids"] == ids
+        assert (await state(http, agent.id))["drift_count"] == 0
+        other = await agent.client.chat.completions.create(**options, **extra)
+        assert other.choices[0].model_extra["token_ids"] != ids, "another trajectory has noise of its own"
+        seen = await state(http, agent.id)
+        assert seen["drift_count"] == 1
+
+        async def one_left() -> bool:
+            return len((await state(http, agent.id))["trajectories"]) == 1
+
+        await mesh.until("the unwanted answer is given back", one_left)
+        assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
+        await agent.aclose()
+
+
+async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.01]]})
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agent = await Agent.open(gateway, http)
+        options: dict[str, Any] = {"model": mesh.config.name, "messages": agent.messages, "max_tokens": 250}
+        stream = await agent.client.chat.completions.create(**options, stream=True)
+        told = ""
+        async for event in stream:
+            told += event.choices[0].delta.content or "" if event.choices else ""
+            if len(told) > 10:
+                break
+        await stream.close()
+
+        async def not_busy() -> bool:
+            found = gateway.service.agents.desk.find(agent.id)  # type: ignore[union-attr]
+            return not found.lock.locked()  # type: ignore[union-attr]
+
+        await mesh.until("the call is over", not_busy)
+        before = (await state(http, agent.id))["trajectories"][0]["tokens"]
+        assert 0 < before < 250
+        second = asyncio.create_task(agent.client.chat.completions.create(**options))
+        await asyncio.sleep(0)
+        whole = await second
+        assert (whole.choices[0].message.content or "").startswith(told)
+        assert (await state(http, agent.id))["drift_count"] == 0
+        await agent.aclose()
+
+
+async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.005]]})
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agent = await Agent.open(gateway, http)
+        call = asyncio.create_task(agent.turn(max_tokens=200))
+
+        async def tokens() -> int:
+            return (await state(http, agent.id))["trajectories"][0]["tokens"]
+
+        await mesh.until("some tokens", lambda: _above(tokens(), 10))
+        await mesh.store.set_user_paused(True)
+
+        async def idle() -> bool:
+            return all(g.running_count == 0 for g in await mesh.store.generators())
+
+        await mesh.until("the generator is idle", idle)
+        assert not call.done()
+        full = await http.post("/sessions", json={"wait_seconds": 0.2})
+        assert full.status_code == 429 and "paused by a person" in full.json()["error"]["message"]
+        assert int(full.headers["retry-after"]) >= 1
+        await mesh.store.set_user_paused(False)
+        answer = await call
+        ids = answer.choices[0].model_extra["token_ids"]
+        assert len(ids) == 200 or ids[-1] in mesh.tokenizer.eos_token_ids
+        await agent.turn()
+        assert (await state(http, agent.id))["drift_count"] == 0
+        await agent.aclose()
+
+
+async def _above(count: Any, least: int) -> bool:
+    return await count > least
+
+
+async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(
+        rollout={"agent": {"idle_timeout_seconds": 1.5}}, schedule={"groups_per_batch": 1, "pool_size": 2}
+    )
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        silent = await Agent.open(gateway, http)
+        await silent.turn()
+        leaver = await Agent.open(gateway, http)
+        await leaver.turn()
+        assert (await http.delete(f"/sessions/{leaver.id}")).status_code == 204
+        third = await Agent.open(gateway, http)
+        assert third.told["messages"] == leaver.told["messages"]
+        for _ in range(8):  # a sign of life now and then keeps a session
+            await third.turn(max_tokens=2)
+            await asyncio.sleep(0.25)
+        with pytest.raises(openai.APIStatusError) as gone:
+            await silent.turn()
+        assert gone.value.status_code == 410 and "silent for longer" in str(gone.value)
+        fourth = await Agent.open(gateway, http)
+        assert (await mesh.store.counts()).totals["restarts_total"] == 2
+        for each, reward in ((third, 1.0), (fourth, 0.0)):
+            await each.turn(max_tokens=2)
+            assert (await http.post(f"/sessions/{each.id}/reward", json={"reward": reward})).status_code == 200
+        batch = await mesh.batch(1)
+        assert sorted(t.shaped_reward for t in batch.groups[0].trajectories) == [0.0, 1.0]
+        for each in (silent, leaver, third, fourth):
+            await each.aclose()
+
+
+async def test_a_gateway_that_stops_hands_its_sessions_to_the_next_one(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
+    async with mesh.gateway() as first, http_of(first) as http:
+        agents = [await Agent.open(first, http) for _ in range(2)]
+        for agent in agents:
+            await agent.turn()
+            await agent.turn()
+            await agent.aclose()
+    assert (await mesh.store.view()).partial == 2
+    async with mesh.gateway(index=1) as second, http_of(second) as http:
+        for number, old in enumerate(agents):
+            agent = Agent(second, old.told, max_retries=10)
+            agent.messages = old.messages
+            await agent.turn()
+            seen = await state(http, agent.id)
+            assert (seen["drift_count"], len(seen["trajectories"])) == (0, 1)
+            posted = [
+                (await http.post(f"/sessions/{agent.id}/reward", json={"reward": float(number)})).status_code
+                for _ in range(2)
+            ]
+            assert posted == [200, 200]
+            other = await http.post(f"/sessions/{agent.id}/reward", json={"reward": 7.0})
+            assert other.json()["error"]["code"] == "already_rewarded"
+            await agent.aclose()
+    batch = await mesh.batch(1)
+    assert [t.shaped_reward for t in batch.groups[0].trajectories] == [0.0, 1.0]
+    assert (await mesh.store.counts()).dead_letters == 0
+
+
+async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agents = [await Agent.open(gateway, http) for _ in range(2)]
+        for agent in agents:
+            ids = list(agent.told["prompt_token_ids"])
+            for _ in range(3):
+                answer = await agent.client.completions.create(
+                    model=mesh.config.name, prompt=ids, max_tokens=30, stop=["e", "a"],
+                    extra_body={"return_token_ids": True},
+                )  # fmt: skip
+                own = answer.choices[0].model_extra["token_ids"]  # type: ignore[index]
+                assert not {"e", "a"} & set(answer.choices[0].text)
+                ids += [*own, *mesh.tokenizer.encode(" Observation: 42\n").tolist()]
+            seen = await state(http, agent.id)
+            assert seen["drift_count"] == 0
+            done = await http.post(f"/sessions/{agent.id}/reward", json={"error": "the tool broke"})
+            assert done.status_code == 200, done.text
+            await agent.aclose()
+        counts = await mesh.store.counts()
+        assert counts.totals["unscorable_total"] == 2
