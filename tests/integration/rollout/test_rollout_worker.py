@@ -169,8 +169,8 @@ async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_no
     """It comes back as the same server, so nobody registers anything again."""
     lease, desired, away = store.lease, store.desired, []
 
-    async def lease_and_lose_redis(session, limit):
-        leased = await lease(session, limit)
+    async def lease_and_lose_redis(*arguments):
+        leased = await lease(*arguments)
         if leased and not away:
             away.extend([True, True, True])
         return leased
