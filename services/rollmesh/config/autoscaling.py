@@ -102,8 +102,8 @@ class AutoscalingRule(Section):
 
     def query(self, signal: Signal, selector: str, speed_up: float = 1.0) -> str:
         """A signal's query for one run; ``speed_up`` shortens the window."""
-        window = f"{max(1000, round(1000 * self.window_seconds / speed_up))}ms"
-        return signal.query.replace("$selector", selector).replace("$window", window)
+        window = max(1000, round(1000 * self.window_seconds / speed_up))
+        return signal.query.replace("$window", f"{window}ms").replace("$selector", selector)
 
 
 def load_rule(file: Path) -> AutoscalingRule:

@@ -1,0 +1,223 @@
+"""The chart's rule on a real mesh: a real Prometheus, real generators that come and go, and nothing lost.
+
+Emulated latency: the generators sleep every decode step to 50 ms (`generator.pace`), so that they and not the two
+cores are the bottleneck, and three of them are worth three. The lull is emulated too: SIGSTOP holds the trainer for
+most of its time, as a neighbour on its cores would.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from rollmesh.config.autoscaling import load_rule
+from rollmesh.config.recipes import recipe_file
+from rollmesh.launcher.autoscaler import single_number
+from rollmesh.runtime.endpoints import read_endpoints
+
+from ..prometheus.conftest import tool
+
+REPOSITORY = Path(__file__).parents[3]
+RULES = REPOSITORY / "helm" / "rollmesh" / "files" / "autoscaling"
+SPEED_UP = 20.0
+"""Of the rule's times: five minutes become fifteen seconds."""
+MOST = 3
+MEASURED_SECONDS = 15.0
+
+RUN = {
+    "schedule": {"preset": "copris", "groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
+    "generator": {"replicas": 1, "slots": 8, "pace": [[1, 0.05], [8, 0.05]], "max_context_tokens": 640},
+    "trainer": {"train_steps": 100_000, "learning_rate": 4e-4},
+    "evaluation": {"before_and_after": False},
+    "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
+    "checkpoints": {"keep_last": 1000},
+}
+
+
+@pytest.fixture(scope="module")
+def prometheus_binary() -> str:
+    return tool("prometheus")
+
+
+class Mesh:
+    """A run that goes on in the background, and the eyes of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "run"
+        self.run_file = folder / "run.yaml"
+        demo = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
+        sections = {name: {**demo.get(name, {}), **fields} for name, fields in RUN.items()}
+        self.run_file.write_text(yaml.safe_dump({**demo, **sections, "name": "load", "folder": str(self.folder)}))
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "rollmesh.cli.main", *words]
+
+    def looks(self) -> list[dict[str, Any]]:
+        file = self.folder / "timeline.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def serving(self) -> int:
+        looks = self.looks()
+        return sum(generator["serving"] for generator in looks[-1]["generators"]) if looks else 0
+
+    def steps(self) -> int:
+        file = self.folder / "metrics.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def tokens_per_second(self, generators: int) -> float:
+        """Sampled over the next seconds, during which as many generators serve all the time."""
+        start = time.time()
+        until(lambda: bool(self.looks()) and self.looks()[-1]["t"] > start + MEASURED_SECONDS, "a while to pass")
+        looks = [look for look in self.looks() if look["t"] >= start]
+        assert {sum(g["serving"] for g in look["generators"]) for look in looks} == {generators}
+        first, last = looks[0], looks[-1]
+        return (last["generated_token_total"] - first["generated_token_total"]) / (last["t"] - first["t"])
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 150.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"waited {seconds:.0f} s for {what}")
+        time.sleep(0.2)
+
+
+@contextmanager
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is asked to stop at the end; its output goes to a file."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **threads})
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=120)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def scraped(binary: str, mesh: Mesh, folder: Path) -> Iterator[str]:
+    """A Prometheus that scrapes the run once a second; yields its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    targets = {"files": [str(mesh.folder / "scrape" / "*.json")], "refresh_interval": "1s"}
+    job = {"job_name": "rollmesh", "scrape_interval": "1s", "scrape_timeout": "1s", "file_sd_configs": [targets]}
+    config = folder / "prometheus.yml"
+    # The evaluation interval is the resolution of subqueries.
+    config.write_text(yaml.safe_dump({"global": {"evaluation_interval": "1s"}, "scrape_configs": [job]}))
+    command = [binary, f"--config.file={config}", f"--storage.tsdb.path={folder / 'tsdb'}"]
+    with running([*command, f"--web.listen-address={address}"], folder / "prometheus.log"):
+        until(lambda: ready(address), "Prometheus")
+        yield f"http://{address}"
+
+
+def ready(address: str) -> bool:
+    try:
+        return httpx.get(f"http://{address}/-/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def answers(prometheus: str, service: str) -> dict[str, float | None]:
+    """What every signal of a rule of the chart says now."""
+    rule = load_rule(RULES / f"{service}.yaml")
+    found = {}
+    for each in rule.signals:
+        reply = httpx.post(
+            f"{prometheus}/api/v1/query", data={"query": rule.query(each, 'run="load"', SPEED_UP)}, timeout=20
+        )
+        assert reply.status_code == 200, reply.text
+        found[each.name] = single_number(reply.json())
+    return found
+
+
+@contextmanager
+def slow_trainer(mesh: Mesh) -> Iterator[None]:
+    """Let the trainer run for a twentieth of its time only."""
+    (trainer,) = read_endpoints(mesh.folder, "trainer")
+    over = threading.Event()
+
+    def throttle() -> None:
+        while not over.is_set():
+            os.kill(trainer.pid, signal.SIGSTOP)
+            over.wait(2.85)
+            os.kill(trainer.pid, signal.SIGCONT)
+            over.wait(0.15)
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.timeout(600)
+def test_generators_follow_the_load_by_the_charts_rule_and_nothing_is_lost(
+    tmp_path: Path, prometheus_binary: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mesh = Mesh(tmp_path)
+    rate: dict[str, float] = {}
+    with (
+        running(mesh.command("up", str(mesh.run_file)), tmp_path / "up.log") as launcher,
+        scraped(prometheus_binary, mesh, tmp_path) as prometheus,
+    ):
+        until(lambda: mesh.steps() >= 1, "the first train step")
+        rate["1 generator"] = mesh.tokens_per_second(1)
+        for service in ("generator", "reward", "rollout"):
+            signals = answers(prometheus, service)
+            assert None not in signals.values(), (service, signals)
+
+        rule = str(RULES / "generator.yaml")
+        words = ("--prometheus", prometheus, "--rule", rule, "--max", str(MOST), "--speed-up", str(SPEED_UP))
+        with running(mesh.command("autoscale", str(mesh.folder), *words), tmp_path / "autoscale.log"):
+            until(lambda: mesh.serving() == MOST, "three generators")
+            rate["3 generators"] = mesh.tokens_per_second(MOST)
+            starved = answers(prometheus, "generator")
+            with slow_trainer(mesh):
+                until(lambda: [e.index for e in read_endpoints(mesh.folder, "generator")] == [0], "one generator")
+                full = answers(prometheus, "generator")
+        decisions = (tmp_path / "autoscale.log").read_text()
+        trained = mesh.steps()
+        until(lambda: mesh.steps() > trained + 4, "the full queue to be trained")
+        rate["1 generator again"] = mesh.tokens_per_second(1)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=120) == 130, (tmp_path / "up.log").read_text()
+
+    audit = subprocess.run(
+        mesh.command("audit", str(mesh.folder), "--json"), capture_output=True, text=True, check=False
+    )
+    verdict = json.loads(audit.stdout)
+    with capfd.disabled():
+        print("\nautoscaling, emulated latency (50 ms a decode step, 8 slots a generator):")
+        print("".join(f"  {name}: {value:.0f} tokens/s\n" for name, value in rate.items()), end="")
+        print(f"  signals while starved: {starved}\n  signals with a full queue: {full}")
+        print(f"  {mesh.steps()} train steps, {len(verdict['lost'])} groups lost, ", end="")
+        print(f"{len(verdict['trained_twice'])} trained twice, audit green: {verdict['green']}")
+    assert audit.returncode == 0, audit.stderr
+    assert verdict["lost"] == [] and verdict["trained_twice"] == {} and verdict["staleness_violations"] == []
+    assert "asked for 3 replicas" in decisions and "asked for 1 replicas" in decisions
+    assert decisions.index("asked for 3 replicas") < decisions.index("asked for 2 replicas, was 3")
+    assert rate["3 generators"] > 2.0 * rate["1 generator"]
+    assert 0.5 < rate["1 generator again"] / rate["1 generator"] < 1.6
