@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dashboards import generation, infrastructure, overview, queue, rewards, training, weights
+from dashboards import gateway, generation, infrastructure, overview, queue, rewards, training, weights
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 FOLDER = Path(__file__).parents[2] / "helm" / "rollmesh" / "files" / "dashboards"
-PAGES = (overview, generation, queue, training, rewards, weights, infrastructure)
+PAGES = (overview, generation, queue, training, rewards, weights, infrastructure, gateway)
 
 
 def rendered() -> dict[Path, str]:

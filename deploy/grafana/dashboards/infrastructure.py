@@ -1,4 +1,4 @@
-"""Processes, Redis, sessions and the gateway."""
+"""Processes, Redis, sessions and heartbeats."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ def build() -> models.Dashboard:
     return framed(
         NAME,
         "Infrastructure",
-        "Processes and their resources, Redis as its clients see it, sessions and heartbeats, the gateway.",
-        [row("Processes"), *_processes(), row("Redis"), *_redis(), row("Gateway"), *_gateway()],
+        "Processes and their resources, Redis as its clients see it, sessions and heartbeats.",
+        [
+            row("Processes"),
+            *_processes(),
+            row("Redis"),
+            *_redis(),
+        ],
         instances_of=".+",
     )
 
@@ -144,45 +149,6 @@ def _redis() -> list[Part]:
             "Times that the trainer told a restored Redis what has been trained.",
             "none",
             Query(f"sum by (run) (rollmesh_trainer_reassertions_total{{{RUN}}})", "{{run}}"),
-            least=0,
-        ),
-    ]
-
-
-def _gateway() -> list[Part]:
-    return [
-        curve(
-            "Requests",
-            "Per second, by class of status.",
-            "ops",
-            Query(rate("rollmesh_gateway_requests_total", "run, status"), "{{status}} {{run}}"),
-            stacked=True,
-            least=0,
-        ),
-        curve(
-            "Looks at the mesh",
-            "Mean duration of a look, and looks per second that the store refused.",
-            "s",
-            Query(
-                f"{rate('rollmesh_gateway_look_seconds_sum')} / {rate('rollmesh_gateway_look_seconds_count')}",
-                "duration {{run}}",
-            ),
-            Query(rate("rollmesh_gateway_look_failures_total"), "refused {{run}}"),
-            least=0,
-        ),
-        curve(
-            "Live pages",
-            "Clients that follow the live events.",
-            "none",
-            Query(f"sum by (run) (rollmesh_gateway_event_clients{{{RUN}}})", "{{run}}"),
-            least=0,
-        ),
-        curve(
-            "Actions",
-            "Actions taken by people in an hour, and requests with a missing or wrong token.",
-            "none",
-            Query(f"sum by (action) (increase(rollmesh_gateway_actions_total{{{RUN}}}[1h]))", "{{action}}"),
-            Query(f"sum(increase(rollmesh_gateway_refused_tokens_total{{{RUN}}}[1h]))", "refused tokens"),
             least=0,
         ),
     ]

@@ -6,6 +6,7 @@ from prometheus_client import Metric
 
 from rollmesh.errors import EngineError
 from rollmesh.gateway.metrics import GatewayMetrics
+from rollmesh.gateway.openai.metrics import OpenAiMetrics
 from rollmesh.generator.engines.protocol import EngineStatus
 from rollmesh.generator.metrics import EngineCollector, GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
@@ -69,6 +70,7 @@ def service_metrics() -> dict[str, list[Metric]]:
     RewardMetrics(registries["reward"]).expect(["countdown"])
     TrainerMetrics(registries["trainer"])
     GatewayMetrics(registries["gateway"])
+    OpenAiMetrics(registries["gateway"])
     return {
         service: sorted(
             (f for f in metrics.registry.collect() if f.name.startswith("rollmesh_")), key=lambda family: family.name

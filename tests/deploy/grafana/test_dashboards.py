@@ -16,7 +16,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from ..prometheus.rule_files import unknown_series
 from .dashboard_files import FILES, FOLDER, PANEL_TYPES, ROOT, load, other_queries, panel_queries, panels
 
-NAMES = {"overview", "generation", "queue", "training", "rewards", "weights", "infrastructure"}
+NAMES = {"overview", "generation", "queue", "training", "rewards", "weights", "infrastructure", "gateway"}
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 

@@ -65,10 +65,18 @@ class Mesh:
 
     def act(self, action: str) -> None:
         """What a person does in the gateway's page: ``pause`` or ``resume``."""
+        self._post(f"api/v1/{action}")
+
+    def complete(self) -> None:
+        """What a program asks of the OpenAI-compatible API."""
+        self._post("v1/completions", {"model": RUN, "prompt": [1, 2, 3], "max_tokens": 4})
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
         (gateway,) = self.endpoints("gateway")
         token = (self.folder / "gateway-token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
-        httpx.post(f"{gateway.url}api/v1/{action}", headers=headers, timeout=20).raise_for_status()
+        answer = httpx.post(gateway.url + path, headers=headers, json=body, timeout=60)
+        assert answer.status_code < 300, answer.text
 
     def kill(self, service: str) -> None:
         """kill -9 every process of a service."""
