@@ -64,7 +64,6 @@ class OpenAiService:
     tokenizer: Tokenizer
     metrics: OpenAiMetrics
     free: FreeCalls
-    generators: Generators
     agents: Agents | None
     started: float
     """When it started, monotonic seconds."""
@@ -77,7 +76,7 @@ class OpenAiService:
     async def policies(self) -> tuple[Mapping[int, int], PolicyRecord | None]:
         """Serving generators by policy version, and the newest announced policy."""
         serving: dict[int, int] = {}
-        for record in self.generators.records.values():
+        for record in await self.store.generators():
             if record.serving:
                 serving[record.policy_version] = serving.get(record.policy_version, 0) + 1
         return serving, await self.store.latest_policy()
@@ -153,7 +152,6 @@ async def openai_service(
                 tokenizer=tokenizer,
                 metrics=metrics,
                 free=FreeCalls(tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens),
-                generators=generators,
                 agents=agents,
                 started=time.monotonic(),
             )

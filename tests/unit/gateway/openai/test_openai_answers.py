@@ -1,0 +1,168 @@
+"""Answers while they are sampled, and the frames of a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollmesh.gateway.openai.answers import AnswerFormat, Choice
+from rollmesh.gateway.openai.flow import Delta, Flow
+from rollmesh.gateway.openai.turn import TokenLogprob, Turn
+from rollmesh.holding.agent_mark import AgentMark, posted_outcome
+from rollmesh.holding.held import Held
+from rollmesh.text import Tokenizer
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
+
+from .tokenizers_for_tests import make_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def make_held(tokenizer: Tokenizer) -> Held:
+    prompt = Prompt(prompt_id="p", token_ids=tokenizer.encode("hello"), verifier="")
+    return Held(Trajectory(trajectory_id="t", group_id="g", member_index=0, prompt=prompt))
+
+
+def add(held: Held, tokenizer: Tokenizer, text: str, version: int = 0) -> None:
+    ids = np.array([int(i) for c in text for i in tokenizer.encode(c)], np.int32)
+    held.add(
+        Segment(
+            token_ids=ids,
+            behavior_logprobs=np.full(len(ids), -0.5, np.float32),
+            policy_version=version,
+            kv_min_version=version,
+        )
+    )
+
+
+async def test_text_is_told_as_it_becomes_certain_and_a_stop_string_ends_the_call(tokenizer: Tokenizer) -> None:
+    held = make_held(tokenizer)
+    flow = Flow(Turn(tokenizer, held.context_ids(), ["STOP"]), 0)
+    held.changed = lambda: flow.look(held)
+
+    async def sample() -> FinishReason:
+        for text in ("one S", "T two", " STO", "P three"):
+            add(held, tokenizer, text)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            if held.enough:
+                return FinishReason.STOP
+        raise AssertionError("the call went on behind its answer")
+
+    deltas = [delta async for delta in flow.run(sample)]
+    assert "".join(d.text for d in deltas) == "one ST two "
+    assert all("STO" not in d.text for d in deltas)
+    assert [d.finish_reason for d in deltas][-1] == "stop"
+    assert held.token_count == len("one ST two ")
+    assert sum(len(d.logprobs) for d in deltas) == held.token_count
+
+
+async def test_a_reader_that_leaves_cancels_the_call_and_an_error_reaches_it(tokenizer: Tokenizer) -> None:
+    held = make_held(tokenizer)
+    flow = Flow(Turn(tokenizer, held.context_ids()), 0)
+    held.changed = lambda: flow.look(held)
+    cancelled = asyncio.Event()
+
+    async def forever() -> FinishReason:
+        add(held, tokenizer, "one")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return FinishReason.STOP
+
+    news = flow.run(forever)
+    assert (await anext(news)).text == "one"
+    await news.aclose()
+    assert cancelled.is_set()
+
+    async def broken() -> FinishReason:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        async for _ in Flow(Turn(tokenizer, held.context_ids()), 0).run(broken):
+            pass
+
+
+async def test_a_replay_tells_all_of_a_complete_answer(tokenizer: Tokenizer) -> None:
+    turn = Turn(tokenizer, tokenizer.encode("x"))
+    held = make_held(tokenizer)
+    add(held, tokenizer, "an answer")
+    turn.feed(held.segments[0])
+    turn.finish()
+    assert turn.news(final=True) == "an answer"
+    for _ in range(2):
+        delta = Flow(turn.afresh(), 0).replay("length")
+        assert (delta.text, delta.finish_reason, len(delta.token_ids)) == ("an answer", "length", 9)
+
+
+def shape(endpoint: Any, **changes: Any) -> AnswerFormat:
+    fields: dict[str, Any] = {"logprobs": True, "token_ids": True, **changes}
+    return AnswerFormat(endpoint=endpoint, answer_id="id", created=7, model="trial", context_ids=[1, 2, 3], **fields)
+
+
+TOKENS = [TokenLogprob(token_id=5, token="h\u00e9", logprob=-0.25), TokenLogprob(token_id=6, token="y", logprob=-1.0)]
+
+
+def parse(event: bytes | None) -> dict[str, Any]:
+    assert event is not None and event.startswith(b"data: ") and event.endswith(b"\n\n")
+    assert event.count(b"\n") == 2, "one line an event"
+    return json.loads(event.removeprefix(b"data: "))
+
+
+def test_frames_of_a_chat_stream_say_who_speaks_then_what_then_why_it_ends() -> None:
+    form = shape("chat")
+    first = parse(form.first(1))
+    assert first["object"] == "chat.completion.chunk"
+    assert first["choices"] == [{"index": 1, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]
+    piece = parse(form.piece(1, Delta(text="h\u00e9\ny", logprobs=TOKENS, token_ids=[5, 6]), 0, {}))["choices"][0]
+    assert piece["delta"] == {"content": "h\u00e9\ny"}
+    assert piece["logprobs"]["content"][0] == {
+        "token": "h\u00e9", "logprob": -0.25, "bytes": [104, 195, 169], "top_logprobs": [],
+    }  # fmt: skip
+    assert piece["token_ids"] == [5, 6]
+    last = parse(form.piece(1, Delta(text="", finish_reason="stop"), 3, {"policy_versions": [4]}))
+    assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "stop")
+    assert last["rollmesh"] == {"policy_versions": [4]}
+    choice = Choice()
+    choice.add(Delta(text="hy", logprobs=TOKENS, finish_reason="stop"))
+    usage = parse(form.usage_event([choice], {}))
+    assert (usage["choices"], usage["usage"]["total_tokens"]) == ([], 5)
+
+
+def test_completions_have_offsets_and_both_leave_out_what_nobody_asked_for() -> None:
+    form = shape("completions")
+    assert form.first(0) is None
+    piece = parse(form.piece(0, Delta(text="h\u00e9y", logprobs=TOKENS), 10, {}))["choices"][0]
+    assert piece["text"] == "h\u00e9y"
+    assert piece["logprobs"]["text_offset"] == [10, 12]
+    choice = Choice()
+    choice.add(Delta(text="h\u00e9y", logprobs=TOKENS, finish_reason="length"))
+    whole = form.whole([choice], {})
+    assert whole["object"] == "text_completion"
+    assert whole["prompt_token_ids"] == [1, 2, 3]
+    plain = shape("completions", logprobs=False, token_ids=False).whole([choice], {})
+    assert plain["choices"] == [{"index": 0, "finish_reason": "length", "text": "h\u00e9y", "logprobs": None}]
+    assert "prompt_token_ids" not in plain
+
+
+def test_a_mark_comes_back_as_it_was_and_tells_the_reward() -> None:
+    mark = AgentMark(
+        session_id="s", part=2, start_time=5.5, drift_count=1, turn={"characters": 3, "digest": "ab", "at": 9},
+        outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=0.5, parts={"x": 1.0}), finish_reason="environment",
+    )  # fmt: skip
+    assert AgentMark.from_bytes(mark.to_bytes()) == mark
+    assert posted_outcome(mark.to_bytes()) == mark.outcome
+    unknown = posted_outcome(AgentMark(session_id="s", part=0, start_time=0.0).to_bytes())
+    assert unknown is not None and unknown.kind is OutcomeKind.VERIFIER_ERROR
+    assert posted_outcome(None) == unknown
+    asked = AgentMark(session_id="s", part=0, start_time=0.0, ask_verifier=True)
+    assert posted_outcome(asked.to_bytes()) is None

@@ -1,0 +1,158 @@
+"""Requests as clients send them: what is understood, what is neutral, what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from rollmesh.config.load import validate_run_config
+from rollmesh.gateway.openai.asks import check_recordable, read_ask, read_model
+from rollmesh.gateway.openai.errors import OpenAiError
+from rollmesh.gateway.openai.requests import ChatRequest, CompletionRequest, RewardRequest
+from rollmesh.text import Tokenizer
+
+from .tokenizers_for_tests import make_tokenizer
+
+CHAT: dict[str, Any] = {"model": "trial", "messages": [{"role": "user", "content": "hello"}]}
+TEXT: dict[str, Any] = {"model": "trial", "prompt": "hello"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    data = {
+        "name": "trial",
+        "folder": str(tmp_path),
+        "model": {"path": "m"},
+        "rollout": {"program": "agent", "temperature": 0.8},
+    }
+    return validate_run_config(data, "test")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"response_format": {"type": "text"}},
+        {"logit_bias": {}},
+        {"presence_penalty": 0}, {"frequency_penalty": 0.0}, {"parallel_tool_calls": True}, {"store": False},
+        {"service_tier": "auto"}, {"user": "me"}, {"metadata": {"a": 1}}, {"stream": None}, {"stop": None}, {"n": 1},
+    ],
+)  # fmt: skip
+def test_fields_that_say_nothing_are_accepted(extra: dict[str, Any]) -> None:
+    ChatRequest.model_validate({**CHAT, **extra})
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"tools": [{}]}, "tools: not supported; describe the tools"),
+        ({"tool_choice": "auto"}, "tool_choice: not supported"),
+        ({"presence_penalty": 0.1}, "presence_penalty: not supported"),
+        ({"logit_bias": {"5": 1}}, "logit_bias: not supported"),
+        ({"best_of": 2}, "best_of: not supported"),
+        ({"store": True}, "store: not supported; calls are recorded in sessions"),
+        ({"min_p": 0.1}, "Extra inputs are not permitted"),
+        ({"stop": ["x"] * 17}, "at most 16"),
+        ({"seed": 2**63}, "less than"),
+        ({"temperature": float("nan")}, "finite"),
+    ],
+)
+def test_fields_that_would_be_ignored_are_refused(extra: dict[str, Any], words: str) -> None:
+    for kind, base in ((ChatRequest, CHAT), (CompletionRequest, TEXT)):
+        with pytest.raises(ValidationError, match=words):
+            kind.model_validate({**base, **extra})
+
+
+def test_an_assistant_message_of_the_official_client_is_understood() -> None:
+    message = {
+        "role": "assistant",
+        "content": "hi",
+        "refusal": None,
+        "tool_calls": None,
+        "audio": None,
+        "annotations": [],
+    }
+    request = ChatRequest.model_validate({**CHAT, "messages": [message]})
+    assert request.messages[0].as_template() == {"role": "assistant", "content": "hi"}
+    with pytest.raises(ValidationError, match="tool_calls"):
+        ChatRequest.model_validate({**CHAT, "messages": [{**message, "tool_calls": [{"id": "1"}]}]})
+    parts = [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]
+    request = ChatRequest.model_validate({**CHAT, "messages": [{"role": "user", "content": parts, "name": "me"}]})
+    assert request.messages[0].as_template() == {"role": "user", "content": "hello", "name": "me"}
+
+
+def test_limits_and_defaults_are_those_of_openai() -> None:
+    assert ChatRequest.model_validate(CHAT).token_limit is None
+    assert ChatRequest.model_validate({**CHAT, "max_tokens": 9, "max_completion_tokens": 5}).token_limit == 5
+    assert CompletionRequest.model_validate(TEXT).token_limit == 16
+    assert ChatRequest.model_validate({**CHAT, "stop": "x"}).stops == ("x",)
+    assert CompletionRequest.model_validate({**TEXT, "logprobs": 0}).wants_logprobs
+
+
+@pytest.mark.parametrize(("name", "version"), [("trial", None), ("trial@0", 0), ("trial@17", 17)])
+def test_a_model_is_the_run_or_one_of_its_versions(name: str, version: int | None) -> None:
+    assert read_model(name, "trial") == version
+
+
+@pytest.mark.parametrize("name", ["gpt-4", "trial@", "trial@-1", "trial@1.5", "trial@latest", "", "trial@" + "9" * 30])
+def test_other_models_are_not_found(name: str) -> None:
+    with pytest.raises(OpenAiError) as refused:
+        read_model(name, "trial")
+    assert (refused.value.status, refused.value.param, refused.value.code) == (404, "model", "model_not_found")
+
+
+def test_an_ask_has_the_context_and_the_parameters(tokenizer: Tokenizer, config: Any) -> None:
+    ask = read_ask(
+        ChatRequest.model_validate({**CHAT, "temperature": 0.5, "top_p": 0.9, "seed": -1}), config, tokenizer
+    )
+    assert ask.context.text == tokenizer.chat_text(CHAT["messages"])
+    assert ask.whole_ids().tolist() == tokenizer.render_chat(CHAT["messages"]).tolist()
+    assert (ask.params.temperature, ask.params.top_p, ask.params.seed) == (0.5, 0.9, 2**63 - 1)
+    assert ask.params.stop_token_ids == tokenizer.eos_token_ids
+    ids = tokenizer.encode("hello").tolist()
+    by_ids = read_ask(CompletionRequest.model_validate({**TEXT, "prompt": ids}), config, tokenizer)
+    assert np.array_equal(by_ids.whole_ids(), ids)
+    assert by_ids.context.text == "hello"
+    with pytest.raises(OpenAiError, match=r"prompt\[1\]: token id -1"):
+        read_ask(CompletionRequest.model_validate({**TEXT, "prompt": [0, -1]}), config, tokenizer)
+
+
+def test_a_model_without_a_chat_template_says_so(config: Any, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(tmp_path / "t", template="")
+    with pytest.raises(OpenAiError, match="no chat template") as refused:
+        read_ask(ChatRequest.model_validate(CHAT), config, tokenizer)
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [({"temperature": 1.0}, "temperature"), ({"top_p": 0.5}, "top_p"), ({"top_k": 1}, "top_k"), ({"n": 2}, "n"),
+     ({"seed": 0}, "seed"), ({"model": "trial@3"}, "model")],
+)  # fmt: skip
+def test_a_session_samples_as_the_run_trains(extra: dict[str, Any], field: str, config: Any) -> None:
+    with pytest.raises(OpenAiError) as refused:
+        check_recordable(ChatRequest.model_validate({**CHAT, **extra}), config)
+    assert refused.value.param == field
+    neutral = {"temperature": 0.8, "top_p": 1, "top_k": 0, "n": 1}
+    check_recordable(ChatRequest.model_validate({**CHAT, **neutral}), config)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {}, {"reward": 1, "verify": True}, {"reward": float("inf")}, {"error": ""}, {"score": 1},
+        {"verify": True, "parts": {"x": 1}},
+    ],
+)  # fmt: skip
+def test_a_reward_is_one_word(body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        RewardRequest.model_validate(body)
+    RewardRequest.model_validate({"reward": 0, "parts": {"tests": 3}})
