@@ -128,7 +128,10 @@ async def _opened(service: OpenAiService, desk: Desk, wait_seconds: float) -> Ag
     if await service.complete():
         raise gone("the run has all the rollouts that it needs", "run_complete")
     desired = await service.store.desired()
-    why = desired.reason or "paused" if desired.paused else "the pool is full, or no prompt is admitted yet"
+    serving, _ = await service.policies()
+    why = "the pool is full, or no prompt is admitted yet" if serving else "no generator serves a policy"
+    if desired.paused:
+        why = desired.reason or "the run is paused"
     raise too_many(f"no prompt within {wait_seconds:g} s: {why}", "no_prompt")
 
 

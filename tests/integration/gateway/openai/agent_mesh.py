@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 import yaml
@@ -229,3 +233,32 @@ async def agent_mesh(folder: Path, server: EmbeddedServer, **sections: Any) -> A
             yield mesh
         finally:
             await mesh.aclose()
+
+
+def _start_gateway(mesh: AgentMesh, port: int) -> subprocess.Popen[bytes]:
+    file = Path(mesh.config.folder) / "run.yaml"
+    command = [sys.executable, "-m", "rollmesh.cli.main", "gateway", str(file), "--set", f"gateway.port={port}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ROLLMESH_GATEWAY__TOKEN": TOKEN}
+    with (Path(mesh.config.folder) / "gateway.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
+@asynccontextmanager
+async def gateway_process(mesh: AgentMesh, port: int) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """A real gateway process at a port, ready to answer."""
+    process = _start_gateway(mesh, port)
+    try:
+        async with httpx.AsyncClient(trust_env=False) as http:
+
+            async def answers() -> bool:
+                assert process.poll() is None, (Path(mesh.config.folder) / "gateway.log").read_text()
+                try:
+                    return (await http.get(f"http://127.0.0.1:{port}/api/v1/about")).status_code == 200
+                except httpx.HTTPError:
+                    return False
+
+            await mesh.until("the gateway answers", answers)
+        yield process
+    finally:
+        process.kill()
+        process.wait()

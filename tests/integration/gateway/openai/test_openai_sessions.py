@@ -348,3 +348,21 @@ async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable
             await agent.aclose()
         counts = await mesh.store.counts()
         assert counts.totals["unscorable_total"] == 2
+
+
+async def test_free_contexts_let_the_agent_write_its_own_prompt(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"agent": {"contexts": "free"}}, schedule={"groups_per_batch": 1})
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        for number in range(2):
+            agent = await Agent.open(gateway, http)
+            assert agent.told["prompt"] == mesh.tokenizer.chat_text(TASKS[0])
+            assert len(agent.told["prompt_token_ids"]) == 1
+            agent.messages.insert(0, {"role": "system", "content": f"be brief, agent {number}"})
+            for _ in range(2):
+                await agent.turn()
+            assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": number})).status_code == 200
+            await agent.aclose()
+    for number, trajectory in enumerate((await mesh.batch(1)).groups[0].trajectories):
+        ids = np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids])
+        assert f"be brief, agent {number}" in mesh.tokenizer.decode(ids, special_tokens=True)
+        assert trajectory.segments[0].source is SegmentSource.ENVIRONMENT
