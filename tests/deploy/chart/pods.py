@@ -118,9 +118,11 @@ class Pod:
         asked = self._container[probe]
         ports = {port["name"]: port["containerPort"] for port in self._container["ports"]}
         if "httpGet" in asked:
-            url = f"http://{self.address}:{ports[asked['httpGet']['port']]}{asked['httpGet']['path']}"
+            get = asked["httpGet"]
+            url = f"{get.get('scheme', 'HTTP').lower()}://{self.address}:{ports[get['port']]}{get['path']}"
             try:
-                return httpx.get(url, timeout=asked["timeoutSeconds"]).is_success
+                # A kubelet looks at no certificate either.
+                return httpx.get(url, timeout=asked["timeoutSeconds"], verify=False).is_success
             except httpx.TransportError:
                 return False
         with grpc.insecure_channel(f"{self.address}:{asked['grpc']['port']}") as channel:
@@ -165,18 +167,26 @@ class Pod:
             )
 
     def _mounts(self, container: Object) -> dict[str, Path]:
-        """Folder by mount path, with the files of ConfigMaps in place."""
+        """Folder by mount path, with the files of ConfigMaps and Secrets in place."""
         volumes = {volume["name"]: volume for volume in self._spec["volumes"]}
         mounts = {}
         for mount in container["volumeMounts"]:
             volume = volumes.get(mount["name"], {"name": mount["name"]})
             mounts[mount["mountPath"]] = self._machine.volume(self.name, volume)
         for mount in container["volumeMounts"]:
-            config_map = volumes.get(mount["name"], {}).get("configMap")
-            if config_map:
-                for name, text in self._machine.rendering.one("ConfigMap", config_map["name"])["data"].items():
-                    (mounts[mount["mountPath"]] / name).write_text(self._mapped(text, mounts))
+            for name, text in self._files(volumes.get(mount["name"], {})).items():
+                (mounts[mount["mountPath"]] / name).write_text(self._mapped(text, mounts))
         return mounts
+
+    def _files(self, volume: Object) -> Mapping[str, str]:
+        if "configMap" in volume:
+            data: Mapping[str, str] = self._machine.rendering.one("ConfigMap", volume["configMap"]["name"])["data"]
+            return data
+        if "secret" in volume:
+            secret = self._machine.secrets[volume["secret"]["secretName"]]
+            items = volume["secret"].get("items", [{"key": key, "path": key} for key in secret])
+            return {item["path"]: secret[item["key"]] for item in items}
+        return {}
 
     def _environment(self, container: Object) -> dict[str, str]:
         variables: dict[str, str] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 
@@ -17,6 +19,7 @@ from rollmesh.config.services import StoreConfig
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import find_server_binary
 
+from ...certificates import Authority
 from .pods import Machine, Pod, expanded, pods_of
 from .rendering import CHART, Helm
 
@@ -26,6 +29,7 @@ SECRETS = {
         "redis-password": 'a "hard" one\\ with $(signs) and spaces',
         "checkpoint-secret": "c" * 40,
         "gateway-token": "g" * 24,
+        "mesh-token": "m" * 32,
     }
 }
 SMALL = [
@@ -76,8 +80,12 @@ def wait_until(pods: dict[str, list[Pod]], done: Callable[[], bool], what: str) 
         time.sleep(0.5)
 
 
-async def versions(pods: dict[str, list[Pod]]) -> list[int]:
+def versions(pods: dict[str, list[Pod]]) -> list[int]:
     """Policy versions that the queue knows."""
+    return asyncio.run(_versions(pods))
+
+
+async def _versions(pods: dict[str, list[Pod]]) -> list[int]:
     config = StoreConfig(
         url=f"redis://{pods['redis'][0].address}:6379/0", password=SECRETS["rollmesh"]["redis-password"]
     )
@@ -91,7 +99,7 @@ def services(pods: dict[str, list[Pod]]) -> Iterator[tuple[str, Pod]]:
 
 
 @pytest.mark.timeout(420)
-async def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: str, tmp_path: Path) -> None:
+def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: str, tmp_path: Path) -> None:
     machine = machine_of(helm4, ["run.trainer.train_steps=3"], tmp_path, commands)
     with pods_of(machine, {"generator": 2}) as pods:
         start_all(pods)
@@ -102,7 +110,7 @@ async def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: s
         (trainer,) = pods["trainer"]
         wait_until(pods, lambda: trainer.exit_status is not None, "the trainer to end with its last step")
 
-        assert await versions(pods) == [0, 1, 2, 3]
+        assert versions(pods) == [0, 1, 2, 3]
         for component, pod in services(pods):
             assert f"rollmesh_{component}_build_info" in pod.get("admin", "/metrics").text
             assert pod.passes("livenessProbe"), pod.name
@@ -116,20 +124,37 @@ async def test_the_manifests_run_as_processes_and_train(helm4: Helm, commands: s
         assert set(ended.values()) == {0}, ended
 
 
+GUARDED = ["security.tls.enabled=true", "security.tls.certManager.issuerName=mesh", "security.token.enabled=true"]
+
+
 @pytest.mark.timeout(420)
-async def test_a_gang_of_two_trainer_pods_finds_itself_and_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
-    machine = machine_of(
-        helm4, ["run.trainer.train_steps=2", "trainer.nodes=2", "gateway.enabled=false"], tmp_path, commands
-    )
+def test_a_guarded_mesh_with_a_gang_of_two_trainer_pods_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
+    sets = ["run.trainer.train_steps=2", "trainer.nodes=2", "gateway.enabled=false", *GUARDED]
+    machine = machine_of(helm4, sets, tmp_path, commands)
+    machine.secrets = {**SECRETS, **issued(machine, tmp_path)}
     with pods_of(machine, {"trainer": 2}) as pods:
         start_all(pods)
 
-        for pod in pods["trainer"]:
+        for pod in [*pods["trainer"], *(pod for _, pod in services(pods))]:
             wait_until(pods, lambda pod=pod: pod.passes("startupProbe"), f"{pod.name} to start")
         wait_until(pods, lambda: all(p.exit_status is not None for p in pods["trainer"]), "the gang to end")
 
-        assert await versions(pods) == [0, 1, 2]
+        assert versions(pods) == [0, 1, 2]
         assert sum('"ranks": 2' in pod.log for pod in pods["trainer"]) == 1, "one rank leads a gang of two"
+        (reward,) = pods["reward"]
+        refused = httpx.get(f"https://{reward.address}:7071/metrics", verify=False)
+        assert refused.status_code == 401, "metrics want a certificate or the token"
+
+
+def issued(machine: Machine, folder: Path) -> dict[str, dict[str, str]]:
+    """What cert-manager would put into the Secrets that the Certificates name."""
+    authority = Authority(folder / "authority")
+    secrets = {}
+    for wanted in machine.rendering.of_kind("Certificate"):
+        made = authority.issue(wanted["spec"]["commonName"], tuple(wanted["spec"]["dnsNames"]))
+        files = {"tls.crt": made.certificate, "tls.key": made.key, "ca.crt": made.ca}
+        secrets[wanted["spec"]["secretName"]] = {name: file.read_text() for name, file in files.items()}
+    return secrets
 
 
 def test_a_wrong_run_file_stops_a_pod_before_its_service_starts(helm4: Helm, commands: str, tmp_path: Path) -> None:
