@@ -29,19 +29,20 @@ class _Lane:
     worker: str
     birth_version: int
     tokens: int
+    generator: str = ""
     state: str = TrajectoryState.LEASED.value
     end: float | None = None
     intervals: list[_Interval] = field(default_factory=list)
 
     def grow(self, mark: TrajectoryMark, now: float) -> bool:
         """Take in what a look shows; returns whether anything is new."""
-        changed = (mark.token_count, mark.state) != (self.tokens, self.state)
+        changed = (mark.token_count, mark.state, mark.generator) != (self.tokens, self.state, self.generator)
         new = mark.token_count - self.tokens
         if new < 0:  # an environment that was lost: the rollout begins again
             self.intervals, new = [], mark.token_count
         if new and mark.newest_version is not None:
             self._add(mark.newest_version, new, now)
-        self.tokens, self.state = mark.token_count, mark.state
+        self.tokens, self.state, self.generator = mark.token_count, mark.state, mark.generator
         return changed
 
     def _add(self, version: int, tokens: int, now: float) -> None:
@@ -65,7 +66,7 @@ class _Lane:
             end=self.end,
             state=self.state,
             worker=self.worker,
-            generator=None,
+            generator=self.generator or None,
             birth_version=self.birth_version,
             tokens=self.tokens,
             intervals=intervals,

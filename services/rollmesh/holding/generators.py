@@ -38,6 +38,7 @@ class Seat:
 
     def __enter__(self) -> Seat:
         self._generators.occupy(self)
+        self.held.generator = self.record.instance_id
         return self
 
     def __exit__(

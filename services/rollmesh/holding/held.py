@@ -46,6 +46,8 @@ class Held:
         self.call_floor = 0
         """Oldest policy version for any call (Desired.interrupt_below_version)."""
         self.finish_reason = trajectory.finish_reason
+        self.generator = ""
+        """Instance of the generator whose call is under way, or was the last."""
         self.first_lease_time = 0.0
         """When it was first leased, by whomever, in Unix seconds; 0 for one that is not leased (evaluation)."""
         self.span: Span = NOTHING

@@ -47,7 +47,12 @@ class Saver:
             return
 
         def item(offset: int) -> Append:
-            return Append(trajectory_id=held.trajectory_id, token_offset=offset, segments=held.unsaved())
+            return Append(
+                trajectory_id=held.trajectory_id,
+                token_offset=offset,
+                segments=held.unsaved(),
+                generator=held.generator,
+            )
 
         with tracer().span(
             "queue.append", held.traceparent, kind="client", token_offset=held.saved_token_count

@@ -15,7 +15,7 @@ from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segme
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Trajectory, TrajectoryState
 
-_FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward", "session", "since")
+_FIELDS = ("state", "tokens", "attempts", "birth", "version", "finish", "reward", "session", "since", "generator")
 _SECTIONS = ("open", "ready", "cut")
 _GROUPS_PER_READ = 64
 _RECORDS_PER_READ = 512
@@ -39,6 +39,8 @@ class TrajectoryMark:
     reward: float | None
     session: str
     """Session that holds it; empty when none does."""
+    generator: str = ""
+    """Instance that wrote its newest saved tokens; empty before the first save."""
     lease_time: float | None = None
     """When it was first leased, in Unix seconds; None when that is not known."""
     train_step: int | None = None
@@ -216,7 +218,7 @@ def _scored(reply: Sequence[Sequence[bytes]]) -> list[tuple[str, float]]:
 
 
 def _mark(trajectory_id: str, values: Sequence[bytes | None], train_step: int | None = None) -> TrajectoryMark | None:
-    state, tokens, attempts, birth, version, finish, reward, session, since = values
+    state, tokens, attempts, birth, version, finish, reward, session, since, generator = values
     if state is None:
         return None
     return TrajectoryMark(
@@ -229,6 +231,7 @@ def _mark(trajectory_id: str, values: Sequence[bytes | None], train_step: int | 
         finish_reason=finish.decode() if finish else None,
         reward=float(reward) if reward else None,
         session=session.decode() if session else "",
+        generator=generator.decode() if generator else "",
         lease_time=int(since) / 1000 if since else None,
         train_step=train_step,
     )

@@ -226,7 +226,7 @@ class TrajectoryQueue:
         arguments: list[Sequence[Argument]] = [
             (
                 f"{item.trajectory_id} {item.token_offset} {chunk.token_count} {chunk.digest} {chunk.versions or '-'} "
-                f"{finish or '-'} {chunk.byte_count} {len(chunk.elements)}",
+                f"{finish or '-'} {chunk.byte_count} {_one_word(item)} {len(chunk.elements)}",
                 *chunk.elements,
             )
             for item, chunk, finish in zip(items, chunks, finishes, strict=True)
@@ -275,6 +275,12 @@ async def load_chunks(connection: Connection, elements: dict[str, list[bytes]]) 
     for (trajectory_id, element), data in zip(links, await connection.commands(commands), strict=True):
         found[trajectory_id][element] = data
     return found
+
+
+def _one_word(item: Append | Finish) -> str:
+    """The generator of a save as a word of its head; '-' for none."""
+    name = item.generator if isinstance(item, Append) else ""
+    return "".join(name.split()) or "-"
 
 
 def _score_arguments(item: Score) -> Sequence[Argument]:

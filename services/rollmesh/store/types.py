@@ -78,6 +78,8 @@ class Append:
     trajectory_id: str
     token_offset: int
     segments: Sequence[Segment]
+    generator: str = ""
+    """Instance that wrote the newest ones, for people who watch; empty when it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import DataError
-from rollmesh.store import TrajectoryStore
+from rollmesh.store import Append, TrajectoryStore
 from rollmesh.store.inspection import TrajectoryMark
 
-from .store_mesh import Mesh, policy
+from .store_mesh import Mesh, policy, segment
 
 
 async def read_all(store: TrajectoryStore, state: str | None, limit: int) -> list[TrajectoryMark]:
@@ -137,3 +137,21 @@ async def test_a_group_that_left_says_when(store: TrajectoryStore) -> None:
     assert await store.gone_at("e0-1") == 0
     assert await store.gone_at("e0-0") is None
     assert await store.inspect("e0-1.0") is None
+
+
+async def test_a_save_says_which_generator_wrote_it_and_a_name_of_two_words_breaks_nothing(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    items = [
+        Append(trajectory_id=i, token_offset=0, segments=[segment(3)], generator=name)
+        for i, name in (("e0-0.0", "0f3a"), ("e0-0.1", "two words"))
+    ]
+    assert all(result.status.ok for result in await store.append(mesh.session, items))
+    assert [mark and mark.generator for mark in await store.marks(["e0-0.0", "e0-0.1"])] == ["0f3a", "twowords"]
+    await mesh.append("e0-0.0", 3, 2)
+    (mark,) = await store.marks(["e0-0.0"])
+    assert mark is not None
+    assert (mark.generator, mark.token_count) == ("0f3a", 5), "a save that does not say changes nothing"

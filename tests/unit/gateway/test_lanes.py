@@ -79,6 +79,13 @@ def test_a_rollout_whose_group_is_gone_says_so_and_leaves_after_the_window() -> 
     assert lanes.timeline().rollouts == []
 
 
+def test_a_rollout_that_moves_to_another_generator_says_so() -> None:
+    lanes = Lanes(16, 120.0)
+    assert only(look(lanes, 10.0, mark("a.0")).changed).generator is None
+    assert only(look(lanes, 11.0, mark("a.0", 5, 1, generator="g1")).changed).generator == "g1"
+    assert only(look(lanes, 12.0, mark("a.0", 5, 1, generator="g2")).changed).generator == "g2"
+
+
 def test_an_environment_that_was_lost_begins_again() -> None:
     lanes = Lanes(16, 120.0)
     look(lanes, 10.0, mark("a.0", 50, 1))

@@ -224,7 +224,7 @@ class RolloutSpan(Model):
     worker: str
     """Rollout worker that holds it, or held it last."""
     generator: str | None
-    """Generator that wrote its newest tokens; null when the worker does not report it."""
+    """Instance id of the generator that wrote its newest saved tokens; null before the first save."""
     birth_version: int
     """Newest version when it was first leased."""
     tokens: int

@@ -10,7 +10,7 @@ for at = 2, #ARGV do
     for _, field in ipairs(call('HKEYS', trajectory_key(id))) do
       if string.match(field, '^c%d+$') then fields[#fields + 1] = field end
     end
-    call('HDEL', trajectory_key(id), 'links', 'step', 'snapshot', 'version', unpack(fields))
+    call('HDEL', trajectory_key(id), 'links', 'step', 'snapshot', 'version', 'generator', unpack(fields))
     local keys = {}
     payload_keys(id, v[4], keys)
     call('UNLINK', unpack(keys))

@@ -1,14 +1,14 @@
 local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
 
--- One item of append and finish is a head, "id offset tokens digest versions finish bytes n" with '-' for an empty word,
+-- One item of append and finish is a head, "id offset tokens digest versions finish bytes generator n" with '-' for an empty word,
 -- and n segments. Returns the item at a place in ARGV, and the place of the next one.
 local function read_item(at)
-  local id, offset, tokens, digest, versions, finish, bytes, n =
-    string.match(ARGV[at], '^(%S+) (%d+) (%d+) (%S+) (%S+) (%S+) (%d+) (%d+)$')
+  local id, offset, tokens, digest, versions, finish, bytes, generator, n =
+    string.match(ARGV[at], '^(%S+) (%d+) (%d+) (%S+) (%S+) (%S+) (%d+) (%S+) (%d+)$')
   n = tonumber(n)
   return {
     id = id, offset = tonumber(offset), tokens = tonumber(tokens), digest = digest, versions = versions,
-    finish = finish, bytes = tonumber(bytes), first = at + 1, last = at + n,
+    finish = finish, bytes = tonumber(bytes), generator = generator, first = at + 1, last = at + n,
   }, at + 1 + n
 end
 
@@ -90,6 +90,10 @@ local function save(session, item)
   if version then
     fields[#fields + 1] = 'version'
     fields[#fields + 1] = version
+  end
+  if item.generator ~= '-' then
+    fields[#fields + 1] = 'generator'
+    fields[#fields + 1] = item.generator
   end
   count('saved_tokens_total', tokens)
   count('saved_bytes_total', item.bytes)
