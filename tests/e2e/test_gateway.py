@@ -68,9 +68,12 @@ def _at_rest(page: httpx.Client) -> bool:
 def _check_timeline(page: httpx.Client, wait_until: Callable[..., None]) -> None:
     """Rollouts of this mesh last a second or so: some look sees one that has tokens."""
 
+    instances = {generator["instance_id"] for generator in _overview(page)["generators"]}
+
     def written() -> bool:
         timeline = page.get("api/v1/timeline").json()
-        return any(span["intervals"] and span["worker"] == "rollout-0" for span in timeline["rollouts"])
+        written = [span for span in timeline["rollouts"] if span["intervals"] and span["worker"] == "rollout-0"]
+        return any(span["generator"] in instances for span in written)
 
     wait_until(written, "a rollout with tokens on the timeline")
 
