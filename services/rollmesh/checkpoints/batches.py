@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,14 +109,14 @@ def read_footer(root: Path, secret: bytes, train_step: int) -> BatchFooter:
     """Ids and digest of one batch file; raises CheckpointError when it is missing, torn or tampered with."""
     path = batch_path(root, train_step)
     with _opened(path) as file:
-        return _read_footer(file, path, secret, train_step)
+        return footer_of(file, str(path), secret, train_step)
 
 
 def read_batch(root: Path, secret: bytes, train_step: int) -> Batch:
     """Read and verify one batch file; raises CheckpointError with the reason."""
     path = batch_path(root, train_step)
     with _opened(path) as file:
-        footer = _read_footer(file, path, secret, train_step)
+        footer = footer_of(file, str(path), secret, train_step)
         file.seek(len(_HEAD))
         payload = file.read(footer.payload_bytes)
     if hashlib.sha256(payload).hexdigest() != footer.payload_sha256:
@@ -137,7 +137,7 @@ def read_group(root: Path, secret: bytes, train_step: int, group_id: str) -> Gro
     """
     path = batch_path(root, train_step)
     with _opened(path) as file:
-        footer = _read_footer(file, path, secret, train_step)
+        footer = footer_of(file, str(path), secret, train_step)
         if group_id not in footer.group_ids:
             return None
         file.seek(len(_HEAD))
@@ -151,7 +151,11 @@ def read_group(root: Path, secret: bytes, train_step: int, group_id: str) -> Gro
 def batch_steps(root: Path) -> list[int]:
     """Train steps that have a batch file, ascending; whether it is sound shows when it is read."""
     folder = root / FOLDER
-    names = os.listdir(folder) if folder.exists() else []
+    return steps_of(os.listdir(folder) if folder.exists() else [])
+
+
+def steps_of(names: Iterable[str]) -> list[int]:
+    """Train steps of the batch files among these names, ascending."""
     return sorted(int(match[1]) for name in names if (match := _NAME.match(name)))
 
 
@@ -207,7 +211,8 @@ def _opened(path: Path) -> BinaryIO:
         raise CheckpointError(f"{path}: missing", reason=Reason.MISSING) from error
 
 
-def _read_footer(file: BinaryIO, path: Path, secret: bytes, train_step: int) -> BatchFooter:
+def footer_of(file: BinaryIO, path: str, secret: bytes, train_step: int) -> BatchFooter:
+    """The footer of an open batch file that can seek; ``path`` is for the messages. Raises CheckpointError."""
     size = file.seek(0, io.SEEK_END)
     torn = CheckpointError(f"{path}: torn: {size} bytes without a complete footer", reason=Reason.TORN)
     if size < len(_HEAD) + _END_BYTES:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,7 +98,12 @@ def committed_states(root: Path, secret: bytes) -> list[CommittedState]:
         except (CheckpointError, OSError):
             continue
         found.append(CommittedState(folder=folder, record=record))
-    return sorted(found, key=lambda s: (s.record.rollback_count, s.record.train_step), reverse=True)
+    return newest_first(found)
+
+
+def newest_first(states: Iterable[CommittedState]) -> list[CommittedState]:
+    """In the order in which they count."""
+    return sorted(states, key=lambda s: (s.record.rollback_count, s.record.train_step), reverse=True)
 
 
 def verify_files(state: CommittedState, *, part: int = 0, parts: int = 1) -> None:
@@ -116,15 +121,24 @@ def verify_files(state: CommittedState, *, part: int = 0, parts: int = 1) -> Non
 def prune_states(root: Path, secret: bytes, *, keep_last: int, session: str) -> list[Path]:
     """Delete all but the ``keep_last`` newest committed states and what other sessions left uncommitted."""
     states = committed_states(root, secret)
-    kept = {s.folder for s in states[:keep_last]}
+    folders = {folder.name: (folder / COMMITTED_FILE).exists() for folder in _folders(root)}
+    removed = [root / FOLDER / name for name in prunable(folders, states, keep_last=keep_last, session=session)]
+    for folder in removed:
+        remove_tree(folder, first=[COMMITTED_FILE])
+    return removed
+
+
+def prunable(
+    folders: Mapping[str, bool], states: Sequence[CommittedState], *, keep_last: int, session: str
+) -> list[str]:
+    """Which state folders ``prune_states`` deletes; ``folders`` says by name whether they have COMMITTED."""
+    kept = {s.folder.name for s in states[:keep_last]}
     newest = states[0].train_step if states else -1
-    removed: list[Path] = []
-    for folder in _folders(root):
-        step, _, owner = folder.name.partition("-")
-        unfinished = not (folder / COMMITTED_FILE).exists()
-        if folder not in kept and int(step) <= newest and not (unfinished and owner == session):
-            remove_tree(folder, first=[COMMITTED_FILE])
-            removed.append(folder)
+    removed: list[str] = []
+    for name, finished in folders.items():
+        step, _, owner = name.partition("-")
+        if name not in kept and int(step) <= newest and (finished or owner != session):
+            removed.append(name)
     return removed
 
 
@@ -139,9 +153,15 @@ def _folders(root: Path) -> Iterator[Path]:
 def _read_record(folder: Path, secret: bytes) -> StateRecord:
     path = folder / COMMITTED_FILE
     try:
-        record = StateRecord.model_validate_json(path.read_bytes())
+        return parse_record(path.read_bytes(), str(path), secret)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing", reason=Reason.TORN) from error
+
+
+def parse_record(data: bytes, path: str, secret: bytes) -> StateRecord:
+    """The content of a COMMITTED file; CheckpointError when it is torn or another run's."""
+    try:
+        record = StateRecord.model_validate_json(data)
     except ValidationError as error:
         raise CheckpointError(f"{path}: not complete", reason=Reason.TORN) from error
     if not sealed(secret, record.signed_bytes(), record.hmac):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from rollmesh.checkpoints.batches import read_footer
-from rollmesh.checkpoints.committed import committed_states
+from rollmesh.checkpoints.batches import BatchFooter
+from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.errors import CheckpointError
 
 
@@ -25,16 +24,15 @@ class Ledger:
     """Groups that more than one train step consumed."""
 
 
-def read_ledger(root: Path, secret: bytes) -> Ledger:
-    """Read the footers of all batch files up to the newest committed state."""
-    states = committed_states(root, secret)
+def read_ledger(states: Sequence[CommittedState], footer: Callable[[int], BatchFooter]) -> Ledger:
+    """Read the footers of all batch files up to the newest of these committed states (they are newest first)."""
     last = states[0].train_step if states else -1
     groups: dict[int, tuple[str, ...]] = {}
     damaged: dict[int, str] = {}
     steps: dict[str, list[int]] = {}
     for step in range(1, last + 1):
         try:
-            groups[step] = tuple(read_footer(root, secret, step).group_ids)
+            groups[step] = tuple(footer(step).group_ids)
         except CheckpointError as error:
             damaged[step] = str(error)
             continue

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -144,31 +145,55 @@ def mark_announced(root: Path, record: PolicyRecord) -> None:
         write_new_file(marker, b"")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundManifest:
+    """A manifest that lies in a store, whether or not it is sound."""
+
+    path: str
+    """Path of its folder, relative to the store."""
+    data: bytes
+    announced: bool
+
+
 def complete_records(root: Path, secret: bytes, *, announced_only: bool = False) -> list[PolicyRecord]:
     """Records of all complete folders, one per policy_version, ascending: for a trainer that recovers a registry.
 
     Of two folders that claim one version, the announced one counts, then the newer one. Folders without a valid
     manifest were never policies and are passed over; ``announced_only`` also passes over those without the marker.
     """
+    return sound_records(_manifests(root), secret, announced_only=announced_only)
+
+
+def sound_records(
+    manifests: Iterable[FoundManifest], secret: bytes, *, announced_only: bool = False
+) -> list[PolicyRecord]:
+    """``complete_records`` of manifests, wherever they lie."""
     best: dict[int, tuple[bool, datetime, PolicyRecord]] = {}
-    for folder in _folders(root):
+    for found in manifests:
         try:
-            data = _read_manifest(folder)
-            manifest = parse_manifest(data, str(folder))
+            manifest = parse_manifest(found.data, found.path)
             manifest.check_signature(secret)
         except CheckpointError:
             continue
         record = PolicyRecord(
             policy_version=manifest.policy_version,
             train_step=manifest.train_step,
-            path=f"{FOLDER}/{folder.name}",
-            manifest_digest=hashlib.sha256(data).hexdigest(),
+            path=found.path,
+            manifest_digest=hashlib.sha256(found.data).hexdigest(),
         )
-        entry = ((folder / ANNOUNCED_FILE).exists(), manifest.create_time, record)
+        entry = (found.announced, manifest.create_time, record)
         known = best.get(manifest.policy_version)
         if (entry[0] or not announced_only) and (known is None or entry[:2] > known[:2]):
             best[manifest.policy_version] = entry
     return [best[version][2] for version in sorted(best)]
+
+
+def _manifests(root: Path) -> Iterator[FoundManifest]:
+    for folder in _folders(root):
+        with contextlib.suppress(CheckpointError):
+            data = _read_manifest(folder)
+            announced = (folder / ANNOUNCED_FILE).exists()
+            yield FoundManifest(path=f"{FOLDER}/{folder.name}", data=data, announced=announced)
 
 
 def prune(
@@ -180,6 +205,22 @@ def prune(
     A folder that no record names is deleted only when another session wrote it for a train step that is published
     by now: it can never be announced. Returns the deleted paths.
     """
+    paths = [f"{FOLDER}/{folder.name}" for folder in _folders(root)]
+    removed = prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
+    for path in removed:
+        remove_tree(root / path, first=[MANIFEST_FILE])
+    return removed
+
+
+def prunable(
+    paths: Iterable[str],
+    records: Sequence[PolicyRecord],
+    *,
+    keep_last: int,
+    keep_versions: Collection[int],
+    session: str,
+) -> list[str]:
+    """Which of these policy folders ``prune`` deletes."""
     if keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last}: expected at least 1")
     newest = sorted(records, key=lambda r: r.policy_version)[-keep_last:]
@@ -187,14 +228,17 @@ def prune(
     announced = {r.path for r in records}
     published_step = max((r.train_step for r in records), default=-1)
     removed: list[str] = []
-    for folder in _folders(root):
-        path = f"{FOLDER}/{folder.name}"
-        step, _, owner = folder.name.partition("-")
+    for path in paths:
+        step, _, owner = path.rpartition("/")[2].partition("-")
         orphan = path not in announced and owner != session and int(step) <= published_step
         if path not in kept and (path in announced or orphan):
-            remove_tree(folder, first=[MANIFEST_FILE])
             removed.append(path)
     return removed
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a policy or state folder may be called so."""
+    return _NAME.match(name) is not None
 
 
 def _folders(root: Path) -> Iterator[Path]:

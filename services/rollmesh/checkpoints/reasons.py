@@ -26,5 +26,7 @@ class Reason(StrEnum):
     """A path leads out of the store, or over a symbolic link."""
     DISK_FULL = "disk_full"
     """No space, quota or file size left; retrying later may help."""
+    UNREACHABLE = "unreachable"
+    """The object store does not answer, or refuses the credentials; retrying later may help."""
     INVALID = "invalid"
     """Anything else."""

@@ -5,11 +5,13 @@
     <root>/states/<step>-<session>/     trainer state, valid only with COMMITTED
     <root>/lineage                      identity of the store, which the queue remembers
 
-All methods block on the file system; asyncio callers use a thread.
+The root may mirror an object store (``mirror``): the same paths are its keys then, and it is what counts.
+All methods block on the file system or the network; asyncio callers use a thread.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,13 +19,16 @@ from typing import TYPE_CHECKING, Any, Self
 from rollmesh.checkpoints import batches, committed, ledger, policies
 from rollmesh.checkpoints.batches import BatchFooter
 from rollmesh.checkpoints.committed import CommittedState
-from rollmesh.checkpoints.durable import make_folder
+from rollmesh.checkpoints.durable import make_folder, remove_tree
 from rollmesh.checkpoints.ledger import Ledger
-from rollmesh.checkpoints.manifest import CanarySequence, Manifest
+from rollmesh.checkpoints.manifest import MANIFEST_FILE, CanarySequence, Manifest
+from rollmesh.checkpoints.mirror import ObjectMirror
+from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.policies import PolicyDraft, VerifiedPolicy
 from rollmesh.checkpoints.sealing import lineage, run_secret
 from rollmesh.config import RunConfig
-from rollmesh.errors import ConfigError
+from rollmesh.config.services import CheckpointConfig
+from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.mesh import Cursor
 from rollmesh.types import Batch, Group, PolicyRecord
 
@@ -38,6 +43,17 @@ class CheckpointStore:
         make_folder(root)
         self.root = root.resolve()
         self._secret = secret
+        self.mirror: ObjectMirror | None = None
+
+    @classmethod
+    def open_location(cls, section: CheckpointConfig, run_folder: Path, secret: bytes) -> Self:
+        """The store at the run file's location, a folder or an object store."""
+        if not section.remote:
+            return cls(Path(section.folder) if section.folder else run_folder / "checkpoints", secret)
+        store = cls(Path(section.cache_folder) if section.cache_folder else run_folder / "checkpoints", secret)
+        objects = ObjectStore(str(section.folder), section.object_store, parallel=section.parallel_transfers)
+        store.mirror = ObjectMirror(objects, store.root, secret, cache_policies=section.cache_policies)
+        return store
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
@@ -53,9 +69,8 @@ class CheckpointStore:
                         f"checkpoints.{field} is missing: services that share no run folder (network.shared_folder="
                         f"false) need the same one, for example by ROLLMESH_CHECKPOINTS__{example}"
                     )
-        root = Path(section.folder) if section.folder else Path(config.folder) / "checkpoints"
-        given = section.secret
-        return cls(root, given.get_secret_value().encode() if given else run_secret(Path(config.folder)))
+        folder, given = Path(config.folder), section.secret
+        return cls.open_location(section, folder, given.get_secret_value().encode() if given else run_secret(folder))
 
     def at(self, root: Path) -> Self:
         """A copy of this store in another folder, sealed with the same secret."""
@@ -63,7 +78,7 @@ class CheckpointStore:
 
     def lineage(self) -> str:
         """Identity of this checkpoint store, made with its first use; CheckpointError when its file is damaged."""
-        return lineage(self.root)
+        return lineage(self.root) if self.mirror is None else self.mirror.lineage()
 
     def publish(
         self,
@@ -80,24 +95,47 @@ class CheckpointStore:
         ``write`` fills the given empty folder. Raises CheckpointError; the folder is gone then.
         """
         draft = PolicyDraft(session=session, policy_version=policy_version, train_step=train_step, parent=parent)
-        return policies.publish(self.root, self._secret, draft, write, canary)
+        record = policies.publish(self.root, self._secret, draft, write, canary)
+        if self.mirror is not None:
+            try:
+                self.mirror.push_policy(record.path)
+            except BaseException:
+                remove_tree(self.root / record.path, first=[MANIFEST_FILE])
+                raise
+        return record
 
     def open(self, record: PolicyRecord, *, like: Manifest | None = None) -> VerifiedPolicy:
         """Verify a published policy byte for byte, and against the architecture and tokenizer of ``like``.
 
         Raises CheckpointError whose ``reason`` is a ``Reason``; the caller keeps what it has.
         """
-        policy = policies.verify(self.root, self._secret, record)
+        policy = self._verified(record)
         if like is not None:
             like.check_compatible(policy.manifest)
         return policy
 
+    def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
+        if self.mirror is None:
+            return policies.verify(self.root, self._secret, record)
+        self.mirror.fetch_policy(record)
+        try:
+            return policies.verify(self.root, self._secret, record)
+        except CheckpointError:
+            # What this node keeps may have been damaged since; what the bucket has is judged a second time.
+            self.mirror.fetch_policy_again(record)
+            return policies.verify(self.root, self._secret, record)
+
     def mark_announced(self, record: PolicyRecord) -> None:
         """Note that the registry accepted the record."""
-        policies.mark_announced(self.root, record)
+        if self.mirror is not None:
+            self.mirror.push_announced(record.path)
+        if self.mirror is None or (self.root / record.path).exists():
+            policies.mark_announced(self.root, record)
 
     def complete_policies(self, *, announced_only: bool = False) -> list[PolicyRecord]:
         """Records of all complete folders, one per version, ascending; only for a trainer that recovers."""
+        if self.mirror is not None:
+            return policies.sound_records(self.mirror.manifests(), self._secret, announced_only=announced_only)
         return policies.complete_records(self.root, self._secret, announced_only=announced_only)
 
     def prune(
@@ -111,30 +149,44 @@ class CheckpointStore:
     ) -> list[str]:
         """Delete old policies of the registry ``records``; newest, pinned and in-use versions stay."""
         keep = {*pinned, *in_use}
-        return policies.prune(self.root, records, keep_last=keep_last, keep_versions=keep, session=session)
+        removed = policies.prune(self.root, records, keep_last=keep_last, keep_versions=keep, session=session)
+        if self.mirror is None:
+            return removed
+        return self.mirror.prune_policies(records, keep_last=keep_last, keep_versions=keep, session=session)
 
     def write_batch(self, batch: Batch, cursor: Cursor, train_steps: Mapping[int, int] | None = None) -> str:
         """Write and flush the batch file of ``batch.train_step``, once; returns its digest.
 
         ``train_steps`` has the train step of each policy version that wrote tokens of the batch.
         """
-        return batches.write_batch(self.root, self._secret, batch, cursor, train_steps)
+        if self.mirror is not None:
+            self.mirror.before_batch(batch.train_step)
+        digest = batches.write_batch(self.root, self._secret, batch, cursor, train_steps)
+        if self.mirror is not None:
+            self.mirror.push_batch(batch.train_step)
+        return digest
 
     def read_batch(self, train_step: int) -> Batch:
         """Read and verify a batch file."""
+        if self.mirror is not None:
+            self.mirror.fetch_batch(train_step)
         return batches.read_batch(self.root, self._secret, train_step)
 
     def read_group(self, train_step: int, group_id: str) -> Group | None:
         """One group of a batch file, for people who look; None when it is not in it."""
+        if self.mirror is not None:
+            self.mirror.fetch_batch(train_step)
         return batches.read_group(self.root, self._secret, train_step, group_id)
 
     def batch_footer(self, train_step: int) -> BatchFooter:
         """Ids, cursor and digest of a batch file."""
+        if self.mirror is not None:
+            return self.mirror.footer(train_step)
         return batches.read_footer(self.root, self._secret, train_step)
 
     def batch_steps(self) -> list[int]:
         """Train steps that have a batch file, ascending."""
-        return batches.batch_steps(self.root)
+        return batches.batch_steps(self.root) if self.mirror is None else self.mirror.batch_steps()
 
     def remove_unfinished_batches(self) -> int:
         """Delete what killed trainers left half-written; returns how many files."""
@@ -152,7 +204,7 @@ class CheckpointStore:
         """Save and commit a trainer state; every rank calls this."""
         from rollmesh.checkpoints.states import save_state
 
-        return save_state(
+        state = save_state(
             self.root,
             self._secret,
             session=session,
@@ -161,15 +213,22 @@ class CheckpointStore:
             tensors=tensors,
             extra=extra,
         )
+        if self.mirror is not None and os.environ.get("RANK", "0") == "0":
+            self.mirror.push_state(state)
+        return state
 
     def load_state(self, state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Fill ``tensors`` in place from a committed state; returns its ``extra``."""
         from rollmesh.checkpoints.states import load_state
 
+        if self.mirror is not None:
+            self.mirror.fetch_state(state)
         return load_state(state, tensors)
 
     def committed_states(self) -> list[CommittedState]:
         """Committed trainer states, newest first."""
+        if self.mirror is not None:
+            return self.mirror.states()
         return committed.committed_states(self.root, self._secret)
 
     def latest_committed(self) -> CommittedState | None:
@@ -178,11 +237,13 @@ class CheckpointStore:
 
     def prune_states(self, *, keep_last: int, session: str) -> list[Path]:
         """Delete old trainer states."""
+        if self.mirror is not None:
+            self.mirror.prune_states(keep_last=keep_last, session=session)
         return committed.prune_states(self.root, self._secret, keep_last=keep_last, session=session)
 
     def ledger(self) -> Ledger:
         """What was trained, and what contradicts "each group once"."""
-        return ledger.read_ledger(self.root, self._secret)
+        return ledger.read_ledger(self.committed_states(), self.batch_footer)
 
     def trained_groups(self) -> dict[int, list[str]]:
         """Group ids in training order by train step, up to the newest committed state."""

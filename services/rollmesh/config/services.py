@@ -203,11 +203,24 @@ class StoreConfig(Section):
         return self
 
 
+OBJECT_STORES = ("s3://", "gs://")
+
+
 class CheckpointConfig(Section):
     """Policies and trainer state."""
 
     folder: str | None = None
-    """Shared folder; null is ``checkpoints`` in the run folder."""
+    """Shared folder; null is ``checkpoints`` in the run folder. Or an object store, s3://BUCKET/PREFIX (extra ``s3``)
+    or gs://BUCKET/PREFIX (extra ``gs``), with the usual credentials of its clients from the environment."""
+    cache_folder: str | None = None
+    """With an object store: folder of this node that policies are pulled into, once for all its processes; null is
+    ``checkpoints`` in the run folder."""
+    cache_policies: int = Field(default=3, ge=1)
+    """With an object store: pulled policies that a node keeps beside those used in the last ten minutes."""
+    parallel_transfers: int = Field(default=8, ge=1, le=64)
+    """With an object store: files of one policy or state that a process moves at once."""
+    object_store: dict[str, Any] = Field(default_factory=dict)
+    """With an object store: options of its fsspec file system, for example {"endpoint_url": "https://minio:9000"}."""
     keep_last: int = Field(default=6, ge=2)
     """Published policies kept; pinned ones and those in use stay."""
     state_every_steps: int = Field(default=1, ge=1)
@@ -215,6 +228,27 @@ class CheckpointConfig(Section):
     trainer.algorithm.old_logprobs=stage_end."""
     secret: SecretStr | None = None
     """HMAC key of the manifests; null makes one per run, in the run folder."""
+
+    @property
+    def remote(self) -> bool:
+        """Whether ``folder`` is an object store."""
+        return self.folder is not None and "://" in self.folder
+
+    @model_validator(mode="after")
+    def _the_folder_is_one_that_is_known(self) -> Self:
+        if self.remote and not str(self.folder).startswith(OBJECT_STORES):
+            raise ValueError(
+                f"checkpoints.folder={self.folder}: expected a folder, or one of {', '.join(OBJECT_STORES)}"
+            )
+        if self.object_store and not self.remote:
+            raise ValueError(f"checkpoints.object_store is for an object store; checkpoints.folder={self.folder}")
+        for name in ("key", "secret", "token", "password"):
+            if name in self.object_store:
+                raise ValueError(
+                    f"checkpoints.object_store.{name}: credentials are no part of a run file; give them to the "
+                    "client by its environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...) or by the node's role"
+                )
+        return self
 
 
 class EvalConfig(Section):

@@ -48,6 +48,11 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
 
     Raises ConfigError for a destination inside the run or of another run, OSError when it cannot be written.
     """
+    if checkpoints.mirror is not None:
+        raise ConfigError(
+            f"checkpoints.folder={checkpoints.mirror.objects.url} is an object store: copy it with its own tools "
+            "(states first, then policies, then batches), and the run folder without its checkpoints"
+        )
     root, target = checkpoints.root, destination / "checkpoints"
     _refuse_strangers(folder.path, root, destination)
     report = BackupReport()

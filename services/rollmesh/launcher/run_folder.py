@@ -27,7 +27,17 @@ from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 
 _MAY_CHANGE = frozenset({"folder", "launcher", "network", "telemetry", "evaluation", "store", "gateway"})
-_MAY_CHANGE_FIELDS = frozenset({"trainer.train_steps", "generator.replicas", "generator.slots", "generator.pace"})
+_MAY_CHANGE_FIELDS = frozenset(
+    {
+        "trainer.train_steps",
+        "generator.replicas",
+        "generator.slots",
+        "generator.pace",
+        "checkpoints.cache_folder",
+        "checkpoints.cache_policies",
+        "checkpoints.parallel_transfers",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

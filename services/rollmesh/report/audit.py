@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config.services import CheckpointConfig
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
 from rollmesh.report.ledger import (
@@ -56,14 +57,16 @@ def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: C
 
 def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
     """The run's checkpoint store; DataError when there is none, CheckpointError without the secret that sealed it."""
-    if not folder.checkpoints.is_dir():
+    section = CheckpointConfig() if folder.config is None else folder.config.checkpoints
+    if not section.remote and not folder.checkpoints.is_dir():
         raise DataError(f"{folder.checkpoints}: no checkpoint store; has this run begun?")
     given = os.environ.get(SECRET_VARIABLE)
     if given:
-        return CheckpointStore(folder.checkpoints, given.encode())
+        return CheckpointStore.open_location(section, folder.path, given.encode())
     file = folder.path / SECRET_FILE
     if file.exists():
-        return CheckpointStore(folder.checkpoints, file.read_text(encoding="ascii").strip().encode())
+        secret = file.read_text(encoding="ascii").strip().encode()
+        return CheckpointStore.open_location(section, folder.path, secret)
     raise CheckpointError(f"{folder.path}: no secret in the run folder, and {SECRET_VARIABLE} is not set")
 
 

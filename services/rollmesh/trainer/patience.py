@@ -1,4 +1,4 @@
-"""Writing to a checkpoint store that may be full: try again, later and later, until there is room or time to stop."""
+"""Writing to a checkpoint store that may be full or away: try again, later and later, until it is time to stop."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from rollmesh.trainer.session import Stopped
 
 T = TypeVar("T")
 
+_PASSING = {Reason.DISK_FULL: "disk full", Reason.UNREACHABLE: "object store unreachable"}
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
 class Patience:
-    """Repeats a write that failed for want of room; generators keep serving what they have meanwhile."""
+    """Repeats a write that failed for want of room or of the store; generators serve what they have meanwhile."""
 
     def __init__(
         self,
@@ -36,20 +37,21 @@ class Patience:
         self._log = get_logger("patience")
 
     async def with_room(self, what: str, write: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``write``; raises Stopped at shutdown and any CheckpointError but disk_full."""
+        """The result of ``write``; raises Stopped at shutdown and any CheckpointError but disk_full and unreachable."""
         pause = self._first_pause_seconds
         while True:
             try:
                 result = await write()
             except CheckpointError as error:
                 self._metrics.failures.labels(reason=str(error.reason)).inc()
-                if error.reason != Reason.DISK_FULL:
+                trouble = _PASSING.get(Reason(error.reason))
+                if trouble is None:
                     raise
-                self._log.error("disk_full", what=what, retry_seconds=pause, message=str(error))
-                self._health.set_ready(False, f"disk full: {what}")
+                self._log.error(str(error.reason), what=what, retry_seconds=pause, message=str(error))
+                self._health.set_ready(False, f"{trouble}: {what}")
             else:
                 self._health.set_ready(True)
                 return result
             if await wait_or_shutdown(self._shutdown, pause):
-                raise Stopped(f"{what}: asked to stop while the disk was full")
+                raise Stopped(f"{what}: asked to stop while waiting: {trouble}")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

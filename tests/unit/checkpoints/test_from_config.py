@@ -29,3 +29,18 @@ def test_services_without_a_shared_run_folder_are_told_what_they_must_share(tmp_
 
     sections = {"network": network, "checkpoints": {"folder": shared, "secret": "s" * 32}}
     assert str(CheckpointStore.from_config(run_in(tmp_path, **sections)).root) == shared
+
+
+@pytest.mark.parametrize(
+    ("section", "text"),
+    [
+        ({"folder": "ftp://host/x"}, "checkpoints.folder=ftp://host/x: expected a folder, or one of s3://, gs://"),
+        ({"object_store": {"endpoint_url": "http://a"}}, "checkpoints.object_store is for an object store"),
+        ({"folder": "s3://b", "object_store": {"secret": "x"}}, "credentials are no part of a run file"),
+    ],
+)
+def test_a_location_that_cannot_be_is_refused_with_the_reason(
+    tmp_path: Path, section: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        run_in(tmp_path, checkpoints=section)

@@ -1,0 +1,271 @@
+"""A checkpoint store in an object store: the folder of a node is what it has of it, the bucket is what counts.
+
+publish     files first, the manifest last; nothing is announced before all of it is there
+open        by the paths of manifest and record, never by listing: the manifest is compared with the record, then files
+            are pulled beside their place, a few at once, and put there together. One process of a node pulls a policy,
+            the others wait for it
+batch file  one put after the local write; only then is the batch confirmed
+state       every file, then COMMITTED
+restart     what the bucket lists decides. Files of this node that never got there do not count and are written again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from rollmesh.checkpoints import batches, committed, policies
+from rollmesh.checkpoints.batches import BatchFooter, batch_path
+from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState
+from rollmesh.checkpoints.durable import confined, make_folder, regular_files, remove_tree
+from rollmesh.checkpoints.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from rollmesh.checkpoints.objects import ObjectStore
+from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.sealing import LINEAGE_FILE, lineage
+from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.types import PolicyRecord
+
+_MAX_RECORD_BYTES = 64 << 20
+_IN_USE_SECONDS = 600.0
+_LOCKS = ".pulls"
+
+
+class ObjectMirror:
+    """Keeps the local folder ``root`` of one process and the bucket in step. Blocking."""
+
+    def __init__(self, objects: ObjectStore, root: Path, secret: bytes, *, cache_policies: int) -> None:
+        _refuse_gangs_over_nodes(objects.url)
+        self.objects = objects
+        self._root = root
+        self._secret = secret
+        self._cache_policies = cache_policies
+
+    def lineage(self) -> str:
+        """Identity of the store in the bucket, made with its first use."""
+        try:
+            return self.objects.read(LINEAGE_FILE, 1024).decode("ascii").strip()
+        except FileNotFoundError:
+            self.objects.write(LINEAGE_FILE, lineage(self._root).encode())
+            return self.objects.read(LINEAGE_FILE, 1024).decode("ascii").strip()
+
+    # policies
+
+    def push_policy(self, path: str) -> None:
+        """Upload a published folder, its manifest last."""
+        self._push_folder(path, last=MANIFEST_FILE)
+
+    def drop_policy(self, path: str) -> None:
+        """Take a policy out of the bucket that could not be uploaded whole."""
+        self._delete_folder(path, first=MANIFEST_FILE)
+
+    def push_announced(self, path: str) -> None:
+        """Note in the bucket that the registry accepted the policy."""
+        self.objects.write(f"{path}/{ANNOUNCED_FILE}", b"")
+
+    def fetch_policy(self, record: PolicyRecord) -> None:
+        """Have a policy in the local folder; CheckpointError when the bucket lacks it, or has another manifest."""
+        folder = confined(self._root, record.path)
+        with self._one_at_a_time(folder.name):
+            if _digest(folder / MANIFEST_FILE) != record.manifest_digest:
+                self._pull_policy(record, folder)
+            self._forget_old_policies(folder.name)
+
+    def fetch_policy_again(self, record: PolicyRecord) -> None:
+        """Pull a policy whose local copy was found damaged."""
+        folder = confined(self._root, record.path)
+        with self._one_at_a_time(folder.name):
+            self._pull_policy(record, folder)
+
+    def manifests(self) -> list[FoundManifest]:
+        """Every manifest of the bucket."""
+        sizes = self.objects.sizes(policies.FOLDER)
+        paths = sorted(key.rpartition("/")[0] for key in sizes if key.endswith("/" + MANIFEST_FILE))
+        found = []
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):  # pruned in between
+                data = self.objects.read(f"{path}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES + 1)
+                found.append(FoundManifest(path=path, data=data, announced=f"{path}/{ANNOUNCED_FILE}" in sizes))
+        return found
+
+    def prune_policies(
+        self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
+    ) -> list[str]:
+        """``policies.prune`` in the bucket."""
+        paths = [f"{policies.FOLDER}/{name}" for name in self._folders(policies.FOLDER)]
+        removed = policies.prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
+        for path in removed:
+            self._delete_folder(path, first=MANIFEST_FILE)
+        return removed
+
+    # batch files
+
+    def before_batch(self, train_step: int) -> None:
+        """Have the bucket's batch file of this step here, or none: what never got there does not count."""
+        path = batch_path(self._root, train_step)
+        try:
+            self.objects.get(_batch_key(train_step), path)
+        except FileNotFoundError:
+            path.unlink(missing_ok=True)
+
+    def push_batch(self, train_step: int) -> None:
+        """Upload a batch file, unless it is there."""
+        path, key = batch_path(self._root, train_step), _batch_key(train_step)
+        if self.objects.sizes(key).get(key) != path.stat().st_size:
+            self.objects.put(path, key)
+
+    def fetch_batch(self, train_step: int) -> None:
+        """Have a batch file here; one that is missing in the bucket is missing."""
+        path = batch_path(self._root, train_step)
+        if not path.exists():
+            with contextlib.suppress(FileNotFoundError):
+                self.objects.get(_batch_key(train_step), path)
+
+    def footer(self, train_step: int) -> BatchFooter:
+        """Footer of a batch file of the bucket, without the trajectories."""
+        key = _batch_key(train_step)
+        try:
+            with self.objects.opened(key) as file:
+                return batches.footer_of(file, f"{self.objects.url}/{key}", self._secret, train_step)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.objects.url}/{key}: missing", reason=Reason.MISSING) from error
+
+    def batch_steps(self) -> list[int]:
+        """Train steps with a batch file in the bucket, ascending."""
+        return batches.steps_of(key.rpartition("/")[2] for key in self.objects.sizes(batches.FOLDER))
+
+    # trainer states
+
+    def push_state(self, state: CommittedState) -> None:
+        """Upload a state that is committed here, COMMITTED last."""
+        self._push_folder(f"{committed.FOLDER}/{state.folder.name}", last=COMMITTED_FILE)
+
+    def states(self) -> list[CommittedState]:
+        """Committed states of the bucket whose files have the promised sizes, newest first."""
+        sizes = self.objects.sizes(committed.FOLDER)
+        found = []
+        for key in sizes:
+            folder, _, name = key.rpartition("/")
+            if name != COMMITTED_FILE or not policies.is_folder_name(folder.rpartition("/")[2]):
+                continue
+            with contextlib.suppress(FileNotFoundError, CheckpointError):
+                data = self.objects.read(key, _MAX_RECORD_BYTES)
+                record = committed.parse_record(data, f"{self.objects.url}/{key}", self._secret)
+                if all(sizes.get(f"{folder}/{file.path}") == file.size_bytes for file in record.files):
+                    found.append(CommittedState(folder=confined(self._root, folder), record=record))
+        return committed.newest_first(found)
+
+    def fetch_state(self, state: CommittedState) -> None:
+        """Have the files of a state here; whether they are sound shows when they are loaded."""
+        path = f"{committed.FOLDER}/{state.folder.name}"
+        with self._one_at_a_time(state.folder.name):
+            wanted = [(f"{path}/{f.path}", confined(state.folder, f.path), f.size_bytes) for f in state.record.files]
+            self.objects.get_all([(key, file) for key, file, size in wanted if _size(file) != size])
+
+    def prune_states(self, *, keep_last: int, session: str) -> list[str]:
+        """``committed.prune_states`` in the bucket."""
+        sizes = self.objects.sizes(committed.FOLDER)
+        folders = {
+            name: f"{committed.FOLDER}/{name}/{COMMITTED_FILE}" in sizes for name in self._folders(committed.FOLDER)
+        }
+        removed = committed.prunable(folders, self.states(), keep_last=keep_last, session=session)
+        for name in removed:
+            self._delete_folder(f"{committed.FOLDER}/{name}", first=COMMITTED_FILE)
+        return removed
+
+    # how
+
+    def _push_folder(self, path: str, *, last: str) -> None:
+        folder = self._root / path
+        names = [name for name in regular_files(folder) if name != last]
+        self.objects.put_all([(folder / name, f"{path}/{name}") for name in names])
+        self.objects.put(folder / last, f"{path}/{last}")
+
+    def _delete_folder(self, path: str, *, first: str) -> None:
+        self.objects.delete([f"{path}/{first}"])
+        self.objects.delete(sorted(self.objects.sizes(path)))
+
+    def _folders(self, parent: str) -> list[str]:
+        names = {key.split("/")[1] for key in self.objects.sizes(parent) if key.count("/") >= 2}
+        return sorted(name for name in names if policies.is_folder_name(name))
+
+    def _pull_policy(self, record: PolicyRecord, folder: Path) -> None:
+        manifest = self._manifest(record)
+        temporary = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+        try:
+            pairs = [(f"{record.path}/{f.path}", confined(temporary, f.path)) for f in manifest.files]
+            self.objects.get_all([*pairs, (f"{record.path}/{MANIFEST_FILE}", temporary / MANIFEST_FILE)])
+            remove_tree(folder, first=[MANIFEST_FILE])
+            os.replace(temporary, folder)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.objects.url}/{record.path}: {error}", reason=Reason.MISSING) from error
+        finally:
+            remove_tree(temporary)
+
+    def _manifest(self, record: PolicyRecord) -> Manifest:
+        where = f"{self.objects.url}/{record.path}/{MANIFEST_FILE}"
+        try:
+            data = self.objects.read(f"{record.path}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES + 1)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{where}: missing", reason=Reason.MISSING) from error
+        manifest = parse_manifest(data, where)
+        if hashlib.sha256(data).hexdigest() != record.manifest_digest:
+            raise CheckpointError(
+                f"{where}: not the one that was announced as policy_version {record.policy_version}",
+                reason=Reason.TAMPERED,
+            )
+        return manifest
+
+    def _forget_old_policies(self, name: str) -> None:
+        """Delete pulled policies but the newest few and those that some process of this node opened lately."""
+        locks = self._root / _LOCKS
+        used = {lock.name: lock.stat().st_mtime for lock in locks.iterdir() if policies.is_folder_name(lock.name)}
+        newest = sorted(used, key=lambda each: used[each], reverse=True)[: self._cache_policies]
+        for each, when in used.items():
+            folder = self._root / policies.FOLDER / each
+            if each not in (name, *newest) and time.time() - when > _IN_USE_SECONDS and folder.exists():
+                remove_tree(folder, first=[MANIFEST_FILE])
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self, name: str) -> Iterator[None]:
+        """Hold this node's lock on a folder's name; its time says when the folder was last asked for."""
+        locks = self._root / _LOCKS
+        make_folder(locks)
+        with (locks / name).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.utime(locks / name)
+            yield
+
+
+def _refuse_gangs_over_nodes(url: str) -> None:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    if world > local:
+        raise ConfigError(
+            f"checkpoints.folder={url}: a trainer gang over several nodes ({world} ranks, {local} here) needs a folder "
+            "that all of them share for its state; use one, or run the trainer on one node"
+        )
+
+
+def _batch_key(train_step: int) -> str:
+    return f"{batches.FOLDER}/{train_step:08d}.pb"
+
+
+def _digest(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.lstat().st_size
+    except OSError:
+        return -1

@@ -1,0 +1,270 @@
+"""Policies, batch files and states in a real S3: what one node writes another one reads, whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollmesh.checkpoints.manifest import MANIFEST_FILE
+from rollmesh.checkpoints.objects import ObjectStore
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.errors import CheckpointError, ConfigError
+
+from ...unit.checkpoints.checkpoint_samples import CURSOR, make_batch, publish
+from .conftest import SECRET, Bucket
+
+Node = Callable[..., CheckpointStore]
+
+
+def refusal(store: CheckpointStore, record) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        store.open(record)
+    return str(caught.value.reason)
+
+
+def objects(store: CheckpointStore) -> ObjectStore:
+    assert store.mirror is not None
+    return store.mirror.objects
+
+
+def test_another_node_opens_a_policy_and_keeps_it(node: Node) -> None:
+    record = publish(node("trainer"), 3, step=2)
+    reader = node("generator")
+    policy = reader.open(record)
+    assert policy.folder == reader.root / record.path
+    assert policy.manifest.policy_version == 3
+    assert (policy.folder / "model.safetensors").read_bytes() == (
+        node("trainer").root / record.path / "model.safetensors"
+    ).read_bytes()
+
+    class Gone(ObjectStore):
+        def read(self, key: str, most: int) -> bytes:
+            raise AssertionError("the bucket is asked for what is here")
+
+        get = sizes = read  # type: ignore[assignment]
+
+    objects(reader).__class__ = Gone
+    assert reader.open(record).folder == policy.folder
+
+
+def test_readers_never_list(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = publish(node("trainer"), 0)
+    monkeypatch.setattr(ObjectStore, "sizes", lambda *_: pytest.fail("a reader lists"))
+    node("generator").open(record)
+
+
+def test_a_writer_that_dies_half_way_leaves_nothing_that_can_be_read(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, put = node("trainer"), ObjectStore.put
+
+    def dies(self: ObjectStore, source: Path, key: str) -> None:
+        if key.endswith(MANIFEST_FILE):
+            raise KeyboardInterrupt
+        put(self, source, key)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(ObjectStore, "put", dies)
+        publish(writer, 0)
+    assert any(key.endswith("model.safetensors") for key in objects(writer).sizes("policies"))
+    assert writer.complete_policies() == []
+    record = publish(writer, 0)  # the same session tries again
+    assert node("generator").open(record).manifest.policy_version == 0
+    assert [r.path for r in node("new").complete_policies()] == [record.path]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda o, path: o.delete([f"{path}/{MANIFEST_FILE}"]), Reason.MISSING),
+        (lambda o, path: o.delete([f"{path}/model.safetensors"]), Reason.MISSING),
+        (lambda o, path: o.write(f"{path}/config.json", b"{}"), Reason.TRUNCATED),
+        (lambda o, path: o.write(f"{path}/{MANIFEST_FILE}", b"{"), Reason.TORN),
+    ],
+)
+def test_what_is_damaged_in_the_bucket_is_refused_with_the_reason(
+    node: Node, damage: Callable[[ObjectStore, str], None], reason: Reason
+) -> None:
+    writer = node("trainer")
+    record = publish(writer, 0)
+    damage(objects(writer), record.path)
+    assert refusal(node("generator"), record) == reason
+
+
+def test_a_manifest_of_another_version_is_not_the_one_that_was_announced(node: Node) -> None:
+    writer = node("trainer")
+    first, second = publish(writer, 0), publish(writer, 1)
+    objects(writer).write(
+        f"{second.path}/{MANIFEST_FILE}", objects(writer).read(f"{first.path}/{MANIFEST_FILE}", 1 << 20)
+    )
+    assert refusal(node("generator"), second) == Reason.TAMPERED
+
+
+def test_a_damaged_copy_of_a_node_is_pulled_again(node: Node) -> None:
+    record = publish(node("trainer"), 0)
+    reader = node("generator")
+    file = reader.open(record).folder / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    reader.open(record)
+    assert file.read_bytes() == content
+
+
+def test_the_processes_of_a_node_pull_a_policy_once_and_a_few_files_at_a_time(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = publish(node("trainer"), 0)
+    get, pulled, busy, most, lock = ObjectStore.get, Counter[str](), 0, 0, threading.Lock()
+
+    def counted(self: ObjectStore, key: str, target: Path) -> None:
+        nonlocal busy, most
+        with lock:
+            pulled[key] += 1
+            busy += 1
+            most = max(most, busy)
+        get(self, key, target)
+        with lock:
+            busy -= 1
+
+    monkeypatch.setattr(ObjectStore, "get", counted)
+    stores = [node("generators", parallel_transfers=2) for _ in range(4)]
+    threads = [threading.Thread(target=store.open, args=(record,)) for store in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (stores[0].root / record.path / MANIFEST_FILE).exists()
+    assert set(pulled.values()) == {1} and len(pulled) == 5
+    assert most <= 2
+
+
+def test_a_node_forgets_policies_that_nobody_has_used_for_long(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, reader = node("trainer"), node("generator", cache_policies=2)
+    records = [publish(writer, version) for version in range(4)]
+    for record in records[:3]:
+        reader.open(record)
+    assert all((reader.root / record.path).exists() for record in records[:3])
+    monkeypatch.setattr("rollmesh.checkpoints.mirror._IN_USE_SECONDS", -1.0)
+    reader.open(records[3])
+    assert [(reader.root / record.path).exists() for record in records] == [False, False, True, True]
+
+
+def test_pruning_takes_old_policies_out_of_the_bucket(node: Node) -> None:
+    writer = node("trainer")
+    records = [publish(writer, version) for version in range(4)]
+    for record in records:
+        writer.mark_announced(record)
+    removed = writer.prune(records, keep_last=1, pinned=[1], in_use=[], session="abc")
+    assert removed == [records[0].path, records[2].path]
+    assert [r.policy_version for r in node("other").complete_policies(announced_only=True)] == [1, 3]
+    assert refusal(node("other"), records[0]) == Reason.MISSING
+
+
+def test_a_batch_file_counts_once_the_bucket_has_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = node("trainer")
+    digest = writer.write_batch(make_batch(1), CURSOR)
+    other = node("other")
+    assert other.batch_steps() == [1]
+    assert other.batch_footer(1).payload_sha256 == digest
+    assert not (other.root / "batches").exists()  # a footer is read without the trajectories
+    assert [g.group_id for g in other.read_batch(1).groups] == ["e0-2", "e0-3"]
+
+    def away(self: ObjectStore, source: Path, key: str) -> None:
+        raise CheckpointError("away", reason=Reason.UNREACHABLE)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="away"):
+        patched.setattr(ObjectStore, "put", away)
+        writer.write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)
+    assert writer.batch_steps() == [1]
+    # Another trainer cuts the step anew; the file that never got there does not stand in its way.
+    assert writer.write_batch(make_batch(2), CURSOR) == node("third").batch_footer(2).payload_sha256
+    with pytest.raises(CheckpointError, match="already has a batch of other groups"):
+        node("late").write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"weight": torch.randn(4, 3, generator=generator), "step": torch.tensor(float(seed))}
+
+
+def save(store: CheckpointStore, step: int) -> None:
+    store.save_state(session="abc", train_step=step, rollback_count=0, tensors=tensors(step), extra={"lr_step": step})
+
+
+def test_a_state_is_loaded_on_another_node_and_counts_only_when_all_of_it_got_there(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = node("trainer")
+    save(writer, 1)
+    put = ObjectStore.put
+
+    def refuses(self: ObjectStore, source: Path, key: str) -> None:
+        if key.endswith("COMMITTED"):
+            raise CheckpointError("away", reason=Reason.UNREACHABLE)
+        put(self, source, key)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="away"):
+        patched.setattr(ObjectStore, "put", refuses)
+        save(writer, 2)
+    for store in (writer, node("other")):
+        state = store.latest_committed()
+        assert state is not None and state.train_step == 1
+        empty = {name: torch.zeros_like(t) for name, t in tensors(1).items()}
+        assert store.load_state(state, empty) == {"lr_step": 1}
+        assert torch.equal(empty["weight"], tensors(1)["weight"])
+    save(writer, 2)
+    writer.write_batch(make_batch(1), CURSOR)
+    writer.write_batch(make_batch(2), CURSOR)
+    writer.prune_states(keep_last=1, session="abc")
+    assert [state.train_step for state in node("third").committed_states()] == [2]
+    ledger = node("third").ledger()
+    assert (ledger.committed_step, dict(ledger.damaged), sorted(ledger.groups)) == (2, {}, [1, 2])
+
+
+def test_nodes_agree_on_the_identity_of_the_store(node: Node) -> None:
+    assert node("trainer").lineage() == node("gateway").lineage() != ""
+
+
+def test_a_store_that_is_away_is_waited_for_and_then_named(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url}, patience_seconds=20.0)
+    tries, pipe = [], store._files.pipe_file
+
+    def fails_twice(path: str, data: bytes) -> None:
+        tries.append(path)
+        if len(tries) < 3:
+            raise ConnectionResetError("connection reset by peer")
+        pipe(path, data)
+
+    monkeypatch.setattr(store._files, "pipe_file", fails_twice)
+    store.write("key", b"value")
+    assert len(tries) == 3 and store.read("key", 100) == b"value"
+
+    away = ObjectStore("s3://nowhere/x", {"endpoint_url": bucket.url}, patience_seconds=0.5)
+    with pytest.raises(CheckpointError, match="s3://nowhere/x: writing key failed") as caught:
+        away.write("key", b"value")
+    assert caught.value.reason == Reason.UNREACHABLE
+
+
+def test_a_gang_over_several_nodes_is_refused_at_the_start(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with pytest.raises(ConfigError, match="16 ranks, 8 here"):
+        node("trainer")
+
+
+def test_the_bucket_holds_the_same_files_as_a_folder_would(node: Node, tmp_path: Path) -> None:
+    mirrored, plain = node("trainer"), CheckpointStore(tmp_path / "plain", SECRET)
+    for store in (mirrored, plain):
+        store.mark_announced(publish(store, 0))
+        store.write_batch(make_batch(1), CURSOR)
+        save(store, 1)
+    here = {f.relative_to(plain.root).as_posix() for f in plain.root.rglob("*") if f.is_file()}
+    assert {key for kind in ("policies", "batches", "states") for key in objects(mirrored).sizes(kind)} == here
