@@ -22,7 +22,8 @@ everything)
 news)
   rm -rf /layer
   mkdir /layer
-  find /opt/rollmesh -cnewer layer.mark \( -type f -o -type l \) -print0 | xargs -0 -r cp -a --parents -t /layer
+  find /opt/rollmesh -cnewer layer.mark \( -type f -o -type l \) -print0 > news.list
+  tar --create --absolute-names --null --no-recursion --files-from news.list | tar --extract --directory /layer
   ;;
 *)
   echo "layer.sh: install, everything or news, not $1" >&2

@@ -246,7 +246,7 @@ class CheckpointConfig(Section):
             if name in self.object_store:
                 raise ValueError(
                     f"checkpoints.object_store.{name}: credentials are no part of a run file; give them to the "
-                    "client by its environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...) or by the node's role"
+                    "client by its environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, ...)"
                 )
         return self
 

@@ -41,12 +41,13 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[str]:
-    """A folder under an address on the loopback."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(folder)))
+    """A folder under an address on the loopback, with its siblings: an index may link to files beside itself."""
+    handler = functools.partial(_Quiet, directory=str(folder.parent))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        yield f"http://127.0.0.1:{server.server_address[1]}/{folder.name}/"
     finally:
         server.shutdown()
         thread.join()

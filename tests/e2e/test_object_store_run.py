@@ -1,0 +1,36 @@
+"""A whole run whose checkpoints are in a real S3, audited afterwards from the bucket alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
+pytest.importorskip("s3fs", reason="object stores need the extra s3")
+
+from ..integration.checkpoints.conftest import Bucket
+
+
+def test_a_run_trains_with_its_checkpoints_in_a_bucket_and_is_audited_from_there(
+    small_run, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ACCESS_KEY_ID", "nobody"), ("SECRET_ACCESS_KEY", "secret"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    bucket = Bucket(tmp_path / "moto.log")
+    try:
+        section = bucket.section("runs/small").model_dump(include={"folder", "object_store"})
+        line = small_run(checkpoints={**section, "keep_last": 64}, evaluation={"before_and_after": False})
+        done = line.run("up", str(line.run_file))
+        assert done.returncode == 0, done.stdout + done.stderr
+        shutil.rmtree(line.folder / "checkpoints")
+        again = line.run("audit", str(line.folder), "--json")
+        assert again.returncode == 0, again.stdout + again.stderr
+        refused = line.run("backup", str(line.folder), str(tmp_path / "copy"))
+    finally:
+        bucket.stop()
+    verdict = json.loads(again.stdout)
+    assert verdict["green"] and verdict["lost"] == [] and verdict["trained_twice"] == {}
+    assert verdict["rescoring"]["largest_gap"] <= 1e-4
+    assert refused.returncode == 2 and "is an object store: copy it with its own tools" in refused.stderr
