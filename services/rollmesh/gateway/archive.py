@@ -56,7 +56,7 @@ class Archive:
             # Without a secret of the run there is nothing to verify a file by, and none is made here.
             known = section.secret is not None or (Path(self._config.folder) / SECRET_FILE).exists()
             root = Path(section.folder) if section.folder else Path(self._config.folder) / "checkpoints"
-            if not known or not root.is_dir():
+            if not known or not (section.remote or root.is_dir()):
                 return None
             self._store = CheckpointStore.from_config(self._config)
         return self._store

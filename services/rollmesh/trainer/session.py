@@ -88,7 +88,7 @@ class TrainingSession:
 
         Every batch file but the last one was trained on, or is replayed before anything else happens.
         """
-        steps = self._checkpoints.batch_steps()
+        steps = await asyncio.to_thread(self._checkpoints.batch_steps)
         self.committed_step = committed_step
         self.trained_step = max(committed_step, steps[-1] - 1 if steps else 0)
         self._shelf.update(await asyncio.to_thread(self._checkpoints.complete_policies, announced_only=True))
@@ -173,7 +173,8 @@ class TrainingSession:
             return True
 
     async def _reassert(self) -> None:
-        steps = [s for s in self._checkpoints.batch_steps() if s <= self.trained_step + 1]
+        found = await asyncio.to_thread(self._checkpoints.batch_steps)
+        steps = [s for s in found if s <= self.trained_step + 1]
         batches: list[tuple[int, list[str]]] = []
         digests: list[str] = []
         cursor = Cursor()
