@@ -53,7 +53,7 @@ class Answering:
         call.began(answers)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
-            return await self._streamed(call, shape, session_id, usage=usage)
+            return await self._streamed(request, call, shape, session_id, usage=usage)
         try:
             whole = await unless_gone(request, call.whole(shape, session_id))
         except BaseException as error:
@@ -76,11 +76,13 @@ class Answering:
         answer = await service.agents.recorded.start(session, ask, is_retry=retry.isdecimal() and int(retry) > 0)
         return [answer]
 
-    async def _streamed(self, call: _Call, shape: AnswerFormat, session_id: str, *, usage: bool) -> Response:
+    async def _streamed(
+        self, request: Request, call: _Call, shape: AnswerFormat, session_id: str, *, usage: bool
+    ) -> Response:
         events = call.events(shape, session_id, usage=usage)
         try:
             # The first piece before the status: what fails at once is answered as an error.
-            first = await anext(events)
+            first = await unless_gone(request, anext(events))
         except BaseException as error:
             await events.aclose()
             await call.close(_outcome_of(error))

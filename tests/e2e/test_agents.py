@@ -1,0 +1,105 @@
+"""A run that is trained entirely by an agent outside of the mesh: the one of docs/agents.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollmesh.runtime.endpoints import read_endpoints
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "agents.md"
+STEPS = 4
+
+
+def example() -> str:
+    """The agent of the documentation, word for word."""
+    (code,) = re.findall(r"<!-- run by tests/e2e/test_agents.py -->\n```python\n(.*?)```", DOCUMENT.read_text(), re.S)
+    return code
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator:
+    """Start the example against a gateway; it is stopped at the end."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(url: str, token: str) -> subprocess.Popen[str]:
+        script = tmp_path / "agent.py"
+        script.write_text(example())
+        environment = {**os.environ, "ROLLMESH_URL": url, "ROLLMESH_TOKEN": token, "NO_PROXY": "*"}
+        process = subprocess.Popen(
+            [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def test_the_example_is_short() -> None:
+    lines = [line for line in example().splitlines() if line.strip()]
+    assert len(lines) <= 36
+    compile(example(), "agents.md", "exec")
+
+
+@pytest.mark.parametrize("kills", [0, 2])
+def test_an_outside_agent_trains_a_run_through_kills_of_its_gateway(kills, started, wait_until, agent) -> None:
+    port = free_port()
+    line, process = started(
+        rollout={"program": "agent", "max_new_tokens": 256, "partial_save_tokens": 16},
+        trainer={"train_steps": STEPS},
+        gateway={"port": port},
+        store={"heartbeat_seconds": 1.0, "session_ttl_seconds": 4.0},
+        evaluation={"before_and_after": False},
+    )
+    url = f"http://127.0.0.1:{port}"
+    token_file = line.folder / "gateway-token"
+
+    def answers() -> bool:
+        try:
+            return token_file.exists() and httpx.get(f"{url}/api/v1/about", trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    wait_until(answers, "the gateway", process)
+    worker = agent(url, token_file.read_text().strip())
+    for kill in range(1, kills + 1):
+        wait_until(lambda kill=kill: len(line.json_lines("metrics.jsonl")) >= kill, f"train step {kill}", process)
+        (gateway,) = read_endpoints(line.folder, "gateway")
+        os.kill(gateway.pid, signal.SIGKILL)
+        wait_until(
+            lambda gateway=gateway: [e.pid for e in read_endpoints(line.folder, "gateway")] not in ([], [gateway.pid]),
+            "another gateway",
+            process,
+        )
+    output, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, output
+    told, _ = worker.communicate(timeout=120)
+    assert worker.returncode == 0, told
+
+    steps = line.json_lines("metrics.jsonl")
+    assert [step["train_step"] for step in steps] == list(range(1, STEPS + 1))
+    audit = json.loads((line.folder / "audit.json").read_text())
+    assert audit["green"], audit
+    assert audit["lost"] == []
+    assert audit["trained_twice"] == {}
+    assert audit["staleness_violations"] == []
+    assert audit["rescoring"]["largest_gap"] <= 1e-4
