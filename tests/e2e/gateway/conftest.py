@@ -81,20 +81,25 @@ class Scene:
         line = process.stdout.readline()
         assert line == "feeding\n", line + process.stdout.read()
 
-    def start_gateway(self) -> None:
-        command = [sys.executable, "-m", "rollmesh.cli.main", "gateway", str(self.run_file)]
-        process = self._start("gateway", command, log=self.run_file.parent / "gateway.log")
-        until(lambda: self._answers(process), "the gateway's first look")
+    def start_gateway(self, name: str = "gateway", **settings: object) -> str:
+        """Another gateway of the run, or the first one; its URL."""
+        changes = [word for key, value in settings.items() for word in ("--set", f"gateway.{key}={value}")]
+        command = [sys.executable, "-m", "rollmesh.cli.main", "gateway", str(self.run_file), *changes]
+        process = self._start(name, command, log=self.run_file.parent / f"{name}.log")
+        url = f"http://127.0.0.1:{settings.get('port', self.port)}/"
+        until(lambda: self._answers(process, url), f"the first look of {name}")
+        return url
 
     def stop(self, name: str) -> None:
         process = self.processes.pop(name)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=30)
 
-    def _answers(self, process: subprocess.Popen[str]) -> bool:
-        assert process.poll() is None, (self.run_file.parent / "gateway.log").read_text()
+    def _answers(self, process: subprocess.Popen[str], url: str) -> bool:
+        assert process.poll() is None, [log.read_text() for log in self.run_file.parent.glob("*.log")]
+        headers = {"Authorization": f"Bearer {TOKEN}"}
         try:
-            return httpx.get(f"{self.url}api/v1/overview", timeout=5).status_code == 200
+            return httpx.get(f"{url}api/v1/overview", headers=headers, timeout=5).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -122,7 +127,7 @@ def scene_of(folder: Path, rollouts: int, *, still: bool = False, sample_seconds
     """A scene with its own Redis, ended with everything that it started."""
     redis = EmbeddedServer(folder / "redis", EmbeddedOptions(maxmemory_bytes=1 << 29))
     redis.start()
-    scene = Scene(folder / "run.yaml", _free_port(), sample_seconds)
+    scene = Scene(folder / "run.yaml", free_port(), sample_seconds)
     try:
         scene.run_file.write_text(yaml.safe_dump(_run_file(folder, scene, redis.url, rollouts)))
         scene.start_feeder("--rollouts", str(rollouts), *(["--still"] if still else []))
@@ -161,7 +166,7 @@ def _run_file(folder: Path, scene: Scene, redis_url: str, rollouts: int) -> dict
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 

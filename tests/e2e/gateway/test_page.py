@@ -17,7 +17,7 @@ LAYOUT = """() => {
   const boxes = [...document.querySelectorAll("header, main section, footer")].filter(shown);
   const found = boxes.map((node) => ({ name: node.id || node.tagName, box: node.getBoundingClientRect().toJSON() }));
   const small = [...document.querySelectorAll("button, select, input, nav a, summary")].filter(shown)
-    .filter((node) => { const b = node.getBoundingClientRect(); return b.height < 20 || b.width < 16; })
+    .filter((node) => { const b = node.getBoundingClientRect(); return b.height < 24 || b.width < 16; })
     .map((node) => node.outerHTML.slice(0, 120));
   const root = document.documentElement;
   return { found, small, width: root.scrollWidth, room: root.clientWidth };

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .conftest import TOKEN, Scene, Window, until
+from .conftest import TOKEN, Scene, Window, free_port, until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -46,6 +46,23 @@ def test_the_token_stays_in_its_tab_and_can_be_forgotten(window: Open) -> None:
     page.click("#token-forget")
     assert page.evaluate("sessionStorage.length") == 0
     assert page.locator("#pause").is_disabled()
+
+
+def test_a_run_that_hides_itself_is_shown_to_whoever_has_the_token(window: Open, scene: Scene) -> None:
+    shown = window(scene.start_gateway("guarded", port=free_port(), token_for_reads="true"))
+    page = shown.page
+    page.goto(shown.url)
+    page.locator("#connection", has_text="token needed").wait_for()
+    assert "only to holders of its token" in (page.locator("#banner").text_content() or "")
+    assert page.locator("#facts > div").count() == 0
+    page.fill("#token", TOKEN)
+    page.press("#token", "Enter")
+    shown.wait_for_looks(2)
+    page.locator("#about", has_text="batches of").wait_for()
+    assert not page.locator("#banner").is_visible()
+    scene.stop("guarded")
+    page.locator("#connection", has_text="disconnected").wait_for()
+    shown.complaints = [c for c in shown.complaints if "401" not in c and "net::ERR_" not in c]
 
 
 def test_a_run_is_paused_and_resumed(window: Open, scene: Scene) -> None:

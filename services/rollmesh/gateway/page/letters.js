@@ -42,7 +42,7 @@ export class LetterTable {
       [
         built("trajectory", (one) => one.trajectory_id, open, { left: true }),
         text("reason", (one) => one.reason, { left: true, wrap: true }),
-        text("when", (one) => clock(one.time)),
+        text("when", (one) => clock(one.time), { minor: true }),
         text("attempts", (one) => count(one.attempts), { minor: true }),
         text("tokens", (one) => count(one.tokens), { minor: true }),
         built("actions", (one) => [one.replayed_as, actions.allowed()], buttons, { unseen: true }),

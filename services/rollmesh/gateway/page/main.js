@@ -79,6 +79,7 @@ class Page {
 
   #onEvent(name, data) {
     if (name !== "snapshot" && name !== "tick") return;
+    this.#readWhatChanged(this.#overview, data.overview);
     this.#overview = data.overview;
     this.#timeline.apply(name, data.timeline);
     this.#drawSoon();
@@ -151,6 +152,19 @@ class Page {
     poll.timer = setTimeout(() => this.#poll(poll), poll.every);
   }
 
+  // A look that tells of something new brings the list behind it up to date at once.
+  #readWhatChanged(before, now) {
+    const behind = {
+      policies: (look) => `${look.newest_version} ${look.pinned_version}`,
+      "dead letters": (look) => look.dead_letters,
+      curves: (look) => look.train_step,
+    };
+    for (const poll of this.#polls) {
+      const sign = behind[poll.name];
+      if (before !== null && sign && sign(before) !== sign(now)) this.#poll(poll);
+    }
+  }
+
   #readNow() {
     for (const poll of this.#polls) this.#poll(poll);
   }
@@ -174,8 +188,10 @@ class Page {
     this.#versions.render();
     this.#letters.render();
     this.#readNow();
-    // A stream that was refused begins again with the new token.
-    if (byId("connection").dataset.state === "refused" && api.token()) this.#stream.start();
+    // What was refused is asked for again with the new token.
+    if (byId("connection").dataset.state !== "refused" || !api.token()) return;
+    this.#stream.start();
+    this.#describe();
   }
 }
 

@@ -33,8 +33,8 @@ export class GeneratorTable {
       built("serving", (one) => [one.serving, one.reason], serving, { left: true, wrap: true }),
       built("version", (one) => [one.policy_version, one.versions_behind], behind, { left: true }),
       built("calls in slots", (one) => [one.running, one.slots, one.waiting], load),
-      text("KV cache", (one) => `${short(one.kv_token_capacity)} tokens`),
-      text("instance", (one) => one.instance_id.slice(0, 8)),
+      text("KV cache", (one) => `${short(one.kv_token_capacity)} tokens`, { minor: true }),
+      text("instance", (one) => one.instance_id.slice(0, 8), { minor: true }),
     ],
     "Living generators",
   );
