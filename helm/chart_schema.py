@@ -103,6 +103,9 @@ _BY_PATH: dict[str, Schema] = {
     "gateway.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "redis.appendfsync": {"enum": ["everysec", "always"]},
     "redis.externalUrl": {"type": "string", "pattern": r"^($|(rediss?(\+sentinel)?)://([^:@/]*@)?[^@]*$)"},
+    "checkpoints.cacheVolume": _closed(
+        {name: {"type": "object"} for name in ("emptyDir", "ephemeral", "hostPath", "csi")}
+    ),
     "checkpoints.url": {"type": "string", "pattern": r"^($|(s3|gs)://.+)"},
     "security.tls.certManager.issuerKind": {"enum": ["Issuer", "ClusterIssuer"]},
     "podSecurityContext.runAsNonRoot": {"const": True},

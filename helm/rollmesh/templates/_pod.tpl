@@ -142,6 +142,10 @@ securityContext:
     secretKeyRef:
       name: {{ include "rollmesh.secretName" . | quote }}
       key: {{ .Values.secrets.keys.checkpointSecret | quote }}
+{{- if .Values.checkpoints.url }}
+- name: ROLLMESH_CHECKPOINTS__CACHE_FOLDER
+  value: /var/cache/rollmesh
+{{- end }}
 {{- end -}}
 
 {{/* Environment of services that have answers scored. */}}
@@ -187,10 +191,15 @@ securityContext:
   emptyDir: {}
 - name: tmp
   emptyDir: {}
-{{- if and (has "checkpoints" $uses) (not $root.Values.checkpoints.url) }}
+{{- if has "checkpoints" $uses }}
+{{- if $root.Values.checkpoints.url }}
+- name: policy-cache
+  {{- toYaml (default (dict "emptyDir" dict) $root.Values.checkpoints.cacheVolume) | nindent 2 }}
+{{- else }}
 - name: shared
   persistentVolumeClaim:
     claimName: {{ include "rollmesh.checkpointClaim" $root | quote }}
+{{- end }}
 {{- end }}
 {{- if and (has "store" $uses) $root.Values.redis.tlsSecret }}
 - name: redis-tls
@@ -240,12 +249,14 @@ securityContext:
   mountPath: /var/lib/rollmesh/run
 - name: tmp
   mountPath: /tmp
-{{- if and (has "checkpoints" $uses) (not $root.Values.checkpoints.url) }}
+{{- if has "checkpoints" $uses }}
+{{- if $root.Values.checkpoints.url }}
+- name: policy-cache
+  mountPath: /var/cache/rollmesh
+{{- else }}
 - name: shared
   mountPath: /var/lib/rollmesh/shared
-  {{- if has "read-only" $uses }}
-  readOnly: true
-  {{- end }}
+{{- end }}
 {{- end }}
 {{- if and (has "store" $uses) $root.Values.redis.tlsSecret }}
 - name: redis-tls

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from rollmesh.config import load_run_config
 
 from .rendering import CHART, EXAMPLES, ROOT, Helm, HelmError
 
+SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
 
 
@@ -68,6 +68,7 @@ def test_a_wrong_value_is_refused_with_its_name(helm: Helm, item: str, complaint
         (["generator.autoscaling.kind=keda"], "keda.prometheusAddress is empty"),
         (["gateway.ingress.enabled=true"], "gateway.ingress.host is empty"),
         (["security.tls.enabled=true"], "existingSecret or certManager.issuerName"),
+        (["checkpoints.url=s3://a/b", "generator.kind=LeaderWorkerSet", *SGLANG], "needs a checkpoint volume"),
         (["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang"], "model.existingClaim"),
     ],
 )
@@ -77,18 +78,23 @@ def test_values_that_do_not_work_together_say_what_is_missing(helm: Helm, items:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_the_run_file_of_an_example_is_one(helm4: Helm, example: Path, tmp_path: Path) -> None:
+def test_run_file_and_environment_of_every_container_make_a_run(helm4: Helm, example: Path, tmp_path: Path) -> None:
     rendering = helm4.template(CHART, [example])
     file = tmp_path / "run.yaml"
     file.write_text(rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
+    ours = ("rollout", "generator", "reward", "trainer", "gateway", "validate")
+    seen = 0
 
-    config = load_run_config(file, environ={})
+    for name, _, container in rendering.containers():
+        if container["name"] in ours:
+            # What comes by reference is known to the cluster alone; a word stands for it.
+            environ = {e["name"]: e.get("value", "a-word-of-32-letters-and-figures") for e in container["env"]}
+            config = load_run_config(file, environ=environ)
+            assert config.network.shared_folder is False and config.network.admin_port == 7071, name
+            assert config.folder.startswith("/var/lib/rollmesh/"), name
+            seen += 1
 
-    assert config.folder == "/var/lib/rollmesh/run"
-    assert (
-        config.model_dump(mode="json")["trainer"]["train_steps"]
-        == yaml.safe_load(file.read_text())["trainer"]["train_steps"]
-    )
+    assert seen == 10, "five services and the init container of each"
 
 
 def test_large_and_small_numbers_reach_the_run_file_as_they_are(helm: Helm, tmp_path: Path) -> None:

@@ -75,7 +75,11 @@ resources:
 volumeMounts:
   - name: tmp
     mountPath: /tmp
-  {{- if not $root.Values.checkpoints.url }}
+  {{- if $root.Values.checkpoints.url }}
+  - name: policy-cache
+    mountPath: /var/cache/rollmesh
+    readOnly: true
+  {{- else }}
   - name: shared
     mountPath: /var/lib/rollmesh/shared
     readOnly: true
