@@ -56,7 +56,8 @@ unit: $(VENV)/.dev ## Unit tests
 	$(BIN)/pytest tests/unit --numprocesses 2 --dist worksteal
 
 integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
-	$(BIN)/pytest tests/integration
+	$(BIN)/pytest -rs tests/integration -m "not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest tests/integration -m alone
 
 contract: $(VENV)/.dev sglang-try ## One suite of cases for every engine, the real SGLang server among them
 	$(BIN)/pytest tests/contract

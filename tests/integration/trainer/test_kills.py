@@ -88,6 +88,7 @@ async def assert_every_batch_counts_once(run: TrainerRun, seen: dict[int, Policy
     assert [m["policy_version"] for m in lines] == list(range(1, steps + 1))
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 async def test_a_trainer_killed_at_every_moment_ends_where_an_uninterrupted_one_does(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
