@@ -33,7 +33,7 @@ def screen(
     curves = _curves(series)
     if curves is not None:
         parts.append(curves)
-    if lanes > 0 and timeline.rollouts:
+    if lanes > 0 and any(span.end is None for span in timeline.rollouts):
         parts.append(_timeline(timeline, lanes))
     if note:
         parts.append(Text(note, style="dim"))

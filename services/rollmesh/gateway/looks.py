@@ -190,7 +190,8 @@ def run_state(look: Look, schedule: Schedule) -> tuple[RunState, str]:
     if view.policy_version < 0:
         return "starting", "the trainer to publish the initial policy"
     if view.user_paused or look.desired.paused:
-        return "paused", look.desired.reason or waiting_for
+        # The leader needs a moment to write its reason down; a person's pause counts at once.
+        return "paused", waiting_for if view.user_paused else look.desired.reason or waiting_for
     if not any(generator.serving for generator in look.generators):
         return "running", "a generator that serves"
     return "running", waiting_for

@@ -41,6 +41,11 @@ def built(one: Look, **changes: Any) -> Overview:
         (look(view=view(policy_version=-1)), "starting", "the trainer to publish the initial policy"),
         (look(view=view(user_paused=True)), "paused", "a person to resume"),
         (look(desired=Desired(pool_size=24, paused=True, reason="batch 4 is cut")), "paused", "batch 4 is cut"),
+        (
+            look(view=view(user_paused=True), desired=Desired(pool_size=24, paused=True, reason="paused by a person")),
+            "paused",
+            "a person to resume",
+        ),
         (look(view=view(recovering=True)), "recovering", "workers to register again"),
         (look(failure="the verifier fails"), "failed", "the verifier fails"),
         (look(view=view(trained_step=40, cut_step=40, trained_enough=True, policy_train_step=40)), "complete", ""),
