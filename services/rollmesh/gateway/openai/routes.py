@@ -13,6 +13,7 @@ A call with the header ``X-Rollmesh-Session`` is recorded in that session.
 
 from __future__ import annotations
 
+import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Request, Response
@@ -26,6 +27,9 @@ from rollmesh.gateway.openai.requests import ChatRequest, CompletionRequest, Rew
 from rollmesh.gateway.openai.service import OpenAiService
 from rollmesh.gateway.openai.session_lookup import agents_of, find_session
 from rollmesh.gateway.openai.sessions import AgentSession
+
+_LOOK_SECONDS = 1.0
+"""How often an agent that waits for a prompt is told whether the run has ended."""
 
 SessionId = Annotated[str, Path(description="Session id.", min_length=1, max_length=100)]
 _HEADER = {
@@ -122,17 +126,24 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
 
 
 async def _opened(service: OpenAiService, desk: Desk, wait_seconds: float) -> AgentSession:
-    session = await desk.open(wait_seconds)
-    if session is not None:
-        return session
-    if await service.complete():
-        raise gone("the run has all the rollouts that it needs", "run_complete")
+    """A session, once there is a prompt for it; a run that ends meanwhile is not waited for."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        session = await desk.open(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+        if session is not None:
+            return session
+        if await service.complete():
+            raise gone("the run has all the rollouts that it needs", "run_complete")
+        if time.monotonic() >= deadline:
+            raise too_many(f"no prompt within {wait_seconds:g} s: {await _why_none(service)}", "no_prompt")
+
+
+async def _why_none(service: OpenAiService) -> str:
     desired = await service.store.desired()
-    serving, _ = await service.policies()
-    why = "the pool is full, or no prompt is admitted yet" if serving else "no generator serves a policy"
     if desired.paused:
-        why = desired.reason or "the run is paused"
-    raise too_many(f"no prompt within {wait_seconds:g} s: {why}", "no_prompt")
+        return desired.reason or "the run is paused"
+    serving, _ = await service.policies()
+    return "the pool is full, or no prompt is admitted yet" if serving else "no generator serves a policy"
 
 
 def _model(name: str) -> dict[str, Any]:

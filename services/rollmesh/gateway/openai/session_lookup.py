@@ -30,7 +30,7 @@ def find_session(service: OpenAiService, session_id: str) -> AgentSession:
             f"session {session_id}: not known here yet; this gateway has just started and is taking over the sessions "
             "of one that died: send the same call again",
             "session_not_known_yet",
-            2.0,
+            5.0,
         )
     raise OpenAiError(
         404,

@@ -366,3 +366,19 @@ async def test_free_contexts_let_the_agent_write_its_own_prompt(make_mesh: Calla
         ids = np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids])
         assert f"be brief, agent {number}" in mesh.tokenizer.decode(ids, special_tokens=True)
         assert trajectory.segments[0].source is SegmentSource.ENVIRONMENT
+
+
+async def test_an_agent_that_waits_is_told_when_the_run_has_what_it_needs(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(
+        schedule={"groups_per_batch": 1, "pool_size": 2, "max_staleness": 1}, trainer={"train_steps": 1}
+    )
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agents = [await Agent.open(gateway, http) for _ in range(2)]
+        waiting = asyncio.create_task(http.post("/sessions", json={"wait_seconds": 60}))
+        for number, agent in enumerate(agents):
+            await agent.turn(max_tokens=2)
+            await http.post(f"/sessions/{agent.id}/reward", json={"reward": number})
+            await agent.aclose()
+        await mesh.batch(1)
+        answer = await waiting
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "run_complete")
