@@ -188,7 +188,8 @@ def test_the_mesh_of_the_compose_file_turns_healthy_trains_and_writes_nowhere_el
     assert composed.state("trainer")["ExitCode"] == 0, composed("logs", "--tail", "40", "trainer")
     steps = composed("logs", "--no-color", "trainer").count("step_trained")
     assert steps == 4
-    seen = gateway_says(composed, "/api/v1/run")
+    seen = gateway_says(composed, "/api/v1/about")
+    assert '"compose"' in seen
     with capfd.disabled():
         print(f"\ncompose: healthy after {healthy:.0f} s, {steps} steps trained after {time.monotonic() - start:.0f} s")
         print(f"  the gateway says: {seen[:160]}")
