@@ -51,12 +51,13 @@ def agent(tmp_path: Path) -> Iterator:
     for process in processes:
         if process.poll() is None:
             process.kill()
-        process.communicate()
+        if process.stdout is not None and not process.stdout.closed:
+            process.communicate()
 
 
 def test_the_example_is_short() -> None:
     lines = [line for line in example().splitlines() if line.strip()]
-    assert len(lines) <= 36
+    assert len(lines) <= 40
     compile(example(), "agents.md", "exec")
 
 
