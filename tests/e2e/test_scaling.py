@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rollmesh.runtime.endpoints import read_endpoints
 
@@ -27,9 +31,21 @@ def audited(line) -> dict:
     return json.loads(done.stdout)
 
 
+@contextmanager
+def launched(line: Any) -> Iterator[subprocess.Popen[str]]:
+    """``rollmesh up``, killed if the test fails before it has stopped it."""
+    process = line.start("up", str(line.run_file))
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
 def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_run, wait_until) -> None:
     line = small_run(generator={"replicas": 1, "slots": 32}, trainer=ENDLESS, evaluation={"before_and_after": False})
-    with line.start("up", str(line.run_file)) as process:
+    with launched(line) as process:
         wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
         refused = line.run("scale", str(line.folder), "trainer=2")
         assert refused.returncode == 2 and "launcher.trainer_processes" in refused.stderr
@@ -46,7 +62,7 @@ def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_ru
 
     at_rest = line.run("scale", str(line.folder), "rollout=default")
     assert "no launcher runs this run now" in at_rest.stderr, at_rest.stdout
-    with line.start("up", str(line.run_file)) as process:
+    with launched(line) as process:
         wait_until(lambda: indexes(line.folder, "generator") == [0, 1, 2], "the generators asked for", process)
         trained = len(line.json_lines("metrics.jsonl"))
         wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained, "a train step", process)
@@ -54,8 +70,9 @@ def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_ru
         line.run("scale", str(line.folder), "generator=1", "reward=1")
         for service in ("generator", "reward"):
             wait_until(lambda s=service: indexes(line.folder, s) == [0], f"one {service}", process)
+        wait_until(lambda: indexes(line.folder, "gateway") == [0], "the gateway", process)
         files = sorted(file.name for file in (line.folder / "services").iterdir())
-        assert files == ["generator-0.json", "reward-0.json", "rollout-0.json", "trainer-0.json"]
+        assert files == ["gateway-0.json", "generator-0.json", "reward-0.json", "rollout-0.json", "trainer-0.json"]
         shown = json.loads(line.run("scale", str(line.folder), "--json").stdout)
         assert shown["generator"] == {"run_file": 1, "wanted": 1, "running": 1}
         trained = len(line.json_lines("metrics.jsonl"))
