@@ -3,6 +3,10 @@
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
-    "rollmesh", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "rollmesh",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("rollmesh")

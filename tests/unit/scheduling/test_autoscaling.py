@@ -112,7 +112,7 @@ def test_autoscaling_rests_at_zero_replicas() -> None:
 
 
 VALUES = st.one_of(st.none(), st.floats(0, 50, allow_nan=False), st.just(float("nan")))
-ANSWERS = st.lists(st.fixed_dictionaries({"wait": VALUES, "load": VALUES}), min_size=1, max_size=60)
+ANSWERS = st.lists(st.fixed_dictionaries({"wait": VALUES, "load": VALUES}), min_size=1, max_size=40)
 
 
 @given(answers=ANSWERS, wanted=st.integers(1, 8), every=st.sampled_from([5.0, 15.0, 40.0]))
