@@ -36,7 +36,7 @@ def test_the_own_task_of_the_readme_trains_as_written(tmp_path: Path) -> None:
 
 
 def test_every_command_of_the_readme_exists_and_every_command_is_in_the_readme() -> None:
-    table = README.read_text().partition("## Commands")[2].partition("## Schedules")[0]
+    table = README.read_text().partition("## Commands")[2].partition("\n## ")[0]
     named = set(re.findall(r"`(?:rollmesh )?([a-z-]+)", "".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))))
     commands = get_command(app).commands  # type: ignore[attr-defined]
     assert named == {name for name, command in commands.items() if not command.hidden}
