@@ -80,7 +80,7 @@ def test_a_second_launcher_on_the_same_folder_is_refused_and_a_second_ctrl_c_kil
     assert second.returncode == 2
     assert "another launcher" in second.stderr
 
-    services = {"trainer", "generator", "reward", "rollout"}
+    services = {"trainer", "generator", "reward", "rollout", "gateway"}
     wait_until(lambda: {e.service for e in read_endpoints(line.folder)} == services, "every service", process)
     pids = {e.pid for e in read_endpoints(line.folder)}
     (worker,) = read_endpoints(line.folder, "rollout")
