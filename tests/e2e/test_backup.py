@@ -4,6 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from rollmesh.store import EmbeddedServer
+
+
+def lose(machine: subprocess.Popen[str], folder: Path) -> None:
+    """Kill a launcher and all that it started, the queue's server too, and delete the run: nothing is left of it."""
+    processes = psutil.Process(machine.pid).children(recursive=True)
+    machine.kill()
+    machine.communicate(timeout=60)
+    for process in processes:
+        if process.is_running():
+            process.kill()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
+    EmbeddedServer(folder / "redis").kill()
+    shutil.rmtree(folder)
 
 
 def test_a_backup_of_a_training_run_goes_on_elsewhere_with_an_empty_queue(started, wait_until) -> None:
@@ -17,9 +37,7 @@ def test_a_backup_of_a_training_run_goes_on_elsewhere_with_an_empty_queue(starte
     assert second["train_step"] > first["train_step"] > 0
     assert second["removed"] > 0
     last_step = second["train_step"] + 4
-    process.kill()
-    process.communicate(timeout=60)
-    shutil.rmtree(line.folder)
+    lose(process, line.folder)
 
     restored = line.run(
         "up", str(line.run_file), "--set", f"folder={copy}", "--set", f"trainer.train_steps={last_step}"

@@ -100,20 +100,27 @@ class GeneratorMetrics:
 
 
 class EngineCollector(Collector):
-    """Reads the engine's status at every scrape; zeros until it has started and after it has failed."""
+    """Reads the engine's status at every scrape.
+
+    Until it has started all is zero. After it has failed nothing runs in it, but what it had counted stays: a counter
+    that falls would tell of a new process.
+    """
 
     def __init__(self, status: Callable[[], EngineStatus], rotation: Rotation) -> None:
         self._status = status
         self._rotation = rotation
+        self._counted: EngineStatus | None = None
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families of one scrape."""
         try:
             status: EngineStatus | None = self._status()
+            self._counted = status
         except EngineError:
             status = None
+        counted = self._counted
         for name, text, field in _COUNTERS:
-            value = getattr(status, field) if status is not None else 0
+            value = getattr(counted, field) if counted is not None else 0
             if value is not None:
                 yield CounterMetricFamily(f"rollmesh_generator_{name}", text, value=value)
         for name, text, field in _GAUGES:
@@ -122,7 +129,7 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily(
             "rollmesh_generator_cached_token_ratio",
             "Context tokens copied from a prefix cache, of all copied or computed since the engine started.",
-            value=_cached_ratio(status),
+            value=_cached_ratio(counted),
         )
         serving = 0.0 if self._rotation.reason else 1.0
         yield GaugeMetricFamily("rollmesh_generator_serving", "Whether calls are taken.", value=serving)
