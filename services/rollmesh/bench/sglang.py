@@ -33,9 +33,11 @@ from rollmesh.bench.measure import Measure, compared
 from rollmesh.bench.models import SMALL, BenchModel, RandomModel, SavedModel
 from rollmesh.bench.scene import STREAMS, Scene, open_scene
 from rollmesh.bench.sglang_load import CONTEXT, IN_FLIGHT, BareServer, Job, Spent, generate_by_us, make_load, measured
+from rollmesh.config.services import SglangConfig
+from rollmesh.launcher.preflight import check_sglang
 
 _KEY_VARIABLE = "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"
-_SLICES = (256, 64)
+_SLICES = (384, 256, 64)
 """Tokens of a slice: few and many requests for an answer."""
 _MODES: dict[str, dict[str, Any]] = {
     "interrupt (retract)": {"on_new_version": "interrupt"},
@@ -68,9 +70,11 @@ def run(
 ) -> list[Measure]:
     """Measure; ``quick``: one short pass of each arm and two reloads in one mode.
 
-    ConfigError when both a python and a url are given or the model is none, EngineError when the server does not come
-    up.
+    ConfigError when both a python and a url are given, the python has no SGLang or the model is none; EngineError when
+    the server does not come up.
     """
+    if url is None:
+        check_sglang(SglangConfig(python=python))
     torch.set_num_threads(1)
     plan = _QUICK if quick else _FULL
     if model is None:

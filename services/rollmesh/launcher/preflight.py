@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
 from pathlib import Path
 
 from rollmesh.config import RunConfig
 from rollmesh.config.data import CountdownSource, JsonlSource, ReasoningGymSource, RewardConfig
 from rollmesh.config.recipes import resolve_model
+from rollmesh.config.services import SglangConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.estimate import Estimate, estimate
 from rollmesh.tasks.environments.factory import BUILT_IN as ENVIRONMENTS
 from rollmesh.tasks.verifiers.registry import BUILT_IN as VERIFIERS
 from rollmesh.text import Tokenizer
+
+_LOOK_SECONDS = 60.0
 
 
 def check_run(config: RunConfig) -> Estimate:
@@ -25,6 +31,8 @@ def check_run(config: RunConfig) -> Estimate:
     _check_model(config.model.path)
     _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")
     _check_verifier_is_used(config)
+    if config.generator.engine == "sglang" and config.generator.sglang.url is None:
+        check_sglang(config.generator.sglang)
     if config.rollout.program == "environment":
         _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")
     for field in ("source", "evaluation_source"):
@@ -42,6 +50,31 @@ def _check_model(path: str) -> None:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path={path}: {folder} holds no *.safetensors; weights of other formats are not read")
     Tokenizer(folder)
+
+
+def check_sglang(server: SglangConfig) -> None:
+    """Refuse a Python, by default this one, that cannot start an SGLang server. Raises ConfigError."""
+    python = server.python
+    field = f"generator.sglang.python={python or 'this Python'}"
+    fix = "install the extra rollmesh[sglang] there, or name an interpreter that has it"
+    if python is None:
+        if importlib.util.find_spec("sglang") is None:
+            raise ConfigError(f"{field}: has no SGLang; {fix}")
+        return
+    look = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('sglang') else 7)"
+    try:
+        found = subprocess.run(
+            [python, "-c", look],
+            capture_output=True,
+            text=True,
+            timeout=_LOOK_SECONDS,
+            check=False,
+            env={**os.environ, **server.environment},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{field}: cannot be run: {error}") from error
+    if found.returncode:
+        raise ConfigError(f"{field}: has no SGLang; {fix}{found.stderr.strip() and ': ' + found.stderr.strip()}")
 
 
 def _check_verifier_is_used(config: RunConfig) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,20 @@ def test_a_folder_with_a_config_but_no_weights_or_tokenizer_is_refused(tmp_path:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(DataError, match="needs a fast tokenizer"):
         check_run(run(model={"path": str(tmp_path)}))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="this Python has SGLang")
+def test_a_python_without_sglang_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    def on(python: str | None, **more: Any) -> RunConfig:
+        return run(generator={"engine": "sglang", "sglang": {"python": python, **more}})
+
+    with pytest.raises(ConfigError, match=r"sglang.python=this Python: has no SGLang; install the extra"):
+        check_run(on(None))
+    with pytest.raises(ConfigError, match=r"sglang.python=.*python.*: has no SGLang"):
+        check_run(on(sys.executable))
+    with pytest.raises(ConfigError, match=r"sglang.python=no/python: cannot be run: .*No such file"):
+        check_run(on("no/python"))
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    assert check_run(on(sys.executable, environment={"PYTHONPATH": str(tmp_path)})).pool_size
+    assert check_run(run(generator={"engine": "sglang", "sglang": {"url": "http://127.0.0.1:30000"}})).pool_size
