@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from rollmesh.launcher.evaluations import Evaluation, finished_evaluation
+from rollmesh.launcher.evaluations import Evaluation
 from rollmesh.launcher.local_mesh import LocalMesh
 from rollmesh.store.evaluations import due_versions, evaluation_request
 
@@ -12,7 +12,7 @@ from rollmesh.store.evaluations import due_versions, evaluation_request
 async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
     """Evaluate one policy version on the idle mesh, unless an earlier start already did."""
     waiting_for = f"the evaluation of policy version {policy_version}"
-    earlier = await mesh.answer(lambda: finished_evaluation(mesh.store, policy_version), waiting_for)
+    earlier = await mesh.answer(lambda: mesh.evaluations.finished(policy_version), waiting_for)
     if earlier is not None:
         return earlier
     await mesh.until_idle()
@@ -22,7 +22,7 @@ async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
     async def finished() -> bool:
         # At every look: a Redis that came back as an earlier state has forgotten the request.
         await mesh.store.request_evaluation(request)
-        result = await finished_evaluation(mesh.store, policy_version)
+        result = await mesh.evaluations.finished(policy_version)
         if result is not None:
             found.append(result)
         return result is not None

@@ -1,13 +1,20 @@
-"""Evaluations as the launcher writes them down."""
+"""Evaluations as the launcher writes them down.
+
+The file is the run's memory of them: a queue that was lost with its disk, or is empty after a backup was restored,
+takes no score along. That matters most for version 0, whose weights are pruned long before the run ends.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
 
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.report.recorded_run import read_json_lines
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import EvalRecord
 
@@ -43,6 +50,13 @@ class Evaluation:
         }
         return json.dumps(record)
 
+    @property
+    def words(self) -> str:
+        """The score for a person; without a single answer that counts there is none."""
+        if self.n == 0:
+            return f"evaluation without a score: none of {self.discarded} answers counts"
+        return f"evaluation {self.mean:.3f} ± {self.standard_error:.3f} (n={self.n})"
+
 
 class EvaluationJournal:
     """Notes every evaluation once it has a result, and keeps ``evaluations.jsonl`` up to date."""
@@ -55,28 +69,47 @@ class EvaluationJournal:
 
     async def update(self) -> None:
         """Look for new results; those from before this start are written, not noted."""
-        found = [_evaluation(record) for record in await self._store.evaluations() if record.result is not None]
-        written = {e.policy_version for e in found}
-        if written == self._written:
+        newest = await self._store.latest_policy()
+        if newest is None:  # a queue that knows nothing yet says nothing about what was evaluated
             return
-        for e in sorted(found, key=lambda e: e.policy_version):
-            if self._written is not None and e.policy_version not in self._written:
-                self._note(
-                    f"policy version {e.policy_version}: evaluation {e.mean:.3f} ± {e.standard_error:.3f} (n={e.n})"
-                )
-        self._written = written
-        lines = [evaluation.to_json() + "\n" for evaluation in sorted(found, key=lambda e: e.policy_version)]
+        found = {e.policy_version: e for e in await self._in_store()}
+        if found.keys() == self._written:
+            return
+        for version in sorted(found):
+            if self._written is not None and version not in self._written:
+                self._note(f"policy version {version}: {found[version].words}")
+        self._written = set(found)
+        # Lines of versions that do not exist are of a future that the run has left: a restored copy was older.
+        recorded = (e for e in _recorded(self._folder.evaluations) if e.policy_version <= newest.policy_version)
+        lines = {e.policy_version: e for e in recorded}
+        lines |= {v: e for v, e in found.items() if e.n or v not in lines}
         fresh = self._folder.evaluations.with_suffix(".tmp")
-        fresh.write_text("".join(lines), encoding="utf-8")
+        fresh.write_text("".join(lines[version].to_json() + "\n" for version in sorted(lines)), encoding="utf-8")
         os.replace(fresh, self._folder.evaluations)
 
+    async def finished(self, policy_version: int) -> Evaluation | None:
+        """The result for one policy version, if there is one.
 
-async def finished_evaluation(store: TrajectoryStore, policy_version: int) -> Evaluation | None:
-    """The result for one policy version, if there is one."""
-    for record in await store.evaluations():
-        if record.request.policy_version == policy_version and record.result is not None:
-            return _evaluation(record)
-    return None
+        A line of the file counts for version 0 alone: the weights of a later number may be others since it was written
+        (``policy_version`` is never used again within a history, but a restored copy begins another one).
+        """
+        in_store = {e.policy_version: e for e in await self._in_store()}
+        if policy_version == 0 and 0 not in in_store:
+            in_store |= {e.policy_version: e for e in _recorded(self._folder.evaluations) if e.policy_version == 0}
+        return in_store.get(policy_version)
+
+    async def _in_store(self) -> list[Evaluation]:
+        return [_evaluation(record) for record in await self._store.evaluations() if record.result is not None]
+
+
+def _recorded(file: Path) -> Iterable[Evaluation]:
+    """Evaluations of the file that have a score."""
+    names = [field.name for field in fields(Evaluation) if field.name != "details"]
+    for line in read_json_lines(file).records:
+        values: dict[str, Any] = {name: line.get(name) for name in names}
+        if all(isinstance(value, int | float) for value in values.values()) and values["n"] > 0:
+            details = {name: float(v) for name, v in line.items() if name not in names and isinstance(v, int | float)}
+            yield Evaluation(**values, details=details)
 
 
 def _evaluation(record: EvalRecord) -> Evaluation:

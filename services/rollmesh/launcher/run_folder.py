@@ -26,9 +26,12 @@ from typing import Any
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 
-_MAY_CHANGE = frozenset({"folder", "launcher", "network", "telemetry", "evaluation", "store", "gateway"})
+_MAY_CHANGE = frozenset({"folder", "launcher", "network", "telemetry", "store", "gateway"})
+# When to evaluate may change; what is asked and how it is answered may not: scores of one run are compared.
 _MAY_CHANGE_FIELDS = frozenset(
     {
+        "evaluation.before_and_after",
+        "evaluation.every_versions",
         "trainer.train_steps",
         "generator.replicas",
         "generator.slots",

@@ -12,7 +12,6 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import StoreUnavailable
 from rollmesh.launcher.closing import queue_account
 from rollmesh.launcher.evaluating import evaluate_version, finish_evaluations
-from rollmesh.launcher.evaluations import finished_evaluation
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.report.ledger import QueueAccount
@@ -49,7 +48,7 @@ async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -
 
 async def _train(mesh: LocalMesh) -> None:
     before_and_after = mesh.config.evaluation.before_and_after
-    if before_and_after and await mesh.answer(lambda: finished_evaluation(mesh.store, 0), "the store") is None:
+    if before_and_after and await mesh.answer(lambda: mesh.evaluations.finished(0), "the store") is None:
         await mesh.pause(True)
     async with mesh.services():
         await mesh.until_serving()

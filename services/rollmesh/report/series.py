@@ -164,11 +164,14 @@ def timeline_series(records: Sequence[Record]) -> TimelineSeries:
 
 
 def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
-    """Lines of evaluations.jsonl in the order written; a line without version, n and mean is left out."""
+    """Lines of evaluations.jsonl in the order written.
+
+    A line without version, n and mean is left out, and so is one without a single answer that counts: it has no score.
+    """
     points: list[EvaluationPoint] = []
     for record in records:
         version, n, mean = (number(record, key) for key in ("policy_version", "n", "mean"))
-        if math.isnan(version + n + mean):
+        if math.isnan(version + n + mean) or n < 1:
             continue
         points.append(
             EvaluationPoint(

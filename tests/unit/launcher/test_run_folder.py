@@ -5,14 +5,20 @@ import pytest
 from pydantic import SecretStr
 
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.config.services import CheckpointConfig
+from rollmesh.config.services import CheckpointConfig, EvalConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import locked_run_folder
 
 
-def config(folder: Path, **trainer: object) -> RunConfig:
+def config(folder: Path, evaluation: dict[str, object] | None = None, **trainer: object) -> RunConfig:
     return RunConfig.model_validate(
-        {"name": "trial", "folder": str(folder), "model": {"path": "models/tiny"}, "trainer": trainer}
+        {
+            "name": "trial",
+            "folder": str(folder),
+            "model": {"path": "models/tiny"},
+            "trainer": trainer,
+            "evaluation": evaluation or {},
+        }
     )
 
 
@@ -46,3 +52,35 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_and_the_field_is_named
         locked_run_folder(config(tmp_path, learning_rate=2e-3)),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("prompt_count", 32),
+        ("samples_per_prompt", 2),
+        ("temperature", 0.0),
+        ("top_p", 0.9),
+        ("top_k", 5),
+        ("seed", 7),
+    ],
+)
+def test_a_continued_run_cannot_compare_other_questions_or_other_answers(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    with locked_run_folder(config(tmp_path)):
+        pass
+    with pytest.raises(ConfigError, match=f"evaluation.{field}"), locked_run_folder(config(tmp_path, {field: value})):
+        pass
+
+
+def test_a_continued_run_may_be_evaluated_more_or_less_often(tmp_path: Path) -> None:
+    assert set(EvalConfig.model_fields) == {
+        *("every_versions", "before_and_after"),
+        *("prompt_count", "samples_per_prompt", "temperature", "top_p", "top_k", "seed"),
+    }, "a new field of the evaluation is either when or what: decide"
+    with locked_run_folder(config(tmp_path)):
+        pass
+    changed = {"every_versions": 5, "before_and_after": False}
+    with locked_run_folder(config(tmp_path, changed)) as folder:
+        assert load_run_config(folder.config_file, environ={}).evaluation.every_versions == 5

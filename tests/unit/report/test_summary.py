@@ -67,6 +67,12 @@ def test_one_evaluation_gives_no_gain(run_folder: Path) -> None:
     assert "No gain can be stated" in words_of(run_folder)
 
 
+def test_an_evaluation_without_a_single_answer_is_no_score_of_zero(run_folder: Path) -> None:
+    replace_evaluations(run_folder, evaluation(0, 0.0) | {"n": 0, "discarded": 256}, evaluation(12, 0.8))
+    assert summarise(run_folder).gain is None
+    assert "No gain can be stated" in words_of(run_folder)
+
+
 def test_an_evaluation_repeated_for_a_version_counts_with_its_newest_score(run_folder: Path) -> None:
     replace_evaluations(run_folder, evaluation(12, 0.1), evaluation(0, 0.40), evaluation(12, 0.7))
     after = summarise(run_folder).after

@@ -1,0 +1,91 @@
+"""What the run folder remembers of evaluations when the queue has forgotten them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from rollmesh.launcher.evaluations import EvaluationJournal
+from rollmesh.launcher.redis import running_store
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.report.recorded_run import read_json_lines
+from rollmesh.scheduling import run_limits
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.evaluations import evaluation_request
+from rollmesh.store.types import EvalResult
+from rollmesh.types import PolicyRecord
+
+from .test_launcher_outages import config
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[TrajectoryStore]:
+    run = config(tmp_path)
+    async with running_store(run, RunFolder(tmp_path)) as running:
+        await running.store.init_run(run_limits(run))
+        yield running.store
+
+
+async def announce(store: TrajectoryStore, versions: range) -> None:
+    session = await store.open_trainer_session("trainer")
+    for v in versions:
+        record = PolicyRecord(policy_version=v, train_step=v, path=f"{v}-x", manifest_digest="ab" * 32)
+        await store.announce_policy(session, record)
+
+
+async def evaluate(store: TrajectoryStore, tmp_path: Path, version: int, mean: float, n: int = 256) -> None:
+    await store.request_evaluation(evaluation_request(config(tmp_path).evaluation, version))
+    session = await store.open_session("worker")
+    request = await store.claim_evaluation(session)
+    assert request is not None and request.policy_version == version
+    result = EvalResult(
+        mean=mean, standard_error=0.02, sample_count=n, discarded_count=256 - n, details={"mean_length": 31.5}
+    )
+    await store.finish_evaluation(session, request.evaluation_id, result)
+
+
+def means(folder: RunFolder) -> dict[int, float]:
+    return {line["policy_version"]: line["mean"] for line in read_json_lines(folder.evaluations).records}
+
+
+async def test_scores_outlive_the_queue_and_those_of_an_abandoned_future_do_not(
+    store: TrajectoryStore, tmp_path: Path
+) -> None:
+    folder, notes = RunFolder(tmp_path), list[str]()
+    journal = EvaluationJournal(store, folder, notes.append)
+    await announce(store, range(10))
+    await journal.update()
+    for version, mean in ((0, 0.4), (5, 0.6), (9, 0.7)):
+        await evaluate(store, tmp_path, version, mean)
+        await journal.update()
+    assert notes[0] == "policy version 0: evaluation 0.400 ± 0.020 (n=256)" and len(notes) == 3
+    before = (await journal.finished(0), folder.evaluations.read_text())
+    assert before[0] is not None and before[0].details == {"mean_length": 31.5}
+
+    await store.connection.command("FLUSHALL")
+    journal = EvaluationJournal(store, folder, notes.append)
+    await journal.update()
+    assert (await journal.finished(0), folder.evaluations.read_text()) == before, "nothing is known yet"
+    await store.init_run(run_limits(config(tmp_path)))
+    await announce(store, range(7))
+    await journal.update()
+    assert means(folder) == {0: 0.4, 5: 0.6}
+    assert await journal.finished(0) == before[0]
+    assert await journal.finished(5) is None, "only the initial weights are sure to be the same ones"
+
+
+async def test_an_evaluation_that_nothing_answered_replaces_no_score(store: TrajectoryStore, tmp_path: Path) -> None:
+    folder, notes = RunFolder(tmp_path), list[str]()
+    await announce(store, range(4))
+    folder.evaluations.write_text(
+        '{"policy_version": 2, "n": 256, "mean": 0.5, "standard_error": 0.03, "discarded": 0, "when": 1.0, "seconds": 2}\n'
+    )
+    journal = EvaluationJournal(store, folder, notes.append)
+    await journal.update()
+    for version in (2, 3):
+        await evaluate(store, tmp_path, version, 0.0, n=0)
+        await journal.update()
+    assert means(folder) == {2: 0.5, 3: 0.0}
+    assert notes[-1] == "policy version 3: evaluation without a score: none of 256 answers counts"
