@@ -46,6 +46,7 @@ async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccou
         epoch_size=await asyncio.to_thread(_epoch_size, config) if cursor.epoch > 0 else None,
         live=live,
         dropped=await store.dropped_groups(),
+        forgotten_drops=await store.forgotten_drops(),
         policies=tuple(await store.policies()),
     )
 

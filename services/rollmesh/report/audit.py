@@ -232,6 +232,8 @@ def _lost_note(account: QueueAccount | None, seen: Cursor) -> str:
         return "queue not reachable"
     cursor = account.cursor
     note = f"prompt cursor at epoch {cursor.epoch}, index {cursor.index}; {len(account.live)} groups live"
+    if account.forgotten_drops:
+        note += f"; the ledger no longer names {account.forgotten_drops} groups that were dropped long ago"
     if _forgotten(account, seen):
         note += (
             f"; a batch file knows of epoch {seen.epoch}, index {seen.index}: Redis came back as an earlier state, and "

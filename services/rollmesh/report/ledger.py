@@ -29,6 +29,8 @@ class QueueAccount:
     """Groups that are open, ready or cut."""
     dropped: Mapping[str, str]
     """Reason by group that left without being trained."""
+    forgotten_drops: int = 0
+    """Dropped groups that the ledger no longer names: it keeps about the last 100,000."""
     cursor: Cursor
     """Next prompt to admit: every position before it has been admitted."""
     epoch_size: int | None = None
@@ -159,9 +161,14 @@ def policy_segments(trajectory: Trajectory) -> list[Segment]:
 
 
 def lost_groups(account: QueueAccount, in_batch_files: Collection[str]) -> tuple[str, ...]:
-    """Admitted groups that are nowhere and left no reason, in admission order."""
+    """Admitted groups that are nowhere and left no reason, in admission order.
+
+    As many of them as the ledger has let go are taken for those, the oldest first: what it no longer names was dropped
+    long ago. More than that are lost.
+    """
     known = {*in_batch_files, *account.live, *account.dropped}
-    return tuple(group_id for group_id in admitted_groups(account, known) if group_id not in known)
+    nowhere = tuple(group_id for group_id in admitted_groups(account, known) if group_id not in known)
+    return nowhere[account.forgotten_drops :]
 
 
 def admitted_groups(account: QueueAccount, known: Collection[str]) -> Iterable[str]:

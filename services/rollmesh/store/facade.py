@@ -114,6 +114,7 @@ class TrajectoryStore:
         self.ledger = view.ledger
         self.live_groups = view.live_groups
         self.dropped_groups = view.dropped_groups
+        self.forgotten_drops = view.forgotten_drops
         self.set_user_paused = view.set_user_paused
 
         self.request_evaluation = evaluations.request_evaluation

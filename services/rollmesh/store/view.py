@@ -122,6 +122,15 @@ class View:
             after = page[-1].entry_id
         return found
 
+    async def forgotten_drops(self) -> int:
+        """How many entries the ledger has let go: such groups are counted by reason, but no longer named."""
+        ledger = self._keys.single("ledger")
+        if not await self._connection.command("EXISTS", ledger):
+            return 0
+        facts = await self._connection.command("XINFO", "STREAM", ledger)
+        pairs = facts if isinstance(facts, dict) else dict(zip(facts[::2], facts[1::2], strict=True))
+        return int(pairs[b"entries-added"]) - int(pairs[b"length"])
+
     async def set_user_paused(self, paused: bool) -> None:
         """A person pauses or resumes the run: no new leases while it is paused."""
         self._said_paused = paused

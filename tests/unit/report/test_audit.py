@@ -242,6 +242,17 @@ def test_a_group_that_vanished_is_lost_and_one_with_a_reason_is_not(audited: Any
     assert any("2 admitted group(s) are lost: e0-13, e0-15" in problem for problem in result.problems)
 
 
+def test_dropped_groups_that_the_ledger_no_longer_names_are_not_taken_for_lost(audited: Any) -> None:
+    cursor = Cursor(epoch=0, index=16)
+    account = QueueAccount(live={"e0-15"}, dropped={"e0-14": "filtered"}, forgotten_drops=2, cursor=cursor)
+    result = audit_run(audited.folder, account)
+    assert result.green and result.lost == ()
+    assert "no longer names 2 groups" in result.lost_note
+    one_more = QueueAccount(live=(), dropped={"e0-14": "filtered"}, forgotten_drops=2, cursor=cursor)
+    result = audit_run(audited.folder, one_more)
+    assert not result.green and result.lost == ("e0-15",)
+
+
 @pytest.mark.parametrize("epoch_size", [4, None])
 def test_earlier_epochs_count_as_admitted_entirely(epoch_size: int | None) -> None:
     account = QueueAccount(

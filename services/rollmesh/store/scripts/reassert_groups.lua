@@ -18,8 +18,10 @@ if ARGV[5] == '1' then
   call('UNLINK', batch_groups_key(step))
 end
 
+local replays = tonumber(call('HGET', K.meta, 'replay_seq') or '0')
 for at = 6, #ARGV do
   local gid = ARGV[at]
+  replays = math.max(replays, tonumber(string.match(gid, 'r(%d+)$') or '0'))
   local group = load_group(gid)
   if group then
     delete_members(group)
@@ -38,6 +40,7 @@ for at = 6, #ARGV do
   end
 end
 if not trained then call('HSET', batch_key(step), 'digest', digest) end
+call('HSET', K.meta, 'replay_seq', replays)
 count('reasserted_groups_total', #ARGV - 5)
 flush_counts()
 return #ARGV - 5

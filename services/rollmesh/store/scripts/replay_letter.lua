@@ -8,10 +8,10 @@ if not letter[1] then fail('CONFLICT', 'no dead letter ' .. id) end
 if letter[2] and letter[2] ~= '' then return letter[2] end
 refuse_while_recovering('replay')
 if call('EXISTS', letter_prompt_key(id)) == 0 then fail('CONFLICT', 'dead letter ' .. id .. ' has lost its prompt') end
-local gid, attempt = nil, 0
+-- A number that no replay has had: batch files keep the names of groups longer than tombstones do.
+local gid
 repeat
-  attempt = attempt + 1
-  gid = letter[1] .. 'r' .. attempt
+  gid = letter[1] .. 'r' .. call('HINCRBY', K.meta, 'replay_seq', 1)
 until call('EXISTS', group_key(gid)) == 0 and not call('ZSCORE', K.tombstones, gid)
   and call('HEXISTS', K.cut, gid) == 0
 local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)

@@ -1,0 +1,133 @@
+"""Trajectories that gave up, on a real server: when, what their letters keep, how they are replayed."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollmesh.errors import Conflict
+from rollmesh.mesh import Cursor
+from rollmesh.store import ReleaseReason, TrajectoryStore, WriteStatus
+
+from .store_mesh import Mesh
+from .truth import read_truth
+
+
+async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=2)
+    await mesh.admit(1)
+    for attempt in (1, 2):
+        leased = (await store.lease(mesh.session, 1))[0]
+        assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt)
+        if attempt == 1:
+            await store.release(mesh.session, ["e0-0.0"], ReleaseReason.PAUSED)
+            leased = (await store.lease(mesh.session, 1))[0]
+            assert leased.attempt == 1, "a pause is no attempt"
+        await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    assert [t.trajectory.trajectory_id for t in await store.lease(mesh.session, 2)] == ["e0-0.1", "e0-0.2"]
+    letters = await store.dead_letters()
+    assert [(letter.trajectory_id, letter.reason) for letter in letters] == [("e0-0.0", "max_attempts")]
+    inspected = (await store.dead_letter("e0-0.0")).trajectory
+    assert inspected is not None
+    assert inspected.prompt.prompt_id == "0"
+    new = await store.replay_dead_letter("e0-0.0")
+    assert new == "e0-0r1"
+    assert await store.replay_dead_letter("e0-0.0") == new
+    assert (await store.view()).open_groups == 2
+    assert (await store.dead_letters())[0].replayed_as == new
+    assert (await read_truth(store)).problems == []
+    assert await store.delete_dead_letter("e0-0.0")
+    with pytest.raises(Conflict):
+        await store.dead_letter("e0-0.0")
+
+
+async def test_a_replacement_opened_by_a_burial_comes_before_younger_groups(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=1)
+    await mesh.admit(2)
+    await store.lease(mesh.session, 1)
+    await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    leased = [t.trajectory.trajectory_id for t in await store.lease(mesh.session, 4)]
+    assert leased == ["e0-0.1", "e0-0.2", "e0-1.0", "e0-1.1"]
+
+
+async def test_progress_resets_the_attempts(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=1)
+    await mesh.admit(1)
+    offset = 0
+    for _ in range(4):
+        leased = (await store.lease(mesh.session, 1))[0]
+        assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", 1)
+        await mesh.append("e0-0.0", offset, 2)
+        offset += 2
+        await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+
+
+async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    await mesh.append("e0-0.0", 0, 4)
+    assert await store.fail(mesh.session, [("e0-0.0", "environment gone")]) == 1
+    letter = await store.dead_letter("e0-0.0")
+    assert letter.trajectory is not None
+    assert letter.trajectory.response_token_count == letter.token_count == 4
+    assert await mesh.append("e0-0.0", 4, 2) == WriteStatus.LOST
+    assert (await store.view()).pending == 1, "a replacement waits"
+    assert (await read_truth(store)).problems == []
+
+
+async def test_the_oldest_letters_make_room_for_new_ones(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    await mesh.append("e0-0.0", 0, 4)
+    await store.fail(mesh.session, [("e0-0.0", "the oldest")])
+    keys, command = store.connection.keys, store.connection.command
+    newer = [word for number in range(999) for word in (2e15 + number, f"e9-{number}.0")]
+    await command("ZADD", keys.single("letters"), *newer)
+    await store.fail(mesh.session, [("e0-0.1", "one too many")])
+    counts = await store.counts()
+    assert (counts.dead_letters, counts.totals["letters_forgotten_total"]) == (1000, 1)
+    with pytest.raises(Conflict):
+        await store.dead_letter("e0-0.0")
+    for kind in ("letter", "letter_segments", "letter_prompt"):
+        assert not await command("EXISTS", keys.of(kind, "e0-0.0"))
+    assert (await store.dead_letter("e0-0.1")).reason == "one too many"
+
+
+async def train_one(mesh: Mesh, step: int, group_id: str) -> None:
+    """Train a ready group, and forget every tombstone that is older than this step."""
+    store = mesh.store
+    await store.cut(mesh.leader, step, [group_id])
+    await store.claim(mesh.trainer, step, 1.0)
+    await store.confirm_batch_file(mesh.trainer, step, "d")
+    await store.connection.run("report_trained", mesh.trainer, step, 1)
+
+
+async def test_no_two_replays_have_one_name_even_when_the_first_is_long_trained(store: TrajectoryStore) -> None:
+    """The audit knows groups by name: batch files remember a name for ever, tombstones for some steps."""
+    mesh = await Mesh.start(store, max_staleness=1000)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    await store.fail(mesh.session, [("e0-0.0", "broke"), ("e0-0.1", "broke")])
+    first = await store.replay_dead_letter("e0-0.0")
+    await mesh.complete_all()
+    await mesh.admit(2)
+    await mesh.complete_all()
+    for step, group_id in enumerate((first, "e0-1", "e0-2"), start=1):
+        await train_one(mesh, step, group_id)
+    assert first not in (await read_truth(store)).tombstones
+    second = await store.replay_dead_letter("e0-0.1")
+    assert (first, second) == ("e0-0r1", "e0-0r2")
+
+
+async def test_a_redis_that_lost_everything_learns_the_names_of_replays_from_batch_files(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await Mesh.start(store)
+    await store.reassert_training(mesh.trainer, 1, 1, [(1, ["e0-7r4", "e0-8"])], [], Cursor())
+    await store.connection.run("report_trained", mesh.trainer, 1, 1)
+    await store.connection.command("DEL", store.connection.keys.single("tombstones"))
+    await mesh.admit(1)
+    await store.lease(mesh.session, 1)
+    await store.fail(mesh.session, [("e0-0.0", "broke")])
+    assert await store.replay_dead_letter("e0-0.0") == "e0-0r5"

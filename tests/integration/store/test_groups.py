@@ -1,0 +1,168 @@
+"""What becomes of groups on a real server: scores, replacements, filters, drops and their ledger."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollmesh.errors import DataError
+from rollmesh.store import Finish, Score, TrajectoryStore, WriteStatus
+from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
+
+from .store_mesh import UNSCORABLE, Mesh, scored, segment
+from .truth import read_truth
+
+
+async def test_an_unscorable_member_is_replaced_and_the_group_completes(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    first, second = await store.lease(mesh.session, 2)
+    await mesh.complete(first, None)
+    await mesh.complete(second, 1.0)
+    view = await store.view()
+    assert (view.open_groups, view.ready_groups, view.pending) == (1, 0, 1)
+    replacement = (await store.lease(mesh.session, 1))[0]
+    assert replacement.trajectory.trajectory_id == "e0-0.2"
+    await mesh.complete(replacement, 0.0)
+    await store.cut(mesh.leader, 1, ["e0-0"])
+    batch = await store.claim(mesh.trainer, 1, 1.0)
+    assert batch is not None
+    assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.1", "e0-0.2"]
+
+
+async def test_a_group_without_two_scores_dies_when_replacements_are_used_up(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    for value in (None, None, None, 1.0):
+        await mesh.complete((await store.lease(mesh.session, 1))[0], value)
+    view = await store.view()
+    assert (view.open_groups, view.ready_groups, view.admitted_unconsumed) == (0, 0, 0)
+    drop = (await store.ledger())[0]
+    assert (drop.group_id, drop.reason, drop.token_count) == ("e0-0", "too_few_scored", 20)
+    assert (await store.counts()).drops == {"too_few_scored": 1}
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_group_with_two_scores_is_ready_when_replacements_are_used_up(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, group_size=3)
+    await mesh.admit(1, needed=3)
+    for value in (None, 1.0, None, 0.0, None, None):
+        await mesh.complete((await store.lease(mesh.session, 1))[0], value)
+    assert [g.group_id for g in (await store.view()).ready] == ["e0-0"]
+
+
+async def test_equal_rewards_are_filtered_refunded_and_counted_in_a_row(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, filter_zero_variance=True)
+    await mesh.admit(4)
+    values = [1.0, 1.0, 0.0, -0.0, 0.0, 1.0, 0.5, 0.5]
+    for leased, value in zip(await store.lease(mesh.session, 8), values, strict=True):
+        await mesh.complete(leased, value)
+    view = await store.view()
+    assert (view.admitted_unconsumed, view.filtered_in_a_row) == (1, 1)
+    assert [g.group_id for g in view.ready] == ["e0-2"]
+    assert (await store.counts()).drops == {"filtered_all_right": 2, "filtered_all_wrong": 1}
+    assert await store.dropped_groups() == {
+        "e0-0": "filtered_all_right",
+        "e0-1": "filtered_all_wrong",
+        "e0-3": "filtered_all_right",
+    }
+    assert await store.live_groups() == ["e0-2"]
+
+
+async def test_a_fixed_value_for_a_time_out_scores_the_trajectory(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    for trajectory_id in ("e0-0.0", "e0-0.1"):
+        await mesh.finish(trajectory_id, 0, 2)
+    outcome = RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="10 s")
+    fixed = Score(trajectory_id="e0-0.0", outcome=outcome, shaped_reward=-0.5, assigned=True)
+    other = Score(trajectory_id="e0-0.1", outcome=scored(1.0), shaped_reward=1.0)
+    await store.score(mesh.session, [fixed, other])
+    await store.cut(mesh.leader, 1, ["e0-0"])
+    batch = await store.claim(mesh.trainer, 1, 1.0)
+    assert batch is not None
+    trajectory = batch.groups[0].trajectories[0]
+    assert trajectory.shaped_reward == -0.5
+    assert trajectory.outcome == outcome
+
+
+async def test_a_reward_that_is_not_a_number_is_an_error_of_the_caller(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    with pytest.raises(DataError, match="not a finite number"):
+        await mesh.score("e0-0.0", float("nan"))
+
+
+async def test_groups_without_two_scores_are_counted_in_a_row(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, filter_zero_variance=True)
+    await mesh.admit(4)
+
+    async def complete_group(*values: float | None) -> int:
+        for value in values:
+            await mesh.complete((await store.lease(mesh.session, 1))[0], value)
+        return (await store.view()).unscored_in_a_row
+
+    nothing = (None, None, None, None)
+    assert [await complete_group(*nothing), await complete_group(*nothing)] == [1, 2]
+    assert await complete_group(1.0, 1.0) == 0, "a filtered group was scored"
+    assert await complete_group(*nothing) == 1
+
+
+async def test_an_evicted_group_refunds_its_capacity_and_late_results_are_lost(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    await store.lease(mesh.session, 4)
+    await mesh.append("e0-0.0", 0, 6)
+    assert await store.evict(mesh.leader, ["e0-0", "e0-0", "unknown"], "straggler") == 1
+    assert await store.evict(mesh.leader, ["e0-0"], "straggler") == 0
+    view = await store.view()
+    assert (view.admitted_unconsumed, view.leased) == (1, 2)
+    assert await mesh.append("e0-0.0", 6, 2) == WriteStatus.LOST
+    counts = await store.counts()
+    assert counts.drops == {"straggler": 1}
+    assert counts.dropped_tokens == {"straggler": 6}
+    assert (await read_truth(store)).problems == []
+
+
+async def test_the_ledger_names_the_decile_of_a_dropped_length(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(12)
+    leased = await store.lease(mesh.session, 24)
+    for at, item in enumerate(leased[:20]):
+        await mesh.finish(item.trajectory.trajectory_id, 0, 2 ** (1 + at // 2))
+    await mesh.append("e0-10.0", 0, 2000)
+    await mesh.append("e0-11.0", 0, 1)
+    await store.evict(mesh.leader, ["e0-10", "e0-11"], "stale")
+    assert [d.length_decile for d in await store.ledger()] == [9, 0]
+
+
+async def test_items_may_come_in_any_number(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, pool_size=1000, group_size=4)
+    await mesh.admit(150, needed=4)
+    leased = []
+    while part := await store.lease(mesh.session, 1000):
+        leased += part
+    ids = [t.trajectory.trajectory_id for t in leased]
+    assert len(ids) == len(set(ids)) == 600
+    finishes = [
+        Finish(trajectory_id=i, token_offset=0, segments=[segment(2)], finish_reason=FinishReason.LENGTH) for i in ids
+    ]
+    assert {r.status for r in await store.finish(mesh.session, finishes)} == {WriteStatus.SAVED}
+    scores = [Score(trajectory_id=i, outcome=UNSCORABLE, shaped_reward=0.0) for i in ids[:4]] + [
+        Score(trajectory_id=i, outcome=scored(1.0), shaped_reward=1.0) for i in ids[4:]
+    ]
+    assert {r.status for r in await store.score(mesh.session, scores)} == {WriteStatus.SAVED}
+    view = await store.view()
+    assert (view.ready_groups, view.open_groups, view.pending) == (149, 1, 4)
+    assert [g.admission_index for g in view.ready[:4]] == [2, 3, 4, 5]
+    assert await store.evict(mesh.leader, await store.live_groups(), "stale") == 150
+    assert (await read_truth(store)).problems == []
+
+
+async def test_the_ledger_says_how_many_drops_it_no_longer_names(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    assert await store.forgotten_drops() == 0
+    await mesh.admit(3)
+    await store.evict(mesh.leader, ["e0-0", "e0-1", "e0-2"], "stale")
+    assert await store.forgotten_drops() == 0
+    await store.connection.command("XTRIM", store.connection.keys.single("ledger"), "MAXLEN", 1)
+    assert (await store.forgotten_drops(), await store.dropped_groups()) == (2, {"e0-2": "stale"})
