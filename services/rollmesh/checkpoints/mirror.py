@@ -114,18 +114,47 @@ class ObjectMirror:
         except FileNotFoundError:
             path.unlink(missing_ok=True)
 
-    def push_batch(self, train_step: int) -> None:
-        """Upload a batch file, unless it is there."""
+    def push_batch(self, train_step: int) -> str:
+        """Upload a batch file unless the bucket has one; returns the digest of the one that counts.
+
+        Raises CheckpointError when another trainer got there first with other groups.
+        """
         path, key = batch_path(self._root, train_step), _batch_key(train_step)
-        if self.objects.sizes(key).get(key) != path.stat().st_size:
-            self.objects.put(path, key)
+        mine = batches.read_footer(self._root, self._secret, train_step)
+        if self.objects.put_new(path, key):
+            return mine.payload_sha256
+        try:
+            theirs = self.footer(train_step)
+        except CheckpointError:
+            self.objects.put(path, key)  # damaged: nobody trained on that
+            return mine.payload_sha256
+        if theirs.group_ids != mine.group_ids:
+            raise CheckpointError(
+                f"{self.objects.url}/{key}: train step {train_step} already has a batch of other groups",
+                reason=Reason.MISMATCH,
+            )
+        return theirs.payload_sha256
 
     def fetch_batch(self, train_step: int) -> None:
-        """Have a batch file here; one that is missing in the bucket is missing."""
-        path = batch_path(self._root, train_step)
-        if not path.exists():
-            with contextlib.suppress(FileNotFoundError):
-                self.objects.get(_batch_key(train_step), path)
+        """Have the bucket's batch file of this step here; CheckpointError when there is none.
+
+        A file of this node may have never got there, and another trainer have cut the step anew.
+        """
+        theirs = self.footer(train_step)
+        try:
+            if batches.read_footer(self._root, self._secret, train_step).payload_sha256 == theirs.payload_sha256:
+                return
+        except CheckpointError:
+            pass  # none here, or a damaged one
+        self.fetch_batch_again(train_step)
+
+    def fetch_batch_again(self, train_step: int) -> None:
+        """Pull a batch file, whatever is here."""
+        key = _batch_key(train_step)
+        try:
+            self.objects.get(key, batch_path(self._root, train_step))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.objects.url}/{key}: missing", reason=Reason.MISSING) from error
 
     def footer(self, train_step: int) -> BatchFooter:
         """Footer of a batch file of the bucket, without the trajectories."""

@@ -26,6 +26,7 @@ _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
 _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError)
 """What trying again does not change."""
+_PRECONDITION_FAILED = 412
 
 
 class ObjectStore:
@@ -54,6 +55,19 @@ class ObjectStore:
     def put(self, source: Path, key: str) -> None:
         """Copy a file to an object, in place of an older one."""
         self._patiently(f"writing {key}", lambda: self._files.put_file(str(source), self._at(key)), reading=False)
+
+    def put_new(self, source: Path, key: str) -> bool:
+        """``put``, unless there is such an object: that one stays, and the answer is False. S3 and GCS decide it, so one
+        of two writers wins; a server that ignores If-None-Match lets the later one win."""
+        try:
+            self._patiently(
+                f"writing {key}",
+                lambda: self._files.put_file(str(source), self._at(key), mode="create"),
+                reading=False,
+            )
+        except FileExistsError:
+            return False
+        return True
 
     def get_all(self, pairs: Sequence[tuple[str, Path]]) -> None:
         """``get`` for (key, file) pairs, a bounded number at once; the first error ends it."""
@@ -135,6 +149,8 @@ class ObjectStore:
                     raise
                 raise self._trouble(what, error) from error
             except Exception as error:  # clients of object stores share no base class for an outage
+                if isinstance(error, FileExistsError) or getattr(error, "code", None) == _PRECONDITION_FAILED:
+                    raise FileExistsError(what) from error
                 if isinstance(error, _FINAL) or time.monotonic() + pause > deadline:
                     raise self._trouble(what, error) from error
                 get_logger("objects").warning("object_store_retry", what=what, message=str(error)[:200])

@@ -162,15 +162,18 @@ class CheckpointStore:
         if self.mirror is not None:
             self.mirror.before_batch(batch.train_step)
         digest = batches.write_batch(self.root, self._secret, batch, cursor, train_steps)
-        if self.mirror is not None:
-            self.mirror.push_batch(batch.train_step)
-        return digest
+        return digest if self.mirror is None else self.mirror.push_batch(batch.train_step)
 
     def read_batch(self, train_step: int) -> Batch:
         """Read and verify a batch file."""
-        if self.mirror is not None:
-            self.mirror.fetch_batch(train_step)
-        return batches.read_batch(self.root, self._secret, train_step)
+        if self.mirror is None:
+            return batches.read_batch(self.root, self._secret, train_step)
+        self.mirror.fetch_batch(train_step)
+        try:
+            return batches.read_batch(self.root, self._secret, train_step)
+        except CheckpointError:
+            self.mirror.fetch_batch_again(train_step)  # what this node keeps may have been damaged since
+            return batches.read_batch(self.root, self._secret, train_step)
 
     def read_group(self, train_step: int, group_id: str) -> Group | None:
         """One group of a batch file, for people who look; None when it is not in it."""

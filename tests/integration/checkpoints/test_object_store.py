@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollmesh.checkpoints.batches import batch_path
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.reasons import Reason
@@ -175,17 +176,70 @@ def test_a_batch_file_counts_once_the_bucket_has_it(node: Node, monkeypatch: pyt
     assert not (other.root / "batches").exists()  # a footer is read without the trajectories
     assert [g.group_id for g in other.read_batch(1).groups] == ["e0-2", "e0-3"]
 
-    def away(self: ObjectStore, source: Path, key: str) -> None:
+    def away(self: ObjectStore, source: Path, key: str) -> bool:
         raise CheckpointError("away", reason=Reason.UNREACHABLE)
 
     with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="away"):
-        patched.setattr(ObjectStore, "put", away)
+        patched.setattr(ObjectStore, "put_new", away)
         writer.write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)
     assert writer.batch_steps() == [1]
     # Another trainer cuts the step anew; the file that never got there does not stand in its way.
     assert writer.write_batch(make_batch(2), CURSOR) == node("third").batch_footer(2).payload_sha256
     with pytest.raises(CheckpointError, match="already has a batch of other groups"):
         node("late").write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)
+
+
+def test_a_batch_file_that_never_left_its_node_is_not_what_a_replay_there_trains_on(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(self: ObjectStore, source: Path, key: str) -> bool:
+        raise CheckpointError("away", reason=Reason.UNREACHABLE)
+
+    with monkeypatch.context() as patched, pytest.raises(CheckpointError, match="away"):
+        patched.setattr(ObjectStore, "put_new", away)
+        node("first").write_batch(make_batch(1, ["e0-7", "e0-8"]), CURSOR)
+    assert batch_path(node("first").root, 1).exists()
+    node("second").write_batch(make_batch(1), CURSOR)
+    again = node("first")
+    assert [g.group_id for g in again.read_batch(1).groups] == ["e0-2", "e0-3"]
+    assert again.read_group(1, "e0-7") is None
+
+
+def test_of_two_trainers_that_write_a_step_at_once_the_first_one_counts(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_new = ObjectStore.put_new
+
+    def overtaken(self: ObjectStore, source: Path, key: str) -> bool:
+        monkeypatch.setattr(ObjectStore, "put_new", put_new)
+        node("newer").write_batch(make_batch(1), CURSOR)
+        return put_new(self, source, key)
+
+    monkeypatch.setattr(ObjectStore, "put_new", overtaken)
+    with pytest.raises(CheckpointError, match="already has a batch of other groups") as refused:
+        node("older").write_batch(make_batch(1, ["e0-7", "e0-8"]), CURSOR)
+    assert refused.value.reason == Reason.MISMATCH
+    assert [g.group_id for g in node("older").read_batch(1).groups] == ["e0-2", "e0-3"]
+    # An answer that was lost on the way: the same batch is written again, and that is fine.
+    assert node("newer").write_batch(make_batch(1), CURSOR) == node("older").batch_footer(1).payload_sha256
+
+
+def test_a_damaged_batch_file_of_a_node_is_pulled_again_and_one_of_the_bucket_is_replaced(node: Node) -> None:
+    writer = node("trainer")
+    digest = writer.write_batch(make_batch(1), CURSOR)
+    path = batch_path(writer.root, 1)
+    content = bytearray(path.read_bytes())
+    content[40] ^= 1
+    path.write_bytes(content)
+    assert [g.group_id for g in writer.read_batch(1).groups] == ["e0-2", "e0-3"]
+    objects(writer).write("batches/00000001.pb", b"torn")
+    assert writer.write_batch(make_batch(1), CURSOR) == digest == node("other").batch_footer(1).payload_sha256
+
+
+def test_a_batch_file_that_is_here_already_is_not_pulled_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node("trainer").write_batch(make_batch(1), CURSOR)
+    monkeypatch.setattr(ObjectStore, "get", lambda *_: pytest.fail("it is pulled again"))
+    assert len(node("trainer").read_batch(1).groups) == 2
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
