@@ -107,6 +107,7 @@ _BY_PATH: dict[str, Schema] = {
         {name: {"type": "object"} for name in ("emptyDir", "ephemeral", "hostPath", "csi")}
     ),
     "checkpoints.url": {"type": "string", "pattern": r"^($|(s3|gs)://.+)"},
+    "monitoring.prometheusRule.runbookUrl": {"type": "string", "pattern": r"^($|https?://[^\s#]+$)"},
     "security.tls.certManager.issuerKind": {"enum": ["Issuer", "ClusterIssuer"]},
     "podSecurityContext.runAsNonRoot": {"const": True},
     "podSecurityContext.runAsUser": {"type": "integer", "minimum": 1},

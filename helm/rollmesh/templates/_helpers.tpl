@@ -150,6 +150,22 @@ spec:
       {{- include "rollmesh.selectorLabels" . | nindent 6 }}
 {{- end -}}
 
+{{/* redis.conf of the server in the chart; the pod starts anew when it changes. */}}
+{{- define "rollmesh.redisConfig" -}}
+dir /data
+port 6379
+bind * -::*
+protected-mode no
+appendonly yes
+appendfsync {{ .Values.redis.appendfsync }}
+save ""
+maxmemory {{ .Values.redis.maxmemory }}
+maxmemory-policy noeviction
+{{- with .Values.redis.extraConfig }}
+{{ . }}
+{{- end }}
+{{- end -}}
+
 {{/* Whether Redis answers commands, with the password from the environment. */}}
 {{- define "rollmesh.redisProbe" -}}
 {{- list "sh" "-c" "[ \"$(REDISCLI_AUTH=$REDIS_PASSWORD redis-cli ping)\" = PONG ]" | toJson -}}

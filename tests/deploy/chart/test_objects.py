@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from .object_checks import all_checks
-from .rendering import CHART, NAMESPACE, Object, Rendering
+from .rendering import CHART, NAMESPACE, ROOT, Helm, Object, Rendering
 
 CHECKS = all_checks()
 
@@ -192,3 +192,51 @@ def test_rules_and_dashboards_are_the_files_of_the_chart(renderings: list[Render
         config_map = spot.one("ConfigMap", f"-dashboard-{file.stem}")
         assert json.loads(config_map["data"][file.name]) == json.loads(file.read_text()), file.name
         assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_every_alert_leads_to_its_runbook(helm4: Helm) -> None:
+    """A person who gets an alert clicks: with monitoring.prometheusRule.runbookUrl that is an address."""
+    example, url = CHART / "ci" / "kind-cpu-values.yaml", "https://git.example.org/ml/rollmesh/docs/runbooks"
+    turned_on = ["monitoring.prometheusRule.enabled=true"]
+
+    for start, sets in ((url, [f"monitoring.prometheusRule.runbookUrl={url}/"]), ("docs/runbooks", [])):
+        rules = helm4.template(CHART, [example], [*turned_on, *sets]).one("PrometheusRule", "-alerts")
+        alerts = [rule for group in rules["spec"]["groups"] for rule in group["rules"]]
+        assert len(alerts) > 30
+        for alert in alerts:
+            before, _, file = alert["annotations"]["runbook_url"].rpartition("/")
+            assert before == start and file == f"{alert['alert']}.md"
+            assert (ROOT / "docs" / "runbooks" / file).exists(), file
+
+
+def test_prometheus_comes_through_every_policy(renderings: list[Rendering]) -> None:
+    """Each pod that a monitor selects may be scraped on the port it names, and reward pods may ask DNS."""
+    seen = 0
+    for rendering in renderings:
+        policies = {p["metadata"]["name"]: p["spec"] for p in rendering.of_kind("NetworkPolicy")}
+        for name, template in rendering.pods():
+            ports = {p["name"]: p["containerPort"] for c in template["spec"]["containers"] for p in c.get("ports", [])}
+            if "admin" not in ports:
+                continue
+            labels = template["metadata"]["labels"]
+            (policy,) = [p for p in policies.values() if p["podSelector"]["matchLabels"].items() <= labels.items()]
+            rule = {"from": [{"namespaceSelector": {}}], "ports": [{"port": ports["admin"], "protocol": "TCP"}]}
+            assert rule in policy["ingress"], f"{rendering.name} {name}"
+            seen += 1
+            if "Egress" in policy["policyTypes"]:
+                asked = [(port["port"], port["protocol"]) for rule in policy["egress"] for port in rule["ports"]]
+                assert set(asked) >= {(53, "UDP"), (53, "TCP")}, name
+    assert seen == 5 * len(renderings)
+
+
+def test_whoever_calls_a_service_comes_through_its_policy(renderings: list[Rendering]) -> None:
+    """Who has the address of Redis or of the reward service in its environment is let in there, and nobody else."""
+    component = "app.kubernetes.io/component"
+    for rendering in renderings:
+        for callee, variable in (("redis", "ROLLMESH_STORE__URL"), ("reward", "ROLLMESH_REWARD__ADDRESS")):
+            callers = {t["metadata"]["labels"][component] for _, t in rendering.pods() if variable in variables(t)}
+            policies = [p for p in rendering.of_kind("NetworkPolicy") if p["metadata"]["name"].endswith(callee)]
+            for policy in policies:
+                peers = policy["spec"]["ingress"][0]["from"]
+                assert {p["podSelector"]["matchLabels"][component] for p in peers} == callers, rendering.name
+        assert policies, "reward pods have a policy everywhere"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -163,6 +164,14 @@ def test_a_wrong_run_file_stops_a_pod_before_its_service_starts(helm4: Helm, com
         machine.folder.mkdir(parents=True)
         with pytest.raises(AssertionError, match=r"did you mean train_steps"):
             pods["rollout"][0].start()
+        with pytest.raises(AssertionError, match=r"init container validate ended with (\d+)") as refused:
+            pods["trainer"][0].start()
+    status = int(re.search(r"validate ended with (\d+)", str(refused.value))[1])  # type: ignore[index]
+    rules = machine.rendering.one("Job")["spec"]["podFailurePolicy"]["rules"]
+    final = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
+    assert any(status in codes["values"] and codes["containerName"] == "validate" for codes in final), (
+        "a Job that can never start says so, instead of trying again for hours"
+    )
 
 
 def test_references_are_expanded_as_kubernetes_does() -> None:

@@ -51,6 +51,7 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("redis.externalUrl=redis://:password@host:6379", "externalUrl"),
         ("checkpoints.url=ftp://host/path", "url"),
         ("gateway.port=0", "port"),
+        ("monitoring.prometheusRule.runbookUrl=git.example.org/runbooks", "runbookUrl"),
         ("run.name=Demo", "name"),
     ],
 )
@@ -69,6 +70,7 @@ def test_a_wrong_value_is_refused_with_its_name(helm: Helm, item: str, complaint
         (["gateway.ingress.enabled=true"], "gateway.ingress.host is empty"),
         (["security.tls.enabled=true"], "existingSecret or certManager.issuerName"),
         (["checkpoints.url=s3://a/b", "generator.kind=LeaderWorkerSet", *SGLANG], "needs a checkpoint volume"),
+        (["checkpoints.url=s3://a/b", "trainer.nodes=2"], "needs a checkpoint volume"),
         (["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang"], "model.existingClaim"),
     ],
 )

@@ -95,3 +95,19 @@ def test_ports_are_those_of_the_images_and_of_the_chart() -> None:
     grpc, admin = VALUES["network"]["grpcPort"], VALUES["network"]["adminPort"]
     assert f"ROLLMESH_NETWORK__GRPC_PORT={grpc} " in text and f"ROLLMESH_NETWORK__ADMIN_PORT={admin}\n" in text
     assert f"reward:{grpc}" in COMPOSE["services"]["rollout"]["environment"]["ROLLMESH_REWARD__ADDRESS"]
+
+
+def test_prometheus_of_the_compose_file_knows_the_run_by_its_name_and_every_service_by_its_port() -> None:
+    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    labels = {label["target_label"]: label.get("replacement") for label in job["relabel_configs"]}
+    named = {COMPOSE["services"][service]["environment"]["ROLLMESH_NAME"] for service in OURS}
+    (found,) = job["dns_sd_configs"]
+
+    assert named == {labels["run"]}, "queries and alerts say the name that the page says"
+    assert set(found["names"]) == set(OURS) and found["port"] == VALUES["network"]["adminPort"]
+    mounted = [volume.split(":")[:2] for volume in COMPOSE["services"]["prometheus"]["volumes"]]
+    for rule_file in config["rule_files"]:
+        folder, _, name = rule_file.rpartition("/")
+        (source,) = [Path(source) for source, target in mounted if target == folder]
+        assert (DEPLOY / source / name).exists(), rule_file

@@ -26,10 +26,12 @@ args:
   - --port={{ $sidecar.port }}
   - --dtype={{ dig "model" "dtype" "float32" $run }}
   - --context-length={{ add (dig "generator" "max_context_tokens" 2048 $run) 8 }}
-  - --max-running-requests={{ dig "generator" "slots" 64 $run }}
+  # Eight more than slots: a canary must not wait for a call to end.
+  - --max-running-requests={{ add (dig "generator" "slots" 64 $run) 8 }}
   {{- with dig "generator" "kv_token_capacity" "" $run }}
-  - --max-total-tokens={{ . }}
+  - --max-total-tokens={{ add . 1024 }}
   {{- end }}
+  - --log-level-http=warning
   - --skip-tokenizer-init
   - --sleep-on-idle
   - --api-key=$(SGLANG_KEY)
@@ -51,6 +53,8 @@ env:
     {{- include "rollmesh.sglangKey" $root | nindent 4 }}
   - name: SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN
     value: "1"
+  - name: SGLANG_RETURN_ORIGINAL_LOGPROB
+    value: "0"
   - name: HOME
     value: /tmp
   {{- with $sidecar.extraEnv }}

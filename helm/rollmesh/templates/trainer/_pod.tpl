@@ -15,6 +15,9 @@
 {{- $uses := list "store" "checkpoints" -}}
 {{- $trainer := $root.Values.trainer -}}
 {{- $gang := gt (mul (int $trainer.nodes) (int $trainer.processesPerNode)) 1 -}}
+{{- if and $root.Values.checkpoints.url (gt (int $trainer.nodes) 1) -}}
+{{- fail (printf "trainer.nodes=%v needs a checkpoint volume, not checkpoints.url: the ranks write one state together" $trainer.nodes) -}}
+{{- end -}}
 metadata:
   labels:
     {{- include "rollmesh.podLabels" (list $root "trainer") | nindent 4 }}
