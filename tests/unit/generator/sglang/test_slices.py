@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import DataError, EngineError
+from rollmesh.generator.engines.call_checks import check_call
 from rollmesh.generator.engines.sglang.slices import (
     Slice,
     Span,
-    check_call,
     check_finite,
     chunks_of,
     read_scores,

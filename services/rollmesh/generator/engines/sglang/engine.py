@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
+from rollmesh.generator.engines.call_checks import check_call, check_ids
 from rollmesh.generator.engines.protocol import EngineLost, EngineStatus, OnNewVersion
 from rollmesh.generator.engines.sglang.calls import Calls
 from rollmesh.generator.engines.sglang.folders import PolicyFolder, difference, read_folder
@@ -20,7 +21,7 @@ from rollmesh.generator.engines.sglang.options import SglangOptions
 from rollmesh.generator.engines.sglang.reload import ReloadPlan, plan_reload
 from rollmesh.generator.engines.sglang.seats import Seat, Seats
 from rollmesh.generator.engines.sglang.server import SglangServer
-from rollmesh.generator.engines.sglang.slices import check_call, check_ids, empty_chunk, read_scores, score_body
+from rollmesh.generator.engines.sglang.slices import empty_chunk, read_scores, score_body
 from rollmesh.generator.engines.sglang.state import State
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmesh.errors import DataError
+from rollmesh.generator.engines.call_checks import check_call
 from rollmesh.generator.engines.torch.sampling import noise_key
 from rollmesh.types import Chunk, GenerationCall, Int32Array
 
@@ -51,40 +51,10 @@ class Sequence:
 
 def make_sequence(call: GenerationCall, deliver: Deliver, *, vocab_size: int, longest: int) -> Sequence:
     """Check a call against the model; DataError names the field, the value and the limit."""
-    ids = call.context_ids
-    if len(ids) == 0:
-        raise DataError("context_ids: empty; generation needs at least one token")
-    foreign = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(foreign):
-        at = int(foreign[0])
-        raise DataError(f"context_ids[{at}]={int(ids[at])} is outside the vocabulary of {vocab_size} tokens")
-    if len(ids) >= longest:
-        raise DataError(
-            f"context_ids: {len(ids)} tokens leave no room to generate; generator.max_context_tokens and "
-            f"kv_token_capacity allow {longest} tokens of prompt plus response"
-        )
-    if not 1 <= call.prompt_token_count <= len(ids):
-        raise DataError(f"prompt_token_count={call.prompt_token_count}: expected 1 to {len(ids)} (context_ids)")
-    for name in ("max_new_token_count", "chunk_token_count"):
-        if getattr(call, name) < 1:
-            raise DataError(f"{name}={getattr(call, name)}: expected at least 1")
-    _check_sampling(call, vocab_size)
+    budget = check_call(call, vocab_size=vocab_size, longest=longest)
     return Sequence(
         call=call,
         deliver=deliver,
-        budget=min(call.max_new_token_count, longest - len(ids)),
+        budget=budget,
         noise_key=noise_key(call.sampling.seed, call.trajectory_id),
     )
-
-
-def _check_sampling(call: GenerationCall, vocab_size: int) -> None:
-    sampling = call.sampling
-    if not (np.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise DataError(f"sampling.temperature={sampling.temperature}: expected a finite number of at least 0")
-    if not 0 < sampling.top_p <= 1:
-        raise DataError(f"sampling.top_p={sampling.top_p}: expected more than 0 and at most 1")
-    if sampling.top_k < 0:
-        raise DataError(f"sampling.top_k={sampling.top_k}: expected 0 (off) or more")
-    for token in sampling.stop_token_ids:
-        if not 0 <= token < vocab_size:
-            raise DataError(f"sampling.stop_token_ids: {token} is outside the vocabulary of {vocab_size} tokens")
