@@ -1,0 +1,64 @@
+"""The engine and reload benches run and measure what they name; their bars are for an idle machine, and not here."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from rollmesh.bench.engine import MIXED_SLOTS, mixed_lengths
+
+Object = dict[str, object]
+
+
+def measured(name: str) -> dict[str, Object]:
+    """Measures by name as ``rollmesh bench NAME --json`` prints them."""
+    command = [sys.executable, "-m", "rollmesh.cli.main", "bench", name, "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    measures: list[Object] = [json.loads(line) for line in done.stdout.splitlines()]
+    for m in measures:
+        assert set(m) == {"name", "value", "unit", "baseline", "baseline_value", "ratio"}
+        assert isinstance(m["value"], float) and math.isfinite(m["value"]) and m["value"] > 0, m
+        if m["baseline"] is not None:
+            assert isinstance(m["baseline_value"], float) and m["baseline_value"] > 0, m
+            assert m["ratio"] == m["value"] / m["baseline_value"], m
+    assert len({str(m["name"]) for m in measures}) == len(measures)
+    return {str(m["name"]): m for m in measures}
+
+
+@pytest.mark.timeout(360)
+def test_the_engine_bench_measures_equal_and_mixed_lengths_beside_hugging_face() -> None:
+    measures = measured("engine")
+    gap = measures.pop("largest logprob gap to HF teacher forcing")
+    assert isinstance(gap["value"], float) and gap["value"] < 1e-4
+    baselines = {name: m["baseline"] for name, m in measures.items()}
+    mixed = [name for name in baselines if "calls of mixed lengths" in name and "useful tokens" in name]
+    assert baselines.pop(mixed[0]) == f"HF generate in batches of {MIXED_SLOTS}"
+    uniform = [f"{size} calls of 64 tokens" for size in (1, 8, 32, 128)]
+    assert baselines == dict.fromkeys(uniform, "HF generate, static cache")
+    assert {m["unit"] for m in measures.values()} == {"tokens/cpu-s"}
+
+
+@pytest.mark.parametrize("prompts", [64, 256])
+def test_mixed_lengths_have_the_long_tail_that_the_bench_promises(prompts: int) -> None:
+    p50, p99 = np.percentile(mixed_lengths(prompts), [50, 99])
+    assert p99 >= 8 * p50
+
+
+@pytest.mark.timeout(360)
+def test_the_reload_bench_measures_every_mode_beside_a_plain_copy() -> None:
+    measures = measured("reload")
+    names = []
+    for mode in ("interrupt", "keep_kv", "drain"):
+        seconds = [f"{what}, {mode}, 1 MB" for what in ("publish to serving", "pause of decoding")]
+        seconds.append(f"longest silence of 16 streams, {mode}, 1 MB")
+        rate = f"reload, {mode}, 1 MB"
+        assert {measures[name]["unit"] for name in seconds} == {"seconds"}
+        assert (measures[rate]["unit"], measures[rate]["baseline"]) == ("bytes/s", "plain file copy")
+        names += [*seconds, rate]
+    assert list(measures) == names

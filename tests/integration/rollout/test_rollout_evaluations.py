@@ -1,0 +1,73 @@
+"""Evaluations by the rollout service: one pinned version, outside of the pool."""
+
+import numpy as np
+import pytest
+
+from rollmesh.config.services import EvalConfig
+from rollmesh.store.types import EvalRequest
+
+from .replicas import running, schedule
+from .scenes import start
+from .scripted import ScriptedGenerator, ScriptedReward
+from .waiting import until
+
+
+async def evaluated(store, evaluation_id):
+    return any(r.request.evaluation_id == evaluation_id and r.result for r in await store.evaluations())
+
+
+async def test_an_evaluation_counts_only_answers_of_the_pinned_version_and_leaves_the_pool_alone(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
+    await store.set_user_paused(True)
+    config = EvalConfig(prompt_count=12, samples_per_prompt=2)
+    async with running(store, cluster, ScriptedReward(), plan, evaluation=config):
+        request = EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=12, samples_per_prompt=2)
+        await store.request_evaluation(request)
+
+        async def result():
+            await cluster.register()
+            return (await store.evaluations())[0].result
+
+        done = await until(result)
+        assert (done.sample_count, done.discarded_count) == (24, 0)
+        assert done.mean == pytest.approx(0.5)
+        assert done.standard_error == pytest.approx(np.std([0, 1] * 12, ddof=1) / np.sqrt(24))
+        assert (await store.view()).leased == 0
+        assert await store.pinned_policy() is None
+    assert trainer.batches == []
+
+
+async def test_an_evaluation_waits_for_the_pin_of_a_person_and_takes_back_only_its_own(store):
+    plan = schedule("sync", train_steps=2)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan):
+        await trainer.train(1)
+        await store.pin_policy(0)
+        await store.request_evaluation(EvalRequest(evaluation_id="v1", policy_version=1, prompt_count=2))
+
+        async def claimed():
+            return (await store.evaluations())[0].claimed
+
+        async def result():
+            await cluster.register()
+            return (await store.evaluations())[0].result
+
+        await until(claimed)
+        assert await store.pinned_policy() == 0
+        await store.pin_policy(None)
+        assert (await until(result)).sample_count == 2
+        assert await store.pinned_policy() is None
+        await store.pin_policy(1)
+        await store.request_evaluation(EvalRequest(evaluation_id="again", policy_version=1, prompt_count=2))
+        await until(lambda: evaluated(store, "again"))
+        assert await store.pinned_policy() == 1
+
+
+async def test_an_evaluation_of_a_version_that_does_not_exist_ends_without_scores(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan):
+        await store.request_evaluation(EvalRequest(evaluation_id="v9", policy_version=9, prompt_count=2))
+        await until(lambda: evaluated(store, "v9"))
+    assert (await store.evaluations())[0].result.sample_count == 0

@@ -1,0 +1,138 @@
+"""What a rollout does when generators die, hang, answer nonsense or change their weights, on a real queue."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rollmesh.errors import EngineError
+from rollmesh.types import FinishReason
+
+from .replicas import running, schedule
+from .scenes import check_batch, start
+from .scripted import ScriptedGenerator, ScriptedReward
+from .waiting import until
+
+
+def wrong_version(chunk):
+    return replace(chunk, policy_version=chunk.policy_version + 7, kv_min_version=0)
+
+
+def not_a_number(chunk):
+    return replace(chunk, behavior_logprobs=np.full_like(chunk.behavior_logprobs, np.nan))
+
+
+def outside_the_vocabulary(chunk):
+    return replace(chunk, token_ids=chunk.token_ids + 1000)
+
+
+def early_end(chunk):
+    return replace(chunk, finish_reason=FinishReason.LENGTH)
+
+
+class PoisonedGenerator(ScriptedGenerator):
+    """Breaks whenever it is given one trajectory."""
+
+    async def generate(self, call):
+        if call.trajectory_id == "e0-0.0":
+            raise EngineError("the kernel died")
+        async for chunk in super().generate(call):
+            yield chunk
+
+
+async def test_a_generator_that_dies_hands_its_trajectories_to_another_from_the_last_chunk(store):
+    plan = schedule("sync", train_steps=1)
+    dying = ScriptedGenerator("dying", seconds_per_token=0.01)
+    cluster, trainer = await start(store, plan, dying, ScriptedGenerator("other", seconds_per_token=0.005))
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        await until(lambda: len(dying.running) >= 2)
+        dying.dead = True
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason="broken") >= 1
+    assert cluster.generators["other"].calls > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (wrong_version, "version"),
+        (not_a_number, "logprob"),
+        (outside_the_vocabulary, "token_id"),
+        (early_end, "finish_reason"),
+    ],
+)
+async def test_a_generator_that_answers_nonsense_is_avoided_and_nothing_of_it_is_kept(store, fault, reason):
+    plan = schedule("sync", train_steps=1)
+    bad = ScriptedGenerator("bad", fault=fault)
+    cluster, trainer = await start(store, plan, bad, ScriptedGenerator("good", seconds_per_token=0.001))
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason=reason) >= 1
+    assert bad.calls <= plan.pool_size
+
+
+async def test_a_generator_that_hangs_is_given_up_after_the_chunk_timeout(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("hangs", hang=True), ScriptedGenerator("works"))
+    async with running(store, cluster, ScriptedReward(), plan, chunk_timeout=0.3) as run:
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason="hung") >= 1
+
+
+async def test_a_trajectory_that_breaks_every_generator_ends_as_a_dead_letter(store, monkeypatch):
+    monkeypatch.setattr("rollmesh.holding.calls.MOST_FAILED_CALLS", 3)
+    monkeypatch.setattr("rollmesh.holding.calls.GARBAGE_AVOID_SECONDS", 0.01)
+    monkeypatch.setattr("rollmesh.holding.generators.LONGEST_AVOID_SECONDS", 0.02)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, PoisonedGenerator("a"), PoisonedGenerator("b"), max_attempts=2)
+    async with running(store, cluster, ScriptedReward(), plan):
+        check_batch(await trainer.train(1), plan)
+    letters = await store.dead_letters()
+    assert [(letter.trajectory_id, letter.attempts) for letter in letters] == [("e0-0.0", 2)]
+
+
+async def test_a_trajectory_never_goes_back_to_an_older_version(store):
+    """The new trajectories of sync need the newest policy: a generator that stays behind gets none of them."""
+    plan = schedule("sync", train_steps=2)
+    slow = ScriptedGenerator("behind")
+    cluster, trainer = await start(store, plan, slow, ScriptedGenerator("current", seconds_per_token=0.001))
+    async with running(store, cluster, ScriptedReward(), plan):
+        check_batch(await trainer.train(1), plan)
+        slow.version = 0
+        calls = slow.calls
+        await cluster.register()
+        batch = await trainer.train(2)
+        check_batch(batch, plan)
+        assert {v for g in batch.groups for t in g.trajectories for v in t.policy_versions} == {1}
+        assert slow.calls == calls
+
+
+async def test_versions_swapped_under_running_calls_continue_the_same_call(store):
+    plan = schedule("copris", train_steps=4)
+    generators = [ScriptedGenerator(name, seconds_per_token=0.01, keep_kv=True) for name in ("a", "b")]
+    cluster, trainer = await start(store, plan, *generators)
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        for step in range(1, 5):
+            check_batch(await trainer.train(step), plan)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason="interrupted") == 0
+    spans = [len(t.policy_versions) for b in trainer.batches for g in b.groups for t in g.trajectories]
+    assert max(spans) > 1
+
+
+async def test_a_generator_that_ignores_the_interrupt_is_cut_off_and_the_pause_happens(store):
+    plan = schedule("sync", train_steps=1)
+    stuck = ScriptedGenerator("stuck", hang=True)
+    cluster, trainer = await start(store, plan, stuck)
+    async with running(store, cluster, ScriptedReward(), plan, chunk_timeout=60) as run:
+        await until(lambda: len(stuck.running) == plan.pool_size)
+        await store.set_user_paused(True)
+
+        async def at_rest():
+            await cluster.register()
+            return (await store.view()).leased == 0
+
+        await until(at_rest)
+        assert run.value("rollmesh_rollout_calls_ended_total", reason="cut_off") == plan.pool_size
+        stuck.hang = False
+        await store.set_user_paused(False)
+        check_batch(await trainer.train(1), plan)

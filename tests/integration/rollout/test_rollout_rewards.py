@@ -1,0 +1,108 @@
+"""What becomes of answers that get no reward, and of prompts that cannot be read, on a real queue."""
+
+from rollmesh.config.data import RewardConfig
+from rollmesh.errors import DataError, RewardUnavailable
+from rollmesh.types import OutcomeKind, RewardOutcome
+
+from .replicas import running, schedule
+from .scenes import start
+from .scripted import ScriptedGenerator, ScriptedPrompts, ScriptedReward, answer_of
+from .waiting import until
+
+
+class BadPrompts(ScriptedPrompts):
+    def prompt(self, epoch, index):
+        if index >= 3:
+            raise DataError("data.jsonl line 4: no field 'prompt'")
+        return super().prompt(epoch, index)
+
+
+async def paused(store):
+    return (await store.desired()).paused
+
+
+async def test_outcomes_without_a_value_follow_the_policy_of_the_run(store):
+    broken = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="no")
+
+    def outcome(trajectory):
+        if trajectory.member_index == 0:
+            return broken
+        return RewardOutcome(kind=OutcomeKind.SCORED, value=float(trajectory.member_index))
+
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    config = RewardConfig(on_error="fixed", fixed_value=-2.0)
+    async with running(store, cluster, ScriptedReward(outcome), plan, reward_config=config):
+        batch = await trainer.train(1)
+    for group in batch.groups:
+        rewards = {t.member_index: t.shaped_reward for t in group.trajectories}
+        assert rewards == {0: -2.0, 1: 1.0, 2: 2.0, 3: 3.0}
+        assert group.trajectories[0].outcome.kind is OutcomeKind.VERIFIER_ERROR
+
+
+async def test_an_unscorable_member_is_replaced(store):
+    def outcome(trajectory):
+        if trajectory.member_index == 0:
+            return RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="slow")
+        return RewardOutcome(kind=OutcomeKind.SCORED, value=float(trajectory.member_index))
+
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(outcome), plan) as run:
+        batch = await trainer.train(1)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="unscorable") >= 2
+    for group in batch.groups:
+        assert sorted(t.member_index for t in group.trajectories) == [1, 2, 3, 4]
+
+
+async def test_an_answer_without_a_value_becomes_a_dead_letter_with_its_tokens_where_the_run_says_so(store):
+    def outcome(trajectory):
+        if trajectory.member_index == 0:
+            return RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="10 s")
+        return RewardOutcome(kind=OutcomeKind.SCORED, value=float(trajectory.member_index))
+
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    config = RewardConfig(on_timeout="dead_letter")
+    async with running(store, cluster, ScriptedReward(outcome), plan, reward_config=config):
+        batch = await trainer.train(1)
+    for group in batch.groups:
+        assert sorted(t.member_index for t in group.trajectories) == [1, 2, 3, 4]
+    letters = [await store.dead_letter(letter.trajectory_id) for letter in await store.dead_letters()]
+    assert sorted(letter.trajectory_id for letter in letters) == ["e0-0.0", "e0-1.0"]
+    for letter in letters:
+        assert letter.reason == "timed_out: 10 s"
+        assert letter.trajectory.response_ids.tolist() == answer_of(letter.trajectory_id, 40)
+
+
+async def test_a_reward_service_that_is_away_is_waited_for_and_bad_metadata_is_no_reward(store):
+    class Away(ScriptedReward):
+        calls = 0
+
+        async def score(self, trajectories):
+            self.calls += 1
+            if self.calls <= 3:
+                raise RewardUnavailable("nobody there")
+            if trajectories[0].member_index == 0:
+                raise DataError("metadata.answer: cannot travel")
+            return await super().score(trajectories)
+
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    config = RewardConfig(on_error="fixed", fixed_value=-1.0)
+    async with running(store, cluster, Away(), plan, reward_config=config):
+        batch = await trainer.train(1)
+    first = [t for g in batch.groups for t in g.trajectories if t.member_index == 0]
+    assert {t.outcome.message for t in first} == {"metadata.answer: cannot travel"}
+    assert {t.shaped_reward for t in first} == {-1.0}
+
+
+async def test_a_bad_row_fails_the_run_with_its_place_and_stops_the_mesh(store):
+    plan = schedule("copris", train_steps=3)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan, prompts=BadPrompts()):
+        failure = await until(store.failure)
+        assert "index 3" in failure
+        assert "line 4: no field 'prompt'" in failure
+        await until(lambda: paused(store))
+    assert await store.failure() == ""

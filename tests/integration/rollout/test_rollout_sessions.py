@@ -1,0 +1,160 @@
+"""Leases and sessions of a worker come and go; none of its trajectories is forgotten or runs twice."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.errors import StoreUnavailable
+from rollmesh.store import Append, TrajectoryStore, WriteStatus
+from rollmesh.types import Segment
+
+from .replicas import running, schedule
+from .scenes import all_groups, check_batch, start
+from .scripted import ScriptedGenerator, ScriptedReward, answer_of
+from .waiting import until
+
+
+async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_leased_again(store, monkeypatch):
+    """Or its group would never be complete: the session that holds it lives on and has forgotten it."""
+    append, refused = store.append, []
+
+    async def refuse_once(session, items):
+        results = await append(session, items)
+        if not refused:
+            refused.append(results[0].trajectory_id)
+            return [replace(results[0], status=WriteStatus.REFUSED, saved_token_count=1 << 20), *results[1:]]
+        return results
+
+    monkeypatch.setattr(store, "append", refuse_once)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="lost") == 1
+    assert refused
+
+
+async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_not_forgotten(store, monkeypatch):
+    """It comes back as the same server, so nobody registers anything again."""
+    lease, desired, away = store.lease, store.desired, []
+
+    async def lease_and_lose_redis(*arguments):
+        leased = await lease(*arguments)
+        if leased and not away:
+            away.extend([True, True, True])
+        return leased
+
+    async def desired_once_it_is_back():
+        if any(away):
+            away[away.index(True)] = False
+            raise StoreUnavailable("gone for a moment")
+        return await desired()
+
+    monkeypatch.setattr(store, "lease", lease_and_lose_redis)
+    monkeypatch.setattr(store, "desired", desired_once_it_is_back)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan):
+        check_batch(await trainer.train(1, timeout=15.0), plan)
+    assert away == [False, False, False]
+
+
+async def test_tokens_are_never_joined_to_tokens_that_somebody_else_has_saved(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.03))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=16) as run:
+        longest = await until(lambda: next((i for i in run.session.held if len(answer_of(i, 40)) > 20), None))
+        ids = np.array(answer_of(longest, 40)[:3], np.int32)
+        other = Segment(
+            token_ids=ids,
+            behavior_logprobs=-ids.astype(np.float32),
+            policy_version=0,
+            kv_min_version=0,
+            temperature=0.5,
+        )
+        item = Append(trajectory_id=longest, token_offset=0, segments=[other])
+        assert (await store.append(run.session.current, [item]))[0].status is WriteStatus.SAVED
+        batch = await trainer.train(1)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="lost") == 1
+    check_batch(batch, plan)
+    first = next(t for g in batch.groups for t in g.trajectories if t.trajectory_id == longest).segments
+    assert (len(first[0]), first[0].temperature) == (3, 0.5)
+    assert len(first[1]) == 16, "the next call went on after what was saved"
+
+
+async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_were(store):
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
+        first = run.session.current
+        await store.close_session(first)
+        check_batch(await trainer.train(1), plan)
+        assert run.session.current != first
+        assert run.value("rollmesh_rollout_sessions_lost_total") == 1
+    tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+    assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+
+
+async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, monkeypatch):
+    """The new session may lease only once it has taken along what is running here."""
+    reregister, slowly = store.reregister, []
+
+    async def reregister_slowly(session, held, worker=""):
+        slowly.append(len(held))
+        await asyncio.sleep(0.8)
+        return await reregister(session, held, worker)
+
+    monkeypatch.setattr(store, "reregister", reregister_slowly)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
+        await store.close_session(run.session.current)
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_leases_total") == plan.pool_size
+        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+    assert slowly[0] > 0
+
+
+async def test_saves_go_on_while_everything_is_registered_with_a_server_that_came_back(store, monkeypatch):
+    reregister, saves = store.reregister, []
+
+    async def answer_late(session, held, worker=""):
+        answers = await reregister(session, held, worker)
+        before = (await store.counts()).totals["saved_tokens_total"]
+        await asyncio.sleep(0.5)
+        saves.append((await store.counts()).totals["saved_tokens_total"] - before)
+        return answers
+
+    monkeypatch.setattr(store, "reregister", answer_late)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
+        await run.session.recover(run.session.current, "another server")
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="lost") == 0
+        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+    assert saves[0] > 0
+
+
+async def test_a_killed_redis_costs_time_and_nothing_else(own_server):
+    plan = schedule("sync", train_steps=2)
+    async with await TrajectoryStore.connect(StoreConfig(), run="killed", url=own_server.url, retry_seconds=1) as store:
+        cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
+        async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+            await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
+            own_server.kill()
+            await asyncio.sleep(2)
+            await asyncio.to_thread(own_server.start)
+            for step in (1, 2):
+                check_batch(await trainer.train(step), plan)
+            assert len(set(all_groups(trainer))) == 4
+            sampled = sum(run.value("rollmesh_rollout_sampled_tokens_total", age=str(age)) for age in range(3))
+        tokens = sum(len(t.response_ids) for b in trainer.batches for g in b.groups for t in g.trajectories)
+        assert sampled == tokens
