@@ -57,8 +57,10 @@ class ObjectStore:
         self._patiently(f"writing {key}", lambda: self._files.put_file(str(source), self._at(key)), reading=False)
 
     def put_new(self, source: Path, key: str) -> bool:
-        """``put``, unless there is such an object: that one stays, and the answer is False. S3 and GCS decide it, so one
-        of two writers wins; a server that ignores If-None-Match lets the later one win."""
+        """``put``, unless there is such an object: that one stays, and the answer is False.
+
+        The server decides, so one of two writers wins; one that ignores If-None-Match lets the later one win.
+        """
         try:
             self._patiently(
                 f"writing {key}",

@@ -36,7 +36,8 @@ def last_words(log_file: Path, since: int = 0) -> LastWords:
         if failure is not None:
             name, message = failure
             return LastWords(error=name, text=f"{name}: {message}\n(log: {log_file})")
-    text = "\n".join([f"the end of {log_file}:", *(f"  {line}" for line in lines[-_TAIL_LINES:])])
+    readable = [part for line in lines[-_TAIL_LINES:] for part in _readable(line)]
+    text = "\n".join([f"the end of {log_file}:", *(f"  {line}" for line in readable[-_TAIL_LINES:])])
     return LastWords(error="", text=text)
 
 
@@ -45,6 +46,16 @@ def _tail(file: Path, since: int) -> list[str]:
         handle.seek(max(since, file.stat().st_size - _TAIL_BYTES))
         text = handle.read().decode(errors="replace")
     return [line for line in text.splitlines() if line.strip()]
+
+
+def _readable(line: str) -> list[str]:
+    """A line as it is; a traceback that is in one, as Python would have written it."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return [line]
+    trace = event.get("exception") if isinstance(event, dict) else None
+    return [str(event.get("event")), *trace.splitlines()] if isinstance(trace, str) else [line]
 
 
 def _failure(line: str) -> tuple[str, str] | None:

@@ -84,6 +84,7 @@ async def http_server(
     with contextlib.closing(listener):
         config = uvicorn.Config(
             app,
+            log_config=None,  # its warnings go the way of all libraries'
             log_level="warning",
             access_log=False,
             lifespan="off",

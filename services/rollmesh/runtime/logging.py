@@ -39,6 +39,7 @@ def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            _Names(service, run),
             _add_policy_version,
             *([_TraceIds(run, config.trace_ratio)] if config.otlp_endpoint is not None else []),
             structlog.processors.add_log_level,
@@ -51,7 +52,6 @@ def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream
         logger_factory=structlog.PrintLoggerFactory(file=stream or sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service, run=run)
 
 
 def get_logger(name: str) -> Logger:
@@ -70,6 +70,18 @@ def lines_about(trajectory_id: str) -> Iterator[None]:
     """Put the trajectory on every line that the running task logs meanwhile."""
     with structlog.contextvars.bound_contextvars(trajectory=trajectory_id):
         yield
+
+
+class _Names:
+    """Adds service and run. Context variables would not do: threads of libraries start with none."""
+
+    def __init__(self, service: str, run: str) -> None:
+        self._names = {"service": service, "run": run}
+
+    def __call__(self, _logger: Any, _method: str, event: Event) -> Event:
+        for name, value in self._names.items():
+            event.setdefault(name, value)
+        return event
 
 
 def _add_policy_version(_logger: Any, _method: str, event: Event) -> Event:

@@ -142,16 +142,21 @@ class RewardClient:
 
     async def _call(self, batch: list[_Waiting], deadline: float) -> None:
         """Outcomes reach their callers as they come; what a broken call left open goes into the next one."""
-        metadata = call_metadata(traceparent=batch[0].traceparent, token=self._security.sent_token)
-        pause, reason = _FIRST_PAUSE_SECONDS, "none is registered"
+        pause, reason = _FIRST_PAUSE_SECONDS, ""
         while (remaining := deadline - time.monotonic()) > 0:
             line = await self._least_busy()
             if line is not None:
                 line.item_count += len(batch)
+                # Made for each try: the token may have been changed since the last one.
+                metadata = call_metadata(traceparent=batch[0].traceparent, token=self._security.sent_token)
                 try:
                     await _receive(line.stub, batch, remaining, metadata)
                     return
                 except grpc.aio.AioRpcError as error:
+                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        # The time is up; why an earlier try failed says more than that.
+                        reason = reason or f"DEADLINE_EXCEEDED: {line.address} is silent"
+                        break
                     reason = f"{error.code().name}: {self._security.explain(error.details() or '')}"
                     if error.code() not in _AGAIN:
                         raise RewardUnavailable(f"reward: {reason}") from error
@@ -165,6 +170,7 @@ class RewardClient:
                     return
             await asyncio.sleep(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        reason = reason or "none is registered"
         raise RewardUnavailable(f"reward: no service answered within {self._deadline_seconds:g} s; {reason}")
 
     def _complain(self, reason: str) -> None:

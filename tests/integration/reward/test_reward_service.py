@@ -243,6 +243,8 @@ async def test_a_service_that_is_away_or_full_is_tried_again(tmp_path: Path) -> 
         (CountingService([grpc.StatusCode.INVALID_ARGUMENT]), "INVALID_ARGUMENT: told to fail"),
         (CountingService(answer_count=0), "gave 0 outcomes for 1 answers"),
         (CountingService([grpc.StatusCode.UNAVAILABLE] * 99), "no service answered within 0.5 s; UNAVAILABLE"),
+        (CountingService([grpc.StatusCode.UNAVAILABLE], hangs_after=0), "no service answered within .*; UNAVAILABLE"),
+        (CountingService(hangs_after=0), "no service answered within 0.5 s; DEADLINE_EXCEEDED: 127.0.0.1:.* is silent"),
     ],
 )
 async def test_a_service_that_cannot_answer_is_an_error_of_rollmesh(

@@ -1,10 +1,13 @@
+import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from rollmesh.launcher.last_words import last_words
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 
 SERVICE = """
@@ -90,3 +93,59 @@ def test_a_service_whose_launcher_is_gone_ends_at_once() -> None:
         [sys.executable, "-c", SUPERVISED, str(gone.pid)], capture_output=True, text=True, timeout=60
     )
     assert (orphan.returncode, orphan.stdout) == (-signal.SIGTERM, "")
+
+
+CRASHING = """
+import asyncio, logging, threading, warnings
+import httpx
+from rollmesh.config.services import TelemetryConfig
+from rollmesh.runtime.foreign_lines import adopt_foreign_lines
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.lifecycle import run_service
+from rollmesh.runtime.logging import configure_logging
+from rollmesh.runtime.metrics import Metrics
+
+configure_logging(TelemetryConfig(), service="reward-0", run="demo")
+adopt_foreign_lines()
+
+async def forgotten():
+    raise ValueError("nobody awaits this")
+
+async def main(shutdown):
+    logging.getLogger("botocore").warning("two\\nlines")
+    warnings.warn("an old call")
+    thread = threading.Thread(target=lambda: 1 / 0, name="side")
+    thread.start()
+    thread.join()
+    asyncio.create_task(forgotten())
+    async with admin_server(Metrics("reward"), Health(), "127.0.0.1") as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"no HTTP at all\\r\\n\\r\\n")
+        await reader.read()
+        writer.close()
+    raise RuntimeError("the end")
+
+run_service(main)
+"""
+
+
+def test_every_line_of_a_crashing_service_is_an_event_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "reward-0.log"
+    with log.open("wb") as stream:
+        done = subprocess.run([sys.executable, "-c", CRASHING], stdout=stream, stderr=stream, timeout=60, check=False)
+    assert done.returncode == 1
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert all((row["run"], row["service"]) == ("demo", "reward-0") for row in rows)
+    messages = {row.get("message") for row in rows if row["event"] == "library_message"}
+    assert "two\nlines" in messages
+    assert any(text and "an old call" in text for text in messages)
+    assert any(text and "Invalid HTTP request" in text for text in messages)
+    assert any("nobody awaits this" in row.get("exception", "") for row in rows)
+    (thread,) = [row for row in rows if row["event"] == "thread_crashed"]
+    assert (thread["thread"], thread["error"]) == ("side", "ZeroDivisionError")
+    crash = rows[-1]
+    assert (crash["event"], crash["error"], crash["message"]) == ("service_crashed", "RuntimeError", "the end")
+    assert crash["exception"].startswith("Traceback (most recent call last)")
+    shown = last_words(log).text.splitlines()
+    assert shown[-1].strip() == "RuntimeError: the end", "the launcher shows the traceback as people know it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,6 +53,15 @@ def test_a_line_carries_run_service_and_what_it_is_about(log) -> None:
     assert "trace_id" not in failed
     assert refused["policy_version"] == 8
     assert "trajectory" not in refused
+
+
+def test_a_line_of_a_librarys_thread_names_run_and_service_too(log) -> None:
+    lines = log()
+    thread = threading.Thread(target=lambda: logs.get_logger("objects").warning("object_store_retry"))
+    thread.start()
+    thread.join(10)
+    (line,) = lines()
+    assert (line["run"], line["service"]) == ("demo", "rollout-0")
 
 
 def test_lines_lead_to_their_trace_while_traces_are_recorded(log) -> None:
