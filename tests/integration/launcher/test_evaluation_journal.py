@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -79,9 +80,8 @@ async def test_scores_outlive_the_queue_and_those_of_an_abandoned_future_do_not(
 async def test_an_evaluation_that_nothing_answered_replaces_no_score(store: TrajectoryStore, tmp_path: Path) -> None:
     folder, notes = RunFolder(tmp_path), list[str]()
     await announce(store, range(4))
-    folder.evaluations.write_text(
-        '{"policy_version": 2, "n": 256, "mean": 0.5, "standard_error": 0.03, "discarded": 0, "when": 1.0, "seconds": 2}\n'
-    )
+    line = {"policy_version": 2, "n": 256, "mean": 0.5, "standard_error": 0.03}
+    folder.evaluations.write_text(json.dumps({**line, "discarded": 0, "when": 1.0, "seconds": 2}) + "\n")
     journal = EvaluationJournal(store, folder, notes.append)
     await journal.update()
     for version in (2, 3):

@@ -1,0 +1,108 @@
+"""The commands that look at a run's queue, on an embedded server and without any service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from rollmesh.cli.main import app
+from rollmesh.config import RunConfig, write_run_config
+from rollmesh.launcher.redis import embedded_server, running_store
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.scheduling import run_limits
+from rollmesh.store import Append, NewGroup
+from rollmesh.types import PolicyRecord, Prompt, Segment
+
+from .test_launcher_outages import config
+
+
+async def fill(run: RunConfig, folder: RunFolder) -> None:
+    """Two policies, and a trajectory of five tokens that gave up."""
+    async with running_store(run, folder) as running:
+        store = running.store
+        await store.init_run(run_limits(run))
+        leader = await store.acquire_leadership("leader")
+        assert leader is not None
+        trainer = await store.open_trainer_session("trainer")
+        for v in (0, 1):
+            record = PolicyRecord(policy_version=v, train_step=v, path=f"{v}-x", manifest_digest="ab" * 32)
+            await store.announce_policy(trainer, record)
+        await store.set_desired(leader, Desired(pool_size=8))
+        prompt = Prompt(prompt_id="0", token_ids=np.arange(4, dtype=np.int32), verifier="exact", metadata={})
+        group = NewGroup(group_id="e0-0", prompt=prompt, needed=8, epoch=0, index=0)
+        assert await store.admit(leader, [group], Cursor(), Cursor(index=1)) == 1
+        session = await store.open_session("worker")
+        await store.lease(session, 1)
+        tokens = Segment(
+            token_ids=np.arange(5, dtype=np.int32),
+            behavior_logprobs=-np.ones(5, np.float32),
+            policy_version=1,
+            kv_min_version=1,
+        )
+        await store.append(session, [Append(trajectory_id="e0-0.0", token_offset=0, segments=[tokens])])
+        assert await store.fail(session, [("e0-0.0", "no such luck")]) == 1
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    run = config(tmp_path)
+    server = embedded_server(run, RunFolder(tmp_path))
+    server.start()
+    write_run_config(run, tmp_path / "config.yaml")
+    asyncio.run(fill(run, RunFolder(tmp_path)))
+    yield tmp_path
+    server.stop()
+
+
+def printed(*arguments: str) -> str:
+    done = CliRunner().invoke(app, list(arguments))
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_a_dead_letter_is_listed_inspected_and_replayed_once(folder: Path) -> None:
+    (letter,) = json.loads(printed("dead-letters", "list", str(folder), "--json"))
+    assert (letter["trajectory_id"], letter["reason"], letter["token_count"]) == ("e0-0.0", "no such luck", 5)
+    assert "no such luck" in printed("dead-letters", "list", str(folder))
+    seen = json.loads(printed("dead-letters", "inspect", str(folder), "e0-0.0"))
+    assert [s["policy_version"] for s in seen["trajectory"]["segments"]] == [1]
+    for _ in range(2):
+        assert printed("dead-letters", "replay", str(folder), "e0-0.0") == "e0-0.0 replayed as group e0-0r1\n"
+    status = json.loads(printed("status", str(folder), "--json"))
+    assert status["view"]["open_groups"] == 2
+    unknown = CliRunner().invoke(app, ["dead-letters", "inspect", str(folder), "e7-7.7"])
+    assert unknown.exit_code == 2 and "no dead letter e7-7.7" in unknown.stderr
+
+
+def test_a_version_is_pinned_and_released_and_an_unknown_one_refused(folder: Path) -> None:
+    assert printed("pin", str(folder), "--version", "0") == "pinned to policy version 0\n"
+    assert asyncio.run(pinned(folder)) == 0
+    unknown = CliRunner().invoke(app, ["pin", str(folder), "--version", "9"])
+    assert unknown.exit_code == 2 and "9" in unknown.stderr
+    assert asyncio.run(pinned(folder)) == 0
+    assert printed("pin", str(folder), "--release") == "released\n"
+    assert asyncio.run(pinned(folder)) is None
+
+
+async def pinned(folder: Path) -> int | None:
+    async with running_store(config(folder), RunFolder(folder)) as running:
+        return await running.store.pinned_policy()
+
+
+def test_what_config_shows_is_valid_by_the_schema_it_prints(folder: Path) -> None:
+    shown = yaml.safe_load(printed("config", "show", str(folder / "config.yaml"), "--set", "trainer.train_steps=7"))
+    assert shown["trainer"]["train_steps"] == 7
+    schema = json.loads(printed("config", "schema"))
+    jsonschema.validate(shown, schema)
+    with pytest.raises(jsonschema.ValidationError, match="shedule"):
+        jsonschema.validate({**shown, "shedule": {}}, schema)
+    assert schema["$defs"]["ScheduleConfig"]["properties"]["pool_size"]["description"]
