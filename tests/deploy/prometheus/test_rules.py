@@ -73,6 +73,31 @@ def test_no_alert_fires_in_a_healthy_mesh_and_nothing_that_a_rule_reads_is_missi
         assert not missing, rule
 
 
+@pytest.mark.parametrize("other", ['run="other"', 'run="demo",namespace="other"'])
+def test_a_healthy_run_is_not_mistaken_for_another_one_on_the_same_prometheus(
+    promtool: str, tmp_path: Path, other: str
+) -> None:
+    """The healthy mesh beside one whose series are all 0: no value changes, and only the other one is ill."""
+    document = yaml.safe_load(HEALTHY.read_text().replace("../../../../helm", str(RECORDING.parents[3])))
+    (mesh,) = document["tests"]
+    ill = [{"series": one["series"].replace('run="demo"', other), "values": "0x200"} for one in mesh["input_series"]]
+    mesh["input_series"] += ill
+    for case in mesh["promql_expr_test"]:
+        case["expr"] = re.sub(r"(run:\w+:\w+)(?:\{(.*?)\})?", r'\1{run="demo",namespace="",\2}', case["expr"])
+    del mesh["alert_rule_test"]
+    silence = {"expr": 'ALERTS{run="demo",namespace=""}', "eval_time": "3h", "exp_samples": []}
+    alarm = {
+        "expr": f'count(ALERTS{{{other},alertstate="firing"}}) > bool 2',
+        "eval_time": "3h",
+        "exp_samples": [{"labels": "{}", "value": 1}],
+    }
+    mesh["promql_expr_test"] += [silence, alarm]
+    file = tmp_path / "two_runs_test.yaml"
+    file.write_text(yaml.safe_dump(document))
+    done = run(promtool, "test", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_recording_rule_is_computed_in_the_healthy_mesh() -> None:
     (mesh,) = yaml.safe_load(HEALTHY.read_text())["tests"]
     checked = {name for case in mesh["promql_expr_test"] for name in read_series(case["expr"])}
