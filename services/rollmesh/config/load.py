@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,14 @@ def write_run_config(config: RunConfig, path: str | Path) -> None:
         "gateway": {"token"},
     }
     data = config.model_dump(mode="json", exclude=secrets)
-    # In one piece: ranks of a gang write it at the same time, and commands may be reading it.
-    temporary = Path(f"{path}.{os.getpid()}.tmp")
-    temporary.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
-    os.replace(temporary, path)
+    # In one piece: ranks of a gang write it at the same time, and commands may be reading it. Not named by the process:
+    # in pods that share the folder all of them are process 1.
+    temporary = Path(f"{path}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _set(data: dict[str, Any], keys: Sequence[str], value: Any, origin: str) -> None:

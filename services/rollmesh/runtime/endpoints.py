@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -56,7 +57,8 @@ def published_endpoint(
 def _write(file: Path, content: object) -> None:
     """Write a JSON file so that readers see all of it or its predecessor."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    # Not named by the process alone: in pods that share a run folder all of them are process 1.
+    temporary = file.with_suffix(f".{os.getpid()}-{uuid.uuid4().hex}.tmp")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     os.replace(temporary, file)
 

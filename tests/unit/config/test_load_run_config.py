@@ -1,4 +1,5 @@
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,15 @@ def test_a_run_of_outside_agents_is_not_evaluated_by_the_mesh(run_file) -> None:
     assert load_run_config(run_file(), environ={}).evaluation.before_and_after
     with pytest.raises(ConfigError, match=r"evaluation.every_versions=2.*RUN@VERSION"):
         load_run_config(run_file(rollout={"program": "agent"}, evaluation={"every_versions": 2}), environ={})
+
+
+def test_writers_that_share_a_process_number_do_not_meet(run_file, tmp_path: Path) -> None:
+    """Pods that share the run folder: everybody is process 1 there."""
+    config = load_run_config(run_file())
+    target = tmp_path / "config.yaml"
+
+    with ThreadPoolExecutor(8) as executor:
+        list(executor.map(lambda _: write_run_config(config, target), range(64)))
+
+    assert load_run_config(target).name == config.name
+    assert not list(tmp_path.glob("*.tmp"))
