@@ -1,7 +1,7 @@
 """Evaluations as the launcher writes them down.
 
 The file is the run's memory of them: a queue that was lost with its disk, or is empty after a backup was restored,
-takes no score along. That matters most for version 0, whose weights are pruned long before the run ends.
+takes no score along, and weights of most versions are pruned by then.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class EvaluationJournal:
     async def finished(self, policy_version: int) -> Evaluation | None:
         """The result for one policy version, if there is one.
 
-        A line of the file counts for version 0 alone: the weights of a later number may be others since it was written
-        (``policy_version`` is never used again within a history, but a restored copy begins another one).
+        A line of the file counts for version 0 alone. Later numbers may stand for other weights since it was written: a
+        restored copy of the checkpoints goes on from an older version than the file knows of.
         """
         in_store = {e.policy_version: e for e in await self._in_store()}
         if policy_version == 0 and 0 not in in_store:

