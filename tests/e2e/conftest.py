@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.store import EmbeddedServer
+
 SMALL = {
     "schedule": {"preset": "copris", "groups_per_batch": 4, "group_size": 4, "pool_size": 24, "max_staleness": 4},
     "generator": {"replicas": 2, "slots": 32},
@@ -89,9 +92,11 @@ def write_small_run(parent: Path, **sections: Any) -> CommandLine:
 
 
 @pytest.fixture
-def small_run(tmp_path: Path) -> Callable[..., CommandLine]:
+def small_run(tmp_path: Path) -> Iterator[Callable[..., CommandLine]]:
     """Write a small run file with the given sections changed."""
-    return partial(write_small_run, tmp_path)
+    yield partial(write_small_run, tmp_path)
+    # The embedded server outlives a launcher that was killed, for the next one to find: here nobody will.
+    EmbeddedServer(RunFolder(tmp_path / "run").redis).kill()
 
 
 def until(condition: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None) -> None:
@@ -126,7 +131,17 @@ def started(
         return line, process
 
     yield start
-    for process in processes:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            process.communicate(timeout=120)
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGINT)
+    for process in running:
+        end(process)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Wait for a run that was told to stop; one that does not is killed, and takes its services along."""
+    try:
+        process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate(timeout=120)

@@ -35,6 +35,8 @@ from ..certificates import Authority, Certificate
 STEPS = 500
 """More than it gets to: it is stopped once everything was tried."""
 USER, PASSWORD = "mesh", "between friends"
+PATIENCE = 60.0
+"""Seconds for what takes milliseconds: other tests may have every core."""
 
 
 @pytest.fixture
@@ -80,10 +82,10 @@ def store_config(url: str, certificate: Certificate | None, password: str, ca: P
 
 
 def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
+    authority: Authority,
+    guarded_redis: str,  # before the run, which is then stopped before its Redis
     started,
     wait_until,
-    authority: Authority,
-    guarded_redis: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -114,8 +116,8 @@ def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
     def accepted(word: str) -> bool:
         return all(scrape(endpoint, word, authority.file) == 200 for endpoint in endpoints)
 
-    def accepted_anywhere(word: str) -> bool:
-        return any(scrape(endpoint, word, authority.file) == 200 for endpoint in endpoints)
+    def refused(word: str) -> bool:
+        return all(scrape(endpoint, word, authority.file) == 401 for endpoint in endpoints)
 
     renewed = "the next token"
     for words in (f"{token}\n{renewed}\n", f"{renewed}\n{token}\n"):
@@ -123,9 +125,7 @@ def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
         wait_until(lambda: accepted(renewed), "the new token", process)
         trains_on()
     token_file.write_text(f"{renewed}\n")
-    wait_until(
-        lambda: not any(scrape(e, token, authority.file) == 200 for e in endpoints), "the old one's end", process
-    )
+    wait_until(lambda: refused(token), "the old one's end", process)
     mesh.replace_by(authority.issue("renewed"))
     new = ssl.PEM_cert_to_DER_cert(mesh.certificate.read_text())
     wait_until(lambda: all(served(e.admin) == new for e in endpoints), "the new certificate", process)
@@ -151,7 +151,10 @@ def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
 def scrape(endpoint: Endpoint, token: str, ca: Path) -> int:
     context = ssl.create_default_context(cafile=str(ca))
     answer = httpx.get(
-        f"https://{endpoint.admin}/metrics", headers={"Authorization": f"Bearer {token}"}, verify=context, timeout=10.0
+        f"https://{endpoint.admin}/metrics",
+        headers={"Authorization": f"Bearer {token}"},
+        verify=context,
+        timeout=PATIENCE,
     )
     return answer.status_code
 
@@ -159,7 +162,7 @@ def scrape(endpoint: Endpoint, token: str, ca: Path) -> int:
 def served(address: str) -> bytes:
     """The certificate of a port."""
     host, _, port = address.rpartition(":")
-    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port)), timeout=10.0))
+    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port)), timeout=PATIENCE))
 
 
 async def nobody_else_gets_in(
@@ -169,7 +172,7 @@ async def nobody_else_gets_in(
     expired = authority.issue("expired", expired=True)
     friend = identity(authority.issue("friend"), token)
     for endpoint in endpoints:
-        async with AdminClient(friend) as client:
+        async with AdminClient(friend, timeout_seconds=PATIENCE) as client:
             assert f"rollmesh_{endpoint.service}_build_info" in (await client.get(endpoint.admin, "/metrics")).text
         await admin_port_refuses(endpoint, authority, stranger, expired)
     intruders = {
@@ -183,9 +186,9 @@ async def nobody_else_gets_in(
     reward = next(e.grpc for e in endpoints if e.service == "reward")
     generator = next(e.grpc for e in endpoints if e.service == "generator")
     for name, (who, message) in intruders.items():
-        with pytest.raises(RewardUnavailable, match=message) as refused:
-            await score(reward, who)
-        assert token not in str(refused.value), name
+        refusal = await refusal_of_reward(reward, who)
+        assert message in refusal, name
+        assert token not in refusal, name
         with pytest.raises(RollmeshError, match=message):
             await generate(generator, who)
     assert (await score(reward, friend)).kind
@@ -211,7 +214,7 @@ async def admin_port_refuses(
     endpoint: Endpoint, authority: Authority, stranger: Certificate, expired: Certificate
 ) -> None:
     anybody = ssl.create_default_context(cafile=str(authority.file))
-    async with httpx.AsyncClient(verify=anybody) as client:
+    async with httpx.AsyncClient(verify=anybody, timeout=PATIENCE) as client:
         url = f"https://{endpoint.admin}"
         assert (await client.get(f"{url}/healthz")).status_code == 200
         assert (await client.get(f"{url}/metrics")).json() == {"detail": MISSING_TOKEN}
@@ -220,21 +223,33 @@ async def admin_port_refuses(
     for certificate in (stranger, expired):
         context = ssl.create_default_context(cafile=str(authority.file))
         context.load_cert_chain(certificate.certificate, certificate.key)
-        async with httpx.AsyncClient(verify=context) as client:
-            with pytest.raises(httpx.HTTPError):
+        async with httpx.AsyncClient(verify=context, timeout=PATIENCE) as client:
+            with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
                 await client.get(f"https://{endpoint.admin}/metrics")
-    async with httpx.AsyncClient() as client:
-        with pytest.raises(httpx.HTTPError):
+    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+        with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
             await client.get(f"http://{endpoint.admin}/metrics")
 
 
-async def score(address: str, who: PortSecurity):
+async def refusal_of_reward(address: str, who: PortSecurity) -> str:
+    """Why the reward service will not have us. A connection is refused again and again until the deadline of the call,
+    so that one is short; on a busy machine the first try may take longer still, and says nothing then.
+    """
+    for seconds in (1.0, 8.0, PATIENCE):
+        with pytest.raises(RewardUnavailable) as refused:
+            await score(address, who, seconds)
+        if "is silent" not in str(refused.value):
+            break
+    return str(refused.value)
+
+
+async def score(address: str, who: PortSecurity, seconds: float = PATIENCE):
     prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="")
     trajectory = Trajectory(
         trajectory_id="probe", group_id="g", member_index=0, prompt=prompt, finish_reason=FinishReason.STOP
     )
     config = RunConfig.model_validate({"name": "probe", "folder": "unused", "model": {"path": "unused"}})
-    async with RewardClient(config, addresses=lambda: [address], security=who, deadline_seconds=1.0) as client:
+    async with RewardClient(config, addresses=lambda: [address], security=who, deadline_seconds=seconds) as client:
         (outcome,) = await client.score([trajectory])
         return outcome
 
@@ -274,7 +289,7 @@ async def redis_keeps_strangers_out(url: str, authority: Authority, mesh: Certif
     ]
     for config, message in cases:
         with pytest.raises(StoreUnavailable, match=message) as refused:
-            await TrajectoryStore.connect(config, "small", retry_seconds=1.0)
+            await TrajectoryStore.connect(config, "small", retry_seconds=PATIENCE)
         assert PASSWORD not in str(refused.value)
     # The user of this run cannot touch the keys of another one.
     context = StoreTlsConfig(ca=str(mesh.ca), certificate=str(mesh.certificate), key=str(mesh.key))

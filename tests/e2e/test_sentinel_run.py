@@ -115,7 +115,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def test_a_run_goes_on_through_a_failover_and_loses_nothing(started, wait_until, watched: Watched) -> None:
+def test_a_run_goes_on_through_a_failover_and_loses_nothing(watched: Watched, started, wait_until) -> None:
     line, process = started(
         trainer={"train_steps": STEPS},
         evaluation={"before_and_after": False},

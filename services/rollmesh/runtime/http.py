@@ -91,7 +91,7 @@ async def http_server(
             server_header=False,
             timeout_graceful_shutdown=grace_seconds,
         )
-        use_tls(config, security, client_certificates=False)
+        use_tls(config, security)
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         try:

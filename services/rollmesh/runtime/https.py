@@ -14,17 +14,17 @@ VERIFIED = "rollmesh.verified_certificate"
 """Key of the ASGI scope: present when the client has shown a certificate of the mesh's authority."""
 
 
-def use_tls(config: uvicorn.Config, security: PortSecurity, *, client_certificates: bool) -> None:
+def use_tls(config: uvicorn.Config, security: PortSecurity) -> None:
     """Make a uvicorn server speak TLS with this process's certificate; does nothing when the mesh has none.
 
-    ``client_certificates``: whether every client must show a certificate. Where it need not, ``VERIFIED`` in the scope
-    tells who did; a certificate of another authority is refused either way.
+    A client need not show a certificate, but ``VERIFIED`` in the scope tells who did; one of another authority is
+    refused.
     """
     if security.tls is None:
         return
     config.http = _TellsCertificates
     config.load()
-    config.ssl = security.tls.server_context(client_certificates=client_certificates)
+    config.ssl = security.tls.server_context()
 
 
 class _TellsCertificates(H11Protocol):

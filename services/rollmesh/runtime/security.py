@@ -92,13 +92,14 @@ class AdminClient:
         self._timeout_seconds = timeout_seconds
         self._state: object = None
         self._client: httpx.AsyncClient | None = None
+        self._retired: list[httpx.AsyncClient] = []
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._client is not None:
-            await self._client.aclose()
+        for client in (*self._retired, *([] if self._client is None else [self._client])):
+            await client.aclose()
 
     async def get(self, address: str, path: str) -> httpx.Response:
         """GET ``path`` of the admin port at host:port. Raises httpx.HTTPError."""
@@ -111,13 +112,16 @@ class AdminClient:
     async def _current(self) -> httpx.AsyncClient:
         """The connection pool; a new one when the certificates have been rotated."""
         tls, state = self._security.tls, self._security.channel_state()
-        if self._client is None or state is not self._state:
-            if self._client is not None:
-                await self._client.aclose()
-            self._state = state
-            verify = tls.client_context() if tls is not None else False
-            self._client = httpx.AsyncClient(verify=verify, timeout=self._timeout_seconds, trust_env=False)
-        return self._client
+        if self._client is not None and state is self._state:
+            return self._client
+        # The pool before this one may still be asking; those before it have run into their time-out.
+        done, self._retired = self._retired, [] if self._client is None else [self._client]
+        verify = tls.client_context() if tls is not None else False
+        new = self._client = httpx.AsyncClient(verify=verify, timeout=self._timeout_seconds, trust_env=False)
+        self._state = state
+        for client in done:
+            await client.aclose()
+        return new
 
 
 def is_loopback(address: str) -> bool:

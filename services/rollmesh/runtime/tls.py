@@ -18,15 +18,20 @@ from rollmesh.runtime.logging import get_logger
 _LOOK_SECONDS = 1.0
 """The files are looked at no more often, however many connections come."""
 _HANDSHAKE_TURNS = 10
+_FIRST_TRIES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """What the three files held at one moment."""
+    """What the three files held at one moment, as gRPC and as OpenSSL want it."""
 
     certificate: bytes
     key: bytes
     ca: bytes
+    client: ssl.SSLContext
+    """Shows our certificate, and wants one of the authority."""
+    server: ssl.SSLContext
+    """Shows our certificate; refuses a client's of another authority, but a client need not show one."""
 
 
 class TlsFiles:
@@ -37,9 +42,7 @@ class TlsFiles:
         self._files = {"certificate": certificate, "key": key, "ca": ca}
         self._look_at = 0.0
         self.clock: Callable[[], float] = time.monotonic
-        self._stamp = self._stamps()
-        self._material = self._read()
-        self._check(self._material)
+        self._stamp, self._material = self._first()
 
     @classmethod
     def from_config(cls, config: TlsConfig) -> Self | None:
@@ -77,31 +80,24 @@ class TlsFiles:
         now = self.material
         return grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
 
-    def server_context(self, *, client_certificates: bool) -> ssl.SSLContext:
-        """For an HTTPS server. A client that shows a certificate must have one of the authority; whether it has to
-        show one is ``client_certificates``. Rotated files count for new handshakes.
+    def server_context(self) -> ssl.SSLContext:
+        """For an HTTPS server. A client that shows a certificate must have one of the authority, but it need not show
+        one. Rotated files count for new handshakes.
         """
-        required = ssl.CERT_REQUIRED if client_certificates else ssl.CERT_OPTIONAL
-        newest = [(self.material, self._context(ssl.PROTOCOL_TLS_SERVER, required))]
 
         def with_newest_files(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            now = self.material
-            if now is not newest[0][0]:
-                newest[0] = (now, self._context(ssl.PROTOCOL_TLS_SERVER, required))
-            connection.context = newest[0][1]
+            connection.context = self.material.server
 
-        front = self._context(ssl.PROTOCOL_TLS_SERVER, required)
+        front = _bare_context(ssl.PROTOCOL_TLS_SERVER, ssl.CERT_OPTIONAL)
         front.sni_callback = with_newest_files
         return front
 
     def client_context(self) -> ssl.SSLContext:
         """For HTTPS clients: shows our certificate, and wants one of the authority for ``server_name``."""
-        return self._context(ssl.PROTOCOL_TLS_CLIENT, ssl.CERT_REQUIRED)
+        return self.material.client
 
     def _context(self, protocol: int, verify: ssl.VerifyMode) -> ssl.SSLContext:
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.verify_mode = verify
+        context = _bare_context(protocol, verify)
         context.load_cert_chain(self._files["certificate"], self._files["key"], password=_no_passphrase)
         context.load_verify_locations(self._files["ca"])
         return context
@@ -115,42 +111,64 @@ class TlsFiles:
             stamp = self._stamps()
             if stamp == self._stamp:
                 return
-            material = self._read()
-            self._check(material)
+            material = self._load()
         except ConfigError as error:
             get_logger("security").error("certificates_not_taken", message=str(error))
             return
         self._stamp, self._material = stamp, material
         get_logger("security").info("certificates_read_again", file=str(self._files["certificate"]))
 
-    def _read(self) -> TlsMaterial:
-        return TlsMaterial(**{field: _content(field, file) for field, file in self._files.items()})
+    def _first(self) -> tuple[tuple[int, ...], TlsMaterial]:
+        """What the process starts with; files that are replaced in this very moment are read again."""
+        for _ in range(_FIRST_TRIES):
+            stamp = self._stamps()
+            try:
+                return stamp, self._load()
+            except ConfigError:
+                if self._stamps() == stamp:
+                    raise
+        return stamp, self._load()
 
-    def _check(self, material: TlsMaterial) -> None:
-        """Raise ConfigError for files that OpenSSL cannot use, or that the rest of the mesh would refuse.
+    def _load(self) -> TlsMaterial:
+        """The content of the files, all of one moment.
 
-        Better at the start than when a peer closes the connection, with the reason in another process's log.
+        Raises ConfigError for files that OpenSSL cannot use, or that the rest of the mesh would refuse: better here
+        than when a peer closes the connection, with the reason in its log.
         """
+        content = self._read()
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=material.ca.decode("ascii", "replace"))
+            authority = content["ca"].decode("ascii", "replace")
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=authority)
         except (ssl.SSLError, ValueError) as error:
             raise ConfigError(f"security.tls.ca={self._files['ca']}: no PEM certificate: {error}") from error
-        certificate = f"security.tls.certificate={self._files['certificate']}"
         try:
-            client, server = self.client_context(), self._context(ssl.PROTOCOL_TLS_SERVER, ssl.CERT_REQUIRED)
+            client = self._context(ssl.PROTOCOL_TLS_CLIENT, ssl.CERT_REQUIRED)
+            strict = self._context(ssl.PROTOCOL_TLS_SERVER, ssl.CERT_REQUIRED)
+            server = self._context(ssl.PROTOCOL_TLS_SERVER, ssl.CERT_OPTIONAL)
         except (ssl.SSLError, ValueError, OSError) as error:
             raise ConfigError(
-                f"{certificate} with security.tls.key={self._files['key']}: {error} (expected PEM files, the key "
+                f"{self._certificate} with security.tls.key={self._files['key']}: {error} (expected PEM files, the key "
                 "without a passphrase and of this very certificate)"
             ) from error
         try:
-            shake_hands(client, server, self.server_name)
+            shake_hands(client, strict, self.server_name)
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
-                f"{certificate}: the mesh would refuse it: {error.verify_message} (it must be signed by "
+                f"{self._certificate}: the mesh would refuse it: {error.verify_message} (it must be signed by "
                 f"security.tls.ca={self._files['ca']}, be valid now, name security.tls.server_name={self.server_name}, "
                 "and serve for servers and clients)"
             ) from error
+        if self._read() != content:
+            # OpenSSL reads files itself, so these bytes may be other ones than it has.
+            raise ConfigError(f"{self._certificate}: replaced while it was read")
+        return TlsMaterial(**content, client=client, server=server)
+
+    @property
+    def _certificate(self) -> str:
+        return f"security.tls.certificate={self._files['certificate']}"
+
+    def _read(self) -> dict[str, bytes]:
+        return {field: _content(field, file) for field, file in self._files.items()}
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str) -> None:
@@ -170,6 +188,17 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str
         if not ends:
             return
     raise ssl.SSLError(f"the handshake did not end within {_HANDSHAKE_TURNS} turns")
+
+
+def _bare_context(protocol: int, verify: ssl.VerifyMode) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.verify_mode = verify
+    if protocol is ssl.PROTOCOL_TLS_SERVER:
+        # A resumed session is not verified again: a certificate whose authority has gone would still get in.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+    return context
 
 
 def _grpc_certificates(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:

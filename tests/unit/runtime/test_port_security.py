@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -197,6 +199,107 @@ async def test_rotated_certificates_count_without_a_restart_and_the_old_authorit
         async with AdminClient(guarded(old_client)) as client:
             with pytest.raises(httpx.HTTPError):
                 await client.get(admin, "/metrics")
+
+
+async def test_a_session_from_before_the_change_of_the_authority_opens_nothing(
+    authority: Authority, tmp_path: Path
+) -> None:
+    files, old = authority.issue("server"), authority.issue("old")
+    server = guarded(files)
+    context = ssl.create_default_context(cafile=str(authority.file))
+    context.load_cert_chain(old.certificate, old.key)
+    new = Authority(tmp_path / "new")
+    context.load_verify_locations(new.file)
+    async with admin_port(server) as admin:
+        first, session = await asyncio.to_thread(scrape, admin, context, None)
+        assert b"200 OK" in first
+        files.replace_by(new.issue("server"))
+        assert server.tls is not None
+        server.tls.clock = lambda: float("inf")
+        with contextlib.suppress(OSError):
+            second, _ = await asyncio.to_thread(scrape, admin, context, session)
+            assert b"200 OK" not in second
+
+
+def scrape(
+    address: str, context: ssl.SSLContext, session: ssl.SSLSession | None
+) -> tuple[bytes, ssl.SSLSession | None]:
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), timeout=10.0) as plain,
+        context.wrap_socket(plain, server_hostname="rollmesh", session=session) as connection,
+    ):
+        connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answer = b""
+        while part := connection.recv(65536):
+            answer += part
+        return answer, connection.session
+
+
+async def test_connections_never_see_files_that_are_only_half_replaced(authority: Authority) -> None:
+    files = authority.issue("server")
+    server = guarded(files)
+    async with admin_port(server) as admin:
+        new = authority.issue("next")
+        files.replace_by(new)
+        assert server.tls is not None
+        server.tls.clock = lambda: float("inf")
+        assert server.tls.material.certificate == new.certificate.read_bytes()
+        server.tls.clock = lambda: 0.0  # until the next look, whatever the files hold now
+        files.key.write_text("half a key")
+        async with AdminClient(guarded(authority.issue("scraper"))) as client:
+            assert (await client.get(admin, "/metrics")).status_code == 200
+        async with AdminClient(server) as client:
+            assert (await client.get(admin, "/metrics")).status_code == 200
+
+
+def test_a_process_that_starts_while_its_files_are_replaced_reads_them_again(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, new = authority.issue("server"), authority.issue("next")
+    read, count = Path.read_bytes, 0
+
+    def replaced_meanwhile(self: Path) -> bytes:
+        nonlocal count
+        count += self == files.key
+        if self == files.key and count == 1:
+            with monkeypatch.context() as plain:
+                plain.setattr(Path, "read_bytes", read)
+                files.replace_by(new)
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", replaced_meanwhile)
+    security = guarded(files)
+    assert security.tls is not None
+    assert security.tls.material.certificate == new.certificate.read_bytes()
+
+
+async def test_a_rotation_does_not_end_the_questions_under_way() -> None:
+    states = [object()]
+
+    class Rotating(PortSecurity):
+        def channel_state(self) -> object:
+            return states[-1]
+
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        if b"/slow" in request:
+            asked.set()
+            await answer.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server, AdminClient(Rotating(), 10.0) as client:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        slow = asyncio.create_task(client.get(address, "/slow"))
+        await asyncio.wait_for(asked.wait(), 10)
+        states.append(object())
+        assert (await client.get(address, "/quick")).text == "ok"
+        answer.set()
+        assert (await slow).text == "ok"
 
 
 async def test_files_that_do_not_fit_together_leave_the_old_ones_in_force(authority: Authority) -> None:
