@@ -6,7 +6,7 @@ from functools import partial
 
 from rollmesh.launcher.evaluations import Evaluation
 from rollmesh.launcher.local_mesh import LocalMesh
-from rollmesh.store.evaluations import due_versions, evaluation_request
+from rollmesh.store.evaluations import asked_by_others_up_to, due_versions, evaluation_request
 
 
 async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
@@ -38,7 +38,8 @@ async def finish_evaluations(mesh: LocalMesh) -> None:
     newest = await mesh.answer(mesh.latest_version, waiting_for)
     every = mesh.config.evaluation.every_versions
     # The leader asks for each of them; the last version may have been announced an instant ago.
-    for version in due_versions(every, newest - every, newest):
+    after = asked_by_others_up_to(every, newest, mesh.config.checkpoints.keep_last)
+    for version in due_versions(every, after, newest):
         request = evaluation_request(mesh.config.evaluation, version)
         await mesh.answer(partial(mesh.store.request_evaluation, request), waiting_for)
 

@@ -122,7 +122,7 @@ async def open_replica(
         store,
         schedule,
         lambda: _prompts(config, tokenizer),
-        PeriodicEvaluations(store, config.evaluation),
+        PeriodicEvaluations(store, config.evaluation, config.checkpoints.keep_last),
         candidate=instance_name(config, "rollout", index),
         renew_seconds=config.store.heartbeat_seconds,
         metrics=metrics,

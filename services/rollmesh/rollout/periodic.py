@@ -6,15 +6,16 @@ from rollmesh.config.services import EvalConfig
 from rollmesh.errors import Conflict
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.evaluations import due_versions, evaluation_request
+from rollmesh.store.evaluations import asked_by_others_up_to, due_versions, evaluation_request
 
 
 class PeriodicEvaluations:
     """Requests for versions k, 2k, ...; each of them once, whoever leads: the queue knows what was asked for."""
 
-    def __init__(self, store: TrajectoryStore, config: EvalConfig) -> None:
+    def __init__(self, store: TrajectoryStore, config: EvalConfig, keep_last: int) -> None:
         self._store = store
         self._config = config
+        self._keep_last = keep_last
         self._asked: int | None = None
         self._log = get_logger("leader")
 
@@ -36,7 +37,8 @@ class PeriodicEvaluations:
         self._asked = None
 
     async def _asked_before(self, newest: int) -> int:
-        """Where an earlier leader stopped, at most one evaluation back: weights of old versions may be gone."""
+        """Where an earlier leader stopped."""
         every = self._config.every_versions
         known = [record.request.policy_version for record in await self._store.evaluations()]
-        return max(0, newest - every, *(version for version in known if version % every == 0))
+        least = asked_by_others_up_to(every, newest, self._keep_last)
+        return max(least, *(version for version in known if version % every == 0), 0)

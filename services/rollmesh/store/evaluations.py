@@ -27,6 +27,15 @@ def due_versions(every_versions: int, after: int, newest: int) -> range:
     return range((max(after, 0) // every_versions + 1) * every_versions, newest + 1, every_versions)
 
 
+def asked_by_others_up_to(every_versions: int, newest: int, keep_last: int) -> int:
+    """The version after which one asks for evaluations who does not know what was asked for before.
+
+    At most one evaluation back, and never for a version that ``checkpoints.keep_last`` may have let go already: no
+    generator could serve it, and whoever waits for its score would wait for ever.
+    """
+    return max(0, newest - min(every_versions, keep_last))
+
+
 class Evaluations:
     """Requests, claims and results of evaluations."""
 

@@ -134,7 +134,7 @@ def build(
         store,
         plan,
         lambda: source,
-        PeriodicEvaluations(store, evaluation or EvalConfig()),
+        PeriodicEvaluations(store, evaluation or EvalConfig(), keep_last=6),
         candidate=f"rollout-{index}",
         renew_seconds=heartbeat,
         metrics=metrics,

@@ -39,7 +39,7 @@ async def leading(
         store,
         plan,
         open_prompts,
-        PeriodicEvaluations(store, evaluation or EvalConfig()),
+        PeriodicEvaluations(store, evaluation or EvalConfig(), keep_last=6),
         candidate="only",
         renew_seconds=0.5,
         metrics=RolloutMetrics(Metrics("rollout")),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rollmesh.config.services import EvalConfig
+from rollmesh.rollout.periodic import PeriodicEvaluations
 
 from .replicas import limits, running, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of
@@ -91,3 +92,12 @@ async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_aske
             records = await until(results)
         # Version 2 is two evaluations back: its weights may be gone, nobody asks for it any more.
         assert [r.request.policy_version for r in records] == [4]
+
+
+async def test_a_leader_whose_queue_was_lost_asks_for_no_version_that_may_be_pruned(store) -> None:
+    config = EvalConfig(every_versions=3, prompt_count=2)
+    # Version 3 is due; of versions 0 to 5 the two, or three, newest are kept.
+    await PeriodicEvaluations(store, config, keep_last=2).look(5)
+    assert await store.evaluations() == []
+    await PeriodicEvaluations(store, config, keep_last=3).look(5)
+    assert [r.request.policy_version for r in await store.evaluations()] == [3]
