@@ -23,7 +23,14 @@ def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
 
     steps = line.json_lines("metrics.jsonl")
     assert [step["train_step"] for step in steps] == [1, 2, 3, 4, 5, 6]
-    assert [e["policy_version"] for e in line.json_lines("evaluations.jsonl")] == [0, 3, 6]
+    evaluations = line.json_lines("evaluations.jsonl")
+    assert [(e["policy_version"], e["n"]) for e in evaluations] == [(0, 32), (3, 32), (6, 32)]
+    assert all(0 < e["standard_error"] < 0.1 for e in evaluations)
+    # The first one begins when nothing runs yet, the last one when no rollout is left: the mesh is theirs alone.
+    first, _, last = evaluations
+    looks = [(look["t"], look["view"]["leased"]) for look in line.json_lines("timeline.jsonl")]
+    assert [leased for t, leased in looks if first["when"] - first["seconds"] < t < first["when"]].count(0) > 0
+    assert not any(leased for t, leased in looks if t < first["when"] or t > last["when"])
     audit = audited(line)
     assert audit["green"]
     assert audit["lost"] == []

@@ -46,6 +46,6 @@ async def _published(mesh: LocalMesh, policy_version: int | None) -> int:
     if policy_version not in (there := sorted({policy.policy_version for policy in kept})):
         raise ConfigError(
             f"--version {policy_version}: its weights are pruned (checkpoints.keep_last="
-            f"{mesh.config.checkpoints.keep_last}); kept are {', '.join(map(str, there))}"
+            f"{mesh.config.checkpoints.keep_last}); kept are {', '.join(map(str, there)) or 'none'}"
         )
     return policy_version

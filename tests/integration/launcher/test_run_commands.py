@@ -106,3 +106,17 @@ def test_what_config_shows_is_valid_by_the_schema_it_prints(folder: Path) -> Non
     with pytest.raises(jsonschema.ValidationError, match="shedule"):
         jsonschema.validate({**shown, "shedule": {}}, schema)
     assert schema["$defs"]["ScheduleConfig"]["properties"]["pool_size"]["description"]
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("9", "--version 9: published versions are 0 to 1"),
+        ("1", "--version 1: its weights are pruned (checkpoints.keep_last=6); kept are none"),
+    ],
+)
+def test_a_version_without_weights_is_not_evaluated(folder: Path, version: str, message: str) -> None:
+    """No generator could serve it, and the command would wait for ever."""
+    done = CliRunner().invoke(app, ["eval", str(folder), "--version", version])
+    assert done.exit_code == 2
+    assert message in done.stderr
