@@ -11,6 +11,7 @@ import typer
 
 from rollmesh.cli.common import RunFolderArgument, run_async, shutdown_event, store_of
 from rollmesh.config.autoscaling import AutoscalingRule, load_rule
+from rollmesh.config.scaling import check_scale
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.autoscaler import Autoscaler, Prometheus
 
@@ -48,6 +49,8 @@ def autoscale(
         if len(set(services)) < len(services):
             raise ConfigError(f"--rule: one rule a service, got {', '.join(services)}")
         async with store_of(run) as (config, folder, store), httpx.AsyncClient() as client:
+            for each in rules:
+                check_scale(config, each.service, each.maxReplicas)
             matchers = f'run="{config.name}"' if selector is None else selector
             source = Prometheus(prometheus, client)
             scaler = Autoscaler(config, folder, store, source, rules, _note, selector=matchers, speed_up=speed_up)

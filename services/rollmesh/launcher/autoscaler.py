@@ -40,17 +40,27 @@ class Prometheus:
             raise ConfigError(f"--prometheus {url}: expected http:// or https://")
         self._url = url.rstrip("/") + "/api/v1/query"
         self._client = client
+        self.trouble = ""
+        """Why a query had no answer at all; the reader empties it before it asks."""
 
     async def value(self, query: str) -> float | None:
         """The answer; None for no data, for no number, or while Prometheus is away. ConfigError for a bad query."""
         try:
             response = await self._client.post(self._url, data={"query": query}, timeout=_QUERY_SECONDS)
-            answer: Any = response.json()
-        except (httpx.HTTPError, ValueError):
+        except httpx.HTTPError as error:
+            self.trouble = f"{self._url}: {type(error).__name__}: {error}"
             return None
-        if response.status_code in (400, 422):
-            raise ConfigError(f"Prometheus refuses a query: {answer.get('error', '')}: {query}")
-        return single_number(answer)
+        if response.status_code == httpx.codes.BAD_REQUEST:
+            raise ConfigError(f"Prometheus refuses a query: {response.text.strip()}: {query}")
+        if not response.is_success:
+            # Among them 422, a query that cannot be carried out now: two series of one process while it is replaced.
+            self.trouble = f"{self._url}: {response.status_code}: {response.text[:200].strip()}"
+            return None
+        try:
+            return single_number(response.json())
+        except ValueError:
+            self.trouble = f"{self._url} is no Prometheus: it answers {response.text[:60]!r}"
+            return None
 
 
 def single_number(answer: Any) -> float | None:
@@ -108,6 +118,7 @@ class Autoscaler:
         """One look at one service."""
         service = rule.service
         values = await self._values(rule)
+        self._say("prometheus", f"waiting for Prometheus: {trouble}" if (trouble := self._prometheus.trouble) else "")
         wanted = (await self._store.scale_requests()).get(service, self._configured[service])
         look = Look(now=time.monotonic(), wanted=wanted, ready=await self._ready(service), values=values)
         verdict = next_replicas(rule, self._memory[service], look, self._speed_up)
@@ -121,6 +132,7 @@ class Autoscaler:
 
     async def _values(self, rule: AutoscalingRule) -> Mapping[str, float | None]:
         queries = {signal.name: rule.query(signal, self._selector, self._speed_up) for signal in rule.signals}
+        self._prometheus.trouble = ""
         answers = await asyncio.gather(*(self._prometheus.value(query) for query in queries.values()))
         return dict(zip(queries, answers, strict=True))
 
@@ -130,7 +142,7 @@ class Autoscaler:
         return Counter(endpoint.service for endpoint in read_endpoints(self._folder.path))[service]
 
     def _say(self, what: str, text: str) -> None:
-        """Say what is new."""
-        if self._said.get(what) != text:
+        """Say what is new; nothing is what there is to say when all is well."""
+        if text and self._said.get(what) != text:
             self._note(text)
         self._said[what] = text

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rollmesh.config.autoscaling import AutoscalingRule, ScalingDirection, Signal
+from rollmesh.config.scaling import MOST_REPLICAS
 
 _TOLERANCE = 0.1
 _ROUNDING = 1e-9
@@ -98,7 +99,8 @@ def _proposal(signal: Signal, value: float, look: Look) -> int:
     ratio = value / per_replica
     if abs(ratio - 1) <= _TOLERANCE:
         return look.wanted
-    return math.ceil(ratio * look.ready - _ROUNDING)
+    # Bounded before it is made whole: a value beyond all measure must not overflow.
+    return math.ceil(min(ratio * look.ready, float(MOST_REPLICAS)) - _ROUNDING)
 
 
 def _stabilised(rule: AutoscalingRule, proposals: Sequence[tuple[float, int]], look: Look, speed_up: float) -> int:

@@ -36,7 +36,39 @@ async def test_a_prometheus_that_is_away_has_no_data_and_a_refused_query_is_an_e
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         prometheus = Prometheus("http://127.0.0.1:9090/", client)
         assert await prometheus.value("up") is None
-        with pytest.raises(ConfigError, match="parse error: bad"):
+        assert str(status) in prometheus.trouble
+        with pytest.raises(ConfigError, match="parse error.*: bad"):
             await prometheus.value("bad")
         with pytest.raises(ConfigError, match="--prometheus 127.0.0.1"):
             Prometheus("127.0.0.1:9090", client)
+
+
+async def asked(*answers: httpx.Response | httpx.HTTPError) -> tuple[list[float | None], str]:
+    """Values of as many queries, and the trouble after the last one."""
+    script = iter(answers)
+
+    def answer(_: httpx.Request) -> httpx.Response:
+        reply = next(script)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        prometheus = Prometheus("http://127.0.0.1:9090", client)
+        return [await prometheus.value("up") for _ in answers], prometheus.trouble
+
+
+async def test_a_query_that_cannot_be_carried_out_for_a_moment_does_not_end_the_autoscaler() -> None:
+    duplicate = {"status": "error", "errorType": "execution", "error": "found duplicate series for the match group"}
+    values, trouble = await asked(httpx.Response(422, json=duplicate))
+    assert values == [None] and "duplicate series" in trouble
+    values, _ = await asked(httpx.Response(422, json=duplicate), httpx.Response(200, json=vector("1")))
+    assert values == [None, 1.0]
+
+
+async def test_no_data_is_no_trouble_and_a_prometheus_that_is_not_there_is_named() -> None:
+    assert await asked(httpx.Response(200, json=vector())) == ([None], "")
+    _, trouble = await asked(httpx.ConnectError("refused"))
+    assert "http://127.0.0.1:9090" in trouble and "refused" in trouble
+    _, trouble = await asked(httpx.Response(200, text="<html>"))
+    assert "is no Prometheus" in trouble

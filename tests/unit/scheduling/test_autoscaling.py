@@ -62,6 +62,7 @@ def test_a_tenth_off_the_target_changes_nothing() -> None:
 def test_the_largest_proposal_wins_within_the_bounds() -> None:
     assert proposed(2, wait=0.3, load=60) == 6
     assert proposed(2, wait=1.0, load=1000) == 8
+    assert proposed(2, wait=1e308, load=0) == 8
     assert proposed(2, wait=0.0, load=0) == 1
 
 
