@@ -256,6 +256,10 @@ securityContext:
 {{- else }}
 - name: shared
   mountPath: /var/lib/rollmesh/shared
+  {{- if eq $component "generator" }}
+  # It loads policies; only the trainer and the gateway write here.
+  readOnly: true
+  {{- end }}
 {{- end }}
 {{- end }}
 {{- if and (has "store" $uses) $root.Values.redis.tlsSecret }}

@@ -31,7 +31,8 @@ def check_run(config: RunConfig) -> Estimate:
     _check_model(config.model.path)
     _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")
     _check_verifier_is_used(config)
-    if config.generator.engine == "sglang" and config.generator.sglang.url is None:
+    # Where services share no folder this may be the machine of any of them, and only generators' have SGLang.
+    if config.generator.engine == "sglang" and config.generator.sglang.url is None and config.network.shared_folder:
         check_sglang(config.generator.sglang)
     if config.rollout.program == "environment":
         _check_name("rollout.environment", config.rollout.environment, list(ENVIRONMENTS), "module:Class")

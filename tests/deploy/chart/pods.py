@@ -2,8 +2,8 @@
 
 Taken from the manifests as they are: command, arguments, environment with its references, files of ConfigMaps, volumes
 and where they are mounted, ports, probes, grace periods. Mapped, because there is no network and no file system of the
-pod's own: every pod has a loopback address, which also replaces wildcard addresses and the names of Services; every
-volume is a folder, whose path replaces the mount's; the image's entry point is this checkout's program.
+pod's own: every pod has a loopback address, which also replaces wildcard addresses, 127.0.0.1 and the names of
+Services; every volume is a folder, whose path replaces the mount's; the image's entry point is this checkout's program.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from .rendering import Object, Rendering
 
 _REFERENCE = re.compile(r"\$\$|\$\(([^()]+)\)")
 _LABEL = re.compile(r"metadata\.labels\['(.+)'\]")
-_WILDCARDS = ("0.0.0.0", "* -::*")
+_LOCAL = ("0.0.0.0", "* -::*", "127.0.0.1")
+"""Addresses that mean the pod itself: processes here share one network, so each pod has an address of its own."""
 PROGRAM = [sys.executable, "-m", "rollmesh.cli.main"]
 
 
@@ -50,6 +52,8 @@ class Machine:
     secrets: Mapping[str, Mapping[str, str]]
     path: str
     """PATH of the containers."""
+    pythons: Mapping[str, str] = field(default_factory=dict)
+    """What ``python3`` is, by the name of a container; this interpreter in all others."""
     _addresses: dict[str, str] = field(default_factory=dict)
 
     def address(self, pod: str) -> str:
@@ -65,7 +69,7 @@ class Machine:
 
 
 class Pod:
-    """One pod: its init containers, then its container."""
+    """One pod: its init containers and sidecars in their order, then its container."""
 
     def __init__(self, machine: Machine, template: Object, name: str, labels: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -76,6 +80,7 @@ class Pod:
         (self._container,) = self._spec["containers"]
         self._log = machine.folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
+        self._sidecars: dict[str, subprocess.Popen[bytes]] = {}
 
     @property
     def log(self) -> str:
@@ -88,30 +93,61 @@ class Pod:
         return self._process.poll() if self._process else None
 
     def start(self) -> None:
-        """Run the init containers to their end, then start the container."""
+        """Run the init containers to their end and sidecars until they have started, then start the container."""
         for container in self._spec.get("initContainers", []):
-            status = self._spawn(container).wait(120)
-            assert status == 0, f"{self.name}: init container {container['name']} ended with {status}\n{self.log}"
+            if container.get("restartPolicy") == "Always":
+                self._start_sidecar(container)
+            else:
+                self.run_init_container(container["name"])
         self._process = self._spawn(self._container)
 
-    def stop(self) -> int:
-        """SIGTERM, and the grace period of the manifest; returns the exit status, -9 when it was too short."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
+    def run_init_container(self, name: str) -> None:
+        """Run one to its end; AssertionError with what it printed when that is not a good one."""
+        (container,) = [c for c in self._spec["initContainers"] if c["name"] == name]
+        status = self._spawn(container).wait(120)
+        assert status == 0, f"{self.name}: init container {name} ended with {status}\n{self.log}"
+
+    def _start_sidecar(self, container: Object) -> None:
+        """Ask the startup probe as long as the manifest says, and as often as a test would like."""
+        process = self._sidecars[container["name"]] = self._spawn(container)
+        probe = container["startupProbe"]
+        end = time.monotonic() + probe["failureThreshold"] * probe["periodSeconds"]
+        while not self.sidecar_passes(container["name"], "startupProbe"):
+            name = f"{self.name}: sidecar {container['name']}"
+            assert process.poll() is None, f"{name} ended with {process.poll()}\n{self.log[-4000:]}"
+            assert time.monotonic() < end, f"{name} has not started\n{self.log[-4000:]}"
+            time.sleep(1)
+
+    def sidecar_passes(self, name: str, probe: str) -> bool:
+        """Whether a probe of a sidecar, which is a command, passes now."""
+        (container,) = [c for c in self._spec["initContainers"] if c["name"] == name]
+        asked = {**container, "command": container[probe]["exec"]["command"], "args": []}
+        process = self._spawn(asked)
         try:
-            return self._process.wait(self._spec["terminationGracePeriodSeconds"])
+            return process.wait(container[probe]["timeoutSeconds"]) == 0
+        except subprocess.TimeoutExpired:
+            _kill_group(process)
+            return False
+
+    def stop(self) -> int:
+        """SIGTERM, then to the sidecars, and one grace period for all of it; returns the exit status of the container,
+        -9 when the time was too short."""
+        assert self._process is not None
+        end = time.monotonic() + self._spec["terminationGracePeriodSeconds"]
+        try:
+            for process in (self._process, *reversed(self._sidecars.values())):
+                process.send_signal(signal.SIGTERM)
+                process.wait(max(0.1, end - time.monotonic()))
+            return self._process.returncode
         except subprocess.TimeoutExpired:
             self.kill()
             return -signal.SIGKILL
 
     def kill(self) -> None:
         """End whatever is left of the pod."""
-        if self._process is not None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                return
-            self._process.wait(30)
+        for process in (self._process, *self._sidecars.values()):
+            if process is not None:
+                _kill_group(process)
 
     def passes(self, probe: str) -> bool:
         """Whether a probe of the manifest passes now; those that run a command in the pod are not asked."""
@@ -153,7 +189,8 @@ class Pod:
         plain = self._environment(container)
         variables = {name: self._mapped(value, mounts) for name, value in plain.items()}
         entry = [expanded(part, plain) for part in container.get("command", [])] or PROGRAM
-        entry = [sys.executable if part == "python3" else part for part in entry]
+        python = self._machine.pythons.get(container["name"], sys.executable)
+        entry = [python if part == "python3" else self._mapped(part, mounts) for part in entry]
         arguments = [self._mapped(expanded(part, plain), mounts) for part in container.get("args", [])]
         with self._log.open("ab") as log:
             return subprocess.Popen(
@@ -210,11 +247,19 @@ class Pod:
         """Mount paths become folders, wildcards the pod's address, names of Services the address of a pod behind."""
         paths = "|".join(re.escape(path) for path in sorted(mounts, key=len, reverse=True))
         text = re.sub(rf"(?<![\w/.-])({paths})(?![\w.-])", lambda match: str(mounts[match[1]]), text)
-        for wildcard in _WILDCARDS:
-            text = text.replace(wildcard, self.address)
+        for local in _LOCAL:
+            text = text.replace(local, self.address)
         for name, pod in sorted(service_pods(self._machine.rendering).items(), key=lambda item: -len(item[0])):
             text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?=:\d)", self._machine.address(pod), text)
         return text
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait(30)
 
 
 def service_pods(rendering: Rendering) -> dict[str, str]:

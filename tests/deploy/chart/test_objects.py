@@ -120,6 +120,18 @@ def test_reward_pods_have_no_credentials_and_no_checkpoints(renderings: list[Ren
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
 
+def test_generators_cannot_write_checkpoints_to_the_shared_volume(renderings: list[Rendering]) -> None:
+    seen = 0
+    for rendering in renderings:
+        for name, template, container in rendering.containers():
+            component = template["metadata"]["labels"]["app.kubernetes.io/component"]
+            for mount in container["volumeMounts"]:
+                if mount["name"] == "shared":
+                    assert mount.get("readOnly", False) is component.startswith("generator"), f"{rendering.name} {name}"
+                    seen += 1
+    assert seen > 10
+
+
 def test_secrets_come_by_reference_only(renderings: list[Rendering]) -> None:
     for rendering in renderings:
         assert not rendering.of_kind("Secret")

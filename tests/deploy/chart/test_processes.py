@@ -7,7 +7,10 @@ import json
 import random
 import re
 import shutil
+import subprocess
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,13 +19,14 @@ import httpx
 import pytest
 import yaml
 
+from rollmesh.config.recipes import resolve_model
 from rollmesh.config.services import StoreConfig
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.embedded import find_server_binary
 
 from ...certificates import Authority
 from .pods import Machine, Pod, expanded, pods_of
-from .rendering import CHART, Helm
+from .rendering import CHART, EXAMPLES, ROOT, Helm, Rendering
 
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
 SECRETS = {
@@ -31,6 +35,7 @@ SECRETS = {
         "checkpoint-secret": "c" * 40,
         "gateway-token": "g" * 24,
         "mesh-token": "m" * 32,
+        "sglang-admin-key": "s" * 32,
     }
 }
 SMALL = [
@@ -55,7 +60,11 @@ def commands(tmp_path: Path) -> str:
 
 def machine_of(helm: Helm, sets: list[str], folder: Path, path: str) -> Machine:
     """The rendered chart on a loopback network of its own."""
-    rendering = helm.template(CHART, [KIND], [*SMALL, *sets])
+    return machine_for(helm.template(CHART, [KIND], [*SMALL, *sets]), folder, path)
+
+
+def machine_for(rendering: Rendering, folder: Path, path: str) -> Machine:
+    """The same for a rendering."""
     # By process and moment, so that two test runs on one machine do not meet.
     network = f"127.{random.SystemRandom().randrange(1, 255)}.{random.SystemRandom().randrange(1, 255)}"
     return Machine(folder=folder / "machine", network=network, rendering=rendering, secrets=SECRETS, path=path)
@@ -147,6 +156,63 @@ def test_a_guarded_mesh_with_a_gang_of_two_trainer_pods_trains(helm4: Helm, comm
         assert refused.status_code == 401, "metrics want a certificate or the token"
 
 
+SIDECAR = {
+    "run": {
+        "model": {"path": "/models/countdown"},
+        # Without a limit SGLang would take most of the machine's memory for its cache.
+        "generator": {"engine": "sglang", "kv_token_capacity": 10240},
+    },
+    "model": {"existingClaim": "models"},
+    "gateway": {"enabled": False},
+    "generator": {
+        "sglang": {
+            "sidecar": {
+                "enabled": True,
+                "args": ["--device=cpu", "--attention-backend=torch_native"],
+                "extraEnv": [{"name": "SGLANG_USE_CPU_ENGINE", "value": "1"}],
+            }
+        }
+    },
+}
+"""What a CPU needs beside the values of an example."""
+
+
+@pytest.fixture
+def sglang_python() -> str:
+    """The real server on a CPU; skips where it is not installed."""
+    install = ROOT / "tests" / "sglang_cpu" / "install.py"
+    check = subprocess.run([sys.executable, install, "--check"], capture_output=True, text=True)
+    if check.returncode:
+        pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
+    return check.stdout.strip()
+
+
+@pytest.mark.timeout(900)
+def test_a_generator_with_an_sglang_sidecar_serves_the_mesh_of_its_manifests(
+    helm4: Helm, commands: str, sglang_python: str, tmp_path: Path
+) -> None:
+    values = tmp_path / "sidecar.yaml"
+    values.write_text(yaml.safe_dump(SIDECAR))
+    machine = machine_for(
+        helm4.template(CHART, [KIND, values], [*SMALL, "run.trainer.train_steps=2"]), tmp_path, commands
+    )
+    machine.pythons = {"sglang": sglang_python}
+    shutil.copytree(resolve_model("recipe:countdown"), machine.folder / "claims" / "models" / "countdown")
+    with pods_of(machine, {}) as pods:
+        start_all(pods)
+
+        (generator,) = pods["generator"]
+        wait_until(pods, lambda: generator.passes("readinessProbe"), "the generator to be ready")
+        (trainer,) = pods["trainer"]
+        wait_until(pods, lambda: trainer.exit_status is not None, "the trainer to end with its last step")
+
+        assert versions(pods) == [0, 1, 2]
+        assert generator.sidecar_passes("sglang", "livenessProbe")
+        # Every token is scored again with the checkpoint that it names.
+        trainer.run("audit", "/var/lib/rollmesh/shared/chart/run")
+        assert generator.stop() == 0, generator.log[-4000:]
+
+
 def issued(machine: Machine, folder: Path) -> dict[str, dict[str, str]]:
     """What cert-manager would put into the Secrets that the Certificates name."""
     authority = Authority(folder / "authority")
@@ -172,6 +238,26 @@ def test_a_wrong_run_file_stops_a_pod_before_its_service_starts(helm4: Helm, com
     assert any(status in codes["values"] and codes["containerName"] == "validate" for codes in final), (
         "a Job that can never start says so, instead of trying again for hours"
     )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_init_containers_of_every_example_let_its_services_start(
+    helm4: Helm, commands: str, tmp_path: Path, example: Path
+) -> None:
+    """In pods without SGLang, too; models and prompts of the right names lie in the claims."""
+    machine = machine_for(helm4.template(CHART, [example]), tmp_path, commands)
+    words = dict.fromkeys(("tls.crt", "tls.key", "ca.crt", "redis-password", "mesh-token"), "w" * 32)
+    machine.secrets = defaultdict(lambda: words)
+    run = yaml.safe_load(machine.rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
+    claims = machine.folder / "claims"
+    if run["model"]["path"].startswith("/models/"):
+        shutil.copytree(resolve_model("recipe:countdown"), claims / run["model"]["path"].removeprefix("/"))
+        prompts = claims / "prompts" / Path(run["data"]["source"]["path"]).name
+        prompts.parent.mkdir(parents=True)
+        prompts.touch()
+    with pods_of(machine, {}) as pods:
+        for component in ("rollout", "generator"):
+            pods[component][0].run_init_container("validate")
 
 
 def test_references_are_expanded_as_kubernetes_does() -> None:

@@ -88,3 +88,9 @@ def test_a_python_without_sglang_is_refused_before_anything_starts(tmp_path: Pat
     (tmp_path / "sglang" / "__init__.py").touch()
     assert check_run(on(sys.executable, environment={"PYTHONPATH": str(tmp_path)})).pool_size
     assert check_run(run(generator={"engine": "sglang", "sglang": {"url": "http://127.0.0.1:30000"}})).pool_size
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="this Python has SGLang")
+def test_services_that_share_no_folder_are_not_asked_for_sglang() -> None:
+    """In a cluster the file is checked in every pod, and only those of generators have SGLang."""
+    assert check_run(run(generator={"engine": "sglang"}, network={"shared_folder": False})).pool_size
