@@ -11,6 +11,7 @@ All methods block on the file system or the network; asyncio callers use a threa
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,12 @@ class CheckpointStore:
     """The checkpoint store of one run; any number of readers, one fenced writer (the trainer)."""
 
     def __init__(self, root: Path, secret: bytes) -> None:
-        make_folder(root)
+        try:
+            make_folder(root)
+        except OSError as error:
+            # A reader whose mount is read-only may be here before the writer has made the folder.
+            if error.errno != errno.EROFS:
+                raise
         self.root = root.resolve()
         self._secret = secret
         self.mirror: ObjectMirror | None = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -273,3 +275,19 @@ def test_recovery_prefers_the_announced_folder_of_a_version(store: CheckpointSto
     manifest.write_bytes(manifest.read_bytes()[:-1])
     assert store.complete_policies() == [first, announced]
     store.open(announced)
+
+
+def test_a_reader_with_a_read_only_mount_may_be_there_before_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "mount" / "checkpoints"
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as read_only:
+        read_only.setattr(os, "mkdir", refuse)
+        reader = CheckpointStore(root, SECRET)
+    record = publish(CheckpointStore(root, SECRET), 0)
+
+    assert reader.open(record).folder == root / record.path
