@@ -80,6 +80,14 @@ def test_no_secret_has_a_default_and_secrets_are_made_fresh() -> None:
     assert all(len(value) == 48 and value != made[1][name] for name, value in made[0].items())
 
 
+def test_the_file_with_the_secrets_is_for_its_owner_alone_and_is_never_committed(tmp_path: Path) -> None:
+    made = tmp_path / ".env"
+    subprocess.run(["sh", "-c", f'umask 022; "{DEPLOY}/secrets.sh" > "{made}"'], check=True)
+    assert made.stat().st_mode & 0o777 == 0o600
+    assert "REDIS_PASSWORD=" in made.read_text()
+    assert "/deploy/.env" in (DEPLOY.parent / ".gitignore").read_text().splitlines()
+
+
 def test_every_mounted_file_of_the_compose_file_exists() -> None:
     for name, section in COMPOSE["services"].items():
         for volume in section.get("volumes", []):
