@@ -95,8 +95,12 @@ def test_a_pipe_gets_one_line_a_look_however_long(shown) -> None:
     assert text.count("\n") == 1
     for part in (
         "step 7/40",
+        "reward 0.500",
+        "length 71",
+        "tokens/s ",
         "version 7, served 6",
         "in flight 180 of 192",
+        "staleness 2.90",
         "off-policy 40%",
         "dropped run complete 8",
     ):
