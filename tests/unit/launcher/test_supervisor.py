@@ -52,6 +52,17 @@ async def test_a_child_that_cannot_stay_up_fails_the_run_with_the_end_of_its_log
     await supervisor.kill_all()
 
 
+async def test_a_child_that_dies_at_once_is_started_again_after_ever_longer_pauses(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=2)
+    supervisor.start(spec(tmp_path, "import time; print('at', time.time()); raise SystemExit(1)"))
+    await asyncio.wait_for(supervisor.failed, 20)
+    lines = (tmp_path / "worker-0.log").read_text().splitlines()
+    first, second, third = (float(line.removeprefix("at ")) for line in lines if line.startswith("at "))
+    assert second - first >= 0.5
+    assert third - second >= 1.0
+    await supervisor.kill_all()
+
+
 async def test_a_child_that_names_a_wrong_setting_fails_the_run_at_once(tmp_path: Path) -> None:
     supervisor = Supervisor(restart_limit=20)
     line = {"event": "service_failed", "error": "DataError", "message": "rows.jsonl:2: field 'prompt' is missing"}
