@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from textwrap import fill
+
 from prometheus_client import Metric
 
 from rollmesh.errors import EngineError
@@ -10,6 +12,7 @@ from rollmesh.gateway.openai.metrics import OpenAiMetrics
 from rollmesh.generator.engines.protocol import EngineStatus
 from rollmesh.generator.metrics import EngineCollector, GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
+from rollmesh.holding.worker_metrics import WorkerMetrics
 from rollmesh.reward.metrics import RewardMetrics
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
@@ -33,7 +36,7 @@ sum(rate(rollmesh_trainer_trained_tokens_total[5m]))
 # re-prefill share
 sum(rate(rollmesh_generator_reprefill_tokens_total[5m]))
   / sum(rate(rollmesh_generator_prefill_tokens_total[5m]))
-# bubble ratio
+# bubble ratio; the rule sums the slots over the window as well
 1 - sum(rate(rollmesh_generator_running_slot_seconds_total[5m]))
   / sum(rollmesh_generator_slots * rollmesh_generator_serving)
 # trained share by length decile
@@ -47,16 +50,29 @@ deciles, goodput, drops, wasted tokens by reason and the trained share by length
 about once a second, the engines' counters (`engine_totals`) behind re-prefill share and bubble ratio, and
 `samples.jsonl` sample completions.
 """
+_AGENTS = """\
+With `rollout.program: agent` the gateway holds the trajectories of outside agents as a rollout worker holds its own.
+It exports the worker's metrics under the same names, with its own `service` and `instance`: a sum over a run counts
+both, and `service="rollout"` leaves the gateway out. They are"""
 
 
 def metrics_document() -> str:
     """The whole of ``docs/metrics.md``."""
     parts = [_HEAD]
     for service, families in service_metrics().items():
-        rows = [f"| `{_exported(f)}` | {f.type} | {_labels(f)} | {f.documentation} |" for f in families]
+        rows = [f"| `{_exported(f)}` | {f.type} | {_labels(f)} | {_text(f)} |" for f in families]
         table = ["| name | type | labels | meaning |", "|---|---|---|---|", *rows]
         parts.append(f"## {service}\n\n" + "\n".join(table) + "\n")
+    names = ", ".join(f"`{name}`" for name in sorted(map(_exported, agent_metrics())))
+    parts.append(fill(f"{_AGENTS} {names}.", width=120, break_long_words=False, break_on_hyphens=False) + "\n")
     return "\n".join(parts)
+
+
+def agent_metrics() -> list[Metric]:
+    """What the gateway of an agent run exports besides its own: the metrics of a worker."""
+    metrics = Metrics("gateway")
+    WorkerMetrics(metrics)
+    return [family for family in metrics.registry.collect() if family.name.startswith("rollmesh_rollout_")]
 
 
 def service_metrics() -> dict[str, list[Metric]]:
@@ -85,6 +101,11 @@ def _not_started() -> EngineStatus:
 
 def _exported(family: Metric) -> str:
     return f"{family.name}_total" if family.type == "counter" else family.name
+
+
+def _text(family: Metric) -> str:
+    """What a family means; a bar would end the cell of the table."""
+    return family.documentation.replace("|", "\\|")
 
 
 def _labels(family: Metric) -> str:

@@ -10,6 +10,15 @@ def test_the_committed_table_is_that_of_the_code() -> None:
     assert DOCUMENT.read_text() == metrics_document(), "run: rollmesh metrics-table > docs/metrics.md"
 
 
+def test_every_row_has_four_cells_and_the_gateway_of_an_agent_run_is_told_of() -> None:
+    text = DOCUMENT.read_text()
+    for row in (line for line in text.splitlines() if line.startswith("|")):
+        assert len(re.findall(r"(?<!\\)\|", row)) == 5, row
+    gateway = text.partition("## gateway")[2]
+    assert "`rollmesh_rollout_in_flight_trajectories`" in gateway
+    assert "`rollmesh_rollout_leader`" not in gateway
+
+
 def test_names_follow_the_rules() -> None:
     for service, families in service_metrics().items():
         for family in families:
