@@ -1,13 +1,15 @@
 """Evaluations: a fixed set of prompts answered by one pinned policy version, scored, never trained on.
 
 They live outside admission and pool: the mesh's trajectory counts do not know them. While one runs, a generator is
-pinned to the version asked for (``pins``); an answer counts only if every token carries it.
+pinned to the version asked for (``pins``); an answer counts only if every token carries it. A version that no
+generator comes to serve (its weights are pruned, or refused) ends without a score: a run must not wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -75,6 +77,8 @@ class EvaluatorParts:
     program: Program
     open_prompts: Callable[[], PromptSource]
     """Opens the evaluation prompts, once the first evaluation needs them."""
+    unserved_seconds: float
+    """How long a pinned version may be served by no generator before its evaluation is given up."""
     metrics: RolloutMetrics
 
 
@@ -117,7 +121,7 @@ class Evaluator:
         pin = Pin(store, self._parts.generators, request)
         async with pin.held() as served:
             if served:
-                answers = await self._answers(request, pin.slot_count)
+                answers = await self._answers_while_served(request, pin)
         result = summarise(answers, request.policy_version)
         await store.finish_evaluation(self._parts.session.current, request.evaluation_id, result)
         self._parts.metrics.evaluations.inc()
@@ -130,6 +134,31 @@ class Evaluator:
             n=result.sample_count,
             discarded=result.discarded_count,
         )
+
+    async def _answers_while_served(self, request: EvalRequest, pin: Pin) -> list[Answer]:
+        """The answers; none of them when the version is served by nobody for too long."""
+        answering = asyncio.create_task(self._answers(request, pin.slot_count))
+        try:
+            last_served = time.monotonic()
+            while not (await asyncio.wait({answering}, timeout=min(_LOOK_SECONDS, self._parts.unserved_seconds)))[0]:
+                if pin.waits or self._served(request.policy_version):
+                    last_served = time.monotonic()
+                elif time.monotonic() - last_served > self._parts.unserved_seconds:
+                    self._log.error(
+                        "evaluation_given_up",
+                        policy_version=request.policy_version,
+                        message="no generator serves it: its weights are pruned, or were refused",
+                        seconds=self._parts.unserved_seconds,
+                    )
+                    return []
+            return answering.result()
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    def _served(self, policy_version: int) -> bool:
+        records = self._parts.generators.records.values()
+        return any(record.serving and record.policy_version == policy_version for record in records)
 
     async def _answers(self, request: EvalRequest, concurrency: int) -> list[Answer]:
         if self._prompts is None:

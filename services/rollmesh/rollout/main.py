@@ -138,6 +138,7 @@ async def open_replica(
             program=program,
             open_prompts=lambda: build_prompt_source(config.data, tokenizer, config.evaluation.seed, "eval"),
             metrics=metrics,
+            unserved_seconds=config.launcher.start_timeout_seconds,
         ),
         config.evaluation,
         budget=config.rollout.max_new_tokens,

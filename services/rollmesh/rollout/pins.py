@@ -37,6 +37,11 @@ class Pin:
         self._log = get_logger("evaluation")
 
     @property
+    def waits(self) -> bool:
+        """Whether somebody else's pin is in force now."""
+        return self._waits
+
+    @property
     def slot_count(self) -> int:
         """Calls that the evaluation may run at once: all slots of a paused mesh, else half of one generator's."""
         keeper = self._generators.records.get(self._keeper)

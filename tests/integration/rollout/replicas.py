@@ -93,6 +93,7 @@ def build(
     prompts: PromptSource | None = None,
     reward_config: RewardConfig | None = None,
     evaluation: EvalConfig | None = None,
+    unserved_seconds: float = 30.0,
 ) -> tuple[Replica, Metrics, Health, WorkerSession]:
     registry, health = Metrics("rollout"), Health()
     metrics = RolloutMetrics(registry)
@@ -150,6 +151,7 @@ def build(
             program=program,
             open_prompts=lambda: source,
             metrics=metrics,
+            unserved_seconds=unserved_seconds,
         ),
         evaluation or EvalConfig(),
         budget=budget,

@@ -71,3 +71,23 @@ async def test_an_evaluation_of_a_version_that_does_not_exist_ends_without_score
         await store.request_evaluation(EvalRequest(evaluation_id="v9", policy_version=9, prompt_count=2))
         await until(lambda: evaluated(store, "v9"))
     assert (await store.evaluations())[0].result.sample_count == 0
+
+
+async def test_an_evaluation_that_nobody_can_serve_is_given_up_and_the_next_one_is_done(store):
+    plan = schedule("sync", train_steps=2)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))  # it never goes back to an older version
+    async with running(store, cluster, ScriptedReward(), plan, unserved_seconds=0.3):
+        await trainer.train(1)
+        for version in (0, 1):
+            await store.request_evaluation(
+                EvalRequest(evaluation_id=f"v{version}", policy_version=version, prompt_count=2)
+            )
+
+        async def results():
+            await cluster.register()
+            found = [r.result for r in await store.evaluations()]
+            return found if all(found) else None
+
+        given_up, done = await until(results)
+        assert (given_up.sample_count, done.sample_count) == (0, 2)
+        assert await store.pinned_policy() is None
