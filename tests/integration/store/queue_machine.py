@@ -1,0 +1,407 @@
+"""Random workers, leader and trainer on a real server that restarts, compared with the plain model after every step."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Coroutine
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.errors import Conflict, StoreUnavailable
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.store import Append, Finish, ReleaseReason, Score, TrajectoryStore, WriteStatus
+from rollmesh.types import FinishReason
+
+from .model import Model
+from .store_mesh import UNSCORABLE, group, limits, policy, scored, segment
+from .truth import read_truth
+
+T = TypeVar("T")
+STALENESS, ATTEMPTS = 2, 2
+PICK = st.integers(0, 1 << 16)
+REWARDS = st.sampled_from([0.0, 1.0, 1.0, 0.5, None])
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Every write is sent twice: the second time must change nothing."""
+
+    url: ClassVar[str]
+    numbers: ClassVar[itertools.count[int]] = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.sessions: list[str] = []
+        self.confirmed = False
+
+    def do(self, call: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(call)
+
+    @initialize(filtering=st.booleans(), pool=st.integers(2, 6))
+    def begin(self, filtering: bool, pool: int) -> None:
+        run = f"machine-{next(self.numbers)}"
+        self.store = self.do(TrajectoryStore.connect(StoreConfig(), run=run, url=self.url))
+        self.model = Model(max_attempts=ATTEMPTS, filter_zero_variance=filtering)
+        self.do(
+            self.store.init_run(
+                limits(
+                    max_staleness=STALENESS,
+                    max_attempts=ATTEMPTS,
+                    filter_zero_variance=filtering,
+                    session_ttl_seconds=3600.0,
+                )
+            )
+        )
+        leader = self.do(self.store.acquire_leadership("machine"))
+        assert leader is not None
+        self.leader = leader
+        self.trainer = self.do(self.store.open_trainer_session("machine"))
+        self.publish()
+        self.set_pool(pool, False)
+        self.open_worker()
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.do(self.store.aclose())
+        self.loop.close()
+
+    # -- leader ---------------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.model.groups) < 8)
+    @rule(count=st.integers(1, 3), needed=st.integers(2, 3))
+    def admit(self, count: int, needed: int) -> None:
+        first = self.model.cursor
+        groups = [group(first + i, needed) for i in range(count)]
+        assert self.do(self.store.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count))) == count
+        with pytest.raises(Conflict):
+            self.do(self.store.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count)))
+        self.model.cursor += count
+        for g in groups:
+            self.model.admit(g.group_id, needed)
+
+    @rule(pool=st.integers(1, 8), paused=st.sampled_from([False, False, False, True]))
+    def set_pool(self, pool: int, paused: bool) -> None:
+        self.model.pool_size, self.model.paused = pool, paused
+        self.do(self.store.set_desired(self.leader, Desired(pool_size=pool, paused=paused)))
+
+    @rule(pick=PICK)
+    def evict(self, pick: int) -> None:
+        candidates = [gid for gid, g in self.model.groups.items() if g.state != "cut"]
+        if candidates and pick % 3 == 0:
+            gid = candidates[pick % len(candidates)]
+            assert self.do(self.store.evict(self.leader, [gid], "straggler")) == 1
+            assert self.do(self.store.evict(self.leader, [gid], "straggler")) == 0
+            self.model.drop(gid, "straggler")
+
+    @precondition(lambda self: self.model.ready())
+    @rule(count=st.integers(1, 3))
+    def cut(self, count: int) -> None:
+        gids = self.model.ready()[:count]
+        step = self.model.cut_step + 1
+        oldest = min(s for gid in gids if (s := self.model.groups[gid].lowest_step) is not None)
+        allowed = self.model.cut_step == self.model.trained_step and step - 1 - oldest <= STALENESS
+        if not allowed:
+            with pytest.raises(Conflict):
+                self.do(self.store.cut(self.leader, step, gids))
+            return
+        for _ in range(2):
+            self.do(self.store.cut(self.leader, step, gids))
+        self.model.cut(gids)
+        self.confirmed = False
+
+    @rule()
+    def change_leader(self) -> None:
+        self.do(self.store.resign(self.leader))
+        leader = self.do(self.store.acquire_leadership("next"))
+        assert leader is not None
+        self.leader = leader
+
+    # -- trainer --------------------------------------------------------------------------------------------------
+
+    @rule()
+    def publish(self) -> None:
+        version = len(self.model.version_steps)
+        for _ in range(2):
+            self.do(self.store.announce_policy(self.trainer, policy(version, self.model.trained_step)))
+        self.model.version_steps.append(self.model.trained_step)
+
+    @precondition(lambda self: self.model.cut_groups and not self.confirmed)
+    @rule()
+    def claim(self) -> None:
+        step = self.model.cut_step
+        for _ in range(2):
+            batch = self.do(self.store.claim(self.trainer, step, 1.0))
+            assert batch is not None
+            assert [g.group_id for g in batch.groups] == self.model.cut_groups
+            for got in batch.groups:
+                expected = {
+                    f"{got.group_id}.{number}": (m.tokens, m.reward)
+                    for number, m in enumerate(self.model.groups[got.group_id].members)
+                    if m.state == "scored"
+                }
+                assert {
+                    t.trajectory_id: (t.response_token_count, t.shaped_reward) for t in got.trajectories
+                } == expected
+        for _ in range(2):
+            self.do(self.store.confirm_batch_file(self.trainer, step, f"digest-{step}"))
+        self.confirmed = True
+
+    @precondition(lambda self: self.model.cut_groups and self.confirmed)
+    @rule()
+    def train(self) -> None:
+        for _ in range(2):
+            self.do(self.store.report_trained(self.trainer, self.model.cut_step))
+        self.model.trained()
+
+    @precondition(lambda self: self.model.ready() and not self.model.cut_groups)
+    @rule(count=st.integers(1, 3))
+    def whole_step(self, count: int) -> None:
+        """Evict what is too stale, then from the cut to the next policy version."""
+        for gid in self.model.ready():
+            step = self.model.groups[gid].lowest_step
+            if step is not None and step < self.model.cut_step - STALENESS:
+                self.do(self.store.evict(self.leader, [gid], "stale"))
+                self.model.drop(gid, "stale")
+        if not self.model.ready():
+            return
+        self.cut(count)
+        if self.model.cut_groups:
+            self.claim()
+            self.train()
+            self.publish()
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    @rule()
+    def open_worker(self) -> None:
+        if len(self.sessions) < 3:
+            self.sessions.append(self.do(self.store.open_session("machine")))
+
+    @rule(pick=PICK, limit=st.integers(1, 4))
+    def lease(self, pick: int, limit: int) -> None:
+        if self.sessions:
+            session = self.sessions[pick % len(self.sessions)]
+            leased = self.do(self.store.lease(session, limit))
+            assert [t.trajectory.trajectory_id for t in leased] == self.model.lease(session, limit)
+            for t in leased:
+                m = self.model.member(t.trajectory.trajectory_id)
+                assert m is not None
+                assert (t.attempt, t.trajectory.response_token_count) == (m.attempts, m.tokens)
+
+    @rule(pick=PICK, tokens=st.integers(1, 5), age=st.integers(0, 3))
+    def append(self, pick: int, tokens: int, age: int) -> None:
+        trajectory_id = self.pick("leased", pick)
+        if trajectory_id is None:
+            return
+        m = self.model.member(trajectory_id)
+        assert m is not None
+        assert m.session is not None
+        version = max(0, len(self.model.version_steps) - 1 - age)
+        item = Append(trajectory_id=trajectory_id, token_offset=m.tokens, segments=[segment(tokens, version, m.tokens)])
+        statuses = [self.do(self.store.append(m.session, [item]))[0].status for _ in range(2)]
+        assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
+        self.model.save(trajectory_id, tokens, version)
+
+    @rule(pick=PICK, tokens=st.integers(1, 3))
+    def finish(self, pick: int, tokens: int) -> None:
+        trajectory_id = self.pick("leased", pick)
+        if trajectory_id is None:
+            return
+        m = self.model.member(trajectory_id)
+        assert m is not None
+        assert m.session is not None
+        version = len(self.model.version_steps) - 1
+        item = Finish(
+            trajectory_id=trajectory_id,
+            token_offset=m.tokens,
+            segments=[segment(tokens, version, m.tokens)],
+            finish_reason=FinishReason.STOP,
+        )
+        statuses = [self.do(self.store.finish(m.session, [item]))[0].status for _ in range(2)]
+        assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
+        self.model.save(trajectory_id, tokens, version)
+        m.state = "finished"
+
+    @rule(pick=PICK, reward=REWARDS)
+    def score(self, pick: int, reward: float | None) -> None:
+        trajectory_id = self.pick("finished", pick)
+        if trajectory_id is None:
+            return
+        m = self.model.member(trajectory_id)
+        assert m is not None
+        if m.session is None:
+            return
+        outcome = UNSCORABLE if reward is None else scored(reward)
+        item = Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=reward or 0.0)
+        first, second = (self.do(self.store.score(m.session, [item]))[0].status for _ in range(2))
+        self.model.score(trajectory_id, reward)
+        group_is_there = self.model.member(trajectory_id) is not None
+        assert (first, second) == (WriteStatus.SAVED, WriteStatus.DUPLICATE if group_is_there else WriteStatus.LOST)
+
+    @rule(rewards=st.lists(REWARDS, min_size=1, max_size=6))
+    def complete(self, rewards: list[float | None]) -> None:
+        """Several trajectories in one go, so that groups complete within a short history."""
+        if not self.model.ids("pending", "partial", "leased", "finished"):
+            self.admit(2, 2)
+        for at, reward in enumerate(rewards):
+            if not self.model.ids("leased", "finished"):
+                self.set_pool(6, False)
+                self.open_worker()
+                self.lease(at, 4)
+            self.append(0, 2, at)
+            self.finish(0, 1)
+            self.score(0, reward)
+
+    @rule(pick=PICK, reason=st.sampled_from(ReleaseReason))
+    def release(self, pick: int, reason: ReleaseReason) -> None:
+        trajectory_id = self.pick("leased", pick)
+        if trajectory_id is not None:
+            m = self.model.member(trajectory_id)
+            assert m is not None
+            assert m.session is not None
+            session = m.session
+            assert self.do(self.store.release(session, [trajectory_id], reason)) == 1
+            assert self.do(self.store.release(session, [trajectory_id], reason)) == 0
+            self.model.give_back(trajectory_id, free_attempt=reason is not ReleaseReason.FAILED)
+
+    @rule(pick=PICK)
+    def fail(self, pick: int) -> None:
+        trajectory_id = self.pick("leased", pick)
+        if trajectory_id is not None:
+            m = self.model.member(trajectory_id)
+            assert m is not None
+            assert m.session is not None
+            session = m.session
+            assert self.do(self.store.fail(session, [(trajectory_id, "broken")])) == 1
+            assert self.do(self.store.fail(session, [(trajectory_id, "broken")])) == 0
+            self.model.lose_member(trajectory_id, "dead")
+
+    @rule(pick=PICK)
+    def restart(self, pick: int) -> None:
+        trajectory_id = self.pick("leased", pick)
+        if trajectory_id is not None:
+            m = self.model.member(trajectory_id)
+            assert m is not None
+            assert m.session is not None
+            self.do(self.store.restart(m.session, [trajectory_id]))
+            if m.tokens:
+                m.tokens, m.step, m.mark = 0, None, 0
+
+    @rule(pick=PICK, limit=st.integers(1, 3))
+    def take_over_scoring(self, pick: int, limit: int) -> None:
+        if self.sessions:
+            session = self.sessions[pick % len(self.sessions)]
+            waiting = [i for i in self.model.ids("finished") if self.model.member(i).session is None]  # type: ignore[union-attr]
+            got = [t.trajectory.trajectory_id for t in self.do(self.store.lease_scoring(session, limit))]
+            assert got == waiting[:limit]
+            for trajectory_id in got:
+                m = self.model.member(trajectory_id)
+                assert m is not None
+                m.session = session
+
+    @rule(pick=PICK, dies=st.booleans())
+    def lose_worker(self, pick: int, dies: bool) -> None:
+        if not self.sessions:
+            return
+        session = self.sessions.pop(pick % len(self.sessions))
+        if dies:
+            keys = self.store.connection.keys
+            self.do(self.store.connection.command("ZADD", keys.single("sessions"), 1, session))
+            self.do(self.store.connection.command("HSET", keys.single("meta"), "leader_since", 1))
+            for _ in range(2):
+                self.do(self.store.reap(self.leader))
+        else:
+            self.do(self.store.close_session(session))
+        for trajectory_id in self.model.ids("leased", "finished", session=session):
+            self.model.give_back(trajectory_id, free_attempt=not dies)
+
+    @rule(pick=PICK)
+    def redis_restarts(self, pick: int) -> None:
+        """Redis comes back as another server, in the state in which it went; a worker may have forgotten a lease."""
+        command, meta = self.store.connection.command, self.store.connection.keys.single("meta")
+        self.do(command("HSET", meta, "run_id", "another"))
+        first = self.model.cursor
+        with pytest.raises(StoreUnavailable):
+            self.do(self.store.admit(self.leader, [group(first)], Cursor(index=first), Cursor(index=first + 1)))
+        for session in self.sessions:
+            assert self.do(self.store.lease(session, 2)) == []
+            held = self.model.ids("leased", "finished", session=session)
+            forgotten = held.pop(pick % len(held)) if held and pick % 2 else None
+            tokens = [self.model.member(i).tokens for i in held]  # type: ignore[union-attr]
+            for _ in range(2):
+                kept = self.do(self.store.reregister(session, list(zip(held, tokens, strict=True))))
+                assert [(a.trajectory_id, a.kept, a.saved_token_count) for a in kept] == [
+                    (i, True, n) for i, n in zip(held, tokens, strict=True)
+                ]
+            if forgotten is not None:
+                self.model.give_back(forgotten, free_attempt=True)
+        self.reassert()
+        self.do(command("HSET", meta, "recovering_until", 1))
+        assert not self.do(self.store.begin_recovery())
+        self.do(command("HSET", meta, "quiet_until", 1))
+
+    def reassert(self) -> None:
+        """The trainer states what it has: the policies, and the batch file that it has not trained on yet."""
+        step = self.model.cut_step
+        batches = [(step, self.model.cut_groups)] if self.model.cut_groups and self.confirmed else []
+        for _ in range(2):
+            state = self.do(
+                self.store.reassert_training(
+                    self.trainer,
+                    committed_step=self.model.trained_step,
+                    trained_step=self.model.trained_step,
+                    batches=batches,
+                    policies=[policy(v, s) for v, s in enumerate(self.model.version_steps)],
+                    cursor=Cursor(index=self.model.cursor),
+                    digests=[f"digest-{step}" for _ in batches],
+                )
+            )
+            assert (state.trained_step, state.cut_step, state.recovering) == (self.model.trained_step, step, True)
+
+    def pick(self, state: str, number: int) -> str | None:
+        ids = self.model.ids(state)
+        return ids[number % len(ids)] if ids else None
+
+    # -- after every step -----------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_queue_agrees_with_the_model(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        truth = self.do(read_truth(self.store))
+        assert truth.problems == []
+        assert truth.groups == {gid: g.state for gid, g in self.model.groups.items()}
+        assert truth.tombstones == set(self.model.gone)
+        for trajectory_id, record in truth.members.items():
+            m = self.model.member(trajectory_id)
+            assert m is not None
+            assert (record.state, record.tokens) == (m.state, m.tokens)
+            if m.state in ("leased", "finished"):
+                assert record.session == m.session
+
+    @invariant()
+    def the_view_agrees_with_the_model(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        view = self.do(self.store.view())
+        model = self.model
+        assert view.leased == model.leased()
+        assert (view.pending, view.partial) == (len(model.ids("pending")), len(model.ids("partial")))
+        assert view.finished == len(model.ids("finished"))
+        assert view.admitted_unconsumed == len(model.groups)
+        assert view.ready_groups == len(model.ready())
+        prefix = [(g.group_id, g.min_train_step) for g in view.ready][:4]
+        assert prefix == [(gid, model.groups[gid].lowest_step) for gid in model.ready()][:4]
+        dropped = self.do(self.store.dropped_groups())
+        assert dropped == {gid: why for gid, why in model.gone.items() if why != "consumed"}
