@@ -14,7 +14,7 @@ from dashboards import gateway, generation, infrastructure, overview, queue, rew
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 FOLDER = Path(__file__).parents[2] / "helm" / "rollmesh" / "files" / "dashboards"
-PAGES = (overview, generation, queue, training, rewards, weights, infrastructure, gateway)
+PAGES = [module.PAGE for module in (overview, generation, queue, training, rewards, weights, infrastructure, gateway)]
 
 
 def rendered() -> dict[Path, str]:
@@ -22,7 +22,7 @@ def rendered() -> dict[Path, str]:
     files = {}
     for page in PAGES:
         data = json.loads(json.dumps(page.build(), cls=JSONEncoder))
-        files[FOLDER / f"{page.NAME}.json"] = json.dumps(tidied(data), indent=2, sort_keys=True) + "\n"
+        files[FOLDER / f"{page.name}.json"] = json.dumps(tidied(data), indent=2, sort_keys=True) + "\n"
     return files
 
 

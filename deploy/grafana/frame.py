@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import dashboard as models
-from panels import PROMETHEUS, RUN, Part
+from panels import PROMETHEUS, RUN, Panel
 
 _NEW_VERSION = f"run:rollmesh_policy_version:max{{{RUN}}} > (run:rollmesh_policy_version:max{{{RUN}}} offset 1m)"
 _FIRING = f'ALERTS{{alertstate="firing", {RUN}}}'
 TAG = "rollmesh"
 
 
-def framed(
-    name: str,
-    title: str,
-    description: str,
-    panels: Sequence[Part],
-    *,
-    instances_of: str = "",
-) -> models.Dashboard:
-    """A dashboard of these panels; ``instances_of`` are the services that its variable ``instance`` offers."""
-    made = (
-        dashboard.Dashboard(f"rollmesh: {title}")
-        .uid(f"rollmesh-{name}")
-        .description(description)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A dashboard: panels under headings."""
+
+    name: str
+    title: str
+    description: str
+    rows: Mapping[str, Sequence[Panel]]
+    instances_of: str = ""
+    """Services that the variable ``instance`` offers; without any there is no such variable."""
+
+    def build(self) -> models.Dashboard:
+        """As Grafana wants it."""
+        made = _frame(self)
+        if self.instances_of:
+            query = f'label_values(up{{run=~"$run", service=~"{self.instances_of}"}}, instance)'
+            made.with_variable(_choice("instance", "Process", query))
+        for heading, panels in self.rows.items():
+            made.with_row(dashboard.Row(heading))
+            for panel in panels:
+                made.with_panel(panel)
+        built = made.build()
+        for number, placed in enumerate(built.panels or [], start=1):
+            placed.id_val = number
+        return built
+
+
+def _frame(page: Page) -> dashboard.Dashboard:
+    return (
+        dashboard.Dashboard(f"rollmesh: {page.title}")
+        .uid(f"rollmesh-{page.name}")
+        .description(page.description)
         .tags([TAG])
         .refresh("15s")
         .time("now-1h", "now")
@@ -45,18 +65,6 @@ def framed(
         .annotation(_marks("Policy versions", _NEW_VERSION, "blue", shown=True))
         .annotation(_marks("Alerts", _FIRING, "red", shown=False))
     )
-    if instances_of:
-        query = f'label_values(up{{run=~"$run", service=~"{instances_of}"}}, instance)'
-        made.with_variable(_choice("instance", "Process", query))
-    for panel in panels:
-        if isinstance(panel, dashboard.Row):
-            made.with_row(panel)
-        else:
-            made.with_panel(panel)
-    built = made.build()
-    for number, placed in enumerate(built.panels or [], start=1):
-        placed.id_val = number
-    return built
 
 
 def _choice(name: str, label: str, query: str) -> dashboard.QueryVariable:

@@ -25,9 +25,11 @@ from grafana_foundation_sdk.models import prometheus as prometheus_models
 PROMETHEUS = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 RUN = 'run=~"$run"'
 PROCESS = 'run=~"$run", instance=~"$instance"'
-Part = Builder[models.Panel] | dashboard.Row
-"""What a dashboard is made of: panels, and headings between them."""
+Panel = Builder[models.Panel]
 GREEN, ORANGE, RED = "green", "orange", "red"
+Limits = Sequence[tuple[float | None, str]]
+"""Colours from a value on; the first one has no value."""
+ONE_OR_MORE: Limits = ((None, RED), (1, GREEN))
 _HEIGHT = 8
 _REFS = "ABCDEFGHIJ"
 
@@ -38,6 +40,36 @@ class Query:
 
     expression: str
     legend: str
+
+
+def rule(name: str, word: str = "", legend: str = "") -> Query:
+    """What a recording rule computes for the run; ``name`` follows ``run:rollmesh_``."""
+    return Query(f"run:rollmesh_{name}{{{RUN}}}", legend or _legend("run", word))
+
+
+def gauge(metric: str, word: str = "", labels: str = RUN, legend: str = "") -> Query:
+    """A metric as it is; of every process if ``labels`` is PROCESS."""
+    return Query(f"{metric}{{{labels}}}", legend or _legend("instance" if labels == PROCESS else "run", word))
+
+
+def total(metric: str, by: str = "run", word: str = "", labels: str = RUN, legend: str = "") -> Query:
+    """A gauge, summed."""
+    return Query(f"sum by ({by}) ({metric}{{{labels}}})", legend or _legend(by, word))
+
+
+def per_second(counter: str, by: str = "run", word: str = "", labels: str = RUN, legend: str = "") -> Query:
+    """Increase of a counter per second, summed."""
+    return Query(rate(counter, by, labels), legend or _legend(by, word))
+
+
+def per_minute(counter: str, by: str = "run", word: str = "", labels: str = RUN, legend: str = "") -> Query:
+    """The same per minute."""
+    return Query(f"60 * {rate(counter, by, labels)}", legend or _legend(by, word))
+
+
+def quantiles(histogram: str, *shares: float, by: str = "run") -> list[Query]:
+    """Quantiles of a histogram, one curve each."""
+    return [Query(quantile(share, histogram, by), _legend(by, f"{share:.0%}")) for share in shares]
 
 
 def led(metric: str, by: str = "") -> str:
@@ -58,13 +90,19 @@ def quantile(q: float, histogram: str, by: str = "run") -> str:
     return f"histogram_quantile({q:g}, {buckets})"
 
 
-def mean(histogram: str, by: str = "run") -> str:
-    """Mean of a histogram's observations over the last moments."""
-    return f"{rate(f'{histogram}_sum', by)} / {rate(f'{histogram}_count', by)}"
+def _legend(by: str, word: str) -> str:
+    """A word, and the values of the labels: the run last."""
+    values = " ".join(f"{{{{{label}}}}}" for label in reversed(by.split(", ")))
+    return f"{word} {values}".lstrip()
 
 
-def thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
-    """Colours from a value on; the first step has no value."""
+def above(value: float, color: str) -> Limits:
+    """A coloured line at a value, and nothing below it."""
+    return ((None, "transparent"), (value, color))
+
+
+def thresholds(steps: Limits) -> dashboard.ThresholdsConfig:
+    """Limits as Grafana writes them."""
     made = [models.Threshold(value=value, color=color) for value, color in steps]
     return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(made)
 
@@ -72,13 +110,13 @@ def thresholds(*steps: tuple[float | None, str]) -> dashboard.ThresholdsConfig:
 def curve(
     title: str,
     description: str,
-    unit: str,
     *queries: Query,
+    unit: str = "none",
     width: int = 8,
     stacked: bool = False,
-    least: float | None = None,
+    least: float | None = 0,
     most: float | None = None,
-    limits: Sequence[tuple[float | None, str]] = (),
+    limits: Limits = (),
     logarithmic: bool = False,
 ) -> timeseries.Panel:
     """Values over time; ``limits`` are drawn as coloured lines."""
@@ -102,27 +140,34 @@ def curve(
     if most is not None:
         panel.max(most)
     if limits:
-        panel.thresholds(thresholds(*limits))
+        panel.thresholds(thresholds(limits))
         panel.thresholds_style(common.GraphThresholdsStyleConfig().mode(common_models.GraphTresholdsStyleMode.DASHED))
     for ref, query in zip(_REFS, queries, strict=False):
         panel.with_target(_target(ref, query))
     return panel
 
 
+def share(
+    title: str, description: str, *queries: Query, stacked: bool = False, limits: Limits = ()
+) -> timeseries.Panel:
+    """Shares between 0 and 1 over time."""
+    return curve(title, description, *queries, unit="percentunit", most=1, stacked=stacked, limits=limits)
+
+
 def number(
     title: str,
     description: str,
-    unit: str,
     query: Query,
     *,
-    limits: Sequence[tuple[float | None, str]] = ((None, GREEN),),
+    unit: str = "none",
+    limits: Limits = ((None, GREEN),),
     words: dict[str, str] | None = None,
     decimals: int | None = None,
     width: int = 4,
 ) -> stat.Panel:
     """One newest value in large type; ``words`` replace values."""
     panel = stat.Panel().title(title).description(description).unit(unit).datasource(PROMETHEUS)
-    panel.span(width).height(4).thresholds(thresholds(*limits)).graph_mode(common_models.BigValueGraphMode.AREA)
+    panel.span(width).height(4).thresholds(thresholds(limits)).graph_mode(common_models.BigValueGraphMode.AREA)
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     if words:
         options = {value: models.ValueMappingResult(text=text) for value, text in words.items()}
@@ -136,25 +181,25 @@ def number(
 def bars(
     title: str,
     description: str,
-    unit: str,
     query: Query,
     *,
+    unit: str = "none",
     width: int = 8,
     most: float | None = None,
-    limits: Sequence[tuple[float | None, str]] = ((None, GREEN),),
+    limits: Limits = ((None, GREEN),),
 ) -> bargauge.Panel:
     """The newest value of every series, as bars side by side."""
     panel = bargauge.Panel().title(title).description(description).unit(unit).datasource(PROMETHEUS)
     panel.span(width).height(_HEIGHT).orientation(common_models.VizOrientation.HORIZONTAL).min(0)
     panel.display_mode(common_models.BarGaugeDisplayMode.BASIC).value_mode(common_models.BarGaugeValueMode.TEXT)
-    panel.thresholds(thresholds(*limits))
+    panel.thresholds(thresholds(limits))
     panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
     if most is not None:
         panel.max(most)
     return panel.with_target(_target("A", query).instant())
 
 
-def density(title: str, description: str, unit: str, histogram: str, *, width: int = 8) -> heatmap.Panel:
+def density(title: str, description: str, histogram: str, *, unit: str = "none", width: int = 8) -> heatmap.Panel:
     """Distribution of a histogram's observations over time."""
     panel = heatmap.Panel().title(title).description(description).datasource(PROMETHEUS).span(width).height(_HEIGHT)
     panel.calculate(False).cell_gap(1).y_axis(heatmap.YAxisConfig().unit(unit))
@@ -179,11 +224,6 @@ def rows(title: str, description: str, query: Query, *, width: int = 12) -> tabl
     panel = table.Panel().title(title).description(description).datasource(PROMETHEUS).span(width).height(_HEIGHT)
     panel.show_header(True)
     return panel.with_target(_target("A", query).instant().format(prometheus_models.PromQueryFormat.TABLE))
-
-
-def row(title: str) -> dashboard.Row:
-    """A heading between panels."""
-    return dashboard.Row(title)
 
 
 def _target(ref: str, query: Query) -> prometheus.Dataquery:
