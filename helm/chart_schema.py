@@ -119,6 +119,14 @@ _BY_PATH: dict[str, Schema] = {
 }
 _SET_BY_CHART = frozenset({"folder", "network", "launcher", "security"})
 """Sections of the run file that the chart writes or that only a local launcher reads."""
+_FIELDS_SET_BY_CHART = {
+    "store": ("url", "password", "sentinel_password"),
+    "checkpoints": ("folder", "secret", "cache_folder"),
+    "reward": ("address",),
+    "gateway": ("host", "port", "token"),
+}
+"""Fields that environment variables of the chart win over: what a run file says there would do nothing, and a secret
+would lie open in a ConfigMap."""
 
 
 class Documented(Protocol):
@@ -170,7 +178,14 @@ def _by_default(value: Any, path: str, texts: dict[str, str]) -> Schema:
 def _run_section(description: str) -> Schema:
     """The sections of a run file; their fields are checked by the program, which says more than a schema can."""
     properties: Schema = {name: {"type": "object"} for name in RunConfig.model_fields if name not in _SET_BY_CHART}
+    for section, names in _FIELDS_SET_BY_CHART.items():
+        properties[section] = _without(*names)
+    properties["generator"] = {"type": "object", "properties": {"sglang": _without("admin_key")}}
     properties["name"] = {"type": "string", "pattern": "^[a-z0-9]([a-z0-9_-]{0,61}[a-z0-9])?$"}
     properties["seed"] = {"type": "integer"}
     properties["model"] = {"type": "object", "required": ["path"], "properties": {"path": {"type": "string"}}}
     return {"description": description, **_closed(properties, ["name", "model"])}
+
+
+def _without(*names: str) -> Schema:
+    return {"type": "object", "properties": dict.fromkeys(names, False)}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from pydantic import BaseModel, SecretStr
 
-from rollmesh.config import load_run_config
+from rollmesh.config import RunConfig, load_run_config
 
 from .rendering import CHART, EXAMPLES, ROOT, Helm, HelmError
 
@@ -28,7 +31,9 @@ def test_the_schema_is_closed_everywhere() -> None:
     def open_sections(schema: object, path: str = "") -> list[str]:
         found: list[str] = []
         if isinstance(schema, dict):
-            if schema.get("type") == "object" and "properties" in schema and path != "/properties/run/properties/model":
+            # Fields of a run file's sections are the program's to know.
+            inside_run = path.startswith("/properties/run/properties/")
+            if schema.get("type") == "object" and "properties" in schema and not inside_run:
                 found += [] if schema.get("additionalProperties") is False else [path]
             for key, value in schema.items():
                 found += open_sections(value, f"{path}/{key}")
@@ -47,6 +52,10 @@ def test_the_schema_is_closed_everywhere() -> None:
         ("reward.autoscaling.kind=vpa", "kind"),
         ("run.network.grpc_port=1", "network"),
         ("run.trainers.train_steps=1", "trainers"),
+        ("run.store.url=redis://elsewhere:6379", "url"),
+        ("run.checkpoints.folder=/elsewhere", "folder"),
+        ("run.reward.address=elsewhere:7070", "address"),
+        ("run.gateway.port=81", "port"),
         ("podSecurityContext.runAsUser=0", "runAsUser"),
         ("redis.externalUrl=redis://:password@host:6379", "externalUrl"),
         ("checkpoints.url=ftp://host/path", "url"),
@@ -58,6 +67,25 @@ def test_the_schema_is_closed_everywhere() -> None:
 def test_a_wrong_value_is_refused_with_its_name(helm: Helm, item: str, complaint: str) -> None:
     with pytest.raises(HelmError, match=complaint):
         helm.template(CHART, [KIND], [item])
+
+
+def secret_fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted paths of the secrets of a run file."""
+    for name, field in model.model_fields.items():
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if kind is SecretStr:
+                yield f"{prefix}{name}"
+            elif isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from secret_fields(kind, f"{prefix}{name}.")
+
+
+def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> None:
+    found = list(secret_fields(RunConfig))
+    assert {"store.password", "checkpoints.secret", "generator.sglang.admin_key", "gateway.token"} <= set(found)
+
+    for path in found:
+        with pytest.raises(HelmError, match=r"don.t meet the specifications"):
+            helm4.template(CHART, [KIND], [f"run.{path}={'a' * 40}"])
 
 
 @pytest.mark.parametrize(
