@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench publish-contract clean
+.PHONY: help setup demo demo-seeds test lint unit integration contract sglang sglang-env sglang-try deploy chart chart-tools chart-tools-try prometheus-try redis-try images image-sglang images-test docker-try chromium-try e2e chaos bench publish-contract clean
 
 help: ## What can be made
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sort | awk -F':.*## ' '{printf "  make %-17s %s\n", $$1, $$2}'
@@ -73,7 +73,7 @@ sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU
 sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
-deploy: $(VENV)/.dev prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
+deploy: $(VENV)/.dev sglang-try prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
 	$(BIN)/pytest -rs tests/deploy
 
 # Without a way to get it, the tests that need Prometheus say why and are skipped.
@@ -100,7 +100,7 @@ images: ## Build every image that runs on a CPU
 image-sglang: ## Build the generator into the upstream SGLang image
 	BASE_IMAGE=$${BASE_IMAGE:-lmsysorg/sglang:v0.5.23} deploy/build.sh generator-sglang
 
-images-test: $(VENV)/.dev docker-try ## Build the images and run the mesh of the compose file in them (minutes)
+images-test: $(VENV)/.dev sglang-try docker-try ## Build the images and run the mesh of the compose file in them (minutes)
 	ROLLMESH_TEST_IMAGES=1 $(BIN)/pytest -rs tests/deploy/images
 
 # Debian's engine, Compose and debootstrap, where this is root and they are missing; without them tests are skipped.
