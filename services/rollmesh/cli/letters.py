@@ -10,9 +10,10 @@ import typer
 from rich.table import Table
 
 from rollmesh.cli.common import JsonOption, RunFolderArgument, run_async, store_of
+from rollmesh.errors import Conflict
 from rollmesh.report.console import output_console
 
-app = typer.Typer(help="List, inspect and replay dead letters.", no_args_is_help=True)
+app = typer.Typer(help="List, inspect, replay and delete dead letters.", no_args_is_help=True)
 
 IdArgument = Annotated[str, typer.Argument(help="Trajectory id, as listed.", metavar="TRAJECTORY_ID")]
 
@@ -56,5 +57,18 @@ def replay(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
         async with store_of(run) as (_, _, store):
             group_id = await store.replay_dead_letter(trajectory_id)
         typer.echo(f"{trajectory_id} replayed as group {group_id}")
+
+    run_async(main)
+
+
+@app.command()
+def delete(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
+    """Forget a dead letter and its payload, which counts against Redis' memory."""
+
+    async def main() -> None:
+        async with store_of(run) as (_, _, store):
+            if not await store.delete_dead_letter(trajectory_id):
+                raise Conflict(f"no dead letter {trajectory_id}")
+        typer.echo(f"{trajectory_id} deleted")
 
     run_async(main)

@@ -70,7 +70,7 @@ def printed(*arguments: str) -> str:
     return done.stdout
 
 
-def test_a_dead_letter_is_listed_inspected_and_replayed_once(folder: Path) -> None:
+def test_a_dead_letter_is_listed_inspected_replayed_once_and_deleted(folder: Path) -> None:
     (letter,) = json.loads(printed("dead-letters", "list", str(folder), "--json"))
     assert (letter["trajectory_id"], letter["reason"], letter["token_count"]) == ("e0-0.0", "no such luck", 5)
     assert "no such luck" in printed("dead-letters", "list", str(folder))
@@ -80,8 +80,11 @@ def test_a_dead_letter_is_listed_inspected_and_replayed_once(folder: Path) -> No
         assert printed("dead-letters", "replay", str(folder), "e0-0.0") == "e0-0.0 replayed as group e0-0r1\n"
     status = json.loads(printed("status", str(folder), "--json"))
     assert status["view"]["open_groups"] == 2
-    unknown = CliRunner().invoke(app, ["dead-letters", "inspect", str(folder), "e7-7.7"])
-    assert unknown.exit_code == 2 and "no dead letter e7-7.7" in unknown.stderr
+    assert printed("dead-letters", "delete", str(folder), "e0-0.0") == "e0-0.0 deleted\n"
+    assert json.loads(printed("dead-letters", "list", str(folder), "--json")) == []
+    for command, letter_id in (("inspect", "e7-7.7"), ("delete", "e0-0.0")):
+        unknown = CliRunner().invoke(app, ["dead-letters", command, str(folder), letter_id])
+        assert unknown.exit_code == 2 and f"no dead letter {letter_id}" in unknown.stderr
 
 
 def test_a_version_is_pinned_and_released_and_an_unknown_one_refused(folder: Path) -> None:
