@@ -24,7 +24,7 @@ from typing import BinaryIO
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_folder
-from rollmesh.checkpoints.frames import decode_groups, encode_groups, read_frame
+from rollmesh.checkpoints.frames import decode_groups, encode_groups
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.errors import CheckpointError, DataError
@@ -53,6 +53,8 @@ class BatchFooter(BaseModel):
     cursor_epoch: int = Field(ge=0)
     cursor_index: int = Field(ge=0)
     payload_bytes: int = Field(ge=0)
+    group_bytes: list[int] = Field(default_factory=list)
+    """Length of every group's frame, so that one can be read without the others."""
     payload_sha256: str
     """The batch's digest: equal batches have equal digests, whenever and by whomever they were written."""
     create_time: datetime
@@ -137,15 +139,26 @@ def read_group(root: Path, secret: bytes, train_step: int, group_id: str) -> Gro
     """
     path = batch_path(root, train_step)
     with _opened(path) as file:
-        footer = footer_of(file, str(path), secret, train_step)
-        if group_id not in footer.group_ids:
-            return None
-        file.seek(len(_HEAD))
-        try:
-            frame = read_frame(file, footer.group_ids.index(group_id))
-            return next(iter(decode_groups(frame)), None)
-        except DataError as error:
-            raise CheckpointError(f"{path}: {error}") from error
+        return group_of(file, str(path), secret, train_step, group_id)
+
+
+def group_of(file: BinaryIO, path: str, secret: bytes, train_step: int, group_id: str) -> Group | None:
+    """``read_group`` in an open batch file that can seek; ``path`` is for the messages."""
+    footer = footer_of(file, path, secret, train_step)
+    if group_id not in footer.group_ids:
+        return None
+    start, size = 0, footer.payload_bytes
+    if footer.group_bytes:  # a file of an older version does not tell
+        position = footer.group_ids.index(group_id)
+        start, size = sum(footer.group_bytes[:position]), footer.group_bytes[position]
+    file.seek(len(_HEAD) + start)
+    try:
+        found = next((g for g in decode_groups(file.read(size)) if g.group_id == group_id), None)
+    except DataError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if found is None:
+        raise CheckpointError(f"{path}: the groups are not the ones that the footer names", reason=Reason.TAMPERED)
+    return found
 
 
 def batch_steps(root: Path) -> list[int]:
@@ -169,17 +182,18 @@ def remove_unfinished(root: Path) -> int:
 
 def _write(file: BinaryIO, secret: bytes, batch: Batch, cursor: Cursor, train_steps: Mapping[int, int]) -> str:
     digest = hashlib.sha256()
-    size = 0
+    sizes: list[int] = []
     file.write(_HEAD)
-    for part in encode_groups(batch):
-        file.write(part)
-        digest.update(part)
-        size += len(part)
+    for frame in encode_groups(batch):
+        file.write(frame)
+        digest.update(frame)
+        sizes.append(len(frame))
     footer = BatchFooter(
         train_step=batch.train_step,
         group_ids=[g.group_id for g in batch.groups],
         trajectory_count=sum(len(g.trajectories) for g in batch.groups),
-        payload_bytes=size,
+        payload_bytes=sum(sizes),
+        group_bytes=sizes,
         payload_sha256=digest.hexdigest(),
         create_time=datetime.now(UTC),
         version_train_steps={v: train_steps[v] for v in sorted(_versions(batch)) if v in train_steps},

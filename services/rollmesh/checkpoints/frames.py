@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO
 
 from google.protobuf.message import DecodeError
 
@@ -22,8 +20,7 @@ def encode_groups(batch: Batch) -> Iterator[bytes]:
     for group in batch.groups:
         message = batch_to_pb(Batch(train_step=batch.train_step, groups=(group,)))
         data = message.SerializeToString(deterministic=True)
-        yield _LENGTH.pack(len(data))
-        yield data
+        yield _LENGTH.pack(len(data)) + data
 
 
 def decode_groups(data: bytes) -> Iterator[Group]:
@@ -41,24 +38,6 @@ def decode_groups(data: bytes) -> Iterator[Group]:
             yield from batch_from_pb(message).groups
         except (struct.error, DecodeError, DataError) as error:
             raise DataError(f"malformed group at byte {start}: {error}") from error
-
-
-def read_frame(file: BinaryIO, position: int) -> bytes:
-    """The frame of one group, its length included, from a file that stands at the first one; raises DataError."""
-    for _ in range(position):
-        file.seek(_read_length(file), os.SEEK_CUR)
-    length = _read_length(file)
-    data = file.read(length)
-    if len(data) < length:
-        raise DataError(f"{length - len(data)} bytes of a group are missing")
-    return _LENGTH.pack(length) + data
-
-
-def _read_length(file: BinaryIO) -> int:
-    head = file.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        raise DataError("the length of a group is missing")
-    return int(_LENGTH.unpack(head)[0])
 
 
 def batch_to_bytes(batch: Batch) -> bytes:

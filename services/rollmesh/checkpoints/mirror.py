@@ -19,6 +19,7 @@ import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, batch_path
@@ -29,8 +30,8 @@ from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import LINEAGE_FILE, lineage
-from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.types import PolicyRecord
+from rollmesh.errors import CheckpointError, ConfigError, RollmeshError
+from rollmesh.types import Group, PolicyRecord
 
 _MAX_RECORD_BYTES = 64 << 20
 _IN_USE_SECONDS = 600.0
@@ -158,12 +159,28 @@ class ObjectMirror:
 
     def footer(self, train_step: int) -> BatchFooter:
         """Footer of a batch file of the bucket, without the trajectories."""
-        key = _batch_key(train_step)
+        with self._batch_file(train_step) as (file, where):
+            return batches.footer_of(file, where, self._secret, train_step)
+
+    def group(self, train_step: int, group_id: str) -> Group | None:
+        """One group of a batch file of the bucket: no more of it is read, and nothing is kept here."""
+        with self._batch_file(train_step) as (file, where):
+            return batches.group_of(file, where, self._secret, train_step, group_id)
+
+    @contextlib.contextmanager
+    def _batch_file(self, train_step: int) -> Iterator[tuple[BinaryIO, str]]:
+        """A batch file of the bucket, open, and its name for messages."""
+        where = f"{self.objects.url}/{_batch_key(train_step)}"
         try:
-            with self.objects.opened(key) as file:
-                return batches.footer_of(file, f"{self.objects.url}/{key}", self._secret, train_step)
+            with self.objects.opened(_batch_key(train_step)) as file:
+                yield file, where
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.objects.url}/{key}: missing", reason=Reason.MISSING) from error
+            raise CheckpointError(f"{where}: missing", reason=Reason.MISSING) from error
+        except RollmeshError:
+            raise
+        except Exception as error:  # clients of object stores share no base class for an outage
+            message = f"{where}: {str(error) or type(error).__name__}"
+            raise CheckpointError(message, reason=Reason.UNREACHABLE) from error
 
     def batch_steps(self) -> list[int]:
         """Train steps with a batch file in the bucket, ascending."""

@@ -184,7 +184,7 @@ class CheckpointStore:
     def read_group(self, train_step: int, group_id: str) -> Group | None:
         """One group of a batch file, for people who look; None when it is not in it."""
         if self.mirror is not None:
-            self.mirror.fetch_batch(train_step)
+            return self.mirror.group(train_step, group_id)
         return batches.read_group(self.root, self._secret, train_step, group_id)
 
     def batch_footer(self, train_step: int) -> BatchFooter:

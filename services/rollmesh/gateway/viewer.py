@@ -79,7 +79,7 @@ class Viewer:
         group_id = trajectory_id.rpartition(".")[0]
         left_at = await self._store.gone_at(group_id)
         try:
-            found = await asyncio.to_thread(self._archive.find, group_id, left_at)
+            found = await self._archive.find(group_id, left_at)
         except CheckpointError as error:
             raise NotFound(f"{trajectory_id}: its batch file cannot be read: {error}") from error
         members = () if found is None else found.group.trajectories

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollmesh.checkpoints.batches import batch_path
+from rollmesh.checkpoints.batches import BatchFooter, batch_path
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
@@ -140,11 +140,27 @@ def test_one_group_is_read_without_the_others(store: CheckpointStore) -> None:
         store.read_group(2, "e0-2")
 
 
-def test_a_group_behind_a_wrong_length_is_refused(store: CheckpointStore) -> None:
+def test_a_group_with_a_wrong_length_is_refused_and_the_others_are_read(store: CheckpointStore) -> None:
     store.write_batch(make_batch(1), CURSOR)
     path = batch_path(store.root, 1)
     data = bytearray(path.read_bytes())
     data[8:16] = (1 << 40).to_bytes(8, "little")
     path.write_bytes(data)
+    ids = store.batch_footer(1).group_ids
     with pytest.raises(CheckpointError, match="missing"):
-        store.read_group(1, "e0-3")
+        store.read_group(1, ids[0])
+    found = store.read_group(1, ids[-1])
+    assert found is not None and found.group_id == ids[-1]
+
+
+def test_a_group_is_read_from_a_file_that_does_not_tell_where_it_is(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As files of older versions do not: made by leaving out what they lack."""
+    whole = BatchFooter.model_dump
+    monkeypatch.setattr(BatchFooter, "model_dump", lambda self, **how: whole(self, exclude={"group_bytes"}, **how))
+    store.write_batch(make_batch(1), CURSOR)
+    assert store.batch_footer(1).group_bytes == []
+    for group in make_batch(1).groups:
+        found = store.read_group(1, group.group_id)
+        assert found is not None and found.group_id == group.group_id
