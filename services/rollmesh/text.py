@@ -94,6 +94,14 @@ class Tokenizer:
         self._check_range(ids)
         return ids
 
+    def encode_aside(self, text: str, *, special_tokens: bool = False) -> Int32Array:
+        """``encode`` for a text of any length, in a thread of its own: other threads run meanwhile."""
+        # Of the tokenizer's calls only those for batches release the interpreter's lock.
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special_tokens)
+        ids = np.array(encoding.ids, np.int32)
+        self._check_range(ids)
+        return ids
+
     def decode(self, ids: npt.ArrayLike, *, special_tokens: bool = False) -> str:
         """Decode token ids [tokens] to text; ids in the padding of the vocabulary decode to nothing.
 

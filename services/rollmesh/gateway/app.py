@@ -16,10 +16,10 @@ import rollmesh
 from rollmesh.errors import ConfigError, Conflict, DataError, RollmeshError, StoreError
 from rollmesh.gateway.auth import Check
 from rollmesh.gateway.docs_page import docs_page
-from rollmesh.gateway.errors import ApiError, Unauthorized
+from rollmesh.gateway.errors import ApiError, Unauthorized, error_body
 from rollmesh.gateway.guard import Guard
 from rollmesh.gateway.metrics import GatewayMetrics
-from rollmesh.gateway.models import ErrorBody, SnapshotEvent, TickEvent
+from rollmesh.gateway.models import SnapshotEvent, TickEvent
 from rollmesh.gateway.ports import Actions, Reads
 from rollmesh.gateway.routes import PREFIX, action_router, read_router
 from rollmesh.runtime.logging import get_logger
@@ -54,7 +54,7 @@ def create_app(
     for router in routers:
         app.include_router(router)
     _add_pages(app, page)
-    _add_errors(app, metrics)
+    _add_errors(app)
     _describe(app)
     app.add_middleware(Guard, hosts=hosts, most_bytes=most_bytes, metrics=metrics)
     return app
@@ -82,47 +82,49 @@ class _Static(StaticFiles):
         return response
 
 
-def _add_errors(app: FastAPI, metrics: GatewayMetrics) -> None:
+def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def api_error(_request: Request, error: ApiError) -> Response:
-        headers = {}
-        if isinstance(error, Unauthorized):
-            metrics.refused_tokens.inc()
-            headers["WWW-Authenticate"] = "Bearer"
-        return _answer(error.status, str(error), error.field, error.hint, headers)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
+        return _answer(request, error.status, str(error), error.field, error.hint, headers)
 
     @app.exception_handler(RequestValidationError)
-    async def wrong_request(_request: Request, error: RequestValidationError) -> Response:
+    async def wrong_request(request: Request, error: RequestValidationError) -> Response:
         problem = error.errors()[0]
         where = [str(part) for part in problem["loc"] if part not in ("query", "path", "header", "body")]
-        return _answer(400, str(problem["msg"]), ".".join(where) or str(problem["loc"][0]), "see /api/v1/docs")
+        return _answer(request, 400, str(problem["msg"]), ".".join(where) or str(problem["loc"][0]), "see /api/v1/docs")
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
         hint = "see /api/v1/docs" if error.status_code in (404, 405) else None
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return _answer(error.status_code, message, None, hint, error.headers)
+        return _answer(request, error.status_code, message, None, hint, error.headers)
 
     @app.exception_handler(RollmeshError)
-    async def run_error(_request: Request, error: RollmeshError) -> Response:
+    async def run_error(request: Request, error: RollmeshError) -> Response:
         if isinstance(error, Conflict):
-            return _answer(409, str(error), None, None)
+            return _answer(request, 409, str(error), None, None)
         if isinstance(error, ConfigError | DataError):
-            return _answer(400, str(error), None, None)
+            return _answer(request, 400, str(error), None, None)
         hint = "the store is away or recovering: ask again in a moment" if isinstance(error, StoreError) else None
-        return _answer(503, str(error), None, hint)
+        return _answer(request, 503, str(error), None, hint)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         get_logger("gateway").error("request_failed", path=request.url.path, error=repr(error), exc_info=error)
-        return _answer(500, "an error inside the gateway; its log has the trace", None, None)
+        return _answer(request, 500, "an error inside the gateway; its log has the trace", None, None)
 
 
 def _answer(
-    status: int, error: str, field: str | None, hint: str | None, headers: Mapping[str, str] | None = None
+    request: Request,
+    status: int,
+    error: str,
+    field: str | None,
+    hint: str | None,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
-    body = ErrorBody(error=error, field=field, hint=hint)
-    return JSONResponse(body.model_dump(), status_code=status, headers=None if headers is None else dict(headers))
+    body = error_body(request.url.path, status, error, field, hint)
+    return JSONResponse(body, status_code=status, headers=None if headers is None else dict(headers))
 
 
 def _describe(app: FastAPI) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rollmesh.errors import RollmeshError
 
 
@@ -44,3 +46,12 @@ class Busy(ApiError):
     """Too many clients, or the mesh cannot answer now: try again later."""
 
     status = 503
+
+
+def error_body(path: str, status: int, error: str, field: str | None, hint: str | None) -> dict[str, Any]:
+    """The JSON of an error: an ``ErrorBody``, and below ``/v1`` the shape that clients of OpenAI's API know."""
+    if not path.startswith("/v1/"):
+        return {"error": error, "field": field, "hint": hint}
+    message = f"{error}; {hint}" if hint else error
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": field, "code": None}}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollmesh.gateway.errors import error_body
 from rollmesh.gateway.metrics import GatewayMetrics
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
@@ -63,6 +64,8 @@ class Guard:
             nonlocal seen
             if message["type"] == "http.response.start":
                 seen = message["status"]
+                if seen == 401:
+                    self._metrics.refused_tokens.inc()
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
@@ -72,7 +75,7 @@ class Guard:
         try:
             refusal, body = await self._checked(Headers(scope=scope), receive)
             if refusal is not None:
-                await _refuse(refusal, counted)
+                await _refuse(refusal, scope["path"], counted)
             else:
                 await self._app(scope, _replay(body, receive), counted)
         finally:
@@ -144,8 +147,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-async def _refuse(refusal: Refusal, send: Send) -> None:
-    body = json.dumps({"error": refusal.error, "field": refusal.field, "hint": refusal.hint}).encode()
+async def _refuse(refusal: Refusal, path: str, send: Send) -> None:
+    body = json.dumps(error_body(path, refusal.status, refusal.error, refusal.field, refusal.hint)).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

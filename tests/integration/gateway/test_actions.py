@@ -11,6 +11,7 @@ import httpx
 
 from rollmesh.config import load_run_config
 from rollmesh.config.services import StoreConfig
+from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 
 from .gateway_scene import RunningGateway, Scene, policy, until, write_run_file
@@ -223,3 +224,28 @@ async def test_an_outage_of_redis_is_told_and_survived(
             await until(client, "api/v1/overview", lambda body: body["state"] != "unreachable")
     finally:
         own.kill()
+
+
+async def test_below_v1_every_error_has_the_shape_that_openai_clients_know(client: httpx.AsyncClient) -> None:
+    evil = {"Host": "evil.example.org"}
+    answers = {
+        404: await client.get("v1/nothing"),
+        405: await client.get("v1/completions"),
+        413: await client.post("v1/completions", content=b"x" * ((8 << 20) + 1)),
+        400: await client.post("v1/completions", json={}, headers=evil),
+    }
+    for status, answer in answers.items():
+        assert answer.status_code == status
+        assert set(answer.json()) == {"error"}
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, answer.text
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_refused_tokens_are_counted_and_asked_for_on_both_apis(client: httpx.AsyncClient, run_file: Path) -> None:
+    (endpoint,) = read_endpoints(Path(load_run_config(run_file).folder), "gateway")
+    wrong = {"Authorization": "Bearer wrong"}
+    for method, path in (("POST", "api/v1/pause"), ("GET", "v1/models"), ("POST", "v1/chat/completions")):
+        answer = await client.request(method, path, headers=wrong, json={})
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
+    text = (await client.get(f"http://{endpoint.admin}/metrics")).text
+    assert "rollmesh_gateway_refused_tokens_total 3.0" in text

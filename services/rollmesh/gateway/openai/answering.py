@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from rollmesh.gateway.openai.answers import DONE, AnswerFormat, Choice, Endpoint, error_event
-from rollmesh.gateway.openai.asks import check_recordable, read_ask
+from rollmesh.gateway.openai.asks import Ask, check_recordable, read_ask
 from rollmesh.gateway.openai.errors import OpenAiError
 from rollmesh.gateway.openai.flow import Answer, Delta
 from rollmesh.gateway.openai.http import CLIENT_CLOSED, EventStream, as_openai, unless_gone
@@ -67,14 +67,19 @@ class Answering:
     ) -> Sequence[Answer]:
         service = self._service
         if not session_id:
-            return await service.free.start(read_ask(body, service.config, service.tokenizer))
+            return await service.free.start(await self._read(body))
         check_recordable(body, service.config)
         session = find_session(service, session_id)
         assert service.agents is not None
         retry = request.headers.get(_RETRY_HEADER, "0")
-        ask = read_ask(body, service.config, service.tokenizer)
+        ask = await self._read(body)
         answer = await service.agents.recorded.start(session, ask, is_retry=retry.isdecimal() and int(retry) > 0)
         return [answer]
+
+    async def _read(self, body: ChatRequest | CompletionRequest) -> Ask:
+        # In a thread, as all that grows with a context: a long one takes seconds, and the page and the worker's
+        # heartbeat share this loop.
+        return await asyncio.to_thread(read_ask, body, self._service.config, self._service.tokenizer)
 
     async def _streamed(
         self, request: Request, call: _Call, shape: AnswerFormat, session_id: str, *, usage: bool

@@ -21,6 +21,8 @@ class Ask:
     """One call, read and checked."""
 
     context: Context
+    field: str
+    """Where the request has it: messages or prompt."""
     whole_ids: Callable[[], Int32Array]
     """Tokens of the whole context, when nothing of it is recorded."""
     other_ids: Callable[[], Int32Array] | None = None
@@ -62,7 +64,7 @@ def read_ask(request: ChatRequest | CompletionRequest, config: RunConfig, tokeni
         whole = _encoder(tokenizer, request.prompt, special_tokens=True, field="prompt")
         plain = _encoder(tokenizer, request.prompt, special_tokens=False, field="prompt")
     else:
-        ids = _ids(request.prompt, tokenizer)
+        ids = _ids(request.prompt, tokenizer, config.generator.max_context_tokens)
         context = Context(text=tokenizer.decode(ids, special_tokens=True), token_ids=ids)
 
         def whole() -> Int32Array:
@@ -70,6 +72,7 @@ def read_ask(request: ChatRequest | CompletionRequest, config: RunConfig, tokeni
 
     return Ask(
         context=context,
+        field="messages" if isinstance(request, ChatRequest) else "prompt",
         whole_ids=whole,
         other_ids=plain,
         choices=request.n or 1,
@@ -84,6 +87,15 @@ def read_ask(request: ChatRequest | CompletionRequest, config: RunConfig, tokeni
         ),
         pinned_version=read_model(request.model, config.name),
         seeded=request.seed is not None,
+    )
+
+
+def too_long(tokens: int, most: int, field: str) -> OpenAiError:
+    """No answer fits behind the context."""
+    return invalid(
+        f"the context has {tokens} tokens and this run's limit is generator.max_context_tokens={most}, answer included",
+        field,
+        "context_length_exceeded",
     )
 
 
@@ -120,14 +132,16 @@ def _no_model(message: str) -> OpenAiError:
 def _encoder(tokenizer: Tokenizer, text: str, *, special_tokens: bool, field: str) -> Callable[[], Int32Array]:
     def encode() -> Int32Array:
         try:
-            return tokenizer.encode(text, special_tokens=special_tokens)
+            return tokenizer.encode_aside(text, special_tokens=special_tokens)
         except DataError as error:
             raise invalid(f"{field}: {error}", field) from error
 
     return encode
 
 
-def _ids(prompt: list[int], tokenizer: Tokenizer) -> Int32Array:
+def _ids(prompt: list[int], tokenizer: Tokenizer, most: int) -> Int32Array:
+    if len(prompt) > most:
+        raise too_long(len(prompt), most, "prompt")
     for at, token_id in enumerate(prompt):
         if not 0 <= token_id < tokenizer.vocab_size:
             raise invalid(

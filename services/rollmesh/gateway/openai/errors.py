@@ -35,9 +35,10 @@ class OpenAiError(RollmeshError):
     @property
     def headers(self) -> dict[str, str]:
         """The answer's headers."""
-        if self.retry_after is None:
-            return {}
-        return {"Retry-After": str(max(1, round(self.retry_after)))}
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.retry_after is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after)))
+        return headers
 
 
 def invalid(message: str, param: str | None, code: str | None = None) -> OpenAiError:

@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from rollmesh.gateway.openai.asks import Ask
+from rollmesh.gateway.openai.asks import Ask, too_long
 from rollmesh.gateway.openai.errors import invalid, unavailable
 from rollmesh.gateway.openai.flow import Answer, Flow
 from rollmesh.gateway.openai.turn import Turn
@@ -43,17 +43,12 @@ class FreeCalls:
 
         OpenAiError when the context is too long, or no generator can serve the call.
         """
-        context_ids = ask.whole_ids()
+        context_ids = await asyncio.to_thread(ask.whole_ids)
         left = self._max_context_tokens - len(context_ids)
         if not len(context_ids):
-            raise invalid("the context has no tokens", "messages")
+            raise invalid("the context has no tokens", ask.field)
         if left < 1:
-            raise invalid(
-                f"the context has {len(context_ids)} tokens and this run's limit is generator.max_context_tokens="
-                f"{self._max_context_tokens}, answer included",
-                "messages",
-                "context_length_exceeded",
-            )
+            raise too_long(len(context_ids), self._max_context_tokens, ask.field)
         await self._served(ask.pinned_version)
         budget = left if ask.token_limit is None else min(left, ask.token_limit)
         return [self._answer(ask, context_ids, budget, index) for index in range(ask.choices)]

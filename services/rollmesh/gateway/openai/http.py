@@ -87,8 +87,13 @@ def _wrong_field(error: RequestValidationError) -> OpenAiError:
     if not name:
         name = message.partition(":")[0] if ":" in message else ""
         return invalid(message, name or None, "unsupported_parameter" if "not supported" in message else None)
-    seen = "" if isinstance(problem.get("input"), dict | list) else f" (got {problem.get('input')!r})"
+    seen = "" if isinstance(problem.get("input"), dict | list) else f" (got {shortened(repr(problem.get('input')))})"
     return invalid(f"{name}: {message}{seen}", name)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """The beginning of a text that may be of any length."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _is_branch(part: int | str) -> bool:

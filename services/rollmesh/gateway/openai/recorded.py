@@ -71,17 +71,17 @@ class RecordedCalls:
     async def _start(self, session: AgentSession, ask: Ask, is_retry: bool) -> Answer:
         part = session.newest
         rollout = await self._take(part)
-        match = self._match(part, rollout.held, ask)
+        match = await asyncio.to_thread(self._match, part, rollout.held, ask)
         if isinstance(match, Differs) and part.turn_mark is None and rollout.held.token_count:
             await rollout.restart(rollout.held)  # a first context that was never answered, of a gateway that died
-            match = self._match(part, rollout.held, ask)
+            match = await asyncio.to_thread(self._match, part, rollout.held, ask)
         again = isinstance(match, Repeats)
         if again and not part.finish_reason:
             return self._resume(session, part, rollout, ask)
         if again and is_retry:
             return self._replay(session, part, rollout)
         if isinstance(match, Differs) and part.turn_mark is None:
-            raise self._wrong_prompt(match.why)
+            raise self._wrong_prompt(match.why, ask.field)
         if isinstance(match, Fits):
             return await self._next_turn(session, part, rollout, ask, match)
         why = match.why if isinstance(match, Differs) else "the same context again, after an answer to it"
@@ -113,7 +113,7 @@ class RecordedCalls:
             turn.finish()
             return turn.raw
 
-        return match_next(ask.context, mark, tail, held.context_ids(), raw, self._tokenizer.encode)
+        return match_next(ask.context, mark, tail, held.context_ids(), raw, self._tokenizer.encode_aside)
 
     def _match_first(self, prompt_ids: Int32Array, ask: Ask) -> Fits | Differs:
         match = match_first(prompt_ids, ask.context, lambda _: ask.whole_ids())
@@ -130,12 +130,12 @@ class RecordedCalls:
             turn.feed(segment)
         return turn
 
-    def _wrong_prompt(self, why: str) -> OpenAiError:
+    def _wrong_prompt(self, why: str, field: str) -> OpenAiError:
         return invalid(
             "the first call of a session must begin with its prompt exactly as POST /v1/sessions told it (messages, "
             f"prompt or prompt_token_ids), but {why}; put what all agents are told into the data set's prompts, or set "
             "rollout.agent.contexts=free",
-            "messages",
+            field,
             "prompt_mismatch",
         )
 
@@ -148,10 +148,10 @@ class RecordedCalls:
         ``again``: the context of an answer that the agent does not want. If that was the first one, nothing of its
         trajectory led to the reward: it is given back.
         """
-        match = self._match_first(session.prompt.token_ids, ask)
+        match = await asyncio.to_thread(self._match_first, session.prompt.token_ids, ask)
         if isinstance(match, Differs):
-            raise self._wrong_prompt(match.why)
-        self._check_room(self._budget, match.new_ids)
+            raise self._wrong_prompt(match.why, ask.field)
+        self._check_room(self._budget, match.new_ids, ask.field)
         mark = part.turn_mark
         unwanted = again and mark is not None and not _has_answers(rollout.held.segments, mark.at)
         fork = await self._fork(rollout)
@@ -185,7 +185,7 @@ class RecordedCalls:
     # -- answers ---------------------------------------------------------------------------------------------------
     async def _next_turn(self, session: AgentSession, part: Part, rollout: Rollout, ask: Ask, match: Fits) -> Answer:
         held = rollout.held
-        self._check_room(rollout.left, match.new_ids)
+        self._check_room(rollout.left, match.new_ids, ask.field)
         if len(match.new_ids):
             held.add(_heard(match.new_ids, held, rollout.params.temperature))
             await rollout.save(held)
@@ -279,12 +279,12 @@ class RecordedCalls:
             return FinishReason.STOP  # its call was cut off after the last token
         return await rollout.caller.sample(held, end - held.token_count, rollout.params, save=save)
 
-    def _check_room(self, left: int, new_ids: Int32Array) -> None:
+    def _check_room(self, left: int, new_ids: Int32Array, field: str) -> None:
         if len(new_ids) >= left:
             raise invalid(
                 f"the context adds {len(new_ids)} tokens and the session has {left} left of rollout.max_new_tokens="
                 f"{self._budget}, answers included; post the reward, or give the session up",
-                "messages",
+                field,
                 "context_length_exceeded",
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 MOST_CHOICES = 32
 MOST_STOPS = 16
@@ -35,6 +35,18 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
 """Fields of OpenAI's API that mean nothing at these values, and what to do instead of any other."""
 
 
+def _whole_characters(text: str) -> str:
+    """JSON can escape half of a surrogate pair, which is no character: no tokenizer and no message takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is half of a surrogate pair, and no text") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_characters)]
+
+
 class Closed(BaseModel):
     """A closed request whose docstrings become the OpenAPI text."""
 
@@ -46,7 +58,7 @@ class TextPart(Closed):
 
     type: Literal["text"]
     """Only text is understood."""
-    text: str
+    text: Text
     """The text."""
 
 
@@ -55,11 +67,11 @@ class Message(Closed):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks."""
-    content: str | list[TextPart]
+    content: Text | list[TextPart]
     """What was said."""
-    name: str | None = None
+    name: Text | None = None
     """Name of the speaker, for templates that use it."""
-    tool_call_id: str | None = None
+    tool_call_id: Text | None = None
     """Call that a tool message answers, for templates that use it."""
 
     @model_validator(mode="before")
@@ -85,7 +97,7 @@ class StreamOptions(Closed):
     """Send the token counts in a last event."""
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole_characters)]
 
 
 class SamplingRequest(Closed):
@@ -168,7 +180,7 @@ class ChatRequest(SamplingRequest):
 class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
-    prompt: str | Annotated[list[int], Field(min_length=1)]
+    prompt: Text | Annotated[list[int], Field(min_length=1)]
     """Text to go on with, or its token ids (exact, whatever a tokenizer would make of the text)."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Most tokens of the answer; default 16, as in OpenAI's API."""
@@ -198,11 +210,11 @@ class RewardRequest(Closed):
 
     reward: float | None = None
     """The value of what the agent did."""
-    error: str | None = Field(default=None, min_length=1, max_length=2000)
+    error: Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_whole_characters)] | None = None
     """Why there is no value: the run's reward.on_error decides what that means."""
     verify: bool = False
     """Let the run's verifier score the answer; for sessions of one trajectory."""
-    parts: dict[str, float] = Field(default_factory=dict)
+    parts: dict[Text, float] = Field(default_factory=dict)
     """Further numbers that are kept with the reward."""
 
     @model_validator(mode="after")

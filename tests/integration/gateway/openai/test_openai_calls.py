@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +148,25 @@ async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> N
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(**good)
         await client.close()
+
+
+async def test_a_long_context_is_read_beside_everything_else(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
+    body = {"model": mesh.config.name, "prompt": "the quick brown fox says hello " * 60_000}
+    async with mesh.gateway() as gateway:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=120) as http:
+            begun = last = time.monotonic()
+            longest = 0.0
+            call = asyncio.create_task(http.post("/v1/completions", json=body))
+            while not call.done():
+                await asyncio.sleep(0.005)
+                now = time.monotonic()
+                longest, last = max(longest, now - last), now
+            answer = await call
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert answer.json()["error"]["param"] == "prompt"
+    assert longest < 0.5 * (last - begun), "the loop that serves everybody stood still"
 
 
 async def test_a_client_that_hangs_up_frees_the_generator_and_a_reload_does_not_cut_an_answer(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from rollmesh.config.load import validate_run_config
 from rollmesh.gateway.openai.asks import check_recordable, read_ask, read_model
 from rollmesh.gateway.openai.errors import OpenAiError
-from rollmesh.gateway.openai.requests import ChatRequest, CompletionRequest, RewardRequest
+from rollmesh.gateway.openai.http import as_openai
+from rollmesh.gateway.openai.requests import ChatRequest, Closed, CompletionRequest, RewardRequest
 from rollmesh.text import Tokenizer
 
 from .tokenizers_for_tests import make_tokenizer
@@ -156,3 +159,42 @@ def test_a_reward_is_one_word(body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         RewardRequest.model_validate(body)
     RewardRequest.model_validate({"reward": 0, "parts": {"tests": 3}})
+
+
+HALF = "a\ud800b"
+"""What JSON can escape and no text holds: half of a surrogate pair."""
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "field"),
+    [
+        (CompletionRequest, {**TEXT, "prompt": HALF}, "prompt"),
+        (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": HALF}]}, "messages.0.content"),
+        (ChatRequest, {**CHAT, "messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]}, "text"),
+        (ChatRequest, {**CHAT, "stop": HALF}, "stop"),
+        (RewardRequest, {"error": HALF}, "error"),
+        (RewardRequest, {"reward": 1.0, "parts": {HALF: 1.0}}, "parts"),
+    ],
+)
+def test_half_a_character_is_refused_by_its_field(model: type[Closed], body: dict[str, Any], field: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate(body)
+    error = as_openai(RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in refused.value.errors()]))
+    assert error.status == 400
+    assert "half of a surrogate pair" in str(error) or "unicode string" in str(error)
+    assert field in (error.param or "")
+    json.dumps(error.body).encode()
+
+
+def test_an_error_repeats_no_more_of_a_value_than_a_line() -> None:
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest.model_validate({**TEXT, "temperature": "x" * 1_000_000})
+    error = as_openai(RequestValidationError(refused.value.errors()))
+    assert len(str(error)) < 300
+
+
+def test_a_list_of_ids_longer_than_any_context_is_refused_before_it_is_read(config: Any, tokenizer: Tokenizer) -> None:
+    most = config.generator.max_context_tokens
+    with pytest.raises(OpenAiError) as refused:
+        read_ask(CompletionRequest.model_validate({**TEXT, "prompt": [10**9] * (most + 1)}), config, tokenizer)
+    assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")
