@@ -13,7 +13,9 @@ import yaml
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from ..prometheus.rule_files import unknown_series
+from rollmesh.report.metrics_document import service_metrics
+
+from ..prometheus.rule_files import asked_values, exported_values, unknown_series
 from .dashboard_files import FILES, FOLDER, PANEL_TYPES, ROOT, load, other_queries, panel_queries, panels
 
 NAMES = {"overview", "generation", "queue", "training", "rewards", "weights", "infrastructure", "gateway"}
@@ -82,11 +84,14 @@ def test_a_dashboard_has_the_variables_that_its_queries_use(file: Path) -> None:
 
 def test_every_query_parses_is_limited_to_the_chosen_run_and_reads_what_somebody_exports() -> None:
     queries = [*panel_queries(), *other_queries()]
+    values = exported_values() | {"service": {*service_metrics(), ".+"}}
     for query in queries:
         asked = query.asked()
         promql_parser.parse(asked)
         left = unknown_series(asked) - {"ALERTS", "scrape_duration_seconds"}
         assert not left, query
+        for label, value in asked_values(asked):
+            assert label in ("run", "instance", "__name__", "alertstate") or value in values.get(label, set()), query
         assert "$run" in query.expression or query.panel == "variable run", query
     print(f"{len(queries)} queries parse")
 

@@ -73,6 +73,30 @@ def unknown_series(expression: str) -> set[str]:
     return {name for name in read_series(expression) if not any(re.fullmatch(name, one) for one in known)}
 
 
+def exported_values() -> dict[str, set[str]]:
+    """Values of every label that exist before anything has happened, over all metrics; and the names of services."""
+    values: dict[str, set[str]] = {"service": set(service_metrics())}
+    for families in service_metrics().values():
+        for sample in (sample for family in families for sample in family.samples):
+            for label, value in sample.labels.items():
+                values.setdefault(label, set()).add(value)
+    return values
+
+
+def asked_values(expression: str) -> Iterator[tuple[str, str]]:
+    """(label, value) of everything that the selectors of an expression compare with, alternatives one by one."""
+    found: list[tuple[str, str]] = []
+
+    def visit(node: promql_parser.Expr) -> None:
+        if isinstance(node, promql_parser.MatrixSelector):
+            node = node.vector_selector
+        if isinstance(node, promql_parser.VectorSelector):
+            found.extend((m.name, value) for m in node.matchers.matchers for value in m.value.split("|"))
+
+    promql_parser.walk(promql_parser.parse(expression), pre_visit=visit)
+    yield from found
+
+
 def code_blocks(text: str) -> Iterator[str]:
     """Contents of the fenced blocks of a Markdown file."""
     yield from (block.group(1) for block in re.finditer(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))

@@ -11,7 +11,18 @@ from typing import Any
 import pytest
 import yaml
 
-from .rule_files import ALERTS, RECORDING, RULE_TESTS, alerts, read_series, recorded, rules, unknown_series
+from .rule_files import (
+    ALERTS,
+    RECORDING,
+    RULE_TESTS,
+    alerts,
+    asked_values,
+    exported_values,
+    read_series,
+    recorded,
+    rules,
+    unknown_series,
+)
 
 HEALTHY = next(file for file in RULE_TESTS if file.name == "healthy_test.yaml")
 METRIC = re.compile(r"^([a-z_]+)\{")
@@ -110,6 +121,16 @@ def test_every_recording_rule_is_computed_in_the_healthy_mesh() -> None:
 def test_rules_read_only_what_somebody_exports() -> None:
     for rule in rules(RECORDING) + rules(ALERTS):
         assert not unknown_series(rule["expr"]), rule
+
+
+def test_rules_compare_labels_with_values_that_somebody_exports() -> None:
+    """A misspelt reason matches nothing, or everything, and no series is missing."""
+    exported = exported_values()
+    asked = {pair for rule in rules(RECORDING) + rules(ALERTS) for pair in asked_values(rule["expr"])}
+    compared = {(label, value) for label, value in asked if label not in ("run", "__name__")}
+    assert len(compared) > 15
+    wrong = {(label, value) for label, value in compared if value not in exported.get(label, set())}
+    assert not wrong
 
 
 def test_recorded_names_say_level_metric_and_operations() -> None:
