@@ -60,7 +60,7 @@ def guarded_redis(authority: Authority, tmp_path: Path) -> Iterator[str]:
     (folder / "redis.conf").write_text(
         f"port 0\ntls-port {port}\nbind 127.0.0.1\ndir {folder}\nappendonly yes\nmaxmemory-policy noeviction\n"
         f"tls-cert-file {mine.certificate}\ntls-key-file {mine.key}\ntls-ca-cert-file {mine.ca}\ntls-auth-clients yes\n"
-        f'user default off\nuser {USER} on ">{PASSWORD}" ~{{small}}* +@all -@dangerous +info +config|get\n'
+        f'user default off\nuser {USER} on ">{PASSWORD}" ~{{small}}* +@all -@dangerous +info\n'
     )
     with (folder / "redis.log").open("wb") as log:
         command = ["redis-server", str(folder / "redis.conf")]

@@ -98,7 +98,7 @@ class TlsFiles:
 
     def _context(self, protocol: int, verify: ssl.VerifyMode) -> ssl.SSLContext:
         context = _bare_context(protocol, verify)
-        context.load_cert_chain(self._files["certificate"], self._files["key"], password=_no_passphrase)
+        context.load_cert_chain(self._files["certificate"], self._files["key"], password=no_passphrase)
         context.load_verify_locations(self._files["ca"])
         return context
 
@@ -219,6 +219,6 @@ def _changed_at(field: str, file: Path) -> int:
         raise ConfigError(f"security.tls.{field}={file}: cannot be read: {error.strerror}") from error
 
 
-def _no_passphrase() -> str:
+def no_passphrase() -> str:
     """Answers OpenSSL's question for a passphrase, which it would else ask at the terminal."""
     raise ValueError("the key is protected by a passphrase")

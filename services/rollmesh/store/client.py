@@ -17,6 +17,7 @@ from redis.exceptions import RedisError
 from rollmesh.config.security import StoreTlsConfig
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.tls import no_passphrase
 
 _CONNECT_SECONDS = 5.0
 _SENTINEL_SECONDS = 2.0
@@ -81,7 +82,7 @@ class _Tls:
         self.check_hostname = config.check_hostname
         try:
             self.get()
-        except (OSError, ssl.SSLError) as error:
+        except (OSError, ValueError) as error:  # an SSLError is an OSError
             files = f"ca={config.ca}, certificate={config.certificate}, key={config.key}"
             raise ConfigError(f"store.tls: {error} ({files})") from error
 
@@ -92,7 +93,7 @@ class _Tls:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.check_hostname = config.check_hostname
         if config.certificate is not None:
-            context.load_cert_chain(config.certificate, config.key)
+            context.load_cert_chain(config.certificate, config.key, password=no_passphrase)
         return context
 
 

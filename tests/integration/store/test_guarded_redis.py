@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from cryptography.hazmat.primitives import serialization
 
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
@@ -132,6 +133,22 @@ async def test_each_wrong_identity_is_refused_with_what_to_mend(guarded: Guarded
             assert "guess" not in str(refused.value)
     with pytest.raises(ConfigError, match=r"store\.tls: .*No such file"):
         await TrajectoryStore.connect(guarded.config(guarded.url, ca=str(tmp_path / "gone")), "guarded")
+
+
+async def test_a_key_with_a_passphrase_is_an_error_and_no_question_at_the_terminal(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    plain = guarded.authority.issue("locked")
+    key = serialization.load_pem_private_key(plain.key.read_bytes(), None)
+    locked = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"a passphrase"),
+    )
+    plain.key.write_bytes(locked)
+    config = guarded.config(guarded.url, certificate=str(plain.certificate), key=str(plain.key))
+    with pytest.raises(ConfigError, match=r"store\.tls: the key is protected by a passphrase"):
+        await TrajectoryStore.connect(config, "guarded")
 
 
 async def test_a_host_that_the_certificate_does_not_name_is_refused_unless_told_otherwise(tmp_path: Path) -> None:

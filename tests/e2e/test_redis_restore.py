@@ -1,0 +1,118 @@
+"""A Redis of one's own: restored from an older dump, then emptied, by the commands of docs/operations.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import redis
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
+RUN = "small"
+
+
+@dataclass
+class Server:
+    """A Redis as an operator runs one."""
+
+    folder: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / "s"
+
+    def start(self, *options: str) -> None:
+        """Start it, by default with an append-only file."""
+        options = options or ("--appendonly", "yes")
+        command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder), *options]
+        with (self.folder / "log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 30.0
+        while not self.answers():
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()
+            time.sleep(0.05)
+
+    def answers(self) -> bool:
+        try:
+            with redis.Redis(unix_socket_path=str(self.socket)) as client:
+                return bool(client.ping())
+        except redis.RedisError:
+            return False
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def documented(self, words: str) -> None:
+        """Run the line of the document that holds these words, on this server."""
+        (line,) = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("redis-") and words in line]
+        line = re.sub(r"\s+#.*$", "", line).replace("{RUN}", f"{{{RUN}}}").replace("/data", str(self.folder))
+        line = line.replace("redis-cli", f"redis-cli -s {self.socket}")
+        subprocess.run(["bash", "-eo", "pipefail", "-c", line], check=True, timeout=60)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    if shutil.which("redis-server") is None or shutil.which("redis-cli") is None:
+        pytest.skip("no redis-server and redis-cli on PATH (apt-get install redis-server)")
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    found = Server(folder)
+    yield found
+    found.end()
+
+
+def test_a_run_goes_on_with_an_older_redis_and_with_an_empty_one(server: Server, started, wait_until) -> None:
+    server.start()
+    line, process = started(
+        trainer={"train_steps": 500},
+        evaluation={"before_and_after": False},
+        store={"url": f"unix://{server.socket}"},
+    )
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 2, "two train steps", process)
+    server.documented("bgsave")
+    wait_until((server.folder / "dump.rdb").exists, "the dump", process)
+    dump = server.folder.parent / "dump.rdb"
+    shutil.copy(server.folder / "dump.rdb", dump)
+    copied = len(line.json_lines("metrics.jsonl"))
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= copied + 2, "more train steps", process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+
+    server.end()
+    shutil.rmtree(server.folder)
+    server.folder.mkdir()
+    shutil.copy(dump, server.folder / "dump.rdb")
+    server.start("--appendonly", "no")
+    with redis.Redis(unix_socket_path=str(server.socket)) as client:
+        assert client.dbsize() > 0, "the dump was loaded"
+        server.documented("appendonly yes")
+        assert client.config_get("appendonly") == {"appendonly": "yes"}
+    trained = trains_on(line, 2)
+    server.documented("unlink")
+    with redis.Redis(unix_socket_path=str(server.socket)) as client:
+        assert client.dbsize() == 0, "the queue is forgotten"
+    assert trains_on(line, 2) == trained + 2
+
+
+def trains_on(line, more: int) -> int:
+    """Train ``more`` steps on what the server holds; the audit of the whole history has to be green."""
+    last = line.json_lines("metrics.jsonl")[-1]["train_step"] + more
+    done = line.run("up", str(line.run_file), "--set", f"trainer.train_steps={last}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [step["train_step"] for step in line.json_lines("metrics.jsonl")]
+    assert steps == list(range(1, last + 1))
+    audit = json.loads((line.folder / "audit.json").read_text())
+    assert audit["green"] and audit["lost"] == [] and audit["trained_twice"] == {}
+    return last
