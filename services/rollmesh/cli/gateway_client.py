@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from rollmesh.cli.common import run_of
 from rollmesh.errors import ConfigError, RollmeshError
@@ -15,6 +16,9 @@ from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.security import OPEN, PortSecurity
 
 TOKEN_VARIABLE = "ROLLMESH_GATEWAY__TOKEN"
+
+
+M = TypeVar("M", bound=BaseModel)
 
 
 class GatewayError(RollmeshError, RuntimeError):
@@ -61,15 +65,26 @@ class GatewayClient:
         """Body of ``GET /api/v1/<path>``."""
         return await self._ask("GET", path)
 
-    async def post(self, path: str) -> bytes:
-        """Body of ``POST /api/v1/<path>``."""
-        return await self._ask("POST", path)
+    async def read(self, path: str, model: type[M]) -> M:
+        """``GET /api/v1/<path>``, as what it should be."""
+        return self._as(model, path, await self._ask("GET", path))
+
+    async def act(self, path: str, model: type[M]) -> M:
+        """``POST /api/v1/<path>``, as what it should be."""
+        return self._as(model, path, await self._ask("POST", path))
+
+    def _as(self, model: type[M], path: str, body: bytes) -> M:
+        try:
+            return model.model_validate_json(body)
+        except ValidationError as error:
+            address = f"{self.url}/api/v1/{path}"
+            raise GatewayError(f"{address}: no rollmesh gateway of this version answers there") from error
 
     async def _ask(self, method: str, path: str) -> bytes:
         address = f"{self.url}/api/v1/{path}"
         try:
             answer = await self._client.request(method, address, extensions=self._extensions)
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise GatewayError(f"{address}: {error or type(error).__name__}") from error
         if answer.is_success:
             return answer.content

@@ -62,10 +62,10 @@ def top(
 
 
 async def _screen(client: GatewayClient, *, lanes: int, note: str = "") -> RenderableType:
-    overview = Overview.model_validate_json(await client.get("overview"))
-    timeline = Timeline.model_validate_json(await client.get("timeline"))
+    overview = await client.read("overview", Overview)
+    timeline = await client.read("timeline", Timeline)
     names = ",".join(SHOWN_SERIES)
-    series = SeriesAnswer.model_validate_json(await client.get(f"series?names={names}&points=40")).series
+    series = (await client.read(f"series?names={names}&points=40", SeriesAnswer)).series
     return screen(overview, timeline, series, lanes=lanes, note=note)
 
 
@@ -104,9 +104,9 @@ class _Keys:
 
     async def _toggle(self) -> None:
         try:
-            overview = Overview.model_validate_json(await self.client.get("overview"))
+            overview = await self.client.read("overview", Overview)
             path = "resume" if overview.paused_by_person else "pause"
-            self.note = Done.model_validate_json(await self.client.post(path)).done
+            self.note = (await self.client.act(path, Done)).done
         except GatewayError as error:
             self.note = str(error)
 

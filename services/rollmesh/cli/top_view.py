@@ -36,7 +36,7 @@ def screen(
     if lanes > 0 and any(span.end is None for span in timeline.rollouts):
         parts.append(_timeline(timeline, lanes))
     if note:
-        parts.append(Text(note, style="dim"))
+        parts.append(_plain(note, style="dim"))
     return Group(*parts)
 
 
@@ -47,7 +47,7 @@ def _head(overview: Overview) -> RenderableType:
         state.append(f", as of {overview.age_seconds:.0f} s ago", style="yellow")
     grid.add_row("state", state)
     if overview.waiting_for:
-        grid.add_row("waits for", Text(overview.waiting_for))
+        grid.add_row("waits for", _plain(overview.waiting_for))
     bar = ProgressBar(total=max(1, overview.train_steps), completed=max(0, overview.train_step), width=_BAR_COLUMNS)
     grid.add_row("train step", Columns([Text(f"{overview.train_step} of {overview.train_steps}"), bar]))
     version = f"{overview.newest_version}"
@@ -65,7 +65,7 @@ def _head(overview: Overview) -> RenderableType:
     if overview.evaluations:
         point = overview.evaluations[-1]
         grid.add_row("evaluation", f"{point.mean:.3f} ± {point.standard_error:.3f} (version {point.policy_version})")
-    return Panel(grid, title=Text(f"rollmesh {overview.run}"), title_align="left")
+    return Panel(grid, title=_plain(f"rollmesh {overview.run}"), title_align="left")
 
 
 def _queue(overview: Overview) -> RenderableType:
@@ -76,7 +76,7 @@ def _queue(overview: Overview) -> RenderableType:
     for state, count in overview.groups.items():
         table.add_row(f"{state} groups", str(count))
     for drop in overview.drops:
-        table.add_row(Text(f"dropped: {drop.reason.replace('_', ' ')}"), str(drop.groups), style="yellow")
+        table.add_row(_plain(f"dropped: {drop.reason.replace('_', ' ')}"), str(drop.groups), style="yellow")
     if overview.dead_letters:
         table.add_row("dead letters", str(overview.dead_letters), style="red")
     return table
@@ -108,8 +108,7 @@ def _generators(overview: Overview, most: int) -> RenderableType:
         colour = _colour(generator.policy_version) if generator.policy_version >= 0 else "dim"
         version = Text(str(generator.policy_version), style=colour)
         counts = (str(generator.versions_behind), load, str(generator.waiting))
-        # Text, here and elsewhere: a plain string is read as markup, and reasons may hold brackets.
-        table.add_row(Text(generator.address), version, *counts, Text(state))
+        table.add_row(_plain(generator.address), version, *counts, _plain(state))
     hidden = overview.generator_count - min(most, len(overview.generators))
     if hidden:
         table.add_row(Text(f"and {hidden} more", style="dim"))
@@ -138,7 +137,7 @@ def _timeline(timeline: Timeline, most: int) -> RenderableType:
     flying = [span for span in timeline.rollouts if span.end is None]
     table = Table("rollout", "tokens", f"last {timeline.window_seconds:.0f} s, a colour per version", box=None)
     for span in sorted(flying, key=lambda span: span.start)[:most]:
-        table.add_row(Text(span.id), str(span.tokens), lane(span, begin, timeline.time))
+        table.add_row(_plain(span.id), str(span.tokens), lane(span, begin, timeline.time))
     others = timeline.in_flight - min(most, len(flying))
     if others > 0:
         table.add_row(Text(f"and {others} more", style="dim"))
@@ -162,6 +161,11 @@ def lane(span: RolloutSpan, begin: float, end: float) -> Text:
             if interval.end >= begin:
                 fill(interval.start, interval.end, "━", _colour(interval.policy_version))
     return Text.assemble(*cells)
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Words of others, as they are: no markup in brackets, no control characters that a terminal would obey."""
+    return Text("".join(c if c.isprintable() else "\ufffd" for c in text), style=style)
 
 
 def _colour(version: int) -> str:

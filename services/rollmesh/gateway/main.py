@@ -14,6 +14,7 @@ from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.auth import Check, no_check, token_check
 from rollmesh.gateway.backend import RunActions, RunReads
 from rollmesh.gateway.guard import LOOPBACK_NAMES
+from rollmesh.gateway.listening import listen_to_hearers
 from rollmesh.gateway.metrics import GatewayMetrics
 from rollmesh.gateway.openai.mounting import mount_openai
 from rollmesh.gateway.sampler import Sampler
@@ -21,7 +22,7 @@ from rollmesh.gateway.token import gateway_token
 from rollmesh.gateway.viewer import Viewer, open_tokenizer
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server, http_server, listen
+from rollmesh.runtime.http import admin_server, http_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
@@ -59,7 +60,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         tokenizer, check = open_tokenizer(config), token_check(gateway_token(config))
         openai = await mount_openai(stack, config, index, store, tokenizer, registry, health, shutdown, security, check)
         app = build_app(config, store, sampler, metrics, host, tokenizer, check, [openai])
-        listener = listen(host, config.gateway.port, "gateway.port")
+        listener = listen_to_hearers(host, config.gateway.port, "gateway.port")
         port = await stack.enter_async_context(http_server(app, listener, security, grace_seconds=_GRACE_SECONDS))
         url = f"{security.scheme}://{host_port(_reachable(config, host), port)}/"
         stack.enter_context(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,22 @@ _LOOK_SECONDS = 10.0
 """A look that takes longer is given up."""
 _SLOW_SECONDS = 5.0
 """Evaluations and endpoint files change rarely and are read so often."""
+_FOLDER_SECONDS = 2.0
+"""A look waits so long for the run folder."""
 _SCAN_COUNT = 512
 """Held trajectories looked through per session and look, in search of new ones."""
 
 _HISTORY = {"in_flight": "leased", "ready_groups": "ready_groups", "memory_ratio": "memory_ratio"}
 """Field of the launcher's look by curve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FolderNews:
+    """What the run folder has that is new."""
+
+    reports: Sequence[Mapping[str, Any]]
+    history: Sequence[Mapping[str, Any]]
+    running: Mapping[str, int]
 
 
 class Sampler:
@@ -62,6 +74,7 @@ class Sampler:
         self._slow_at = 0.0
         self._overview: Overview | None = None
         self._looked_at = 0.0
+        self._reading: asyncio.Future[_FolderNews] | None = None
         self._folder_complaint = ""
         self._complaint = "the mesh has not been looked at yet"
         self._log = get_logger("gateway")
@@ -183,22 +196,38 @@ class Sampler:
         self.curves.set_evaluations(self._evaluations)
 
     async def _read_folder(self) -> None:
+        """What is new in the run folder; a disk that does not answer is not waited for, and asked once."""
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(asyncio.to_thread(self._read_files))
+        done, _ = await asyncio.wait([self._reading], timeout=_FOLDER_SECONDS)
+        if not done:
+            self._complain_of_folder(f"{self._config.folder} does not answer")
+            return
+        reading, self._reading = self._reading, None
         try:
-            await asyncio.to_thread(self._read_files)
+            news = reading.result()
         except OSError as error:
             # The run folder may be on another machine's disk; what Redis tells does not depend on it.
-            if str(error) != self._folder_complaint:
-                self._log.warning("run_folder_unreadable", message=str(error))
-            self._folder_complaint = str(error)
-
-    def _read_files(self) -> None:
-        """New step reports, endpoint files, and what a launcher wrote before this gateway was there."""
-        for record in self._reports.read():
+            self._complain_of_folder(str(error))
+            return
+        for record in news.reports:
             self.curves.add_report(record)
-        for record in self._history.read():
+        for record in news.history:
             self._add_history(record)
-        endpoints = read_endpoints(Path(self._config.folder))
-        self._running = Counter(endpoint.service for endpoint in endpoints)
+        self._running = news.running
+
+    def _complain_of_folder(self, complaint: str) -> None:
+        if complaint != self._folder_complaint:
+            self._log.warning("run_folder_unreadable", message=complaint)
+        self._folder_complaint = complaint
+
+    def _read_files(self) -> _FolderNews:
+        """New step reports, what a launcher wrote before this gateway was there, and endpoint files."""
+        return _FolderNews(
+            reports=self._reports.read(),
+            history=self._history.read(),
+            running=Counter(endpoint.service for endpoint in read_endpoints(Path(self._config.folder))),
+        )
 
     def _add_history(self, record: Mapping[str, Any]) -> None:
         view = record.get("view")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 
-from .gateway_scene import Scene, policy, until
+from .gateway_scene import RunningGateway, Scene, policy, until
 
 
 async def test_the_overview_follows_the_queue(client: httpx.AsyncClient, scene: Scene) -> None:
@@ -185,3 +189,28 @@ async def test_a_run_folder_that_cannot_be_read_takes_the_curves_and_nothing_els
     overview = await until(client, "api/v1/overview", lambda body: body["groups"]["open"] == 3)
     assert (overview["state"], overview["report"]) == ("running", None)
     assert "run_folder_unreadable" in (Path(scene.config.folder).parent / "gateway.log").read_text()
+
+
+async def test_a_run_folder_that_does_not_answer_takes_the_curves_and_nothing_else(
+    run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
+) -> None:
+    folder = Path(scene.config.folder)
+    os.makedirs(folder, exist_ok=True)
+    # Opening a pipe that nobody writes to takes as long as a disk that has gone.
+    os.mkfifo(folder / "metrics.jsonl")
+    await scene.admit(3)
+    gateway = started(run_file)
+    try:
+        async with httpx.AsyncClient(base_url=gateway.url) as client:
+            ticks = 0
+            async with asyncio.timeout(30), client.stream("GET", "api/v1/events", timeout=30) as events:
+                async for line in events.aiter_lines():
+                    ticks += line.startswith("event: tick")
+                    if ticks == 3:
+                        break
+            overview = (await client.get("api/v1/overview")).json()
+            assert (overview["state"], overview["groups"]["open"]) == ("running", 3)
+        assert "does not answer" in gateway.log.read_text()
+    finally:
+        with contextlib.suppress(OSError):  # nobody waits there any more
+            os.close(os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_NONBLOCK))

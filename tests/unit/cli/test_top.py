@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +144,49 @@ def test_top_says_what_is_missing(tmp_path: Path) -> None:
     no_run = CliRunner().invoke(app, ["top", str(tmp_path)])
     assert no_run.exit_code == 2
     assert "is this a run folder?" in no_run.stderr
+
+
+def test_words_of_others_reach_the_terminal_as_words() -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J[bold]gone\x9b31m"
+    shown = overview(
+        run=evil, waiting_for=evil, drops=[Drop(reason=evil, groups=1, tokens=1)],
+        generators=[
+            GeneratorView(
+                instance_id="a", address=evil, policy_version=6, versions_behind=1, serving=False, reason=evil,
+                running=0, waiting=3, slots=32, kv_token_capacity=1000,
+            )
+        ],
+    )  # fmt: skip
+    text = drawn(screen(shown, timeline(span(evil)), [], lanes=5, note=evil), 300)
+    assert not {"\x1b", "\x07", "\x9b"} & set(text)
+    assert text.count("[bold]gone") == 7
+
+
+@pytest.fixture
+def stranger() -> Iterator[str]:
+    """A web server that is no gateway and answers everything."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"hello": "world"}')
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_top_says_what_answers_that_is_no_gateway(stranger: str) -> None:
+    asked = CliRunner().invoke(app, ["top", "--url", stranger, "--once"])
+    assert asked.exit_code == 2, asked.output
+    assert f"{stranger}/api/v1/overview: no rollmesh gateway of this version answers there" in asked.stderr
+    wrong = CliRunner().invoke(app, ["top", "--url", "http://[::1", "--once"])
+    assert wrong.exit_code == 2, wrong.output
+    assert "http://[::1/api/v1/overview" in wrong.stderr
