@@ -271,22 +271,35 @@ class ObjectMirror:
     def _forget_old_policies(self, name: str) -> None:
         """Delete pulled policies but the newest few and those that some process of this node opened lately."""
         locks = self._root / _LOCKS
-        used = {lock.name: lock.stat().st_mtime for lock in locks.iterdir() if policies.is_folder_name(lock.name)}
+        used = {lock.name: _asked_at(lock) for lock in locks.iterdir() if policies.is_folder_name(lock.name)}
         newest = sorted(used, key=lambda each: used[each], reverse=True)[: self._cache_policies]
         for each, when in used.items():
-            folder = self._root / policies.FOLDER / each
-            if each not in (name, *newest) and time.time() - when > _IN_USE_SECONDS and folder.exists():
-                remove_tree(folder, first=[MANIFEST_FILE])
+            if each not in (name, *newest) and time.time() - when > _IN_USE_SECONDS:
+                self._forget(each)
+
+    def _forget(self, name: str) -> None:
+        """Delete one pulled folder and its lock, unless somebody asks for it in this moment."""
+        path = self._root / _LOCKS / name
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_file_at(lock.fileno(), path) and time.time() - _asked_at(path) > _IN_USE_SECONDS:
+                remove_tree(self._root / policies.FOLDER / name, first=[MANIFEST_FILE])
+                path.unlink()
 
     @contextlib.contextmanager
     def _one_at_a_time(self, name: str) -> Iterator[None]:
         """Hold this node's lock on a folder's name; its time says when the folder was last asked for."""
-        locks = self._root / _LOCKS
-        make_folder(locks)
-        with (locks / name).open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            os.utime(locks / name)
-            yield
+        path = self._root / _LOCKS / name
+        make_folder(path.parent)
+        while True:
+            with path.open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                # Whoever had it may have forgotten the folder, and its lock: then this one guards nothing.
+                if not _is_file_at(lock.fileno(), path):
+                    continue
+                os.utime(path)
+                yield
+                return
 
 
 def _refuse_gangs_over_nodes(url: str) -> None:
@@ -308,6 +321,20 @@ def _digest(file: Path) -> str:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
         return ""
+
+
+def _asked_at(lock: Path) -> float:
+    try:
+        return lock.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _is_file_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _size(file: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -154,6 +155,26 @@ def test_a_node_forgets_policies_that_nobody_has_used_for_long(node: Node, monke
     monkeypatch.setattr("rollmesh.checkpoints.mirror._IN_USE_SECONDS", -1.0)
     reader.open(records[3])
     assert [(reader.root / record.path).exists() for record in records] == [False, False, True, True]
+    # Nor do their locks pile up over the thousands of versions of a run.
+    names = {record.path.rpartition("/")[2] for record in records[2:]}
+    assert {lock.name for lock in (reader.root / ".pulls").iterdir()} == names
+    assert reader.open(records[0]).manifest.policy_version == 0
+
+
+def test_a_lock_that_was_forgotten_while_somebody_waited_for_it_is_taken_anew(node: Node) -> None:
+    record = publish(node("trainer"), 0)
+    waiting = node("generator")
+    lock = waiting.root / ".pulls" / record.path.rpartition("/")[2]
+    lock.parent.mkdir()
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        opened = threading.Thread(target=waiting.open, args=(record,))
+        opened.start()
+        assert opened.is_alive() and not (waiting.root / record.path).exists()
+        lock.unlink()
+    opened.join(60)
+    assert (waiting.root / record.path / MANIFEST_FILE).exists()
+    assert lock.exists(), "the lock in force is the one that others find"
 
 
 def test_pruning_takes_old_policies_out_of_the_bucket(node: Node) -> None:
