@@ -139,7 +139,7 @@ def continued(spans: list[ReceivedSpan]) -> bool:
 def check_logs(line, run: str) -> None:
     """Every service writes nothing but JSON lines with the run; lines about a step lead to its trace."""
     cuts = []
-    for service in ("rollout-0", "generator-0", "reward-0", "trainer-0"):
+    for service in ("rollout-0", "generator-0", "generator-1", "reward-0", "trainer-0", "gateway-0"):
         text = (line.folder / "logs" / f"{service}.log").read_text()
         for row in map(json.loads, text.splitlines()):
             assert (row["run"], row["service"]) == (run, service)
