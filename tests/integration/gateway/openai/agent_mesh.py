@@ -220,10 +220,12 @@ class AgentMesh:
 
 
 @asynccontextmanager
-async def agent_mesh(folder: Path, server: EmbeddedServer, **sections: Any) -> AsyncIterator[AgentMesh]:
-    """A run with a served policy 0 and a leader."""
+async def agent_mesh(
+    folder: Path, server: EmbeddedServer, *, retry_seconds: float = 20.0, **sections: Any
+) -> AsyncIterator[AgentMesh]:
+    """A run with a served policy 0 and a leader; ``retry_seconds``: how long the gateway waits for Redis."""
     config = make_config(folder, server, **sections)
-    async with await TrajectoryStore.connect(config.store, config.name) as store:
+    async with await TrajectoryStore.connect(config.store, config.name, retry_seconds=retry_seconds) as store:
         mesh = AgentMesh(config, store, Tokenizer(config.model.path))
         try:
             await mesh.publish()

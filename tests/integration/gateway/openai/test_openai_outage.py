@@ -1,0 +1,94 @@
+"""The API while Redis is away, and while no generator serves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollmesh.gateway.openai import free
+from rollmesh.store import EmbeddedOptions, EmbeddedServer
+
+from .agent_mesh import AgentMesh, Gateway, agent_mesh
+from .test_openai_sessions import Agent, http_of, state
+
+
+def error_of(answer: httpx.Response) -> dict[str, str]:
+    error: dict[str, str] = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+async def test_an_outage_of_redis_holds_sessions_back_and_loses_nothing(tmp_path: Path) -> None:
+    own = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
+    own.start()
+    try:
+        async with agent_mesh(tmp_path / "outage", own, retry_seconds=1.0) as mesh:
+            await _through_an_outage(mesh, own)
+    finally:
+        own.kill()
+
+
+async def _through_an_outage(mesh: AgentMesh, own: EmbeddedServer) -> None:
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agents = [await Agent.open(gateway, http) for _ in range(2)]
+        first = [await agent.turn() for agent in agents]
+        await asyncio.to_thread(own.kill)
+        call = asyncio.create_task(agents[0].turn("and in an outage?"))
+        for method, path in (("GET", "/models"), ("POST", "/sessions")):
+            refused = await http.request(method, path, json={"wait_seconds": 0} if method == "POST" else None)
+            assert (refused.status_code, error_of(refused)["code"]) == (503, "store_unavailable"), refused.text
+            assert int(refused.headers["retry-after"]) >= 1
+        assert not call.done()
+        await asyncio.to_thread(own.start)
+        async with asyncio.timeout(90):
+            answer = await call
+        assert answer.model_extra["rollmesh"]["trajectory"] == first[0].model_extra["rollmesh"]["trajectory"]
+        for number, agent in enumerate(agents):
+            assert (await state(http, agent.id))["drift_count"] == 0
+            done = await http.post(f"/sessions/{agent.id}/reward", json={"reward": number})
+            assert done.status_code == 200, done.text
+            await agent.aclose()
+        # Nobody plays the trainer that states its step to the new server: nothing is cut, and all of it is there.
+        found = (await mesh.store.counts()).trajectories
+        assert (found["scored"], found["leased"], found["partial"]) == (2, 0, 0), found
+
+
+async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(free, "_WAIT_SECONDS", 1.0)
+    own = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
+    own.start()
+    try:
+        options = {"rollout": {"program": "single_turn"}, "schedule": {"pool_size": 4}}
+        async with agent_mesh(tmp_path / "nobody", own, **options) as mesh:
+            await mesh.store.set_user_paused(True)
+            generator = mesh.tasks[0]
+            async with mesh.gateway() as gateway, http_of(gateway) as http:
+                generator.cancel()
+                await asyncio.gather(generator, return_exceptions=True)
+                mesh.tasks.remove(generator)
+                await mesh.until("no generator", lambda: _none_serves(mesh), 60)
+                await _refused(gateway, http, mesh.config.name)
+    finally:
+        own.kill()
+
+
+async def _none_serves(mesh: AgentMesh) -> bool:
+    return not any(g.serving for g in await mesh.store.generators())
+
+
+async def _refused(gateway: Gateway, http: httpx.AsyncClient, run: str) -> None:
+    begun = time.monotonic()
+    for stream in (False, True):
+        answer = await http.post("/completions", json={"model": run, "prompt": "the", "stream": stream})
+        assert (answer.status_code, error_of(answer)["code"]) == (503, "no_generator"), answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+    assert time.monotonic() - begun < 20
+    assert gateway.value("rollmesh_gateway_openai_running_calls") == 0
+    models = (await http.get("/models")).json()
+    assert [m["id"] for m in models["data"]] == [run]
