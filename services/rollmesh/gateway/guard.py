@@ -18,6 +18,8 @@ from rollmesh.gateway.metrics import GatewayMetrics
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _BODY_SECONDS = 30.0
 _LINGER_SECONDS = 2.0
+_MOST_ARRIVING = 8
+"""Bodies at the limit that may be arriving at once: memory that anybody can ask for, before a token is looked at."""
 _MOST_WASTED = 2
 """Bodies at the limit that are read and thrown away after one was too long."""
 _HEADERS = {
@@ -51,6 +53,8 @@ class Guard:
         self._hosts = tuple(host.lower() for host in hosts)
         self._most_bytes = most_bytes
         self._metrics = metrics
+        self._arriving = 0
+        """Bytes of bodies that are not complete yet."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -98,27 +102,41 @@ class Guard:
             return None, b""
         try:
             async with asyncio.timeout(_BODY_SECONDS):
-                body = await _read_body(receive, self._most_bytes)
+                body = await self._read_body(receive)
                 if body is None:
                     await _let_finish(receive, self._most_bytes)
+        except _TooMuch:
+            await _let_finish(receive, self._most_bytes)
+            hint = "send it again in a moment"
+            return Refusal(status=503, error="too many bodies are arriving at once", field="body", hint=hint), b""
         except TimeoutError:
             hint = "send it faster"
             return Refusal(status=408, error="the body did not arrive in time", field="body", hint=hint), b""
         return (too_long, b"") if body is None else (None, body)
 
+    async def _read_body(self, receive: Receive) -> bytes | None:
+        """The whole body, None when it is too long; raises _TooMuch when too much arrives from everybody."""
+        body = bytearray()
+        try:
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return bytes(body)
+                part = message.get("body", b"")
+                body += part
+                self._arriving += len(part)
+                if len(body) > self._most_bytes:
+                    return None
+                if self._arriving > _MOST_ARRIVING * self._most_bytes:
+                    raise _TooMuch
+                if not message.get("more_body", False):
+                    return bytes(body)
+        finally:
+            self._arriving -= len(body)
 
-async def _read_body(receive: Receive, most_bytes: int) -> bytes | None:
-    """The whole body; None when it is too long."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return bytes(body)
-        body += message.get("body", b"")
-        if len(body) > most_bytes:
-            return None
-        if not message.get("more_body", False):
-            return bytes(body)
+
+class _TooMuch(Exception):
+    """Everybody's bodies together are too long."""
 
 
 async def _let_finish(receive: Receive, most_bytes: int) -> None:

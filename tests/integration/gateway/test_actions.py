@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 
 from rollmesh.config import load_run_config
 from rollmesh.config.services import StoreConfig
@@ -249,3 +251,37 @@ async def test_refused_tokens_are_counted_and_asked_for_on_both_apis(client: htt
         assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), path
     text = (await client.get(f"http://{endpoint.admin}/metrics")).text
     assert "rollmesh_gateway_refused_tokens_total 3.0" in text
+
+
+async def test_bodies_that_arrive_slowly_take_a_bounded_part_of_the_memory(
+    run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
+) -> None:
+    gateway = started(run_file)
+    address = urlsplit(gateway.url)
+    before = psutil.Process(gateway.process.pid).memory_info().rss
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8388608\r\n\r\n"
+    slow = [await asyncio.open_connection(address.hostname, address.port) for _ in range(24)]
+    answers: list[asyncio.Task[bool]] = []
+    try:
+        for _, writer in slow:  # eight megabytes less one, from each of a crowd that has no token
+            writer.write(head + b"x" * (8_388_607))
+
+        async def refused(reader: asyncio.StreamReader) -> bool:
+            return b" 503 " in await reader.readline()
+
+        answers = [asyncio.create_task(refused(reader)) for reader, _ in slow]
+        async with asyncio.timeout(30):
+            done = 0
+            for answer in asyncio.as_completed(answers):
+                done += await answer
+                if done >= 16:
+                    break
+        assert psutil.Process(gateway.process.pid).memory_info().rss - before < 160 << 20
+        async with httpx.AsyncClient(base_url=gateway.url) as client:
+            assert (await client.get("api/v1/about")).status_code == 200
+    finally:
+        for answer in answers:
+            answer.cancel()
+        for _, writer in slow:
+            writer.close()
+    await asyncio.gather(*answers, return_exceptions=True)

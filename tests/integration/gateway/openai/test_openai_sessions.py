@@ -236,6 +236,30 @@ async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: 
         await agent.aclose()
 
 
+async def test_one_call_at_a_time_works_on_a_session(make_mesh: Callable[..., Any]) -> None:
+    mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.01]]})
+    async with mesh.gateway() as gateway, http_of(gateway) as http:
+        agent = await Agent.open(gateway, http)
+        call = asyncio.create_task(agent.turn(max_tokens=200))
+
+        async def tokens() -> int:
+            return (await state(http, agent.id))["trajectories"][0]["tokens"]
+
+        await mesh.until("some tokens", lambda: _above(tokens(), 4))
+        body = {"model": mesh.config.name, "messages": agent.messages}
+        second = await http.post("/chat/completions", json=body, headers={"X-Rollmesh-Session": agent.id})
+        reward = await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})
+        assert not call.done()
+        for refused in (second, reward):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "session_busy"), refused.text
+            assert int(refused.headers["retry-after"]) >= 1
+        await call
+        await agent.turn(max_tokens=2)
+        assert (await state(http, agent.id))["drift_count"] == 0
+        assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
+        await agent.aclose()
+
+
 async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.005]]})
     async with mesh.gateway() as gateway, http_of(gateway) as http:
