@@ -84,10 +84,10 @@ class RateWindow:
 
 
 def finished_evaluations(records: Sequence[EvalRecord]) -> list[EvaluationPoint]:
-    """Finished evaluations by version; the newest of a version counts."""
+    """Scores of finished evaluations by version; the newest of a version counts."""
     found: dict[int, EvaluationPoint] = {}
     for record in records:
-        if record.result is not None:
+        if record.result is not None and record.result.sample_count > 0:  # one given up has no score
             found[record.request.policy_version] = EvaluationPoint(
                 policy_version=record.request.policy_version,
                 mean=record.result.mean,

@@ -101,12 +101,13 @@ def test_rates_are_those_of_the_last_seconds_and_survive_a_redis_that_went_back(
 
 
 def test_only_finished_evaluations_are_points_and_the_newest_of_a_version_counts() -> None:
-    def record(version: int, mean: float | None) -> EvalRecord:
-        result = None if mean is None else EvalResult(mean=mean, standard_error=0.1, sample_count=8)
+    def record(version: int, mean: float | None, sample_count: int = 8) -> EvalRecord:
+        result = None if mean is None else EvalResult(mean=mean, standard_error=0.1, sample_count=sample_count)
         request = EvalRequest(evaluation_id=f"{version}-{mean}", policy_version=version, prompt_count=8)
         return EvalRecord(
             request=request, claimed=True, result=result, request_time_seconds=1.0, finish_time_seconds=2.0
         )
 
-    points = finished_evaluations([record(5, 0.5), record(0, 0.2), record(9, None), record(5, 0.6)])
+    given_up = record(7, 0.0, sample_count=0)
+    points = finished_evaluations([record(5, 0.5), record(0, 0.2), record(9, None), given_up, record(5, 0.6)])
     assert [(p.policy_version, p.mean) for p in points] == [(0, 0.2), (5, 0.6)]
