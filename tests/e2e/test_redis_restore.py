@@ -17,6 +17,8 @@ import redis
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
 RUN = "small"
+STEPS = 30
+"""More than it gets to before its last start."""
 
 
 @dataclass
@@ -73,22 +75,25 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def test_a_run_goes_on_with_an_older_redis_and_with_an_empty_one(server: Server, started, wait_until) -> None:
+    sections = {
+        "trainer": {"train_steps": STEPS},
+        "evaluation": {"before_and_after": False},
+        "store": {"url": f"unix://{server.socket}"},
+    }
+
+    def trains_on(line, process: subprocess.Popen[str]) -> None:
+        seen = len(line.json_lines("metrics.jsonl"))
+        wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= seen + 2, "two train steps", process)
+
     server.start()
-    line, process = started(
-        trainer={"train_steps": 500},
-        evaluation={"before_and_after": False},
-        store={"url": f"unix://{server.socket}"},
-    )
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 2, "two train steps", process)
+    line, process = started(**sections)
+    trains_on(line, process)
     server.documented("bgsave")
     wait_until((server.folder / "dump.rdb").exists, "the dump", process)
     dump = server.folder.parent / "dump.rdb"
     shutil.copy(server.folder / "dump.rdb", dump)
-    copied = len(line.json_lines("metrics.jsonl"))
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= copied + 2, "more train steps", process)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
+    trains_on(line, process)
+    stop(process)
 
     server.end()
     shutil.rmtree(server.folder)
@@ -99,20 +104,22 @@ def test_a_run_goes_on_with_an_older_redis_and_with_an_empty_one(server: Server,
         assert client.dbsize() > 0, "the dump was loaded"
         server.documented("appendonly yes")
         assert client.config_get("appendonly") == {"appendonly": "yes"}
-    trained = trains_on(line, 2)
+    line, process = started(**sections)
+    trains_on(line, process)
+    stop(process)
+
     server.documented("unlink")
     with redis.Redis(unix_socket_path=str(server.socket)) as client:
         assert client.dbsize() == 0, "the queue is forgotten"
-    assert trains_on(line, 2) == trained + 2
-
-
-def trains_on(line, more: int) -> int:
-    """Train ``more`` steps on what the server holds; the audit of the whole history has to be green."""
-    last = line.json_lines("metrics.jsonl")[-1]["train_step"] + more
-    done = line.run("up", str(line.run_file), "--set", f"trainer.train_steps={last}")
+    done = line.run("up", str(line.run_file))
     assert done.returncode == 0, done.stdout + done.stderr
-    steps = [step["train_step"] for step in line.json_lines("metrics.jsonl")]
-    assert steps == list(range(1, last + 1))
+    assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, STEPS + 1))
     audit = json.loads((line.folder / "audit.json").read_text())
     assert audit["green"] and audit["lost"] == [] and audit["trained_twice"] == {}
-    return last
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Ctrl-C."""
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
