@@ -38,7 +38,7 @@ from rollmesh.launcher.preflight import check_sglang
 
 _KEY_VARIABLE = "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"
 _SLICES = (384, 256, 64)
-"""Tokens of a slice: few and many requests for an answer."""
+"""Tokens of a slice: one request for an answer (the default), few, and many."""
 _MODES: dict[str, dict[str, Any]] = {
     "interrupt (retract)": {"on_new_version": "interrupt"},
     "interrupt (abort)": {"on_new_version": "interrupt", "sglang": {"interrupt": "abort"}},
@@ -62,7 +62,7 @@ class _Plan:
 
 
 _FULL = _Plan(passes=3, calls=64, slices=_SLICES, modes=tuple(_MODES), reloads=4)
-_QUICK = _Plan(passes=1, calls=32, slices=_SLICES[:1], modes=tuple(_MODES)[:1], reloads=2)
+_QUICK = _Plan(passes=1, calls=32, slices=_SLICES[1:2], modes=tuple(_MODES)[:1], reloads=2)
 
 
 def run(

@@ -26,7 +26,10 @@ BUDGET = 160
 
 
 class Saves:
-    """Stands in for the queue: a save takes up to ``seconds``, and looks at the generator just before it is done."""
+    """Stands in for the queue: a save looks at the generator just before it is done.
+
+    It takes up to ``seconds``, but the first one four times that: long enough for any machine to run ahead.
+    """
 
     def __init__(self, run: GeneratorRun, client: httpx.AsyncClient, seconds: float) -> None:
         self._admin = read_endpoints(run.folder, "generator")[0].admin
@@ -48,7 +51,7 @@ class Saves:
         end = held.token_count
         if end == held.saved_token_count:
             return
-        await asyncio.sleep(self._rng.uniform(0.0, self._seconds))
+        await asyncio.sleep(self._rng.uniform(0.0, self._seconds) if self.saved else 4 * self._seconds)
         generated = (await self.metrics())[GENERATED_TOKENS] - self._already
         self.most_unsaved = max(self.most_unsaved, int(generated) - self.saved)
         self.saved += end - held.saved_token_count
