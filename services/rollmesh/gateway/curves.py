@@ -59,17 +59,25 @@ class Curves:
         self.trained_staleness: list[StalenessBin] = []
         """Staleness of the trajectories of the newest step."""
 
-    def add_report(self, record: Mapping[str, Any]) -> None:
-        """One line of ``metrics.jsonl``; a line without a train step is none."""
+    def add_report(self, record: Mapping[str, Any]) -> bool:
+        """One line of ``metrics.jsonl``, or what the queue keeps of it; False for one without a train step."""
         step = _number(record, ("train_step",))
         if step is None:
-            return
+            return False
         for name, reported in _REPORTED.items():
             value = _number(record, reported.path)
             if value is not None:
                 self._reported[name].add(step, value)
         self.report = _step_report(record, int(step))
         self.trained_staleness = _staleness(record)
+        return True
+
+    def forget_reports(self, from_step: int) -> None:
+        """Take back the reports of a step and all later ones: the trainer writes them anew."""
+        for curve in self._reported.values():
+            curve.forget_from(from_step)
+        if self.report is not None and self.report.train_step >= from_step:
+            self.report, self.trained_staleness = None, []
 
     def add_look(self, time: float, values: Mapping[str, float]) -> None:
         """One look at the mesh, by curve name."""

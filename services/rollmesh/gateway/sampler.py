@@ -19,6 +19,7 @@ from rollmesh.gateway.lanes import Lanes, new_ids
 from rollmesh.gateway.looks import Look, RateWindow, build_overview, finished_evaluations, read_look
 from rollmesh.gateway.metrics import GatewayMetrics
 from rollmesh.gateway.models import EvaluationPoint, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
+from rollmesh.gateway.reports import FileReports, ReportFeed
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.json_lines import JsonLinesTail
@@ -47,7 +48,7 @@ _HISTORY = {"in_flight": "leased", "ready_groups": "ready_groups", "memory_ratio
 class _FolderNews:
     """What the run folder has that is new."""
 
-    reports: Sequence[Mapping[str, Any]]
+    reports: FileReports
     history: Sequence[Mapping[str, Any]]
     running: Mapping[str, int]
 
@@ -65,7 +66,8 @@ class Sampler:
         self._cursors: dict[str, int] = {}
         self._rates = RateWindow()
         folder = Path(config.folder)
-        self._reports = JsonLinesTail(folder / "metrics.jsonl")
+        self.curves = Curves()
+        self._reports = ReportFeed(folder, store, self.curves)
         self._history = JsonLinesTail(folder / "timeline.jsonl")
         self._history_rates = RateWindow()
         self._begun = time.time()
@@ -78,7 +80,6 @@ class Sampler:
         self._folder_complaint = ""
         self._complaint = "the mesh has not been looked at yet"
         self._log = get_logger("gateway")
-        self.curves = Curves()
         self.hub = EventHub(self.snapshot, config.gateway.most_event_clients, metrics)
 
     async def run(self, shutdown: Shutdown) -> None:
@@ -104,6 +105,7 @@ class Sampler:
         try:
             async with asyncio.timeout(_LOOK_SECONDS):
                 await self._read_folder()
+                await self._reports.read_queue()
                 look = await read_look(self._store)
                 await self._read_slow_facts()
                 delta = await self._follow(look)
@@ -209,9 +211,9 @@ class Sampler:
         except OSError as error:
             # The run folder may be on another machine's disk; what Redis tells does not depend on it.
             self._complain_of_folder(str(error))
+            self._reports.lose_file()
             return
-        for record in news.reports:
-            self.curves.add_report(record)
+        self._reports.take_file(news.reports)
         for record in news.history:
             self._add_history(record)
         self._running = news.running
@@ -224,7 +226,7 @@ class Sampler:
     def _read_files(self) -> _FolderNews:
         """New step reports, what a launcher wrote before this gateway was there, and endpoint files."""
         return _FolderNews(
-            reports=self._reports.read(),
+            reports=self._reports.read_file(),
             history=self._history.read(),
             running=Counter(endpoint.service for endpoint in read_endpoints(Path(self._config.folder))),
         )

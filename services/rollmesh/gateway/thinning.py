@@ -54,7 +54,7 @@ class Curve:
         """One more value. One that is not beyond the last x takes the place of everything from there on: a trainer
         that was restarted trains some steps again."""
         if self._points and x <= self._points[-1].last:
-            self._forget_from(x)
+            self.forget_from(x)
         point = Point(first=x, last=x, total=value, low=value, high=value)
         if self._points and self._points[-1].count < self._values_per_point:
             self._points[-1] = self._points[-1].merged(point)
@@ -68,7 +68,8 @@ class Curve:
         """At most ``most`` points over the whole curve."""
         return _merged(self._points, -(-len(self._points) // most)) if len(self._points) > most else list(self._points)
 
-    def _forget_from(self, x: float) -> None:
+    def forget_from(self, x: float) -> None:
+        """Take back the values at ``x`` and beyond, and those merged with them."""
         self._points = self._points[: bisect_left([point.last for point in self._points], x)]
 
 

@@ -18,6 +18,10 @@ class JsonLinesTail:
     file: Path
     most_bytes: int = _MOST_BYTES
     """Most that one ``read`` takes in: a long history is caught up with read by read."""
+    exists: bool = False
+    """Whether the last ``read`` found the file."""
+    from_start: bool = False
+    """Whether the last ``read`` began at the first line: what earlier ones returned has been written anew."""
     _offset: int = 0
     _inode: int = 0
 
@@ -29,9 +33,11 @@ class JsonLinesTail:
         try:
             handle = self.file.open("rb")
         except FileNotFoundError:
+            self.exists, self.from_start = False, False
             return []
         with handle:
             self._rewind_if_rewritten(handle)
+            self.exists, self.from_start = True, self._offset == 0
             handle.seek(self._offset)
             data = handle.read(self.most_bytes)
             complete, newline, _ = data.rpartition(b"\n")
@@ -40,6 +46,10 @@ class JsonLinesTail:
                 return []
         self._offset += len(complete) + len(newline)
         return [record for line in complete.splitlines() if (record := _record(line)) is not None]
+
+    def rewind(self) -> None:
+        """Let the next ``read`` begin at the first line."""
+        self._offset = 0
 
     def _skip_line(self, handle: BinaryIO) -> None:
         position = self._offset + self.most_bytes

@@ -7,6 +7,7 @@ group:      open -> ready | filtered | dead -> cut(s) -> consumed(s)    open, re
 
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.facade import TrajectoryStore
+from rollmesh.store.reports import KEPT_REPORTS
 from rollmesh.store.types import (
     Append,
     AppendResult,
@@ -28,6 +29,7 @@ from rollmesh.store.types import (
 )
 
 __all__ = [
+    "KEPT_REPORTS",
     "Append",
     "AppendResult",
     "DeadLetter",

@@ -17,6 +17,7 @@ from rollmesh.store.leader import Leader
 from rollmesh.store.limits import Limits
 from rollmesh.store.metrics import CallObserver
 from rollmesh.store.registry import Registry
+from rollmesh.store.reports import StepReports
 from rollmesh.store.rollbacks import Rollbacks
 from rollmesh.store.scaling import Scaling
 from rollmesh.store.sessions import Sessions
@@ -44,6 +45,7 @@ class TrajectoryStore:
         self._for_trainers(Training(connection, self._limits), Rollbacks(connection), Unclaimed(connection))
         self._for_people(View(connection, self._limits), Evaluations(connection), DeadLetters(connection, self._limits))
         self._for_viewers(Inspection(connection))
+        self._for_curves(StepReports(connection))
         self._for_launchers(Scaling(connection))
 
     def _for_workers(self, sessions: Sessions, queue: TrajectoryQueue) -> None:
@@ -140,6 +142,10 @@ class TrajectoryStore:
         self.trajectory_page = inspection.trajectory_page
         self.inspect = inspection.inspect
         self.gone_at = inspection.gone_at
+
+    def _for_curves(self, reports: StepReports) -> None:
+        self.report_steps = reports.report_steps
+        self.step_reports = reports.step_reports
 
     @classmethod
     async def connect(

@@ -5,7 +5,7 @@
     stage end                               only with old_logprobs=stage_end, at its barrier
     train
     report_trained                          the batch's capacity is refunded
-    record                                  one line in metrics.jsonl
+    record                                  one line in metrics.jsonl, its main numbers in the queue
     state -> COMMITTED -> report_committed  every state_every_steps
     publish -> announce                     once per train step, whatever was replayed
 
@@ -38,6 +38,7 @@ from rollmesh.trainer.progress import Progress
 from rollmesh.trainer.publishing import Publisher
 from rollmesh.trainer.records import StepRecords
 from rollmesh.trainer.report import StepReport
+from rollmesh.trainer.reporting import QueueReports
 from rollmesh.trainer.rollback import Rollbacks
 from rollmesh.trainer.samples import Decode, sample_completions
 from rollmesh.trainer.session import TrainingSession
@@ -82,6 +83,7 @@ class TrainingLoop:
     def __init__(self, place: Workplace, shutdown: Shutdown) -> None:
         self._place = place
         self._shutdown = shutdown
+        self._reports = QueueReports(place.session, place.records)
         self._log = get_logger("training")
 
     @property
@@ -93,6 +95,7 @@ class TrainingLoop:
         """Publish what is missing, then train; returns at the last step or at shutdown."""
         place = self._place
         await asyncio.to_thread(place.records.tidy, self.train_step)
+        await self._reports.restore(self.train_step)
         await place.publisher.publish(self.train_step)
         last = place.config.trainer.train_steps
         waiting_since = time.monotonic()
@@ -109,6 +112,7 @@ class TrainingLoop:
             waiting_since = time.monotonic()
         await self._commit()
         await asyncio.to_thread(place.records.tidy, self.train_step)
+        await self._reports.restore_if_lost(self.train_step)
 
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
         place, step = self._place, claimed.batch.train_step
@@ -175,8 +179,8 @@ class TrainingLoop:
             "wait_seconds": waited,
         }
         samples = sample_completions(claimed.batch, place.config.trainer.sample_completions, place.decode)
-        # A trainer that was stalled here while another took over must not write the step a second time.
-        await place.session.check()
+        # Fenced: a trainer that was stalled here while another took over must not write the step a second time.
+        await self._reports.add(record)
         await asyncio.to_thread(place.records.append, record, samples)
         place.metrics.observe_step(report, float(mesh["goodput"]))
         place.metrics.observe_groups(deciles, counts)

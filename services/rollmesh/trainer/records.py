@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,19 @@ class StepRecords:
         append_lines(self._samples, samples)
         append_lines(self._metrics, [record])
 
+    def newest(self, most: int, train_step: int) -> list[dict[str, Any]]:
+        """The reports of ``train_step`` and before among the last ``most`` lines, ascending; none without the file."""
+        if not self._metrics.exists():
+            return []
+        with self._metrics.open("rb") as stream:
+            lines = deque(stream, maxlen=most)
+        found = {step[0]: line for line in lines if (step := _identity(line)) is not None and step[0] <= train_step}
+        return [json.loads(found[step]) for step in sorted(found)]
+
 
 def append_lines(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append JSON objects, one a line; not-a-number and infinities become null."""
-    text = "".join(json.dumps(_finite(record), separators=(",", ":"), allow_nan=False) + "\n" for record in records)
+    text = "".join(json.dumps(finite(record), separators=(",", ":"), allow_nan=False) + "\n" for record in records)
     with file.open("a", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -76,11 +86,12 @@ def _identity(line: bytes) -> tuple[int, str] | None:
     return step, str(record.get("trajectory_id", ""))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same JSON value with null for not-a-number and infinities."""
     if isinstance(value, float):
         return value if value - value == 0.0 else None
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value

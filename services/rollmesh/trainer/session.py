@@ -62,6 +62,11 @@ class TrainingSession:
         self._lock = asyncio.Lock()
         self._log = get_logger("session")
 
+    @property
+    def assertions(self) -> int:
+        """How often Redis has been told what is trained: once at the start, and when it came back as another server."""
+        return self._assertions
+
     async def open(self, name: str, limits: RunLimits) -> None:
         """Open the session: every older trainer is refused from now on.
 

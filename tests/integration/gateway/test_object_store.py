@@ -47,6 +47,7 @@ async def _train(scene: Scene) -> None:
         await scene.admit(2)
         await scene.complete_all()
         await scene.train(step, [f"e0-{2 * step - 2}", f"e0-{2 * step - 1}"])
+        await scene.store.report_steps(scene.trainer, step - 1, [{"train_step": step, "reward_mean": step / 8}])
 
 
 async def _shown(client: httpx.AsyncClient, trajectory_id: str) -> dict[str, Any]:
@@ -69,6 +70,9 @@ async def test_a_gateway_elsewhere_reads_one_group_from_the_bucket_and_keeps_not
             assert detail["train_step"] == group // 2 + 1
             assert detail["members"] == [f"e0-{group}.0", f"e0-{group}.1"]
             assert "".join(detail["runs"][1]["texts"]).strip() == "1 + 2 = 3 !"
+        path = "api/v1/series?names=reward_mean"
+        curve = (await until(client, path, lambda body: len(body["series"][0]["x"]) == STEPS))["series"][0]
+        assert curve["mean"] == [step / 8 for step in range(1, STEPS + 1)]
         unknown = await client.get("api/v1/trajectories/e7-7.0")
         assert unknown.status_code == 404
     assert [file for file in own.rglob("*") if file.is_file()] == []

@@ -180,7 +180,7 @@ async def test_the_documents_name_every_operation_and_load_nothing_from_elsewher
     assert "script" not in page.text
 
 
-async def test_a_run_folder_that_cannot_be_read_takes_the_curves_and_nothing_else(
+async def test_a_run_folder_that_cannot_be_read_takes_the_history_and_nothing_else(
     client: httpx.AsyncClient, scene: Scene
 ) -> None:
     # A folder in the place of the file: opening it fails for root, too.
@@ -191,7 +191,7 @@ async def test_a_run_folder_that_cannot_be_read_takes_the_curves_and_nothing_els
     assert "run_folder_unreadable" in (Path(scene.config.folder).parent / "gateway.log").read_text()
 
 
-async def test_a_run_folder_that_does_not_answer_takes_the_curves_and_nothing_else(
+async def test_a_run_folder_that_does_not_answer_takes_the_history_and_nothing_else(
     run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
 ) -> None:
     folder = Path(scene.config.folder)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.scheduling.limits import run_limits
 from rollmesh.store import EmbeddedServer
+from rollmesh.trainer.reporting import reported
 
 from .trainer_run import GROUPS, opened_run, write_run_file
 
@@ -70,6 +71,35 @@ async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
             await run.until_finished()
         assert [r.train_step for r in await run.store.policies()] == [0, 1, 2, 3, 4]
         assert run.checkpoints.ledger().committed_step == 4
+
+
+async def test_what_the_queue_knows_of_the_steps_outlives_the_folder_of_a_trainer_that_was_killed(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 2})
+    async with opened_run(config) as run:
+
+        async def reported_steps() -> list[int]:
+            return [report["train_step"] for report in await run.store.step_reports(0, 99)]
+
+        async def third_step_is_reported() -> bool:
+            return 3 in await reported_steps()
+
+        run.start()
+        async with run.fed(3):
+            await run.until("the report of step 3", third_step_is_reported, pause=0.01)
+            before = await run.store.step_reports(0, 99)
+            run.kill()
+            (run.folder / "metrics.jsonl").unlink()
+            run.start()
+            await run.feed(1)
+            await run.until_finished()
+        after = await run.store.step_reports(0, 99)
+        assert await reported_steps() == [1, 2, 3, 4]
+        assert after[:2] == before[:2]
+        assert after[2]["time"] > before[2]["time"], "the step was trained again"
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        assert after[2:] == [reported(line) for line in lines]
 
 
 async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_touches_the_queue(

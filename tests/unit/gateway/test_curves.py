@@ -62,3 +62,14 @@ def test_evaluations_come_with_their_error_and_the_newest_is_always_shown() -> N
     assert series.x[-1] == 99
     assert series.low[-1] == pytest.approx(0.89)
     assert series.high[-1] == pytest.approx(1.09)
+
+
+def test_reports_that_are_written_anew_are_taken_back_from_the_first_of_them_on() -> None:
+    curves = Curves()
+    for step in (1, 2, 3):
+        curves.add_report(report(step, batch={"trajectory_staleness": {"histogram": {"0": step}}}))
+    curves.forget_reports(4)
+    assert curves.report is not None
+    curves.forget_reports(2)
+    assert (curves.report, curves.trained_staleness) == (None, [])
+    assert curves.answer(["reward_mean"], 10).series[0].x == [1.0]

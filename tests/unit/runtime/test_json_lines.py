@@ -57,6 +57,31 @@ def test_a_tail_starts_over_when_the_file_shrank(tmp_path: Path) -> None:
     assert [line["train_step"] for line in tail.read()] == [0, 1]
 
 
+def test_a_tail_says_whether_the_file_is_there_and_whether_it_began_anew(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    tail = JsonLinesTail(file)
+    seen = []
+
+    def read() -> None:
+        seen.append(([line["train_step"] for line in tail.read()], tail.exists, tail.from_start))
+
+    read()
+    file.write_bytes(_lines(0, 1))
+    read()
+    read()
+    _replace(file, _lines(0, 1, 2, note="longer"))
+    read()
+    tail.rewind()
+    read()
+    assert seen == [
+        ([], False, False),
+        ([0, 1], True, True),
+        ([], True, False),
+        ([0, 1, 2], True, True),
+        ([0, 1, 2], True, True),
+    ]
+
+
 def test_a_tail_skips_what_is_no_json_object(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(_lines(0) + b"\n{torn\n[1]\n\xff\xfe\n" + _lines(1))

@@ -52,6 +52,17 @@ def test_tidying_what_is_tidy_leaves_the_file_alone(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").stat().st_ino == before
 
 
+def test_the_newest_reports_are_ascending_readable_and_not_of_later_steps(tmp_path: Path) -> None:
+    records = StepRecords(tmp_path)
+    assert records.newest(3, 9) == []
+    for step in (1, 2, 3, 4, 3):
+        records.append({"train_step": step}, [])
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"train_step": 4, "lo')
+    assert records.newest(99, 3) == [{"train_step": step} for step in (1, 2, 3)]
+    assert records.newest(3, 9) == [{"train_step": step} for step in (3, 4)]
+
+
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
     append_lines(tmp_path / "x.jsonl", [{"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -0.0}}])
     assert json.loads((tmp_path / "x.jsonl").read_text()) == {"a": None, "b": [None, 1.5], "c": {"d": 0.0}}
