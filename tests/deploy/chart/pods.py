@@ -179,7 +179,7 @@ class Pod:
     def run(self, *arguments: str) -> str:
         """What `kubectl exec POD -- rollmesh ARGUMENTS` prints."""
         before = len(self.log)
-        status = self._spawn({**self._container, "command": PROGRAM, "args": list(arguments)}).wait(120)
+        status = self._spawn({**self._container, "command": [], "args": list(arguments)}).wait(120)
         printed = self.log[before:]
         assert status == 0, f"{self.name}: rollmesh {' '.join(arguments)} ended with {status}\n{printed}"
         return printed
@@ -188,9 +188,9 @@ class Pod:
         mounts = self._mounts(container)
         plain = self._environment(container)
         variables = {name: self._mapped(value, mounts) for name, value in plain.items()}
-        entry = [expanded(part, plain) for part in container.get("command", [])] or PROGRAM
+        entry = [expanded(part, plain) for part in container.get("command", [])]
         python = self._machine.pythons.get(container["name"], sys.executable)
-        entry = [python if part == "python3" else self._mapped(part, mounts) for part in entry]
+        entry = [python if part == "python3" else self._mapped(part, mounts) for part in entry] or PROGRAM
         arguments = [self._mapped(expanded(part, plain), mounts) for part in container.get("args", [])]
         with self._log.open("ab") as log:
             return subprocess.Popen(
