@@ -177,20 +177,33 @@ async def test_a_client_that_hangs_up_frees_the_generator_and_a_reload_does_not_
     )
     run = mesh.config.name
     long: dict[str, Any] = {"model": run, "messages": QUESTION, "max_tokens": 300, "temperature": 2.0}
+    long["extra_body"] = {"return_token_ids": True}
     async with mesh.gateway() as gateway, gateway.client() as client:
         await mesh.store.set_user_paused(True)
 
         async def running() -> int:
             return sum(g.running_count + g.waiting_count for g in await mesh.store.generators())
 
+        async def begun() -> asyncio.Task[Any]:
+            """A call that was seen to run: heartbeats tell of it, and a short answer may be over before the next."""
+            for _ in range(20):
+                call = asyncio.create_task(client.chat.completions.create(**long))
+
+                async def seen(call: asyncio.Task[Any] = call) -> bool:
+                    return call.done() or await running() > 0
+
+                await mesh.until("the call is running", seen)
+                if not call.done():
+                    return call
+            raise AssertionError("no call was seen to run")
+
         for stream in (False, True):
-            call = asyncio.create_task(client.chat.completions.create(**long, stream=stream))
             if stream:
-                events = await call
+                events = await client.chat.completions.create(**long, stream=True)
                 await anext(events.__aiter__())
                 await events.close()
             else:
-                await mesh.until("the call is running", lambda: running())
+                call = await begun()
                 call.cancel()
                 await asyncio.gather(call, return_exceptions=True)
             await mesh.until("the slot is free", lambda: _none(running()))
@@ -202,8 +215,7 @@ async def test_a_client_that_hangs_up_frees_the_generator_and_a_reload_does_not_
 
         answers = []
         for _ in range(4):
-            call = asyncio.create_task(client.chat.completions.create(**long, extra_body={"return_token_ids": True}))
-            await mesh.until("the call is running", lambda: running())
+            call = await begun()
             await mesh.publish()
             answers.append(await call)
             await mesh.serving(mesh.versions - 1)
