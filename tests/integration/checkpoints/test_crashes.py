@@ -18,9 +18,9 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 
-from .checkpoint_samples import SECRET, publish, write_model
+from ...unit.checkpoints.checkpoint_samples import SECRET, publish, write_model
 
-_WRITER = [sys.executable, str(Path(__file__).with_name("writer_process.py"))]
+_WRITER = [sys.executable, str(Path(__file__).parents[2] / "unit" / "checkpoints" / "writer_process.py")]
 
 
 @pytest.mark.parametrize("seed", range(4))
