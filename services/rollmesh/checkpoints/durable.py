@@ -15,6 +15,8 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_REMOVAL_ATTEMPTS = 10
+"""A folder has a handful of files; whoever writes them meanwhile has run out of them by then."""
 _ERROR_TEXT = re.compile(r"(?:os error|code:|Errno) ?(\d+)")
 
 
@@ -114,12 +116,28 @@ def check_file(path: Path, *, size: int, sha256: str) -> None:
 
 
 def remove_tree(folder: Path, *, first: Iterable[str] = ()) -> None:
-    """Delete a folder; ``first`` names the files that make it valid, so a half-deleted folder is never valid."""
-    for name in first:
-        (folder / name).unlink(missing_ok=True)
-    if folder.exists():
+    """Delete a folder; ``first`` names the files that make it valid, so a half-deleted folder is never valid.
+
+    Another process may delete the same folder, or still write into it: a trainer that was fenced and does not know yet.
+    """
+    try:
+        for name in first:
+            (folder / name).unlink(missing_ok=True)
         sync_folder(folder)
-        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    for attempt in range(1, _REMOVAL_ATTEMPTS + 1):
+        try:
+            shutil.rmtree(folder, onerror=_unless_gone)
+            return
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or attempt == _REMOVAL_ATTEMPTS:
+                raise
+
+
+def _unless_gone(_function: object, _path: object, failure: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]
 
 
 def full_disk(error: BaseException) -> bool:
