@@ -46,7 +46,7 @@ _SETTLE_LOOKS = 1200
 
 def run(*, quick: bool = False) -> list[Measure]:
     """Measure; the ratio of lives per second is ours over bare, larger is better (bars: 0.25 and 1000 a second)."""
-    rounds, trajectories = (1, 960) if quick else (5, 8000)
+    rounds, trajectories = (1, 960) if quick else (11, 6000)
     resident = [1_000, 4_000] if quick else [1_000, 10_000, 100_000]
     with tempfile.TemporaryDirectory(prefix="rollmesh-queue-") as folder:
         server = EmbeddedServer(Path(folder), EmbeddedOptions(maxmemory_bytes=4 << 30))

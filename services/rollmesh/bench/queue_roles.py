@@ -24,6 +24,8 @@ PRODUCER_TASKS = 4
 BACKLOG_GROUPS = 64
 """Finished groups (bare: unread batches) that the producer may be ahead of the consumer."""
 _PAUSE_SECONDS = 0.001
+_BACKLOG_PAUSE_SECONDS = 0.01
+"""A full backlog is some 100 ms of the consumer's work: looking more often only takes the server from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,7 @@ async def produce(work: Work, role: Role) -> None:
         role.started = time.time()
         while done < work.groups:
             if (await store.view()).ready_groups >= BACKLOG_GROUPS:
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await asyncio.sleep(_BACKLOG_PAUSE_SECONDS)
                 continue
             count = min(PRODUCER_TASKS, work.groups - done)
             after = Cursor(index=cursor.index + count)

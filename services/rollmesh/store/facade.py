@@ -16,6 +16,7 @@ from rollmesh.store.inspection import Inspection
 from rollmesh.store.leader import Leader
 from rollmesh.store.limits import Limits
 from rollmesh.store.metrics import CallObserver
+from rollmesh.store.prompts import PromptCache
 from rollmesh.store.registry import Registry
 from rollmesh.store.reports import StepReports
 from rollmesh.store.rollbacks import Rollbacks
@@ -38,9 +39,9 @@ class TrajectoryStore:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._limits = Limits(connection)
-        sessions = Sessions(connection)
-        self._for_workers(sessions, TrajectoryQueue(connection, self._limits))
-        self._for_leaders(Leader(connection, self._limits, sessions))
+        sessions, prompts = Sessions(connection), PromptCache()
+        self._for_workers(sessions, TrajectoryQueue(connection, self._limits, prompts))
+        self._for_leaders(Leader(connection, self._limits, sessions, prompts))
         self._for_generators(Registry(connection))
         self._for_trainers(Training(connection, self._limits), Rollbacks(connection), Unclaimed(connection))
         self._for_people(View(connection, self._limits), Evaluations(connection), DeadLetters(connection, self._limits))

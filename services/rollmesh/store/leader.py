@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store.connection import Argument, Connection
 from rollmesh.store.limits import Limits
-from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, encode_prompt
+from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, decode_prompt, encode_prompt
+from rollmesh.store.prompts import PromptCache
 from rollmesh.store.scripts import UploadExpired
 from rollmesh.store.sessions import Sessions
 from rollmesh.store.trajectories import slices
@@ -22,11 +23,12 @@ _SWEEP_SLICES = 64
 class Leader:
     """What only the leading rollout replica does; every call carries its token and raises SessionLost without it."""
 
-    def __init__(self, connection: Connection, limits: Limits, sessions: Sessions) -> None:
+    def __init__(self, connection: Connection, limits: Limits, sessions: Sessions, prompts: PromptCache) -> None:
         self._connection = connection
         self._keys = connection.keys
         self._limits = limits
         self._sessions = sessions
+        self._prompts = prompts
 
     async def acquire_leadership(self, candidate: str) -> str | None:
         """Become the leader: a fresh token, or None while another replica's lease runs (one session TTL)."""
@@ -150,9 +152,14 @@ class Leader:
                 ]
             )
             try:
-                return int(await self._connection.run("admit", leader, nonce, *cursors, len(groups), *words))
+                opened = int(await self._connection.run("admit", leader, nonce, *cursors, len(groups), *words))
             except UploadExpired:
                 continue
+            # A group that was skipped may be in the queue with the prompt that an older data file had.
+            if opened == len(groups):
+                for group, data in zip(groups, prompts, strict=True):
+                    self._prompts.put(group.group_id, decode_prompt(data))
+            return opened
 
 
 async def sweep(

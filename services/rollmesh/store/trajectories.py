@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -22,6 +21,7 @@ from rollmesh.store.payload import (
     encode_segments,
     group_of,
 )
+from rollmesh.store.prompts import PromptCache
 from rollmesh.store.scripts import UploadExpired
 from rollmesh.store.types import (
     Append,
@@ -42,21 +42,20 @@ T = TypeVar("T")
 _ITEMS_PER_CALL = 64
 """Items of one script call: bounded keys (two or three each) and bounded time in the server."""
 _RELEASES_PER_CALL = 128
-_PROMPT_CACHE = 512
 _UPLOAD_ATTEMPTS = 3
 
 
 class TrajectoryQueue:
     """The rollout side of the queue. All methods may be called from many tasks at once."""
 
-    def __init__(self, connection: Connection, limits: Limits) -> None:
+    def __init__(self, connection: Connection, limits: Limits, prompts: PromptCache) -> None:
         self._connection = connection
         self._keys = connection.keys
         self._limits = limits
         self._lease_locks: dict[str, asyncio.Lock] = {}
         self._unanswered: dict[tuple[str, str], str] = {}
         """Nonce of the last lease by script and session, until its trajectories have arrived here."""
-        self._prompts: OrderedDict[str, Prompt] = OrderedDict()
+        self._prompts = prompts
 
     async def lease(self, session: str, limit: int, new_limit: int | None = None) -> list[LeasedTrajectory]:
         """Take up to ``limit`` unfinished trajectories; partials of the oldest group first.
@@ -201,9 +200,8 @@ class TrajectoryQueue:
         replies = await self._connection.commands([("GET", self._keys.of("prompt", g)) for g in missing])
         for group_id, data in zip(missing, replies, strict=True):
             if data is not None:
-                found[group_id] = self._prompts[group_id] = decode_prompt(data)
-        while len(self._prompts) > _PROMPT_CACHE:
-            self._prompts.popitem(last=False)
+                found[group_id] = decode_prompt(data)
+                self._prompts.put(group_id, found[group_id])
         return found
 
     async def _load_saved(self, ids: Sequence[str]) -> dict[str, tuple[Segment, ...]]:

@@ -45,13 +45,21 @@ _SOURCE_BACK: dict[Any, SegmentSource] = {v: k for k, v in _SOURCE.items()}
 
 def tensor_to_pb(array: npt.NDArray[Any]) -> pb.Tensor:
     """Encode a one-dimensional int32 or float32 array."""
+    message = pb.Tensor()
+    _fill_tensor(message, array)
+    return message
+
+
+def _fill_tensor(message: pb.Tensor, array: npt.NDArray[Any]) -> None:
+    # In place: a tensor that is made apart is copied once more into its message.
     if array.ndim != 1:
         raise DataError(f"tensor: expected one dimension, got shape {array.shape}")
     if array.dtype.kind == "i":
-        return pb.Tensor(dtype=pb.DTYPE_INT32, data=np.ascontiguousarray(array, _INT32).tobytes())
-    if array.dtype.kind == "f":
-        return pb.Tensor(dtype=pb.DTYPE_FLOAT32, data=np.ascontiguousarray(array, _FLOAT32).tobytes())
-    raise DataError(f"tensor: dtype {array.dtype} is neither int32 nor float32")
+        message.dtype, message.data = pb.DTYPE_INT32, np.ascontiguousarray(array, _INT32).tobytes()
+    elif array.dtype.kind == "f":
+        message.dtype, message.data = pb.DTYPE_FLOAT32, np.ascontiguousarray(array, _FLOAT32).tobytes()
+    else:
+        raise DataError(f"tensor: dtype {array.dtype} is neither int32 nor float32")
 
 
 def _array(message: pb.Tensor, expected: int, field: str) -> npt.NDArray[Any]:
@@ -108,14 +116,14 @@ def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
 def segment_to_pb(segment: Segment) -> pb.Segment:
     """Encode a segment."""
     message = pb.Segment(
-        token_ids=tensor_to_pb(segment.token_ids),
         policy_version=segment.policy_version,
         kv_min_version=segment.kv_min_version,
         source=_SOURCE[segment.source],
         temperature=segment.temperature,
     )
+    _fill_tensor(message.token_ids, segment.token_ids)
     if segment.behavior_logprobs is not None:
-        message.behavior_logprobs.CopyFrom(tensor_to_pb(segment.behavior_logprobs))
+        _fill_tensor(message.behavior_logprobs, segment.behavior_logprobs)
     return message
 
 
