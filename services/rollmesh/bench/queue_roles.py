@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +21,8 @@ T = TypeVar("T")
 
 PRODUCER_TASKS = 4
 """Groups that a producer has in flight; the same for the bare loop."""
+ADMITTED_GROUPS = 16
+"""Groups of one admission: a leader fills its window with as many as a train step frees."""
 BACKLOG_GROUPS = 64
 """Finished groups (bare: unread batches) that the producer may be ahead of the consumer."""
 _PAUSE_SECONDS = 0.001
@@ -99,6 +101,13 @@ async def produce_group(store: TrajectoryStore, session: str, role: Role, segmen
         raise RuntimeError(f"the bench lost a trajectory: {results}")
 
 
+async def _produce_groups(
+    store: TrajectoryStore, session: str, role: Role, segment: Segment, group_size: int, turns: Iterator[int]
+) -> None:
+    for _ in turns:
+        await produce_group(store, session, role, segment, group_size)
+
+
 async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: str, role: Role) -> None:
     """One batch of one group, from its cut to its trained report."""
     await role.timed("cut", store.cut(work.leader, step, [group_id]))
@@ -122,12 +131,13 @@ async def produce(work: Work, role: Role) -> None:
             if (await store.view()).ready_groups >= BACKLOG_GROUPS:
                 await asyncio.sleep(_BACKLOG_PAUSE_SECONDS)
                 continue
-            count = min(PRODUCER_TASKS, work.groups - done)
+            count = min(ADMITTED_GROUPS, work.groups - done)
             after = Cursor(index=cursor.index + count)
             groups = [new_group(cursor.index + at, work.group_size) for at in range(count)]
             await role.timed("admit", store.admit(work.leader, groups, cursor, after))
+            turns = iter(range(count))
             await asyncio.gather(
-                *(produce_group(store, session, role, segment, work.group_size) for session in sessions[:count])
+                *(_produce_groups(store, session, role, segment, work.group_size, turns) for session in sessions)
             )
             cursor, done = after, done + count
         role.ended = time.time()
@@ -160,11 +170,13 @@ async def produce_bare(work: Work, role: Role) -> None:
                 pipe.xadd(work.run, {"d": data})
             await role.timed("XADD", pipe.execute())
 
-    done = 0
-    while done < work.groups:
-        count = min(PRODUCER_TASKS, work.groups - done)
-        await asyncio.gather(*(add() for _ in range(count)))
-        done += count
+    turns = iter(range(work.groups))
+
+    async def add_some() -> None:
+        for _ in turns:
+            await add()
+
+    await asyncio.gather(*(add_some() for _ in range(PRODUCER_TASKS)))
     role.ended = time.time()
     await client.aclose()
 

@@ -35,3 +35,11 @@ def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 async def store(server: EmbeddedServer) -> AsyncIterator[TrajectoryStore]:
     async with await TrajectoryStore.connect(StoreConfig(), run=f"run-{next(_NUMBERS)}", url=server.url) as connected:
         yield connected
+
+
+@pytest.fixture
+async def another_client(server: EmbeddedServer, store: TrajectoryStore) -> AsyncIterator[TrajectoryStore]:
+    """A second process's view of the queue of ``store``: nothing is remembered between the two."""
+    run = store.connection.keys.run
+    async with await TrajectoryStore.connect(StoreConfig(), run=run, url=server.url) as connected:
+        yield connected

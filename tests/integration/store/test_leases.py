@@ -89,6 +89,37 @@ async def test_a_lost_lease_is_forgotten_once_the_worker_has_stated_what_it_hold
     assert [i.trajectory.trajectory_id for i in await store.lease(mesh.session, 2)] == ["e0-0.1"]
 
 
+async def test_every_client_leases_the_prompt_that_was_admitted(
+    store: TrajectoryStore, another_client: TrajectoryStore
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(2)
+    mine = (await store.lease(mesh.session, 1))[0].trajectory
+    theirs = (await another_client.lease(mesh.session, 1))[0].trajectory
+    assert (mine.group_id, theirs.group_id) == ("e0-0", "e0-0")
+    assert mine.prompt.metadata == theirs.prompt.metadata == {"answer": "0"}
+    assert np.array_equal(mine.prompt.token_ids, theirs.prompt.token_ids)
+    assert not mine.prompt.token_ids.flags.writeable
+
+
+async def test_a_group_that_was_skipped_keeps_the_prompt_that_is_in_the_queue(
+    store: TrajectoryStore, another_client: TrajectoryStore
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 0)
+    changed = NewGroup(
+        group_id="e0-0",
+        prompt=Prompt(prompt_id="0", token_ids=np.arange(9, dtype=np.int32), verifier="exact"),
+        needed=2,
+        epoch=0,
+        index=0,
+    )
+    assert await another_client.admit(mesh.leader, [changed], Cursor(), Cursor(index=1)) == 0
+    leased = (await another_client.lease(mesh.session, 1))[0].trajectory
+    assert leased.prompt.token_ids.tolist() == [0, 1, 2, 3]
+
+
 async def test_an_empty_prompt_is_refused_before_anything_is_admitted(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     empty = Prompt(prompt_id="p7", token_ids=np.empty(0, np.int32), verifier="exact")

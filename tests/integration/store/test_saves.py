@@ -83,11 +83,13 @@ async def test_a_group_keeps_the_smallest_train_step_of_its_tokens(store: Trajec
     assert truth.members["e0-0.1"].tokens == 0
 
 
-async def test_large_segments_and_prompts_survive_outside_the_inline_limit(store: TrajectoryStore) -> None:
+async def test_large_segments_and_prompts_survive_outside_the_inline_limit(
+    store: TrajectoryStore, another_client: TrajectoryStore
+) -> None:
     mesh = await Mesh.start(store)
     big_group = group(0, prompt_tokens=40_000)
     await store.admit(mesh.leader, [big_group], Cursor(), Cursor(index=1))
-    leased = await store.lease(mesh.session, 2)
+    leased = await another_client.lease(mesh.session, 2)
     assert np.array_equal(leased[0].trajectory.prompt.token_ids, big_group.prompt.token_ids)
     big = [segment(5), environment_segment(30_000)]
     item = Append(trajectory_id="e0-0.0", token_offset=0, segments=big)
