@@ -40,7 +40,7 @@ GROUP_SIZES = (8, 16)
 """The default of a run file, and what larger runs use: calls are batched by group, so larger groups cost less each."""
 _FLAT_GROUP_SIZE = 16
 _FILL_GROUPS = 64
-_FLAT_SAMPLES = 10
+_FLAT_SAMPLES = 30
 _SETTLE_LOOKS = 1200
 
 
@@ -56,7 +56,7 @@ def run(*, quick: bool = False) -> list[Measure]:
                 measures = [
                     measure for size in GROUP_SIZES for measure in _lives(server.url, pool, rounds, size, trajectories)
                 ]
-            return measures + asyncio.run(_flatness(Path(folder) / "flat", resident, cycles=40 if quick else 200))
+            return measures + asyncio.run(_flatness(Path(folder) / "flat", resident, cycles=40 if quick else 450))
         finally:
             server.kill()
 

@@ -24,7 +24,8 @@ def list_letters(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
-            letters = await store.dead_letters()
+            # The newest at the end, where a terminal stays.
+            letters = (await store.dead_letters())[::-1]
         if as_json:
             typer.echo(json.dumps([asdict(letter) for letter in letters]))
             return

@@ -112,7 +112,7 @@ class RunReads:
         return GeneratorList(generators=generator_views(await self._store.generators(), newest))
 
     async def dead_letters(self, limit: int) -> DeadLetterList:
-        """Dead letters, oldest first."""
+        """Dead letters, newest first."""
         letters = await self._store.dead_letters(limit)
         total = (await self._store.counts()).dead_letters
         return DeadLetterList(dead_letters=[_letter_view(letter) for letter in letters], total=total)

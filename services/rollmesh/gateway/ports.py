@@ -52,7 +52,7 @@ class Reads(Protocol):
         """Living generators."""
 
     async def dead_letters(self, limit: int) -> DeadLetterList:
-        """Dead letters, oldest first."""
+        """Dead letters, newest first."""
 
 
 class Actions(Protocol):

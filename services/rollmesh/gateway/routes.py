@@ -152,7 +152,7 @@ def _add_lists(api: APIRouter, reads: Reads) -> None:
     async def dead_letters(
         limit: Annotated[int, Query(description="Most letters.", ge=1, le=1000)] = 100,
     ) -> DeadLetterList:
-        """Trajectories that gave up, oldest first."""
+        """Trajectories that gave up, newest first."""
         return await reads.dead_letters(limit)
 
 

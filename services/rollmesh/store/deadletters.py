@@ -21,8 +21,8 @@ class DeadLetters:
         self._limits = limits
 
     async def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
-        """Dead letters without their payload, oldest first."""
-        raw = await self._connection.command("ZRANGE", self._keys.single("letters"), 0, limit - 1)
+        """Dead letters without their payload, newest first."""
+        raw = await self._connection.command("ZRANGE", self._keys.single("letters"), 0, limit - 1, "REV")
         ids = [i.decode() for i in raw]
         records = await self._connection.commands([("HGETALL", self._keys.of("letter", i)) for i in ids])
         return [_letter(i, record) for i, record in zip(ids, records, strict=True) if record]

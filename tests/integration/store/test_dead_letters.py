@@ -75,6 +75,18 @@ async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: Traject
     assert (await read_truth(store)).problems == []
 
 
+async def test_a_short_list_has_the_newest_letters(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    for at, name in enumerate(("e0-0.0", "e0-0.1")):
+        await store.fail(mesh.session, [(name, f"failure {at}")])
+        # Two failures of one millisecond have no order.
+        await store.connection.command("ZADD", store.connection.keys.single("letters"), at, name)
+    assert [letter.reason for letter in await store.dead_letters()] == ["failure 1", "failure 0"]
+    assert [letter.reason for letter in await store.dead_letters(1)] == ["failure 1"]
+
+
 async def test_the_oldest_letters_make_room_for_new_ones(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)

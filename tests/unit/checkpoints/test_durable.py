@@ -61,3 +61,4 @@ def test_files_that_another_process_has_deleted_are_no_error(folder: Path, monke
 
 def test_a_folder_that_is_gone_already_is_no_error(tmp_path: Path) -> None:
     remove_tree(tmp_path / "gone", first=["COMMITTED"])
+    assert list(tmp_path.iterdir()) == []

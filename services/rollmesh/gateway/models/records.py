@@ -179,7 +179,7 @@ class DeadLetterView(Model):
 
 
 class DeadLetterList(Model):
-    """Dead letters, oldest first."""
+    """Dead letters, newest first."""
 
     dead_letters: list[DeadLetterView]
     """At most as many as asked for."""

@@ -47,7 +47,7 @@ export class LetterTable {
         text("tokens", (one) => count(one.tokens), { minor: true }),
         built("actions", (one) => [one.replayed_as, actions.allowed()], buttons, { unseen: true }),
       ],
-      "Dead letters, oldest first",
+      "Dead letters, newest first",
     );
     byId("letter-table").append(this.#note);
   }
@@ -60,6 +60,6 @@ export class LetterTable {
   render() {
     const { dead_letters: letters, total } = this.#list;
     this.#table.show(letters, (one) => one.trajectory_id, "None: no trajectory has given up.");
-    setText(this.#note, total > letters.length ? `and ${plural(total - letters.length, "letter")} more` : "");
+    setText(this.#note, total > letters.length ? `and ${plural(total - letters.length, "older letter")}` : "");
   }
 }
