@@ -66,12 +66,12 @@ class Authority:
         self.file.write_bytes(own.public_bytes(serialization.Encoding.PEM))
 
     def issue(
-        self, name: str, dns: tuple[str, ...] = ("rollmesh", "localhost"), *, expired: bool = False
+        self, name: str, dns: tuple[str, ...] = ("rollmesh", "localhost"), *, expired: bool = False, days: float = 5
     ) -> Certificate:
-        """A certificate for servers and clients, named ``dns`` and 127.0.0.1."""
+        """A certificate for servers and clients, named ``dns`` and 127.0.0.1, for so many days to come."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        since, until = (-3 * _DAY, -_DAY) if expired else (-_DAY, 5 * _DAY)
+        since, until = (-3 * _DAY, -_DAY) if expired else (-_DAY, days * _DAY)
         names = [*map(x509.DNSName, dns), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())

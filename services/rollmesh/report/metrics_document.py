@@ -15,6 +15,7 @@ from rollmesh.generator.rotation import Rotation
 from rollmesh.holding.worker_metrics import WorkerMetrics
 from rollmesh.reward.metrics import RewardMetrics
 from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.runtime.certificate_metrics import CertificateCollector
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.metrics import StoreCallMetrics
 from rollmesh.trainer.metrics import TrainerMetrics
@@ -78,6 +79,8 @@ def agent_metrics() -> list[Metric]:
 def service_metrics() -> dict[str, list[Metric]]:
     """Metric families by service, in alphabetical order, without those of the Python process."""
     registries = {service: Metrics(service) for service in ("rollout", "generator", "reward", "trainer", "gateway")}
+    for service, metrics in registries.items():
+        metrics.registry.register(CertificateCollector(service, None))
     for service in ("rollout", "generator", "trainer", "gateway"):
         StoreCallMetrics(registries[service])
     RolloutMetrics(registries["rollout"])

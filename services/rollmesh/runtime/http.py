@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.base import RequestResponseEndpoint
 
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.certificate_metrics import CertificateCollector
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.https import VERIFIED, use_tls
 from rollmesh.runtime.metrics import Metrics
@@ -105,7 +106,11 @@ async def http_server(
 async def admin_server(
     metrics: Metrics, health: Health, host: str, port: int = 0, security: PortSecurity = OPEN
 ) -> AsyncIterator[int]:
-    """Serve the admin port inside the running loop; yields the bound port."""
+    """Serve the admin port inside the running loop; yields the bound port.
+
+    Every service opens one, so here ``metrics`` also gets what is known of the certificate.
+    """
+    metrics.registry.register(CertificateCollector(metrics.component, security.tls))
     app = admin_app(metrics, health, security)
     async with http_server(app, listen(host, port, "network.admin_port"), security) as bound:
         yield bound

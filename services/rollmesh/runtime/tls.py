@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -32,6 +32,10 @@ class TlsMaterial:
     """Shows our certificate, and wants one of the authority."""
     server: ssl.SSLContext
     """Shows our certificate; refuses a client's of another authority, but a client need not show one."""
+    valid_from: float
+    """Start of our certificate's validity (notBefore), in Unix seconds."""
+    valid_until: float
+    """End of our certificate's validity (notAfter), in Unix seconds. Authorities that signed it may end earlier."""
 
 
 class TlsFiles:
@@ -151,7 +155,7 @@ class TlsFiles:
                 "without a passphrase and of this very certificate)"
             ) from error
         try:
-            shake_hands(client, strict, self.server_name)
+            shown = shake_hands(client, strict, self.server_name)
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
                 f"{self._certificate}: the mesh would refuse it: {error.verify_message} (it must be signed by "
@@ -161,7 +165,13 @@ class TlsFiles:
         if self._read() != content:
             # OpenSSL reads files itself, so these bytes may be other ones than it has.
             raise ConfigError(f"{self._certificate}: replaced while it was read")
-        return TlsMaterial(**content, client=client, server=server)
+        return TlsMaterial(
+            **content,
+            client=client,
+            server=server,
+            valid_from=ssl.cert_time_to_seconds(str(shown["notBefore"])),
+            valid_until=ssl.cert_time_to_seconds(str(shown["notAfter"])),
+        )
 
     @property
     def _certificate(self) -> str:
@@ -171,13 +181,14 @@ class TlsFiles:
         return {field: _content(field, file) for field, file in self._files.items()}
 
 
-def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str) -> None:
-    """A TLS handshake in memory. Raises SSLCertVerificationError where one side refuses the other's certificate."""
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str) -> Mapping[str, object]:
+    """A TLS handshake in memory; returns the fields of the server's certificate, which the client has verified.
+
+    Raises SSLCertVerificationError where one side refuses the other's certificate.
+    """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [
-        client.wrap_bio(to_client, to_server, server_hostname=server_name),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    ]
+    asking = client.wrap_bio(to_client, to_server, server_hostname=server_name)
+    ends = [asking, server.wrap_bio(to_server, to_client, server_side=True)]
     for _ in range(_HANDSHAKE_TURNS):
         for end in tuple(ends):
             try:
@@ -186,7 +197,8 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str
                 continue
             ends.remove(end)
         if not ends:
-            return
+            # Not None: it asked for one and has verified it.
+            return cast("Mapping[str, object]", asking.getpeercert())
     raise ssl.SSLError(f"the handshake did not end within {_HANDSHAKE_TURNS} turns")
 
 

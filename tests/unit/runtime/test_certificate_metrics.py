@@ -1,0 +1,107 @@
+"""What the admin port tells of the certificate in use: the times in the file, a rotation, and one that was refused."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
+
+from rollmesh.config.security import SecurityConfig
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.security import OPEN, AdminClient, PortSecurity
+from rollmesh.runtime.tls import TlsFiles
+
+from ...certificates import Authority, Certificate
+
+NAMES = ("rollmesh_reward_certificate_start_timestamp_seconds", "rollmesh_reward_certificate_expiry_timestamp_seconds")
+
+
+class Port:
+    """An admin port, and a client of the same mesh that scrapes it."""
+
+    def __init__(self, address: str, client: AdminClient) -> None:
+        self.address = address
+        self.client = client
+
+    async def samples(self) -> dict[str, list[float]]:
+        """Values by name, for every certificate's metric that is announced."""
+        answer = await self.client.get(self.address, "/metrics")
+        families = text_string_to_metric_families(answer.text)
+        return {f.name: [sample.value for sample in f.samples] for f in families if "_certificate_" in f.name}
+
+    async def validity(self) -> tuple[float, float]:
+        samples = await self.samples()
+        (start,), (expiry,) = (samples[name] for name in NAMES)
+        return start, expiry
+
+
+@contextlib.asynccontextmanager
+async def admin_port(server: PortSecurity, client: PortSecurity) -> AsyncIterator[Port]:
+    async with admin_server(Metrics("reward"), Health(), "127.0.0.1", 0, server) as port, AdminClient(client) as asking:
+        yield Port(f"127.0.0.1:{port}", asking)
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path / "ours")
+
+
+def guarded(certificate: Certificate) -> PortSecurity:
+    return PortSecurity.from_config(SecurityConfig.model_validate({"tls": certificate.section()}))
+
+
+def files_of(security: PortSecurity) -> TlsFiles:
+    assert security.tls is not None
+    return security.tls
+
+
+def written(certificate: Certificate) -> tuple[float, float]:
+    """Start and end as another library reads them in the file: of its first certificate."""
+    first = x509.load_pem_x509_certificates(certificate.certificate.read_bytes())[0]
+    return first.not_valid_before_utc.timestamp(), first.not_valid_after_utc.timestamp()
+
+
+async def test_a_rotation_changes_the_exported_times_without_a_restart(authority: Authority) -> None:
+    files, new = authority.issue("server"), authority.issue("next", days=7)
+    before, after = written(files), written(new)
+    assert after[1] - before[1] == pytest.approx(2 * 86400, abs=60)
+    server = guarded(files)
+    async with admin_port(server, guarded(authority.issue("scraper"))) as port:
+        assert await port.validity() == before
+        files.replace_by(new)
+        files_of(server).clock = lambda: float("inf")  # the next look is due
+        assert await port.validity() == after
+
+
+async def test_files_that_are_not_taken_leave_the_old_times_until_they_fit(authority: Authority) -> None:
+    files, new = authority.issue("server"), authority.issue("next", days=7)
+    before, after = written(files), written(new)
+    server = guarded(files)
+    async with admin_port(server, guarded(authority.issue("scraper"))) as port:
+        files_of(server).clock = lambda: float("inf")
+        files.certificate.write_bytes(new.certificate.read_bytes())
+        with capture_logs() as lines:
+            assert await port.validity() == before
+        assert "certificates_not_taken" in {line["event"] for line in lines}
+        files.key.write_bytes(new.key.read_bytes())
+        assert await port.validity() == after
+
+
+async def test_of_a_chain_the_certificate_of_the_process_counts(authority: Authority) -> None:
+    files = authority.issue("server", days=2)
+    own = written(files)
+    files.certificate.write_bytes(files.certificate.read_bytes() + authority.file.read_bytes())
+    async with admin_port(guarded(files), guarded(authority.issue("scraper"))) as port:
+        assert await port.validity() == own
+
+
+async def test_without_tls_the_names_are_announced_and_have_no_series() -> None:
+    async with admin_port(OPEN, OPEN) as port:
+        assert await port.samples() == {name: [] for name in NAMES}
