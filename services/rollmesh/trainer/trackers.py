@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.logging import get_logger
 
 
 class Tracker(Protocol):
     """Somewhere that numbers by train step go."""
 
     def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
-        """Record the numbers of one step; a replayed step overwrites itself."""
+        """Record the numbers of one step; a step that is trained again is recorded again."""
 
     def close(self) -> None:
         """Flush and end."""
@@ -60,24 +62,54 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A Weights & Biases run with the name of this run; ``tracker_options.wandb`` goes to ``wandb.init``."""
+    """A Weights & Biases run with the name of this run; ``tracker_options.wandb`` goes to ``wandb.init``.
+
+    A start that continues the run continues it there too. Numbers stand over ``train_step``: W&B's own steps only go
+    up, and what is logged for an older one is thrown away, which a resumed or rolled back trainer would do.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         try:
             import wandb
         except ImportError as error:
             raise _missing("wandb") from error
-        options = {"name": config.name, "id": config.name, "resume": "allow", "dir": config.folder}
+        options: dict[str, Any] = {
+            "name": config.name,
+            "id": _stable_id(Path(config.folder) / "wandb-id", config.name),
+            "resume": "allow",
+            "dir": config.folder,
+            # Our lines go to the service's log alone, and W&B's own words are in its folder.
+            "settings": {"console": "off", "silent": True},
+        }
+        options |= config.telemetry.tracker_options.get("wandb", {})
         settings = config.model_dump(mode="json", exclude={"store": {"password", "url"}, "checkpoints": {"secret"}})
-        self._run = wandb.init(**(options | dict(config.telemetry.tracker_options.get("wandb", {}))), config=settings)
+        try:
+            self._run = wandb.init(**options, config=settings)
+        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+            raise ConfigError(
+                f"telemetry.trackers: wandb: {error} Set WANDB_API_KEY, or WANDB_MODE=offline for files to sync later"
+            ) from error
+        self._run.define_metric("train_step")
+        self._run.define_metric("*", step_metric="train_step")
+        get_logger("trainer").info(
+            "wandb_run", id=self._run.id, folder=self._run.dir, url="" if self._run.offline else self._run.url
+        )
 
     def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
         """Record the numbers of one step."""
-        self._run.log(dict(numbers), step=train_step)
+        self._run.log({"train_step": train_step, **numbers})
 
     def close(self) -> None:
         """Upload what is left."""
         self._run.finish()
+
+
+def _stable_id(file: Path, name: str) -> str:
+    """The id of this run folder at W&B: two folders may hold runs of one name."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{name}-{secrets.token_hex(4)}", encoding="utf-8")
+    return file.read_text(encoding="utf-8")
 
 
 def _missing(extra: str) -> ConfigError:

@@ -85,7 +85,7 @@ class TrainerRun:
 
     def start(self, ranks: int = 1) -> subprocess.Popen[bytes]:
         script = [str(Path(__file__).with_name("trainer_process.py")), str(self.folder / "run.yaml")]
-        gang = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        gang = ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with (self.folder / "trainer.log").open("ab") as log:
             self.process = subprocess.Popen([sys.executable, *gang, *script], stdout=log, stderr=log, env=environment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -31,19 +30,6 @@ def test_nested_numbers_get_one_name_each() -> None:
 
 def test_no_tracker_is_built_unless_asked_for(tmp_path: Path) -> None:
     assert build_trackers(config(tmp_path)) == []
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
-def test_tensorboard_gets_every_number_of_a_step(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    (tracker,) = build_trackers(config(tmp_path, "tensorboard"))
-    tracker.log(3, {"loss": 0.5, "batch/reward": 1.0})
-    tracker.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == {"loss", "batch/reward"}
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 0.5)]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
