@@ -58,7 +58,7 @@ def service_spec(
     interpreter = [sys.executable]
     if service == "trainer" and config.launcher.trainer_processes > 1:
         ranks = str(config.launcher.trainer_processes)
-        interpreter += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+        interpreter += ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", ranks]
     command = [
         *interpreter,
         "-m",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import shutil
@@ -233,11 +234,43 @@ def test_a_wrong_run_file_stops_a_pod_before_its_service_starts(helm4: Helm, com
         with pytest.raises(AssertionError, match=r"init container validate ended with (\d+)") as refused:
             pods["trainer"][0].start()
     status = int(re.search(r"validate ended with (\d+)", str(refused.value))[1])  # type: ignore[index]
-    rules = machine.rendering.one("Job")["spec"]["podFailurePolicy"]["rules"]
-    final = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
-    assert any(status in codes["values"] and codes["containerName"] == "validate" for codes in final), (
+    assert status in final_statuses(machine.rendering, "validate"), (
         "a Job that can never start says so, instead of trying again for hours"
     )
+
+
+def final_statuses(rendering: Rendering, container: str) -> list[int]:
+    """Exit statuses of a container of the trainer's Job after which the Job is not tried again."""
+    rules = rendering.one("Job")["spec"]["podFailurePolicy"]["rules"]
+    final = [rule["onExitCodes"] for rule in rules if rule["action"] == "FailJob"]
+    return [s for codes in final if codes["containerName"] == container for s in codes["values"]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_was_copied_in_part_is_final_for_the_job_whatever_the_number_of_ranks(
+    helm4: Helm, commands: str, tmp_path: Path, ranks: int
+) -> None:
+    """The check of the run file reads no weights; the trainer does."""
+    sets = ["run.model.path=/models/m", "model.existingClaim=models"]
+    gang = [f"trainer.processesPerNode={ranks}", "trainer.maxRestarts=0"]
+    machine = machine_of(helm4, [*sets, *gang], tmp_path, commands)
+    model = machine.folder / "claims" / "models" / "m"
+    shutil.copytree(resolve_model("recipe:countdown"), model)
+    os.truncate(model / "model.safetensors", 500_000)
+    with pods_of(machine, {}) as pods:
+        (trainer,) = pods["trainer"]
+        trainer.start()
+        wait_for_end(trainer)
+        assert trainer.exit_status in final_statuses(machine.rendering, "trainer"), trainer.log[-4000:]
+        assert "model.path=/" in trainer.log
+
+
+def wait_for_end(pod: Pod) -> None:
+    """Wait until the container of a pod has ended, well or not."""
+    end = time.monotonic() + DEADLINE_SECONDS
+    while pod.exit_status is None:
+        assert time.monotonic() < end, f"{pod.name} goes on\n{pod.log[-4000:]}"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)

@@ -37,7 +37,7 @@ spec:
       image: {{ include "rollmesh.image" (list $root $trainer.image) | quote }}
       imagePullPolicy: {{ $trainer.image.pullPolicy | quote }}
       {{- if $gang }}
-      command: ["python3", "-m", "torch.distributed.run"]
+      command: ["python3", "-m", "rollmesh.trainer.torchrun"]
       args: ["-m", "rollmesh.cli.main", "trainer", "/etc/rollmesh/run/run.yaml"]
       {{- else }}
       args: ["trainer", "/etc/rollmesh/run/run.yaml"]
