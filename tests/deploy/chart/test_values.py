@@ -100,11 +100,21 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
         (["checkpoints.url=s3://a/b", "generator.kind=LeaderWorkerSet", *SGLANG], "needs a checkpoint volume"),
         (["checkpoints.url=s3://a/b", "trainer.nodes=2"], "needs a checkpoint volume"),
         (["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang"], "model.existingClaim"),
+        (["run.rollout.program=agent", "gateway.replicas=2"], r"gateway\.replicas=2 .* run\.rollout\.program=agent"),
     ],
 )
 def test_values_that_do_not_work_together_say_what_is_missing(helm: Helm, items: list[str], complaint: str) -> None:
     with pytest.raises(HelmError, match=complaint):
         helm.template(CHART, [KIND], items)
+
+
+@pytest.mark.parametrize(
+    ("items", "replicas"), [(["run.rollout.program=agent"], 1), (["gateway.replicas=2"], 2)], ids=["agents", "people"]
+)
+def test_one_gateway_may_serve_agents_and_several_may_serve_people(helm: Helm, items: list[str], replicas: int) -> None:
+    gateway = helm.template(CHART, [KIND], items).one("Deployment", "-gateway")
+
+    assert gateway["spec"]["replicas"] == replicas
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
