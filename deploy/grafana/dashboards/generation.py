@@ -188,11 +188,13 @@ PAGE = Page(
             ),
             bars(
                 "Evaluations",
-                "Claimed and finished since the workers started.",
+                "Claimed, finished, and given up because nobody served their version, since the workers started.",
                 Query(
                     f"label_replace(sum(rollmesh_rollout_evaluations_started_total{{{RUN}}}),"
                     f" 'what', 'claimed', '', '')"
-                    f" or label_replace(sum(rollmesh_rollout_evaluations_total{{{RUN}}}), 'what', 'finished', '', '')",
+                    f" or label_replace(sum(rollmesh_rollout_evaluations_total{{{RUN}}}), 'what', 'finished', '', '')"
+                    f" or label_replace(sum(rollmesh_rollout_evaluations_given_up_total{{{RUN}}}),"
+                    f" 'what', 'given up', '', '')",
                     "{{what}}",
                 ),
             ),

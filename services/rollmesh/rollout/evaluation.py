@@ -122,6 +122,8 @@ class Evaluator:
         async with pin.held() as served:
             if served:
                 answers = await self._answers_while_served(request, pin)
+            else:
+                self._give_up(request, "there is no such policy version, or its weights are pruned")
         result = summarise(answers, request.policy_version)
         await store.finish_evaluation(self._parts.session.current, request.evaluation_id, result)
         self._parts.metrics.evaluations.inc()
@@ -144,17 +146,17 @@ class Evaluator:
                 if pin.waits or self._served(request.policy_version):
                     last_served = time.monotonic()
                 elif time.monotonic() - last_served > self._parts.unserved_seconds:
-                    self._log.error(
-                        "evaluation_given_up",
-                        policy_version=request.policy_version,
-                        message="no generator serves it: its weights are pruned, or were refused",
-                        seconds=self._parts.unserved_seconds,
-                    )
+                    unserved = f"no generator served it for {self._parts.unserved_seconds:g} s"
+                    self._give_up(request, f"{unserved}: its weights are pruned, or were refused")
                     return []
             return answering.result()
         finally:
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
+
+    def _give_up(self, request: EvalRequest, reason: str) -> None:
+        self._parts.metrics.evaluations_given_up.inc()
+        self._log.error("evaluation_given_up", policy_version=request.policy_version, message=reason)
 
     def _served(self, policy_version: int) -> bool:
         records = self._parts.generators.records.values()

@@ -21,6 +21,10 @@ class RolloutMetrics(WorkerMetrics):
             "rollmesh_rollout_evaluations_started_total", "Evaluations claimed here."
         )
         self.evaluations = metrics.counter("rollmesh_rollout_evaluations_total", "Evaluations finished here.")
+        self.evaluations_given_up = metrics.counter(
+            "rollmesh_rollout_evaluations_given_up_total",
+            "Evaluations without a score: no generator came to serve their version. They are finished, too.",
+        )
         self.last_evaluation = metrics.gauge(
             "rollmesh_rollout_last_evaluation_timestamp_seconds", "When an evaluation was last finished here."
         )

@@ -16,6 +16,11 @@ async def evaluated(store, evaluation_id):
     return any(r.request.evaluation_id == evaluation_id and r.result for r in await store.evaluations())
 
 
+def finished(replica, count):
+    """The result is in the queue before the worker counts it."""
+    return replica.value("rollmesh_rollout_evaluations_total") == count
+
+
 async def test_an_evaluation_counts_only_answers_of_the_pinned_version_and_leaves_the_pool_alone(store):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
@@ -67,16 +72,18 @@ async def test_an_evaluation_waits_for_the_pin_of_a_person_and_takes_back_only_i
 async def test_an_evaluation_of_a_version_that_does_not_exist_ends_without_scores(store):
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a"))
-    async with running(store, cluster, ScriptedReward(), plan):
+    async with running(store, cluster, ScriptedReward(), plan) as replica:
         await store.request_evaluation(EvalRequest(evaluation_id="v9", policy_version=9, prompt_count=2))
         await until(lambda: evaluated(store, "v9"))
+        await until(lambda: finished(replica, 1))
+        assert replica.value("rollmesh_rollout_evaluations_given_up_total") == 1
     assert (await store.evaluations())[0].result.sample_count == 0
 
 
 async def test_an_evaluation_that_nobody_can_serve_is_given_up_and_the_next_one_is_done(store):
     plan = schedule("sync", train_steps=2)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a"))  # it never goes back to an older version
-    async with running(store, cluster, ScriptedReward(), plan, unserved_seconds=0.3):
+    async with running(store, cluster, ScriptedReward(), plan, unserved_seconds=0.3) as replica:
         await trainer.train(1)
         for version in (0, 1):
             await store.request_evaluation(
@@ -91,3 +98,5 @@ async def test_an_evaluation_that_nobody_can_serve_is_given_up_and_the_next_one_
         given_up, done = await until(results)
         assert (given_up.sample_count, done.sample_count) == (0, 2)
         assert await store.pinned_policy() is None
+        await until(lambda: finished(replica, 2))
+        assert replica.value("rollmesh_rollout_evaluations_given_up_total") == 1
