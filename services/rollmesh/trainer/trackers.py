@@ -106,7 +106,8 @@ class WandbTracker:
 
 def _stable_id(file: Path, name: str) -> str:
     """The id of this run folder at W&B: two folders may hold runs of one name."""
-    if not file.exists():
+    # Empty: a power cut came before its content was on disk.
+    if not file.exists() or not file.stat().st_size:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{name}-{secrets.token_hex(4)}", encoding="utf-8")
     return file.read_text(encoding="utf-8")
