@@ -57,7 +57,8 @@ unit: $(VENV)/.dev ## Unit tests
 
 integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
 	$(BIN)/pytest -rs tests/integration -m "not alone" --numprocesses 2 --dist loadfile
-	$(BIN)/pytest tests/integration -m alone
+# Only the files that have such tests: to collect all the others takes ten seconds.
+	$(BIN)/pytest $$(grep -rl --include="*.py" "pytest.mark.alone" tests/integration) -m alone
 
 contract: $(VENV)/.dev sglang-try ## One suite of cases for every engine, the real SGLang server among them
 	$(BIN)/pytest tests/contract
@@ -114,7 +115,8 @@ chromium-try:
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || echo "tests of the gateway's page will be skipped"
 
 e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on real SGLang servers
-	$(BIN)/pytest -rs tests/e2e --ignore tests/e2e/gateway
+	$(BIN)/pytest -rs tests/e2e --ignore tests/e2e/gateway -m "not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest -rs tests/e2e --ignore tests/e2e/gateway -m alone
 # A process of its own: the browser's driver keeps an event loop running, in which no other test could start one.
 	$(BIN)/pytest -rs tests/e2e/gateway
 

@@ -1,4 +1,6 @@
-"""What every test shares: seeded, machine-independent property tests."""
+"""What every test shares: seeded, machine-independent property tests, and no search for garbage in what is imported."""
+
+import gc
 
 from hypothesis import HealthCheck, settings
 
@@ -10,3 +12,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("rollmesh")
+
+# Looking for garbage among the million objects of torch and its like took nearly half of the time of collection.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What the tests themselves leave behind is looked for, as ever."""
+    gc.freeze()
+    gc.enable()

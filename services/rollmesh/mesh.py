@@ -71,6 +71,13 @@ class MeshView:
     """Trajectories that wait for their reward."""
     memory_ratio: float
     """Redis used_memory, plus what unfinished trajectories may still write, over maxmemory; 0 without a limit."""
+    used_memory_bytes: int = 0
+    max_memory_bytes: int = 0
+    """0 without a limit."""
+    saved_bytes_total: int = 0
+    """Payload of everything that was ever saved."""
+    finished_total: int = 0
+    """Trajectories that ever finished."""
     filtered_in_a_row: int
     """Zero-variance groups since the last ready one."""
     unscored_in_a_row: int = 0

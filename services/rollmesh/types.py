@@ -67,7 +67,7 @@ class GroupState(StrEnum):
 
 
 class OutcomeKind(StrEnum):
-    """What happened when an answer was scored; only ``SCORED`` carries a value."""
+    """What happened when an answer was scored; a verifier gives a value to ``SCORED`` ones only."""
 
     SCORED = "scored"
     TIMED_OUT = "timed_out"
@@ -158,6 +158,11 @@ class RewardOutcome:
     parts: Mapping[str, float] = field(default_factory=dict)
     message: str = ""
 
+    @property
+    def verdict(self) -> float | None:
+        """The value that the verifier gave; None where it gave none."""
+        return self.value if self.kind is OutcomeKind.SCORED else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
@@ -226,6 +231,22 @@ class PolicyRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorWork:
+    """What a generator has done since its process started; every number only grows."""
+
+    prefill_tokens: int = 0
+    """Context tokens computed."""
+    reprefill_tokens: int = 0
+    """Those of them that had been sampled before."""
+    running_slot_seconds: float = 0.0
+    """Integral of running calls over the time in prefill and decode."""
+    slot_seconds: float = 0.0
+    """Integral of slots over the time in which it served."""
+    generated_tokens: int | None = None
+    """Tokens sampled, whatever for; None from a release that does not say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorRecord:
     """One generator as it registers itself in Redis, renewed with every heartbeat."""
 
@@ -241,3 +262,7 @@ class GeneratorRecord:
     """False while it loads for the first time, drains, or is out of rotation."""
     reason: str = ""
     """Why it does not serve."""
+    loading_version: int | None = None
+    """Version that it verifies and loads now; its checkpoint must stay."""
+    work: GeneratorWork = GeneratorWork()
+    """For the reports of train steps."""

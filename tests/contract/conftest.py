@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,9 +17,10 @@ from rollmesh.generator.engines.sglang.options import SglangOptions
 from rollmesh.generator.engines.torch.engine import TorchEngine
 from rollmesh.generator.engines.torch.options import TorchEngineOptions
 
+from ..sglang_cpu import install
+from ..sglang_cpu.server import running_server
 from .contract_kit import KEY, LONGEST, StandIn, write_model
 
-_CPU = Path(__file__).parents[1] / "sglang_cpu"
 _SERVER_ARGUMENTS = (
     "--skip-tokenizer-init",
     *("--context-length", str(LONGEST + 8), "--max-total-tokens", "16384", "--max-running-requests", "32"),
@@ -31,7 +28,20 @@ _SERVER_ARGUMENTS = (
 )
 KINDS = ("torch", "stand-in", "sglang-overlap", "sglang-serial")
 """The real server twice: with the overlapping schedule that it has by default, and without, as keep_kv needs it."""
+_TORCH_PACE = ((1, 0.005),)
+"""Seconds of a decode step. At its own pace the embedded engine is through with a long call in 30 ms, and a test that
+means to meet a running call may be held up for longer. The other engines wait for this process after every slice."""
 _PASSED: Counter[str] = Counter()
+_TEST_SECONDS = 900
+"""The first case of a kind waits for the start of its server, which takes minutes on busy cores."""
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every deadline inside of a test passes first and says what it waited for."""
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,22 +60,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [write_model(root / f"policy-{seed}", seed) for seed in range(4)]
 
 
-def _server_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("sglang_cpu_server", _CPU / "server.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
     """Python of an environment with the real server; skips where it is not installed."""
-    check = subprocess.run([sys.executable, _CPU / "install.py", "--check"], capture_output=True, text=True)
-    if check.returncode:
-        pytest.skip(f"the real SGLang server is not installed: {(check.stdout + check.stderr).strip()}")
-    return Path(check.stdout.strip())
+    try:
+        return install.find_python()
+    except install.NotInstalled as error:
+        pytest.skip(f"the real SGLang server is not installed: {error}")
 
 
 @pytest.fixture(scope="session", params=KINDS)
@@ -84,7 +85,7 @@ def endpoint(
     else:
         python = request.getfixturevalue("sglang_python")
         serial = ("--disable-overlap-schedule",) if kind == "sglang-serial" else ()
-        with _server_module().running_server(python, models[0], log, _SERVER_ARGUMENTS + serial) as real:
+        with running_server(python, models[0], log, _SERVER_ARGUMENTS + serial) as real:
             yield kind, real.url
 
 
@@ -104,7 +105,9 @@ class EngineMaker:
     async def __call__(self, *, slots: int = 8, version: int = 0, **sglang: Any) -> Engine:
         engine: Engine
         if self.kind == "torch":
-            engine = TorchEngine(TorchEngineOptions(slots=slots, max_context_tokens=LONGEST, device="cpu"))
+            engine = TorchEngine(
+                TorchEngineOptions(slots=slots, max_context_tokens=LONGEST, device="cpu", pace=_TORCH_PACE)
+            )
         else:
             options = SglangOptions(slots=slots, max_context_tokens=LONGEST, url=self._url, admin_key=KEY, **sglang)
             engine = SglangEngine(options)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config
 
 from rollmesh.generator.engines.protocol import Engine
-from rollmesh.generator.engines.sglang.process import free_port
+from rollmesh.runtime.ports import free_port
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
 
 VOCAB = 61
@@ -28,6 +28,8 @@ EOS = 7
 """The models' own end token: it ends a call only if the call says so."""
 LONGEST = 256
 KEY = "contract"
+PATIENCE = 180.0
+"""Seconds for what takes one on an idle machine."""
 FAKES = Path(__file__).parents[1] / "fakes"
 
 
@@ -168,7 +170,7 @@ async def collect(engine: Engine, call: GenerationCall) -> Rollout:
     return Rollout(call, [chunk async for chunk in engine.generate(call)])
 
 
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)
@@ -196,7 +198,7 @@ class Running:
         return list(zip(self.rollouts, self.tasks, strict=True))
 
     async def end(self) -> list[Rollout]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE):
             await asyncio.gather(*self.tasks)
         return self.rollouts
 
@@ -218,15 +220,18 @@ class StandIn:
         environment = os.environ | {"PYTHONPATH": str(FAKES), "OMP_NUM_THREADS": "1"}
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                if httpx.get(f"{self.url}/ready").status_code == 200:
-                    return
-            except httpx.TransportError:
-                if self.process.poll() is not None or time.monotonic() > deadline:
-                    raise AssertionError(f"the stand-in does not start:\n{log.read_text()}") from None
-                time.sleep(0.05)
+        deadline = time.monotonic() + PATIENCE
+        while not self._ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                raise AssertionError(f"the stand-in does not start:\n{log.read_text()}")
+            time.sleep(0.05)
+
+    def _ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/ready").status_code == 200
+        except httpx.TransportError:
+            return False
 
     def stop(self) -> None:
         self.process.kill()

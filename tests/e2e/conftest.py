@@ -28,6 +28,19 @@ SMALL = {
     "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
 }
 """A run of the demo's model and task that takes seconds once its processes are up."""
+ENDLESS = 100_000
+"""Train steps of a run that is stopped once everything was seen: however slow the test, it does not end before."""
+PATIENCE = 300.0
+"""Seconds for what takes seconds on an idle machine: two whole meshes may share two slow cores."""
+_TEST_SECONDS = 1200
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every deadline inside of a test passes first and says what it waited for."""
+    for item in items:
+        if item.path.is_relative_to(_HERE) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
 
 
 @dataclass(frozen=True)
@@ -40,12 +53,12 @@ class CommandLine:
     def command(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "rollmesh.cli.main", *arguments]
 
-    def run(self, *arguments: str, timeout: float = 280.0) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*arguments),
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=2 * PATIENCE,
             check=False,
             env=environment(),
             cwd=self.run_file.parent,
@@ -62,8 +75,10 @@ class CommandLine:
         )
 
     def json_lines(self, name: str) -> list[dict[str, Any]]:
+        """The lines that are complete: the last one may be under way."""
         file = self.folder / name
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        text = file.read_text() if file.exists() else ""
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def environment() -> dict[str, str]:
@@ -99,15 +114,20 @@ def small_run(tmp_path: Path) -> Iterator[Callable[..., CommandLine]]:
     EmbeddedServer(RunFolder(tmp_path / "run").redis).kill()
 
 
-def until(condition: Callable[[], bool], what: str, process: subprocess.Popen[str] | None = None) -> None:
+def until(
+    condition: Callable[[], bool],
+    what: str,
+    process: subprocess.Popen[str] | None = None,
+    seconds: float = PATIENCE,
+) -> None:
     """Poll a condition with a deadline; the process, if given, must stay alive meanwhile."""
-    deadline = time.monotonic() + 180.0
+    deadline = time.monotonic() + seconds
     while not condition():
         if process is not None and process.poll() is not None:
             output = process.stdout.read() if process.stdout else ""
             pytest.fail(f"the process ended with {process.returncode} while waiting for {what}:\n{output}")
         if time.monotonic() > deadline:
-            pytest.fail(f"waited 180 s for {what}")
+            pytest.fail(f"waited {seconds:.0f} s for {what}")
         time.sleep(0.1)
 
 
@@ -141,7 +161,7 @@ def started(
 def end(process: subprocess.Popen[str]) -> None:
     """Wait for a run that was told to stop; one that does not is killed, and takes its services along."""
     try:
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate(timeout=120)
+        process.communicate(timeout=PATIENCE)

@@ -13,24 +13,19 @@ import httpx
 
 from rollmesh.runtime.endpoints import read_endpoints
 
+from .conftest import ENDLESS, PATIENCE
+
 
 def test_a_run_is_watched_paused_and_resumed_through_its_gateway(
     started: Callable[..., Any], wait_until: Callable[..., None]
 ) -> None:
-    line, process = started(trainer={"train_steps": 400})
+    line, process = started(trainer={"train_steps": ENDLESS})
     wait_until(lambda: bool(read_endpoints(line.folder, "gateway")), "the gateway", process)
     url = read_endpoints(line.folder, "gateway")[0].url
     token = (line.folder / "gateway-token").read_text()
-    with httpx.Client(base_url=url, timeout=20) as page, _actor(url, token) as actor:
+    with httpx.Client(base_url=url, timeout=PATIENCE) as page, _actor(url, token) as actor:
         wait_until(lambda: _overview(page).get("train_step", 0) >= 2, "two train steps", process)
-        overview = _overview(page)
-        assert overview["state"] == "running"
-        assert overview["rates"]["saved_tokens_per_second"] > 0
-        assert {g["serving"] for g in overview["generators"]} == {True}
-        assert overview["report"]["train_step"] >= 1
-        assert {s["service"]: s["running"] for s in overview["services"]} == {
-            "gateway": 1, "generator": 2, "reward": 1, "rollout": 1, "trainer": 1,
-        }  # fmt: skip
+        wait_until(lambda: _everything_runs(_overview(page)), "a look at every service at work", process)
         wait_until(lambda: bool(_overview(page)["evaluations"]), "the evaluation of the initial policy", process)
         assert [point["policy_version"] for point in _overview(page)["evaluations"]] == [0]
         wait_until(lambda: len(_curves(page)["reward_mean"]["x"]) >= 2, "two step reports", process)
@@ -48,12 +43,25 @@ def test_a_run_is_watched_paused_and_resumed_through_its_gateway(
 
 
 def _actor(url: str, token: str) -> httpx.Client:
-    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=20)
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE)
 
 
 def _overview(page: httpx.Client) -> dict[str, Any]:
     body: dict[str, Any] = page.get("api/v1/overview").json()
     return body
+
+
+def _everything_runs(overview: dict[str, Any]) -> bool:
+    """Whether this look sees the whole mesh train: a single one may meet a second without tokens, or a late starter."""
+    running = {service["service"]: service["running"] for service in overview["services"]}
+    return (
+        overview["state"] == "running"
+        and running == {"gateway": 1, "generator": 2, "reward": 1, "rollout": 1, "trainer": 1}
+        and [generator["serving"] for generator in overview["generators"]] == [True, True]
+        and overview["rates"]["saved_tokens_per_second"] > 0
+        and overview["report"] is not None
+        and overview["report"]["train_step"] >= 1
+    )
 
 
 def _curves(page: httpx.Client) -> dict[str, Any]:
@@ -89,20 +97,20 @@ def _check_trajectories(page: httpx.Client, folder: Path) -> None:
     assert all(logprob <= 0 for run in policy for logprob in run["logprobs"])
     curves = _curves(page)
     assert len(curves["evaluation"]["x"]) == 1
-    assert curves["tokens_per_second"]["high"][-1] > 0
+    assert max(curves["tokens_per_second"]["high"]) > 0
 
 
 def _check_commands(line: Any, url: str, token: str) -> None:
-    status = line.run("status", str(line.folder), timeout=60)
+    status = line.run("status", str(line.folder))
     assert url in status.stdout, status.stdout + status.stderr
     assert token in status.stdout
-    shown = line.run("top", str(line.folder), "--once", timeout=60)
+    shown = line.run("top", str(line.folder), "--once")
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"state\s+paused", shown.stdout)
     assert "a person to resume" in shown.stdout
-    overview = json.loads(line.run("top", "--url", url, "--json", timeout=60).stdout)
+    overview = json.loads(line.run("top", "--url", url, "--json").stdout)
     assert overview["paused_by_person"] is True
-    gone = line.run("top", "--url", "http://127.0.0.1:9", "--once", timeout=60)
+    gone = line.run("top", "--url", "http://127.0.0.1:9", "--once")
     assert gone.returncode == 2
     assert "http://127.0.0.1:9/api/v1/overview" in gone.stderr
 
@@ -114,7 +122,7 @@ def test_a_gateway_that_cannot_listen_does_not_end_the_run(
         port = taken.getsockname()[1]
         quick = {"trainer": {"train_steps": 2}, "evaluation": {"before_and_after": False}}
         line, process = started(gateway={"port": port}, **quick)
-        output, _ = process.communicate(timeout=240)
+        output, _ = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == 0, output
     assert "the run goes on without its page" in output
     assert f"gateway.port={port}" in output

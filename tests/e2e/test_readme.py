@@ -10,6 +10,8 @@ from typer.main import get_command
 
 from rollmesh.cli.main import app
 
+from .conftest import PATIENCE
+
 README = Path(__file__).parents[2] / "README.md"
 SHELL_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NAMED_BLOCK = re.compile(r"^`([\w.]+)`\n\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -28,7 +30,7 @@ def test_the_own_task_of_the_readme_trains_as_written(tmp_path: Path) -> None:
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=2 * PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-ENDLESS = {"train_steps": 100_000}
+from .conftest import ENDLESS, PATIENCE
 
 
 def indexes(folder: Path, service: str) -> list[int]:
@@ -44,7 +44,9 @@ def launched(line: Any) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_run, wait_until) -> None:
-    line = small_run(generator={"replicas": 1, "slots": 32}, trainer=ENDLESS, evaluation={"before_and_after": False})
+    line = small_run(
+        generator={"replicas": 1, "slots": 32}, trainer={"train_steps": ENDLESS}, evaluation={"before_and_after": False}
+    )
     with launched(line) as process:
         wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
         refused = line.run("scale", str(line.folder), "trainer=2")
@@ -56,7 +58,7 @@ def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_ru
         wait_until(lambda: indexes(line.folder, "reward") == [0, 1], "two reward services", process)
         wait_until(lambda: indexes(line.folder, "rollout") == [0, 1], "two rollout workers", process)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 130, output
         assert "generator: 1 -> 3 replicas" in output
 
@@ -66,7 +68,7 @@ def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_ru
         wait_until(lambda: indexes(line.folder, "generator") == [0, 1, 2], "the generators asked for", process)
         trained = len(line.json_lines("metrics.jsonl"))
         wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained, "a train step", process)
-        assert indexes(line.folder, "rollout") == [0]
+        wait_until(lambda: indexes(line.folder, "rollout") == [0], "the rollout worker of the run file", process)
         line.run("scale", str(line.folder), "generator=1", "reward=1")
         for service in ("generator", "reward"):
             wait_until(lambda s=service: indexes(line.folder, s) == [0], f"one {service}", process)
@@ -78,7 +80,7 @@ def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_ru
         trained = len(line.json_lines("metrics.jsonl"))
         wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained + 1, "two train steps more", process)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 130, output
         assert output.index("generator-2 drained and stopped") < output.index("generator-1 drained and stopped")
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from rollmesh.config.services import StoreConfig
 from rollmesh.errors import RewardUnavailable, RollmeshError, StoreUnavailable
 from rollmesh.runtime.auth import MISSING_TOKEN, WRONG_TOKEN
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.runtime.ports import free_port
 from rollmesh.runtime.security import OPEN, AdminClient, PortSecurity
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import FinishReason, GenerationCall, GeneratorRecord, Prompt, SamplingParams, Trajectory
@@ -31,12 +31,11 @@ from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
 
 from ..certificates import Authority, Certificate
+from .conftest import ENDLESS
 
-STEPS = 500
-"""More than it gets to: it is stopped once everything was tried."""
-USER, PASSWORD = "mesh", "between friends"
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds for what takes milliseconds: other tests may have every core."""
+USER, PASSWORD = "mesh", "between friends"
 
 
 @pytest.fixture
@@ -51,9 +50,7 @@ def guarded_redis(authority: Authority, tmp_path: Path) -> Iterator[str]:
     binary = shutil.which("redis-server") or shutil.which("redis-check-rdb")
     if binary is None:
         pytest.skip("no redis-server on PATH (apt-get install redis-tools): the embedded one is built without TLS")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder = tmp_path / "redis"
     folder.mkdir()
     mine = authority.issue("redis")
@@ -93,7 +90,7 @@ def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
     token_file = tmp_path / "token"
     token_file.write_text(f"{token}\n")
     line, process = started(
-        trainer={"train_steps": STEPS},
+        trainer={"train_steps": ENDLESS},
         evaluation={"before_and_after": False},
         security={"tls": mesh.section(), "token_file": str(token_file)},
         store={
@@ -131,7 +128,7 @@ def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
     wait_until(lambda: all(served(e.admin) == new for e in endpoints), "the new certificate", process)
     trains_on()
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, output
     steps = [step["train_step"] for step in line.json_lines("metrics.jsonl")]
     assert len(steps) >= 4
@@ -146,6 +143,7 @@ def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
     assert token not in kept
     assert renewed not in kept
     assert "starting it again" not in output, "nothing was restarted for it"
+    assert "cancelled_after_grace" not in kept, "no service waits for connections that are merely open"
 
 
 def scrape(endpoint: Endpoint, token: str, ca: Path) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,21 +13,18 @@ from pathlib import Path
 import pytest
 import redis
 
+from rollmesh.runtime.ports import free_port
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.embedded import find_server_binary
 
+from .conftest import PATIENCE
+
 SERVICE = "queue"
 PASSWORD, SENTINEL_PASSWORD = "of the data", "of the watchers"
-STEPS = 8
+STEPS = 16
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def eventually(what: str, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def eventually(what: str, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -131,8 +127,9 @@ def test_a_run_goes_on_through_a_failover_and_loses_nothing(watched: Watched, st
     killed = watched.master()
     killed.kill()
     eventually("another master", lambda: watched.master() is not killed)
-    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 4, "train steps on the new master", process)
-    output, _ = process.communicate(timeout=240)
+    seen = len(line.json_lines("metrics.jsonl"))
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= seen + 2, "train steps on the new master", process)
+    output, _ = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == 0, output
     assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, STEPS + 1))
     audit = json.loads((line.folder / "audit.json").read_text())

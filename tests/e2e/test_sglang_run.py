@@ -18,8 +18,12 @@ from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import read_endpoints
 
+from .audits import assert_rescored
+
 _INSTALL = Path(__file__).parents[1] / "sglang_cpu" / "install.py"
 _STEPS = 16
+_SERVER_SECONDS = 600.0
+"""A start of the server is 25 CPU seconds of imports in three processes, and there are two servers beside a trainer."""
 LOGS = ("logs/generator-0.log", "logs/generator-1.log")
 
 
@@ -63,6 +67,14 @@ def in_service(log: Path, starts: int = 1) -> bool:
     return events.count("server_started") == starts and events[-1] == "policy_in_service"
 
 
+def alive(process: psutil.Process) -> bool:
+    """Whether a process still runs."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def pause(run_folder: Path, paused: bool) -> None:
     """Let workers lease nothing new, or let them go on."""
     folder = RunFolder(run_folder)
@@ -70,7 +82,8 @@ async def pause(run_folder: Path, paused: bool) -> None:
         await running.store.set_user_paused(paused)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.alone  # two real servers and a trainer want both cores
+@pytest.mark.timeout(2400)
 def test_a_run_on_two_servers_loses_nothing_when_one_of_them_is_killed(started, sections, wait_until, capsys) -> None:
     line, process = started(**sections)
 
@@ -84,7 +97,12 @@ def test_a_run_on_two_servers_loses_nothing_when_one_of_them_is_killed(started, 
         return sum(name.startswith("1:") and count > 0 for name, count in counts.items())
 
     log = line.folder / LOGS[1]
-    wait_until(lambda: trained() >= 2 and generating() == 1, "two train steps and tokens of both servers", process)
+    wait_until(
+        lambda: trained() >= 2 and generating() == 1,
+        "two train steps and tokens of both servers",
+        process,
+        _SERVER_SECONDS,
+    )
     assert in_service(log)
     everything = psutil.Process(process.pid).children(recursive=True)
     (victim,) = servers(next(e.pid for e in read_endpoints(line.folder, "generator") if e.index == 1))
@@ -93,7 +111,7 @@ def test_a_run_on_two_servers_loses_nothing_when_one_of_them_is_killed(started, 
     wait_until(lambda: trained() >= at_death + 2, "train steps with one server", process)
     # No new answers until the killed one is back: the rest of the run would be over before.
     asyncio.run(pause(line.folder, True))
-    wait_until(lambda: in_service(log, starts=2), "the killed server to serve again", process)
+    wait_until(lambda: in_service(log, starts=2), "the killed server to serve again", process, _SERVER_SECONDS)
     everything += psutil.Process(process.pid).children(recursive=True)
     asyncio.run(pause(line.folder, False))
     output, _ = process.communicate(timeout=600)
@@ -102,14 +120,10 @@ def test_a_run_on_two_servers_loses_nothing_when_one_of_them_is_killed(started, 
 
     audit = json.loads((line.folder / "audit.json").read_text())
     assert audit["green"], output
-    assert audit["rescoring"]["largest_gap"] <= 1e-4
+    assert_rescored(audit)
     assert audit["lost"] == []
     assert audit["trained_twice"] == {}
     assert audit["staleness_violations"] == []
-
-    with capsys.disabled():
-        gap, tokens = audit["rescoring"]["largest_gap"], audit["rescoring"]["tokens"]
-        print(f"\n[SGLang run: largest gap {gap:.1e} nats over {tokens} tokens; killed after step {at_death}]", end=" ")
 
     steps = line.json_lines("metrics.jsonl")
     assert [step["train_step"] for step in steps] == list(range(1, _STEPS + 1))
@@ -125,9 +139,15 @@ def test_a_run_on_two_servers_loses_nothing_when_one_of_them_is_killed(started, 
     entries = [entry for name in LOGS for entry in records(line.folder / name)]
     loaded = {entry["policy_version"] for entry in entries if entry["event"] == "policy_in_service"}
     assert published == set(range(_STEPS + 1))
-    assert len(loaded) >= 6 and loaded <= published
-    # The newest versions have no answer in a batch yet: so far may an answer be behind when it is trained.
-    newest = max(written)
-    assert newest >= _STEPS - 1 - audit["max_staleness"]
-    assert written == {version for version in loaded if version <= newest}
-    assert not [p for p in everything if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    assert written <= loaded <= published
+    # Not all of them: one that another follows at once may have no token, or none in a group that is trained. But each
+    # batch has tokens of its own time.
+    assert len(written) >= 1 + (_STEPS - 1) // (audit["max_staleness"] + 1)
+    # The newest have no answer in a batch yet: so far may an answer be behind when it is trained.
+    assert max(written) >= _STEPS - 1 - audit["max_staleness"]
+    wait_until(lambda: not any(map(alive, everything)), "the last process to end")
+
+    with capsys.disabled():
+        gap, tokens = audit["rescoring"]["largest_gap"], audit["rescoring"]["tokens"]
+        versions = f"{len(published)} versions published, {len(loaded)} served, {len(written)} in segments"
+        print(f"\n[SGLang run: {versions}; largest gap {gap:.1e} nats over {tokens} tokens]", end=" ")

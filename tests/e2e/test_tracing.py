@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 
 from rollmesh.checkpoints.store import CheckpointStore
-from rollmesh.config import load_run_config
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.launcher.redis import running_store
+from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.tracecontext import TraceContext, traceparent_of, traceparent_of_step
 from rollmesh.types import Batch, Trajectory
 
+from .conftest import ENDLESS, PATIENCE
 from .otlp_collector import ReceivedSpan, collector
 
 STEPS = 3
@@ -50,10 +55,10 @@ def kinds(spans: list[ReceivedSpan]) -> set[tuple[str, str]]:
 def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_killed(started, wait_until) -> None:
     with collector() as received:
         line, process = started(
-            trainer={"train_steps": 2 * STEPS},
+            trainer={"train_steps": ENDLESS},
             telemetry={"otlp_endpoint": received.url},
             evaluation={"before_and_after": False},
-            store={"heartbeat_seconds": 0.5, "session_ttl_seconds": 2.0},
+            store={"heartbeat_seconds": 1.0, "session_ttl_seconds": 5.0},
             # Slow enough for the kill to meet trajectories that have saved tokens.
             generator={"pace": [[1, 0.02]]},
             rollout={"max_new_tokens": 128, "partial_save_tokens": 16},
@@ -65,9 +70,13 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
         # A process that is killed takes its last second of spans with it, so these have to be there before.
         wait_until(lambda: not lacking(received.traces(), batches, config.name), "the spans of these steps", process)
         (worker,) = read_endpoints(line.folder, "rollout")
+        # Where the trainer is slow, rollouts start in waves, and at the first look at one nothing of it is saved.
+        wait_until(lambda: asyncio.run(half_way(config, line.folder)) >= 3, "rollouts with saved tokens", process)
         os.kill(worker.pid, signal.SIGKILL)
-        output, _ = process.communicate(timeout=200)
-        assert process.returncode == 0, output
+        wait_until(lambda: any(map(continued, received.traces().values())), "a trajectory that goes on", process)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 130, output
     traces = received.traces()
     assert received.paths == {"/v1/traces"}
     for batch in batches:
@@ -75,10 +84,21 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
         for trajectory in trajectories_of(batch):
             check_trajectory(traces[trace_id(trajectory.traceparent)], trajectory, batch.train_step)
     loads = [span for spans in traces.values() for span in spans if span.name == "policy_load"]
-    assert {span.attributes["rollmesh.policy_version"] for span in loads} >= {1, 2}
+    loaded = {span.attributes["rollmesh.policy_version"] for span in loads}
+    # Not every version: a generator passes over one that another follows at once.
+    assert {
+        v for batch in batches for trajectory in trajectories_of(batch) for v in trajectory.policy_versions
+    } <= loaded
+    assert max(loaded) > 0
     assert {span.instance for span in loads} == {"generator-0", "generator-1"}
-    assert any(map(continued, traces.values())), "no trajectory was continued after the kill"
     check_logs(line, config.name)
+
+
+async def half_way(config: RunConfig, folder: Path) -> int:
+    """Rollouts under way of which the queue has some tokens."""
+    async with running_store(config, RunFolder(folder)) as running:
+        marks, _ = await running.store.trajectory_page("leased", None, 100)
+    return sum(mark.token_count > 0 for mark in marks)
 
 
 def trajectories_of(batch: Batch) -> list[Trajectory]:

@@ -11,13 +11,23 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..sglang_cpu import install
 from ..sglang_cpu.server import SglangServer, running_server
-from .served import Policies, Served, recipe_model, write_variant
+from .served import Policies, Served, write_policy
 
+_TEST_SECONDS = 900
+"""The first test waits for the start of its server, which takes minutes on busy cores."""
+_HERE = Path(__file__).parent
 _ARGUMENTS = (
     *("--max-total-tokens", "16384", "--max-running-requests", "32", "--weight-version", "0"),
-    # The server's own warm-up sends an English text otherwise, of which the recipe's tokenizer makes no token at all.
+    # The server's own warm-up sends an English text otherwise, and the policies have no tokenizer.
     "--skip-tokenizer-init",
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every deadline inside of a test passes first and says what it waited for."""
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,17 +50,18 @@ def sglang_python() -> Path:
 
 @pytest.fixture(scope="session")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> Policies:
-    """The recipe's model as version 0, and two that answer differently."""
+    """Three policy versions that answer differently."""
     root = tmp_path_factory.mktemp("policies")
-    folders = {0: recipe_model()} | {seed: write_variant(root / f"policy-{seed}", seed) for seed in (1, 2)}
-    return Policies(folders)
+    return Policies({version: write_policy(root / f"policy-{version}", seed=version) for version in range(3)})
 
 
 @pytest.fixture(scope="session")
-def sglang_server(sglang_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SglangServer]:
+def sglang_server(
+    sglang_python: Path, policies: Policies, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SglangServer]:
     """A server with the schedule that it has by default: the next step overlaps the accounts of the last one."""
     log = tmp_path_factory.mktemp("sglang") / "server.log"
-    with running_server(sglang_python, recipe_model(), log, _ARGUMENTS) as server:
+    with running_server(sglang_python, policies.folders[0], log, _ARGUMENTS) as server:
         yield server
 
 
@@ -68,7 +79,7 @@ def serial_served(
 ) -> Iterator[Served]:
     """A server of its own that finishes each step before it starts the next."""
     log = tmp_path_factory.mktemp("sglang-serial") / "server.log"
-    with running_server(sglang_python, recipe_model(), log, (*_ARGUMENTS, "--disable-overlap-schedule")) as server:
+    with running_server(sglang_python, policies.folders[0], log, (*_ARGUMENTS, "--disable-overlap-schedule")) as server:
         with Served(server, policies) as served:
             served.reset()
             yield served

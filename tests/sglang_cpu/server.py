@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import IO
 
 import httpx
+
+from rollmesh.runtime.ports import free_port
 
 # A start is 25 CPU seconds of imports in three processes: half a minute on idle cores, minutes on busy ones.
 START_SECONDS = 300.0
@@ -59,7 +60,7 @@ class SglangServer:
 
     def start(self, deadline_seconds: float = START_SECONDS) -> None:
         """Start the server and wait until /ready says 200; raises ServerFailed, with nothing left running."""
-        self.port = _free_port()
+        self.port = free_port()
         started = time.monotonic()
         with self.log.open("ab") as log:
             self._process = self._launch(log)
@@ -124,9 +125,3 @@ def running_server(python: Path, model: Path, log: Path, arguments: Sequence[str
         yield server
     finally:
         server.stop()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -123,7 +123,7 @@ PAGE = Page(
             ),
             curve(
                 "Wasted tokens",
-                "Saved tokens of groups that left the queue untrained, by reason.",
+                "Saved tokens given up: of dropped groups by reason, of members as unscorable or dead.",
                 per_second("rollmesh_trainer_wasted_tokens_total", "run, reason"),
                 unit="short",
                 stacked=True,

@@ -143,7 +143,7 @@ PAGE = Page(
             ),
             share(
                 "Goodput",
-                "Trained tokens per saved token since the run began, and per sampled token in the last half hour.",
+                "Trained tokens per sampled token, since the run began and in the last half hour.",
                 gauge("rollmesh_trainer_goodput_ratio", word="whole run"),
                 rule("goodput:ratio_rate30m", word="half an hour"),
             ),

@@ -41,8 +41,14 @@ class OldLogprobs:
 
     values: Tensor  # float [tokens]
     from_trainer: Tensor  # bool [tokens], True where the trainer-side value was taken
-    fallbacks: Mapping[str, int]
-    """Policy tokens for which the source was impossible and ``sampler`` stepped in, by reason."""
+    fell_back: Mapping[str, Tensor]  # bool [tokens] by reason
+    """Policy tokens for which the source was impossible and ``sampler`` stepped in."""
+
+    @property
+    def fallbacks(self) -> Mapping[str, int]:
+        """How many tokens fell back, by reason; reasons without any are left out."""
+        counts = {reason: int(tokens.sum()) for reason, tokens in self.fell_back.items()}
+        return {reason: count for reason, count in counts.items() if count}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +73,14 @@ class OldLogprobSource:
         """
         if self.evidence is Evidence.NONE:
             nowhere = torch.zeros_like(policy)
-            return OldLogprobs(values=behavior, from_trainer=nowhere, fallbacks={})
+            return OldLogprobs(values=behavior, from_trainer=nowhere, fell_back={})
         mixed = policy & ~pure if self.needs_pure else torch.zeros_like(policy)
         missing = policy & ~available & ~mixed
         taken = policy & available & ~mixed
-        counts = {"mixed_cache": int(mixed.sum()), self.missing_reason: int(missing.sum())}
         return OldLogprobs(
             values=torch.where(taken, trainer.to(behavior.dtype), behavior),
             from_trainer=taken,
-            fallbacks={reason: count for reason, count in counts.items() if count},
+            fell_back={"mixed_cache": mixed, self.missing_reason: missing},
         )
 
 

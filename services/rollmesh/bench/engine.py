@@ -12,7 +12,6 @@ OPENBLAS_CORETYPE is dropped there: the figures are of the kernels that numpy's 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
 import statistics
@@ -21,14 +20,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rollmesh.bench.measure import Measure, compared
+from rollmesh.bench.measure import Bar, Figure, Measure, at_least, at_most, compared
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.torch.engine import TorchEngine
 from rollmesh.generator.engines.torch.options import TorchEngineOptions
@@ -41,19 +39,22 @@ MIXED_SLOTS = 64
 _CONTEXT = 1024
 _MEDIAN_LENGTH, _SIGMA, _LONGEST = 60, 1.0, 900
 _UNIFORM_SIZES = (1, 8, 32, 128)
+_UNIFORM_BARS = {8: (at_least(Figure.RATIO, 2.5),), 32: (at_least(Figure.RATIO, 3.0),)}
+_MIXED_BARS = (at_least(Figure.RATIO, 5.0),)
+_GAP_BARS = (at_most(Figure.VALUE, 1e-4),)
 
 Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def run(*, quick: bool = False) -> list[Measure]:
-    """Measure; ``quick`` repeats twice instead of five times and takes a quarter of the mixed prompts."""
+    """Measure; ``quick`` does everything once instead of five times and takes a quarter of the mixed prompts."""
     command = [sys.executable, "-m", __name__, *(["--quick"] if quick else [])]
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise EngineError(f"the measuring process ended with status {done.returncode}")
-    return [Measure(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
+    return [Measure.from_line(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,8 +63,8 @@ def main(arguments: Sequence[str]) -> None:
     quick = "--quick" in arguments
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
         write_demo_shape(Path(folder))
-        for measure in asyncio.run(_measure(Path(folder), 2 if quick else 5, prompts=64 if quick else 256)):
-            print(json.dumps(asdict(measure)))
+        for measure in asyncio.run(_measure(Path(folder), 1 if quick else 5, prompts=64 if quick else 256)):
+            print(measure.to_line())
 
 
 def write_demo_shape(folder: Path) -> None:
@@ -184,8 +185,8 @@ async def _logprob_gap(engine: TorchEngine, reference: HuggingFace) -> Measure:
     gap = 0.0
     for prompt, (tokens, logprobs) in zip(prompts, await _generate(engine, prompts, [200] * 32), strict=True):
         wanted = reference.score(np.concatenate((prompt, tokens)))[PROMPT_TOKENS - 1 :]
-        gap = max(gap, float(np.abs(logprobs - wanted).max()))
-    return Measure(name="largest logprob gap to HF teacher forcing", value=gap, unit="nats")
+        gap = float(np.maximum(gap, np.abs(logprobs - wanted).max()))  # unlike max(), it keeps a NaN
+    return Measure(name="largest logprob gap to HF teacher forcing", value=gap, unit="nats", bars=_GAP_BARS)
 
 
 async def _uniform(engine: TorchEngine, reference: HuggingFace, size: int, repeats: int) -> Measure:
@@ -198,7 +199,8 @@ async def _uniform(engine: TorchEngine, reference: HuggingFace, size: int, repea
         ours.append(time.process_time() - started)
         theirs.append(_cpu_seconds(lambda: reference.generate(prompts, NEW_TOKENS)))
     name = f"{size} calls of {NEW_TOKENS} tokens"
-    return _compared(name, size * NEW_TOKENS, ours, theirs, "HF generate, static cache")
+    bars = _UNIFORM_BARS.get(size, ())
+    return _compared(name, size * NEW_TOKENS, ours[1:], theirs[1:], "HF generate, static cache", bars)
 
 
 async def _mixed(engine: TorchEngine, reference: HuggingFace, lengths: Int64Array, repeats: int) -> Measure:
@@ -209,17 +211,20 @@ async def _mixed(engine: TorchEngine, reference: HuggingFace, lengths: Int64Arra
             chosen = slice(start, start + MIXED_SLOTS)
             reference.generate(prompts[chosen], int(lengths[chosen].max()))
 
-    await _generate(engine, prompts, np.minimum(lengths, NEW_TOKENS).tolist())
+    # The engine's cache grows to what the longest calls need; generate allocates its own anew for every batch.
+    await _generate(engine, prompts, lengths.tolist())
+    reference.generate(prompts[:MIXED_SLOTS], NEW_TOKENS)
     ours: list[float] = []
     theirs: list[float] = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         started = time.process_time()
         await _generate(engine, prompts, lengths.tolist())
         ours.append(time.process_time() - started)
         theirs.append(_cpu_seconds(batches))
     p50, p99 = np.percentile(lengths, [50, 99])
     name = f"{len(lengths)} calls of mixed lengths (p50 {p50:.0f}, p99 {p99:.0f}), useful tokens"
-    return _compared(name, int(lengths.sum()), ours, theirs, f"HF generate in batches of {MIXED_SLOTS}")
+    baseline = f"HF generate in batches of {MIXED_SLOTS}"
+    return _compared(name, int(lengths.sum()), ours, theirs, baseline, _MIXED_BARS)
 
 
 def _cpu_seconds(work: Callable[[], object]) -> float:
@@ -228,9 +233,11 @@ def _cpu_seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-def _compared(name: str, tokens: int, ours: list[float], theirs: list[float], baseline: str) -> Measure:
-    rates = [tokens / statistics.median(seconds[1:]) for seconds in (ours, theirs)]
-    return compared(name, rates[0], "tokens/cpu-s", baseline, rates[1])
+def _compared(
+    name: str, tokens: int, ours: list[float], theirs: list[float], baseline: str, bars: tuple[Bar, ...]
+) -> Measure:
+    rates = [tokens / statistics.median(seconds) for seconds in (ours, theirs)]
+    return compared(name, rates[0], "tokens/cpu-s", baseline, rates[1], bars)
 
 
 if __name__ == "__main__":

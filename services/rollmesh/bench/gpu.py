@@ -274,7 +274,7 @@ def _save(output: Path | None, plan: Plan, findings: Findings) -> None:
         "torch": torch.__version__,
         "plan": asdict(plan),
         "findings": asdict(findings),
-        "measures": [asdict(m) for m in measures(plan, findings)],
+        "measures": [m.figures() for m in measures(plan, findings)],
     }
     (output / RESULTS).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     (output / CURVE).write_text(json.dumps(findings.curve) + "\n", encoding="utf-8")

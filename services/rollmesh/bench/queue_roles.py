@@ -110,8 +110,11 @@ async def _produce_groups(
 
 async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: str, role: Role) -> None:
     """One batch of one group, from its cut to its trained report."""
-    await role.timed("cut", store.cut(work.leader, step, [group_id]))
-    batch = await role.timed("claim", store.claim(work.trainer, step, 10.0))
+    # As in a run, where they are two processes: the trainer asks for its batch while the leader cuts it.
+    _, batch = await asyncio.gather(
+        role.timed("cut", store.cut(work.leader, step, [group_id])),
+        role.timed("claim", store.claim(work.trainer, step, 10.0)),
+    )
     if batch is None or len(batch.groups[0].trajectories) != work.group_size:
         raise RuntimeError(f"the bench claimed a wrong batch at step {step}")
     if batch.groups[0].trajectories[0].response_token_count != work.tokens:

@@ -109,7 +109,7 @@ class Scene:
     async def metrics(self) -> dict[str, float]:
         """The generator's metrics without labels, by name without its prefix."""
         (endpoint,) = read_endpoints(Path(self.config.folder), "generator")
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             text = (await client.get(f"http://{endpoint.admin}/metrics")).text
         lines = (line.split(" ") for line in text.splitlines() if line.startswith(_PREFIX) and "{" not in line)
         return {name.removeprefix(_PREFIX): float(value) for name, value in lines}

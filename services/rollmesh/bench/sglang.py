@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import psutil
 import torch
 
-from rollmesh.bench.measure import Measure, compared
+from rollmesh.bench.measure import Bar, Figure, Measure, at_least, at_most, compared
 from rollmesh.bench.models import SMALL, BenchModel, RandomModel, SavedModel
 from rollmesh.bench.scene import STREAMS, Scene, open_scene
 from rollmesh.bench.sglang_load import CONTEXT, IN_FLIGHT, BareServer, Job, Spent, generate_by_us, make_load, measured
@@ -39,6 +39,8 @@ from rollmesh.launcher.preflight import check_sglang
 _KEY_VARIABLE = "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"
 _SLICES = (384, 256, 64)
 """Tokens of a slice: one request for an answer (the default), few, and many."""
+_RATE_BARS, _COST_BARS = (at_least(Figure.RATIO, 0.95),), (at_most(Figure.RATIO, 1.1),)
+"""Of the default slices."""
 _MODES: dict[str, dict[str, Any]] = {
     "interrupt (retract)": {"on_new_version": "interrupt"},
     "interrupt (abort)": {"on_new_version": "interrupt", "sglang": {"interrupt": "abort"}},
@@ -179,17 +181,19 @@ def _compare(pairs: list[tuple[Spent, Spent]], size: int, *, with_server: bool) 
     """Medians of both arms; the ratio is the median of the passes' ratios, so that a busy moment counts once."""
     title = f"{IN_FLIGHT} in flight, slices of {size}"
     rates = [(a.tokens / a.wall_seconds, b.tokens / b.wall_seconds) for a, b in pairs]
-    measures = [_median(f"tokens per second, {title}", "tokens/s", rates)]
+    asked = size == _SLICES[0]
+    measures = [_median(f"tokens per second, {title}", "tokens/s", rates, _RATE_BARS if asked else ())]
     if with_server:
         costs = [(1e6 * a.cpu_seconds / a.tokens, 1e6 * b.cpu_seconds / b.tokens) for a, b in pairs]
-        measures.append(_median(f"CPU per token, server and generator, {title}", "us/token", costs))
+        name = f"CPU per token, server and generator, {title}"
+        measures.append(_median(name, "us/token", costs, _COST_BARS if asked else ()))
     return measures
 
 
-def _median(name: str, unit: str, pairs: list[tuple[float, float]]) -> Measure:
+def _median(name: str, unit: str, pairs: list[tuple[float, float]], bars: tuple[Bar, ...]) -> Measure:
     ours, bare = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratio = statistics.median(a / b for a, b in pairs)
-    return replace(compared(name, ours, unit, _BARE, bare), ratio=ratio)
+    return replace(compared(name, ours, unit, _BARE, bare, bars), ratio=ratio)
 
 
 def _cached(jobs: list[Job], size: int, *, prefill_tokens_total: float, cached_tokens_total: float) -> list[Measure]:

@@ -3,12 +3,13 @@
     RMBATCH1 | frame ... | footer JSON | HMAC of the footer | footer length | RMBATCHE
 
 A frame is one group (``frames``). The footer, which comes last, holds the ids, the prompt cursor, and the length and
-digest of the frames: a torn file has no valid footer. A file appears under its name only when complete (a replace
-here, one put in an object store).
+digest of the frames: a torn file has no valid footer. A file appears under its name only when complete (a link
+here, one put in an object store), and never in the place of a sound one.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import os
@@ -38,7 +39,18 @@ _TAIL = b"RMBATCHE"
 _TAG_BYTES = 64
 _END_BYTES = _TAG_BYTES + 4 + len(_TAIL)
 _LENGTH = struct.Struct("<I")
+_NOT_LINKED = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NAME = re.compile(r"^(\d{8,})\.pb$")
+
+
+class StepSettings(BaseModel):
+    """What a train step takes from settings that may change when the run is continued: a replay takes it from here."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    learning_rate: float
+    kl_reference_version: int | None
+    """None without a KL term."""
 
 
 class BatchFooter(BaseModel):
@@ -61,6 +73,8 @@ class BatchFooter(BaseModel):
     version_train_steps: dict[int, int] = Field(default_factory=dict)
     """Train step of every policy version that wrote tokens of the batch: policies are pruned and a queue may be lost,
     but a replay needs them."""
+    settings: StepSettings | None = None
+    """Of the trainer that wrote the file; None in a file of an older version."""
 
     @property
     def cursor(self) -> Cursor:
@@ -74,37 +88,65 @@ def batch_path(root: Path, train_step: int) -> Path:
 
 
 def write_batch(
-    root: Path, secret: bytes, batch: Batch, cursor: Cursor, train_steps: Mapping[int, int] | None = None
+    root: Path,
+    secret: bytes,
+    batch: Batch,
+    cursor: Cursor,
+    train_steps: Mapping[int, int] | None = None,
+    settings: StepSettings | None = None,
 ) -> str:
     """Write and flush the file of ``batch.train_step``; returns its digest.
 
-    ``train_steps`` has the train step of each policy version that wrote tokens of it. Writing the same batch again
-    changes nothing. A complete file with other groups is never replaced: it is what
-    the step was, or will be, trained on, and the caller is a trainer that has been superseded.
+    ``train_steps`` has the train step of each policy version that wrote tokens of it, ``settings`` is what the step
+    will be trained with. Writing the same batch again changes nothing. A complete file with other groups is never
+    replaced: it is what the step was, or will be, trained on, and the caller is a trainer that has been superseded.
     """
     path = batch_path(root, batch.train_step)
-    if path.exists() and (footer := _sound_footer(path, secret)) is not None:
-        if footer.group_ids != [g.group_id for g in batch.groups]:
-            raise CheckpointError(
-                f"{path}: train step {batch.train_step} already has a batch of other groups", reason=Reason.MISMATCH
-            )
-        return footer.payload_sha256
+    if (written := _written(path, secret, batch)) is not None:
+        return written
     make_folder(path.parent)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         with temporary.open("xb") as file:
-            digest = _write(file, secret, batch, cursor, train_steps or {})
+            digest = _write(file, secret, batch, cursor, train_steps or {}, settings)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if not _put_new(temporary, path):
+            if (written := _written(path, secret, batch)) is not None:
+                return written
+            os.replace(temporary, path)  # a torn file, or a file system without hard links
         sync_folder(path.parent)
     except OSError as error:
-        failure = disk_full_error(path.parent, f"batch file {path.name}", error) if full_disk(error) else None
-        temporary.unlink(missing_ok=True)
-        if failure is not None:
-            raise failure from error
+        if full_disk(error):
+            raise disk_full_error(path.parent, f"batch file {path.name}", error) from error
         raise
+    finally:
+        temporary.unlink(missing_ok=True)
     return digest
+
+
+def _written(path: Path, secret: bytes, batch: Batch) -> str | None:
+    """Digest of the sound file that is there; None without one. CheckpointError when it has other groups."""
+    footer = _sound_footer(path, secret) if path.exists() else None
+    if footer is None:
+        return None
+    if footer.group_ids != [g.group_id for g in batch.groups]:
+        raise CheckpointError(
+            f"{path}: train step {batch.train_step} already has a batch of other groups", reason=Reason.MISMATCH
+        )
+    sync_folder(path.parent)  # whoever gave it its name may have died right after
+    return footer.payload_sha256
+
+
+def _put_new(temporary: Path, path: Path) -> bool:
+    """Give the file its name unless it is taken; False then, and without hard links."""
+    try:
+        os.link(temporary, path)
+    except OSError as error:
+        if error.errno not in _NOT_LINKED:
+            raise
+        return False
+    return True
 
 
 def read_footer(root: Path, secret: bytes, train_step: int) -> BatchFooter:
@@ -180,7 +222,14 @@ def remove_unfinished(root: Path) -> int:
     return len(leftovers)
 
 
-def _write(file: BinaryIO, secret: bytes, batch: Batch, cursor: Cursor, train_steps: Mapping[int, int]) -> str:
+def _write(
+    file: BinaryIO,
+    secret: bytes,
+    batch: Batch,
+    cursor: Cursor,
+    train_steps: Mapping[int, int],
+    settings: StepSettings | None,
+) -> str:
     digest = hashlib.sha256()
     sizes: list[int] = []
     file.write(_HEAD)
@@ -197,6 +246,7 @@ def _write(file: BinaryIO, secret: bytes, batch: Batch, cursor: Cursor, train_st
         payload_sha256=digest.hexdigest(),
         create_time=datetime.now(UTC),
         version_train_steps={v: train_steps[v] for v in sorted(_versions(batch)) if v in train_steps},
+        settings=settings,
         **{f"cursor_{k}": v for k, v in asdict(cursor).items()},
     )
     text = canonical(footer.model_dump(mode="json"))

@@ -139,10 +139,17 @@ def verify(root: Path, secret: bytes, record: PolicyRecord) -> VerifiedPolicy:
 
 
 def mark_announced(root: Path, record: PolicyRecord) -> None:
-    """Note on disk that the registry accepted the record; idempotent."""
-    marker = confined(root, record.path) / ANNOUNCED_FILE
-    if not marker.exists():
+    """Note on disk that the registry accepted the record; idempotent. CheckpointError (disk_full) without room."""
+    folder = confined(root, record.path)
+    marker = folder / ANNOUNCED_FILE
+    if marker.exists():
+        return
+    try:
         write_new_file(marker, b"")
+    except OSError as error:
+        if full_disk(error):
+            raise disk_full_error(folder, ANNOUNCED_FILE, error) from error
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,3 +30,7 @@ class Reason(StrEnum):
     """The object store does not answer, or refuses the credentials; retrying later may help."""
     INVALID = "invalid"
     """Anything else."""
+
+
+PASSING = frozenset({Reason.DISK_FULL, Reason.UNREACHABLE})
+"""Reasons that say nothing of what is stored: the same call may work later."""

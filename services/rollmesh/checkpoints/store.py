@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rollmesh.checkpoints import batches, committed, ledger, policies
-from rollmesh.checkpoints.batches import BatchFooter
+from rollmesh.checkpoints.batches import BatchFooter, StepSettings
 from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.checkpoints.durable import make_folder, remove_tree
 from rollmesh.checkpoints.ledger import Ledger
@@ -160,14 +160,21 @@ class CheckpointStore:
             return removed
         return self.mirror.prune_policies(records, keep_last=keep_last, keep_versions=keep, session=session)
 
-    def write_batch(self, batch: Batch, cursor: Cursor, train_steps: Mapping[int, int] | None = None) -> str:
+    def write_batch(
+        self,
+        batch: Batch,
+        cursor: Cursor,
+        train_steps: Mapping[int, int] | None = None,
+        settings: StepSettings | None = None,
+    ) -> str:
         """Write and flush the batch file of ``batch.train_step``, once; returns its digest.
 
-        ``train_steps`` has the train step of each policy version that wrote tokens of the batch.
+        ``train_steps`` has the train step of each policy version that wrote tokens of the batch, ``settings`` is what
+        the step will be trained with.
         """
         if self.mirror is not None:
             self.mirror.before_batch(batch.train_step)
-        digest = batches.write_batch(self.root, self._secret, batch, cursor, train_steps)
+        digest = batches.write_batch(self.root, self._secret, batch, cursor, train_steps, settings)
         return digest if self.mirror is None else self.mirror.push_batch(batch.train_step)
 
     def read_batch(self, train_step: int) -> Batch:

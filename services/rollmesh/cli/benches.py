@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from rollmesh.bench.measure import Measure, missed
 from rollmesh.cli.common import JsonOption, clear_errors, heavy_module
 from rollmesh.report.console import output_console
 
@@ -36,6 +39,7 @@ def bench(
     name: Annotated[Bench, typer.Argument(help="What to measure.")],
     as_json: JsonOption = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: a check that it runs.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="End with status 1 when a bar is missed.")] = False,
     rounds: Annotated[int, typer.Option(help="Rounds of the chaos bench.", min=1)] = 20,
     curve_only: Annotated[bool, typer.Option("--curve-only", help="gpu: only the step-time curve of decode.")] = False,
     pool: Annotated[list[int] | None, typer.Option(help="gpu: pool_size of a copris_paper arm; repeatable.")] = None,
@@ -46,7 +50,10 @@ def bench(
     url: Annotated[str | None, typer.Option(help="sglang: a server of that model that runs already.")] = None,
     model: Annotated[Path | None, typer.Option(help="sglang: Hugging Face folder; else the demo's model.")] = None,
 ) -> None:
-    """Measure one part of the mesh beside a named baseline in the same run; --json prints one object per measure."""
+    """Measure one part of the mesh beside a named baseline in the same run; --json prints one object per measure.
+
+    The table shows the bar of each measure that has one; --check asks for all of them.
+    """
     options: dict[str, object] = {"quick": quick}
     if name is Bench.CHAOS:
         options["rounds"] = rounds
@@ -59,11 +66,24 @@ def bench(
         measures = heavy_module(f"rollmesh.bench.{name.value}", f"bench {name.value}").run(**options)
     if as_json:
         for measure in measures:
-            typer.echo(json.dumps(asdict(measure)))
-        return
-    table = Table("measure", "value", "unit", "baseline", "baseline value", "ratio", title=f"bench {name.value}")
+            typer.echo(json.dumps(measure.figures()))
+    else:
+        output_console().print(measures_table(measures, f"bench {name.value}"))
+    if check and (lines := missed(measures)):
+        console = Console(stderr=True, soft_wrap=True)
+        for line in lines:
+            console.print(Text(f"missed: {line}", style="red"))
+        raise typer.Exit(1)
+
+
+def measures_table(measures: Sequence[Measure], title: str) -> Table:
+    """One row a measure, with its bar where it has one."""
+    table = Table("measure", "value", "unit", "baseline", "baseline value", "ratio", "bar", title=title)
     for m in measures:
         ratio = "" if m.ratio is None else f"{m.ratio:.2f}"
         base = "" if m.baseline_value is None else f"{m.baseline_value:,.3f}"
-        table.add_row(m.name, f"{m.value:,.3f}", m.unit, m.baseline or "", base, ratio)
-    output_console().print(table)
+        bars = Text(", ").join(Text(str(bar), style="" if bar.reached_by(m) else "red") for bar in m.bars)
+        if missed([m]):
+            bars.append(": MISSED", style="red")
+        table.add_row(m.name, f"{m.value:,.3f}", m.unit, m.baseline or "", base, ratio, bars)
+    return table

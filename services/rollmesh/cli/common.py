@@ -21,6 +21,7 @@ from rollmesh.launcher.local_mesh import Interrupted
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.console import output_console
+from rollmesh.runtime.imports import many_imports
 from rollmesh.store import TrajectoryStore
 
 T = TypeVar("T")
@@ -50,7 +51,8 @@ def clear_errors(status: int = 2) -> Iterator[None]:
 def heavy_module(name: str, what: str) -> ModuleType:
     """Import a module of rollmesh that needs an extra; ConfigError when a package that it needs is not installed."""
     try:
-        return importlib.import_module(name)
+        with many_imports():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "rollmesh":
             raise

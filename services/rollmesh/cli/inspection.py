@@ -97,7 +97,10 @@ def explain(
     limit: Annotated[int, typer.Option(help="Most trajectories shown.", min=1)] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain a batch token by token: version, ratio, weight, and why a token was clipped or masked."""
+    """Explain a batch token by token: version, ratio, weight, and why a token was clipped or masked.
+
+    Notes say where the training had other numbers: old logprobs that are not kept, and minibatches after the first.
+    """
     from rollmesh.report.explain import explain_batch
 
     with clear_errors():
@@ -171,9 +174,10 @@ def rollback(
 ) -> None:
     """Go back to an older policy: its weights are published again as the next version, and training goes on from there.
 
-    The trainer carries it out between two train steps, or when the run is next started; the optimizer starts afresh,
-    work of the abandoned branch is dropped with the reason rolled_back, and what was trained stays in the ledger. From
-    then on no answer starts on an older version: a pin on one holds all new work up until it is released.
+    The trainer carries it out between two train steps or, if it has ended, when the run is next started, a finished one
+    too. The optimizer starts afresh, work of the abandoned branch is dropped with the reason rolled_back, and what was
+    trained stays in the ledger. From then on no answer starts on an older version: a pin on one holds all new work up
+    until it is released.
     """
 
     async def main() -> None:
@@ -181,7 +185,7 @@ def rollback(
             request = await store.request_rollback(version)
         typer.echo(
             f"rollback to policy version {version} requested ({request.request_id}): the trainer carries it out before "
-            "its next step, or once the run is started again"
+            "its next step; if it has ended, when it is next started"
         )
 
     run_async(main)

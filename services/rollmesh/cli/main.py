@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import typer
+from rollmesh.runtime.imports import many_imports, own_process
 
-from rollmesh.cli import (
-    autoscaling,
-    backups,
-    benches,
-    configuration,
-    inspection,
-    letters,
-    metrics_table,
-    runs,
-    scaling,
-    serving,
-    top,
-)
+with many_imports():
+    import typer
+
+    from rollmesh.cli import (
+        autoscaling,
+        backups,
+        benches,
+        configuration,
+        inspection,
+        letters,
+        metrics_table,
+        runs,
+        scaling,
+        serving,
+        top,
+    )
 
 app = typer.Typer(
     name="rollmesh",
@@ -41,6 +44,7 @@ metrics_table.register(app)
 
 def main() -> None:
     """Console script."""
+    own_process()
     app()
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, shutdown_event
 from rollmesh.config import RunConfig, load_run_config
@@ -54,9 +55,12 @@ def demo_seeds(
     folder: FolderOption = None,
     set_: SetOption = None,
 ) -> None:
-    """Run the demo over several seeds, ``copris`` beside ``sync`` at equal updates, and compare."""
+    """Run the demo over several seeds, ``copris`` beside ``sync`` at equal updates, and compare.
+
+    Ends with status 1 unless every audit is green and the accuracies are within 5 points in the mean over the seeds.
+    """
     from rollmesh.config.recipes import recipe_file
-    from rollmesh.report.compare import compare, print_comparison, write_comparison_plot
+    from rollmesh.report.compare import compare, equality_verdict, print_comparison, write_comparison_plot
 
     root = folder or Path("runs/demo-seeds")
     console = output_console()
@@ -72,12 +76,17 @@ def demo_seeds(
                 config = load_run_config(recipe_file("countdown", "demo.yaml"), overrides)
                 console.print(f"{preset}, seed {seed}", style="bold", highlight=False)
                 status = run_to_report(config, console)
-                if status:
+                if status == EXIT_STOPPED:
                     raise typer.Exit(status)
                 folders[preset].append(path)
-        print_comparison(compare(folders), console)
+        comparison = compare(folders)
+        print_comparison(comparison, console)
         plot = write_comparison_plot(folders, root)
         console.print(f"by updates, by trained tokens and by seconds: {plot}", highlight=False, soft_wrap=True)
+        verdict = equality_verdict(comparison)
+        style = "bold green" if verdict.equal else "bold red"
+        console.print(Text(f"verdict: {verdict.text}", style=style), soft_wrap=True)
+        raise typer.Exit(0 if verdict.equal else 1)
 
 
 def run_to_report(config: RunConfig, console: Console) -> int:

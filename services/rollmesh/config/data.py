@@ -108,7 +108,7 @@ class RewardConfig(Section):
     on_error: Literal["retry", "unscorable", "dead_letter", "fixed"] = "unscorable"
     """The same choice for verifier errors."""
     fixed_value: float = 0.0
-    """Value that ``fixed`` assigns; the outcome kind stays visible."""
+    """Value that ``fixed`` assigns, and that the member is trained with; the outcome kind stays visible."""
     workers: int = Field(default=1, ge=1)
     """Verifier processes per reward service."""
     memory_limit_bytes: int = Field(default=1 << 30, ge=1 << 26)
@@ -159,6 +159,7 @@ class RolloutConfig(Section):
     chunk_timeout_seconds: float = Field(default=60.0, gt=0)
     """A generator that sends nothing for so long has hung: the call goes on elsewhere from the last good token."""
     max_attempts: int = Field(default=5, ge=1)
-    """Leases without progress before a trajectory becomes a dead letter."""
+    """Leases without progress before a trajectory becomes a dead letter; leases to score a finished one after its
+    worker died count on their own."""
     worker_concurrency: int = Field(default=1024, ge=1)
     """Most trajectories one rollout worker process runs at once."""

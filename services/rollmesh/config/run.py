@@ -21,7 +21,7 @@ from rollmesh.config.services import (
     StoreConfig,
     TelemetryConfig,
 )
-from rollmesh.config.trainer import TrainerConfig
+from rollmesh.config.trainer import DUAL_CLIP, TrainerConfig
 
 SGLANG_SAVE_TOKENS = 1024
 
@@ -146,6 +146,17 @@ class RunConfig(Section):
                 "nothing: its weight is old_logprobs over the behavior policy's, which sampler makes exactly 1; use "
                 "old_logprobs=recompute, snapshot, current or (with schedule.preset=copris_paper) stage_end, or "
                 "loss=ppo_clip"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_the_losses_of_ppo_have_a_dual_clip(self) -> Self:
+        algorithm = self.trainer.algorithm
+        # The default cannot be told from a wish: the resolved run file of every run says it.
+        if algorithm.loss in ("gspo", "cispo") and algorithm.dual_clip not in (None, DUAL_CLIP):
+            raise ValueError(
+                f"trainer.algorithm.dual_clip={algorithm.dual_clip:g}: trainer.algorithm.loss={algorithm.loss} has no "
+                "dual clip and would ignore it; leave dual_clip out, or use loss=ppo_clip, decoupled_ppo or tis"
             )
         return self
 

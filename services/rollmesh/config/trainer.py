@@ -8,6 +8,9 @@ from pydantic import Field
 
 from rollmesh.config.base import Section
 
+DUAL_CLIP = 10.0
+"""Default of ``dual_clip``: in every resolved run file, whatever the loss."""
+
 
 class AlgorithmConfig(Section):
     """Advantage, old-logprob source, loss."""
@@ -19,11 +22,11 @@ class AlgorithmConfig(Section):
     old_logprobs: Literal["sampler", "stage_end", "recompute", "current", "snapshot"] = "sampler"
     """Where the denominator of the ratio comes from."""
     clip_low: float | None = Field(default=None, gt=0)
-    """Lower clip; null takes the loss's default (ppo 0.2, gspo 3e-4)."""
+    """Lower clip; null takes the loss's default (ppo_clip, decoupled_ppo and tis 0.2, gspo 3e-4, cispo 1: none)."""
     clip_high: float | None = Field(default=None, gt=0)
-    """Upper clip; null takes the loss's default (ppo 0.28, gspo 4e-4)."""
-    dual_clip: float | None = Field(default=10.0, gt=1)
-    """c of the dual clip on negative advantages; null is off."""
+    """Upper clip; null takes the loss's default (ppo_clip, decoupled_ppo and tis 0.28, gspo 4e-4, cispo 4)."""
+    dual_clip: float | None = Field(default=DUAL_CLIP, gt=1)
+    """c of the dual clip on negative advantages; null is off. gspo and cispo have none and refuse another value."""
     tis_cap: float = Field(default=2.0, gt=0)
     """C of truncated importance sampling."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean"] | None = None
@@ -31,7 +34,8 @@ class AlgorithmConfig(Section):
     kl_coefficient: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL to the pinned reference version; 0 is off."""
     kl_reference_version: int = Field(default=0, ge=0)
-    """Policy version that the KL is measured against."""
+    """Policy version that the KL is measured against, which is then kept: 0 in a new run; one that is published and
+    kept when the run is continued. Steps that are trained again after a crash keep theirs."""
 
 
 class TrainerConfig(Section):
@@ -40,7 +44,8 @@ class TrainerConfig(Section):
     train_steps: int = Field(default=40, ge=1)
     """Batches to train on."""
     learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
+    """Peak learning rate. Changed when the run is continued, it counts from the first new batch on, as a change of
+    ``train_steps`` does for the schedule: steps that are trained again after a crash keep their rate."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Shape after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)

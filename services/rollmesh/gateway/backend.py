@@ -152,7 +152,7 @@ class RunActions:
         self._count("rollback")
         return Done(
             done=f"rollback to policy version {policy_version} requested: the trainer carries it out before its next "
-            "step",
+            "step; if it has ended, when it is next started",
             request_id=request.request_id,
         )
 

@@ -175,7 +175,11 @@ class PolicyWatcher:
                 self._rotation.put_in()
                 return
             step = tracer().train_step(record.train_step)
-            with tracer().span("policy_load", step, kind="consumer", policy_version=record.policy_version):
+            with (
+                tracer().span("policy_load", step, kind="consumer", policy_version=record.policy_version),
+                # However long it takes and however many versions follow: what is being loaded is not pruned.
+                self._rotation.loading(record.policy_version),
+            ):
                 await self._load_now(record)
         note_policy_version(record.policy_version)
 

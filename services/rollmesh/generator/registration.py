@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import StoreUnavailable
@@ -14,7 +15,7 @@ from rollmesh.runtime.grpc import HealthReporter
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
-from rollmesh.types import GeneratorRecord
+from rollmesh.types import GeneratorRecord, GeneratorWork
 
 LOOP_NAME = "heartbeat"
 _MISSED_HEARTBEATS = 12
@@ -42,6 +43,9 @@ class Registration:
         self._heartbeat_seconds = config.heartbeat_seconds
         self._ttl_seconds = config.session_ttl_seconds
         self._log = get_logger("registration")
+        self._slot_seconds = 0.0
+        self._slots_since = (0, time.monotonic())
+        """Slots that served at the last look, and when that was."""
 
     def record(self) -> GeneratorRecord:
         """The entry as of now; EngineError when the engine has failed."""
@@ -57,7 +61,25 @@ class Registration:
             kv_token_capacity=0 if status is None else status.kv_token_capacity,
             serving=not rotation.reason,
             reason=rotation.reason,
+            loading_version=rotation.loading_version,
+            work=GeneratorWork(generated_tokens=0)
+            if status is None
+            else GeneratorWork(
+                prefill_tokens=status.prefill_token_total,
+                reprefill_tokens=status.reprefill_token_total,
+                running_slot_seconds=round(status.running_slot_seconds_total, 3),
+                slot_seconds=round(self._slot_time(0 if rotation.reason else status.slot_count), 3),
+                generated_tokens=status.generated_token_total,
+            ),
         )
+
+    def _slot_time(self, serving_slots: int) -> float:
+        """Integral of the serving slots until now; ``serving_slots`` count from now on."""
+        slots, since = self._slots_since
+        now = time.monotonic()
+        self._slot_seconds += slots * (now - since)
+        self._slots_since = serving_slots, now
+        return self._slot_seconds
 
     async def run(self) -> None:
         """Renew until cancelled, at once after every change; a failed engine ends the loop with its EngineError."""

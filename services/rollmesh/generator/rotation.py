@@ -25,6 +25,8 @@ class Rotation:
     """The running calls finish before the next policy is loaded: no new calls until then."""
     started: bool = False
     """The engine runs."""
+    loading_version: int | None = None
+    """Version that is being verified and loaded."""
     out_of_rotation: str = "no policy has been loaded yet"
     """Why the policy in the engine must not be served; empty when it may."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -51,6 +53,17 @@ class Rotation:
             self._call_count -= 1
             if not self._call_count:
                 self._idle.set()
+
+    @contextmanager
+    def loading(self, version: int) -> Iterator[None]:
+        """A version is verified and loaded in this block: its checkpoint is in use."""
+        self.loading_version = version
+        self.changed.set()
+        try:
+            yield
+        finally:
+            self.loading_version = None
+            self.changed.set()
 
     @property
     def call_count(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.spans import NOTHING, Span
+from rollmesh.segments import join_segments, part_of
 from rollmesh.store.types import ReleaseReason
 from rollmesh.types import FinishReason, Int32Array, Segment, SegmentSource, Trajectory
 
@@ -111,7 +112,7 @@ class Held:
             last = self.segments.pop()
             self.token_count -= len(last)
             if self.token_count < kept:
-                self.segments.append(_head(last, kept - self.token_count))
+                self.segments.append(part_of(last, 0, kept - self.token_count))
                 self.token_count = kept
         written = [s.policy_version for s in self.segments if s.source is SegmentSource.POLICY]
         self.newest_version = max(written, default=-1)
@@ -123,9 +124,9 @@ class Held:
         for segment in self.segments:
             end = start + len(segment)
             if end > self.saved_token_count:
-                found.append(_tail(segment, max(0, self.saved_token_count - start)))
+                found.append(part_of(segment, max(0, self.saved_token_count - start)))
             start = end
-        return found
+        return list(join_segments(found))
 
     def restart(self) -> None:
         """Forget every token; the queue has done so too."""
@@ -136,7 +137,7 @@ class Held:
 
     def result(self, reason: FinishReason) -> Trajectory:
         """The trajectory as it ended, for scoring."""
-        return replace(self.trajectory, segments=tuple(self.segments), finish_reason=reason)
+        return replace(self.trajectory, segments=join_segments(self.segments), finish_reason=reason)
 
     def park(self, reason: ReleaseReason) -> None:
         """Ask the trajectory to come to rest at its next step; a shutdown outweighs a pause."""
@@ -175,25 +176,6 @@ class Held:
         self.check_lost()
         if self._park is not None:
             raise Parked(self._park)
-
-
-def _tail(segment: Segment, start: int) -> Segment:
-    if start == 0:
-        return segment
-    return _part(segment, slice(start, None))
-
-
-def _head(segment: Segment, end: int) -> Segment:
-    return _part(segment, slice(0, end))
-
-
-def _part(segment: Segment, part: slice) -> Segment:
-    logprobs = segment.behavior_logprobs
-    return replace(
-        segment,
-        token_ids=segment.token_ids[part],
-        behavior_logprobs=None if logprobs is None else logprobs[part],
-    )
 
 
 def _nothing() -> None:

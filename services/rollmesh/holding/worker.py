@@ -230,7 +230,7 @@ class Worker:
         except LetGo as error:
             self._log.info("trajectory_let_go", trajectory=held.trajectory_id, message=str(error))
             held.span.fail(f"let go: {error}")
-            parts.metrics.dropped("lost")
+            parts.metrics.dropped("taken_back")
             if parts.session.held.get(held.trajectory_id) is held:
                 # Mostly another worker has it by now. If the queue still counts it as ours, nobody else could take it.
                 await parts.saver.release(held.trajectory_id, ReleaseReason.FAILED)

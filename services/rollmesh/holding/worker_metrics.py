@@ -23,7 +23,7 @@ CALL_ENDS = (
     "finish_reason",
     "no_finish_reason",
 )
-_DROPS = ("lost", "dead", "failed", "unscorable")
+_DROPS = ("taken_back", "dead", "failed", "unscorable")
 _ENDS = ("stop", "length", "environment")
 _OUTCOMES = ("scored", "timed_out", "verifier_error")
 

@@ -36,13 +36,15 @@ def close_run(folder: Path, account: QueueAccount | None, console: Console) -> b
 async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccount:
     """What the queue still holds and what it dropped, for the audit's count of lost groups.
 
-    The cursor is read first and the drops last, so that of a run that goes on nothing seems lost: what was admitted by
-    the first look is live in a later one, dropped by the last one, or in a batch file.
+    Cursor and letters are read first and the drops last, so that of a run that goes on nothing seems lost: what was
+    admitted by the first looks is live in a later one, dropped by the last one, or in a batch file.
     """
     cursor = await store.cursor()
+    letters = await store.dead_letters()
     live = await store.live_groups()
     return QueueAccount(
         cursor=cursor,
+        replays=tuple(letter.replayed_as for letter in reversed(letters) if letter.replayed_as),
         epoch_size=await asyncio.to_thread(_epoch_size, config) if cursor.epoch > 0 else None,
         live=live,
         dropped=await store.dropped_groups(),

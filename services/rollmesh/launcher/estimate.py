@@ -8,11 +8,7 @@ from rich.table import Table
 
 from rollmesh.config import RunConfig
 from rollmesh.scheduling import expected_staleness, resolve_schedule
-
-_BYTES_PER_TOKEN = 8
-"""int32 id and float32 logprob."""
-_BYTES_PER_TRAJECTORY = 1500
-"""Keys, hashes and list overhead in Redis, measured."""
+from rollmesh.scheduling.memory import BYTES_PER_TOKEN, trajectory_bytes
 
 _ADMISSION_SHARE = 0.8
 """Share of its memory limit up to which Redis takes new groups."""
@@ -63,8 +59,8 @@ def estimate(config: RunConfig) -> Estimate:
     group_size = config.schedule.group_size
     batch = config.schedule.groups_per_batch * group_size
     capacity = (schedule.max_staleness + 1) * config.schedule.groups_per_batch
-    tokens = config.data.max_prompt_tokens + config.rollout.max_new_tokens * group_size
-    per_group = tokens * _BYTES_PER_TOKEN + group_size * _BYTES_PER_TRAJECTORY
+    longest = trajectory_bytes(config.rollout.max_new_tokens, config.rollout.partial_save_tokens)
+    per_group = config.data.max_prompt_tokens * BYTES_PER_TOKEN + group_size * round(longest)
     return Estimate(
         pool_size=schedule.pool_size,
         max_staleness=schedule.max_staleness,

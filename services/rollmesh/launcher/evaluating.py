@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from rollmesh.launcher.evaluations import Evaluation
-from rollmesh.launcher.local_mesh import LocalMesh
+from rollmesh.launcher.local_mesh import OFTEN_SECONDS, LocalMesh
 from rollmesh.store.evaluations import asked_by_others_up_to, due_versions, evaluation_request
 
 
@@ -27,7 +27,7 @@ async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
             found.append(result)
         return result is not None
 
-    await mesh.until(finished, waiting_for)
+    await mesh.until(finished, waiting_for, ask_seconds=OFTEN_SECONDS)
     await mesh.answer(mesh.evaluations.update, waiting_for)
     return found[-1]
 
@@ -48,5 +48,5 @@ async def finish_evaluations(mesh: LocalMesh) -> None:
 
     if not await mesh.answer(all_answered, waiting_for):
         await mesh.until_idle()
-        await mesh.until(all_answered, waiting_for)
+        await mesh.until(all_answered, waiting_for, ask_seconds=OFTEN_SECONDS)
     await mesh.answer(mesh.evaluations.update, waiting_for)

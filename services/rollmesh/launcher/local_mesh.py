@@ -28,6 +28,8 @@ from rollmesh.scheduling import resolve_schedule, run_limits
 T = TypeVar("T")
 
 _SAMPLE_SECONDS = 1.0
+OFTEN_SECONDS = 0.2
+"""For what a run does in turn: it would idle for the rest of a second after each of its parts."""
 
 
 class Interrupted(RollmeshError):
@@ -84,21 +86,28 @@ class LocalMesh:
                 await self.supervisor.kill_all()
 
     async def until(
-        self, done: Callable[[], Awaitable[bool]], waiting_for: str, deadline_seconds: float | None = None
+        self,
+        done: Callable[[], Awaitable[bool]],
+        waiting_for: str,
+        deadline_seconds: float | None = None,
+        *,
+        ask_seconds: float = _SAMPLE_SECONDS,
     ) -> None:
-        """Show progress until ``done``; an outage of Redis is waited out, as the services do.
+        """Show progress until ``done``, asked every so often; an outage of Redis is waited out, as the services do.
 
         Raises Interrupted on shutdown, ServiceFailed when a service or the run has failed or the deadline is over.
         """
         loop = asyncio.get_running_loop()
-        start = loop.time()
+        start = next_look = loop.time()
         while not await self._unless_stopped(self._holds(done), waiting_for):
             if self.supervisor.failed.done():
                 raise ServiceFailed(self.supervisor.failed.result())
             if deadline_seconds is not None and loop.time() - start > deadline_seconds:
                 raise ServiceFailed(f"waited {deadline_seconds:.0f} s for {waiting_for}; see {self.folder.logs}")
-            await self._unless_stopped(self._look(waiting_for), waiting_for)
-            if await wait_or_shutdown(self._shutdown, _SAMPLE_SECONDS):
+            if loop.time() >= next_look:
+                await self._unless_stopped(self._look(waiting_for), waiting_for)
+                next_look = loop.time() + _SAMPLE_SECONDS
+            if await wait_or_shutdown(self._shutdown, ask_seconds):
                 raise Interrupted(f"stopped while waiting for {waiting_for}")
 
     async def answer(self, ask: Callable[[], Awaitable[T]], waiting_for: str) -> T:
@@ -160,13 +169,15 @@ class LocalMesh:
     async def until_serving(self) -> None:
         """Wait for the initial policy and a generator that serves it."""
         deadline = self.config.launcher.start_timeout_seconds
-        await self.until(self._policy_announced, "the trainer to publish the initial policy", deadline)
-        await self.until(self._generator_serves, "a generator that serves", deadline)
+        await self.until(
+            self._policy_announced, "the trainer to publish the initial policy", deadline, ask_seconds=OFTEN_SECONDS
+        )
+        await self.until(self._generator_serves, "a generator that serves", deadline, ask_seconds=OFTEN_SECONDS)
 
     async def until_idle(self) -> None:
         """Pause the run and wait until no rollout is in flight."""
         await self.pause(True)
-        await self.until(self._idle, "rollouts in flight to come to rest")
+        await self.until(self._idle, "rollouts in flight to come to rest", ask_seconds=OFTEN_SECONDS)
 
     async def latest_version(self) -> int:
         """Newest announced policy version; -1 before the first."""

@@ -21,26 +21,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
-
-_MAY_CHANGE = frozenset({"folder", "launcher", "network", "telemetry", "store", "gateway"})
-# When to evaluate may change; what is asked and how it is answered may not: scores of one run are compared.
-_MAY_CHANGE_FIELDS = frozenset(
-    {
-        "evaluation.before_and_after",
-        "evaluation.every_versions",
-        "trainer.train_steps",
-        "generator.replicas",
-        "generator.slots",
-        "generator.pace",
-        "checkpoints.cache_folder",
-        "checkpoints.cache_policies",
-        "checkpoints.parallel_transfers",
-    }
-)
+from rollmesh.launcher.fixed_settings import refused_changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +100,10 @@ def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
 
 
 def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
-    # The key is no setting: it is in no file, and a wrong one is refused by the manifests themselves.
-    old, new = (run.model_dump(mode="json", exclude={"checkpoints": {"secret"}}) for run in (before, now))
-    changed = sorted(_differences(old, new))
-    fixed = [name for name in changed if name.split(".")[0] not in _MAY_CHANGE and name not in _MAY_CHANGE_FIELDS]
-    if fixed:
+    refused = refused_changes(before, now)
+    if refused:
+        named = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(
-            f"folder={folder.path} holds a run with other settings ({', '.join(fixed)}): continue it with the same "
-            "run file, or choose another folder"
+            f"folder={folder.path} holds a run with other settings ({named}). Continue it with those that it has "
+            f"({folder.config_file}), or choose another folder"
         )
-
-
-def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> set[str]:
-    names: set[str] = set()
-    for key in before.keys() | now.keys():
-        old, new = before.get(key), now.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            names |= _differences(old, new, f"{prefix}{key}.")
-        elif old != new:
-            names.add(f"{prefix}{key}")
-    return names

@@ -20,8 +20,6 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.types import GeneratorRecord
 
 GENERATED_TOKENS = "rollmesh_generator_generated_tokens_total"
-ENGINE_COUNTERS = ("prefill_tokens", "reprefill_tokens", "busy_seconds", "running_slot_seconds")
-"""What the re-prefill share and the bubble ratio are made of; ``rollmesh_generator_<name>_total`` in ``/metrics``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +53,6 @@ class MeshSample:
     """
     generated_tokens: Mapping[str, float]
     """Newest counter by generator process (``index:pid``), those that have ended included."""
-    engine_totals: Mapping[str, float]
-    """Sums of ENGINE_COUNTERS over all generators and their restarts."""
     saved_token_total: int
     """Tokens saved in the queue over the whole run."""
     dropped: Mapping[str, int]
@@ -74,7 +70,6 @@ class MeshSample:
             "generators": generators,
             "generated_token_total": self.generated_token_total,
             "generated_tokens": dict(self.generated_tokens),
-            "engine_totals": {name: round(value, 3) for name, value in self.engine_totals.items()},
             "saved_token_total": self.saved_token_total,
             "dropped": dict(self.dropped),
         }
@@ -102,7 +97,6 @@ class MeshSampler:
         self._folder = folder
         self._client = client
         self._generated = _CounterSum()
-        self._engine = {name: _CounterSum() for name in ENGINE_COUNTERS}
 
     async def sample(self) -> MeshSample:
         """Look once and append the line."""
@@ -115,7 +109,6 @@ class MeshSampler:
             loads=tuple(loads),
             generated_token_total=self._generated.total,
             generated_tokens=dict(self._generated.seen),
-            engine_totals={name: counter.total for name, counter in self._engine.items()},
             saved_token_total=counts.totals.get("saved_tokens_total", 0),
             dropped=dict(counts.drops),
         )
@@ -132,8 +125,6 @@ class MeshSampler:
             process = process_key(endpoint)
             values = metric_sums(answer.text)
             self._generated.update(process, values.get(GENERATED_TOKENS, 0.0))
-            for name, counter in self._engine.items():
-                counter.update(process, values.get(f"rollmesh_generator_{name}_total", 0.0))
             loads.append(_load(process, values))
         return loads
 

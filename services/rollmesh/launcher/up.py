@@ -63,14 +63,17 @@ async def _train(mesh: LocalMesh) -> None:
 
 
 async def _trained(mesh: LocalMesh) -> bool:
-    """Whether every step is trained and its policy announced; starts a trainer that ended before that again."""
+    """Whether every step is trained, its policy announced and no rollback asked for; until then there is a trainer."""
     # In this order: a trainer that ends between the two looks has done its work.
     ended = mesh.supervisor.finished(_TRAINER)
     view = await mesh.store.view()
-    if view.trained_enough and view.policy_train_step >= mesh.config.trainer.train_steps:
+    announced = view.trained_enough and view.policy_train_step >= mesh.config.trainer.train_steps
+    rollback = await mesh.store.rollback_request()
+    if announced and rollback is None:
         return True
     if ended:
-        # Somebody sent it SIGTERM, or Redis came back without its last reports.
-        mesh.progress.note("the trainer has ended before the last step was announced: starting it again")
+        # Somebody sent it SIGTERM, Redis came back without its last reports, or the request came after its last look.
+        wanted = "a rollback was carried out" if announced else "the last step was announced"
+        mesh.progress.note(f"the trainer has ended before {wanted}: starting it again")
         mesh.supervisor.start_again(_TRAINER)
     return False

@@ -32,6 +32,7 @@ from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.rescore import PRUNED, ExactScorer, Scorer, rescore
 from rollmesh.report.series import train_series
 from rollmesh.report.verdict import AUDIT_FILE, DECIDING_DTYPES, AuditResult, Rescoring
+from rollmesh.runtime.imports import many_imports
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -159,6 +160,7 @@ def _result(folder: RecordedRun, found: _Findings, account: QueueAccount | None)
     trained = found.trained
     problems = tuple(_problems(found))
     counted = trained.staleness.total()
+    dropped = {} if account is None else account.dropped
     return AuditResult(
         run=folder.config.name if folder.config is not None else folder.path.resolve().name,
         committed_step=found.committed,
@@ -179,7 +181,8 @@ def _result(folder: RecordedRun, found: _Findings, account: QueueAccount | None)
         lost=found.lost,
         lost_note=_lost_note(account, trained.cursor),
         forgotten=_forgotten(account, trained.cursor),
-        dropped=dict(sorted(Counter(account.dropped.values()).items())) if account is not None else {},
+        dropped=dict(sorted(Counter(why for g, why in dropped.items() if g not in trained.steps_of_group).items())),
+        dropped_and_trained=tuple(sorted(dropped.keys() & trained.steps_of_group.keys())),
         rescoring=found.rescoring,
         problems=problems,
         green=not problems,
@@ -262,7 +265,8 @@ def _dtype(folder: RecordedRun) -> str:
 
 
 def _load_scorer(policy: Path) -> Scorer:
-    from rollmesh.trainer.scorer import PolicyScorer
+    with many_imports():
+        from rollmesh.trainer.scorer import PolicyScorer
 
     return PolicyScorer.from_folder(policy)
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+EQUAL_POINTS = 5.0
+"""Schedules whose scores differ by no more percentage points count as equal."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """Mean over runs; the standard error is that of the mean over seeds, None for a single run."""
@@ -73,6 +77,14 @@ class Comparison:
     """What a reader must know before believing a difference."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether the first label scores like each of the others at equal updates, in words."""
+
+    equal: bool
+    text: str
+
+
 def compare(folders: Mapping[str, Sequence[Path]]) -> Comparison:
     """Summarise the run folders of each label and compare the first label with each of the others."""
     arms = tuple(_arm(label, tuple(summarise(f) for f in paths)) for label, paths in folders.items())
@@ -118,6 +130,33 @@ def difference_words(difference: Difference, score_name: str) -> str:
         return f"{text}; a single pair says nothing about noise"
     within = "within" if abs(mean) < NOISE_STANDARD_ERRORS * error else "beyond"
     return f"{text} ± {error:.3f}, {within} {NOISE_STANDARD_ERRORS:g} standard errors"
+
+
+def equality_verdict(comparison: Comparison, points: float = EQUAL_POINTS) -> Verdict:
+    """Whether every difference, paired by seed, is at most ``points`` of 100, in either direction.
+
+    A score far above the other one is no better news: then the arms did not do the same work. For the same reason,
+    runs that are not finished, not evaluated, of unequal updates or without a green audit are not equal.
+    """
+    if comparison.notes:
+        return Verdict(equal=False, text=f"nothing is said of equal updates: {'; '.join(comparison.notes)}")
+    if not comparison.differences or not all(difference.pairs for difference in comparison.differences):
+        return Verdict(equal=False, text="nothing is said of equal updates: the arms have no seed in common")
+    equal = all(abs(difference.spread.mean) <= points / 100 for difference in comparison.differences)
+    shown = [_in_points(difference, points) for difference in comparison.differences]
+    return Verdict(equal=equal, text="; ".join(shown))
+
+
+def _in_points(difference: Difference, points: float) -> str:
+    mean, error = difference.spread.mean, difference.spread.standard_error
+    word = "within" if abs(mean) <= points / 100 else "NOT within"
+    spread = "" if error is None else f" ± {100 * error:.1f}"
+    seeds = "seed" if difference.pairs == 1 else "seeds"
+    return (
+        f"{difference.label} is {word} {points:g} points of {difference.baseline} at equal updates: "
+        f"{100 * mean:+.1f}{spread} points, the mean of {difference.pairs} paired {seeds}"
+        + (", without a standard error" if error is None else "")
+    )
 
 
 def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path, name: str = "comparison") -> Path:

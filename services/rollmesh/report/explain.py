@@ -1,25 +1,28 @@
 """``rollmesh explain``: token by token, which policy wrote it, its ratio, its weight, and what masked or clipped it.
 
 The numbers are those of ``PolicyTrainer.explain`` with the weights that the train step began with, taken from the
-checkpoint store.
+checkpoint store. Where training had other numbers, because it had recorded what is not kept or had already moved the
+weights, the notes say so.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.config import RunConfig
+from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import known_train_steps, open_checkpoints
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.types import Batch, PolicyRecord, Trajectory
+from rollmesh.types import Batch, PolicyRecord, RewardOutcome, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,6 +39,19 @@ _REASON_STYLES: Mapping[str, str] = {
 }
 _OTHER_REASON = "red"
 """Style of clipped tokens."""
+_FALLBACK_MARK = "~"
+_NOT_AS_TRAINED: Mapping[str, str] = {
+    "stage_not_recorded": (
+        "what the trainer recorded at the end of their stages is not kept, so old, ratio, weight and what happened are "
+        "not those of the training"
+    ),
+    "version_not_kept": (
+        "the weights of their versions are pruned by now; if the training still had them, its old, ratio, weight and "
+        "what happened are others"
+    ),
+    "mixed_cache": "no weights reproduce what attended to another version's cache; the training did the same",
+}
+"""What each fallback of the old logprob means to whoever reads the table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +71,37 @@ class ExplainedTrajectory:
         return {
             "trajectory_id": self.trajectory.trajectory_id,
             "group_id": self.trajectory.group_id,
-            "reward": outcome.value if outcome is not None else None,
+            "reward": outcome.verdict if outcome is not None else None,
             "shaped_reward": self.trajectory.shaped_reward,
             "prompt": self.prompt,
             "response": self.response,
             "tokens": [{"text": t} | asdict(e) for t, e in zip(self.texts, self.tokens, strict=True)],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedBatch:
+    """Trajectories of one batch, and how far their numbers are those of the training."""
+
+    train_step: int
+    old_logprobs: str
+    """The run's source of old logprobs."""
+    minibatches: int
+    fallbacks: Mapping[str, int]
+    """Tokens of the whole batch that are shown with the sampler's logprob as their old one, by reason."""
+    notes: tuple[str, ...]
+    """Where the numbers may differ from the training's, one sentence each; empty when they do not."""
+    trajectories: tuple[ExplainedTrajectory, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "train_step": self.train_step,
+            "old_logprobs": self.old_logprobs,
+            "old_logprob_fallbacks": dict(self.fallbacks),
+            "minibatches": self.minibatches,
+            "notes": list(self.notes),
+            "trajectories": [one.to_json() for one in self.trajectories],
         }
 
 
@@ -76,18 +118,19 @@ def explain_batch(
 
     Raises DataError for a batch or a trajectory that is not there and for a step whose weights are pruned.
     """
-    explained = explain_trajectories(run_folder, train_step, trajectory_id=trajectory_id, limit=limit)
+    explained = explained_batch(run_folder, train_step, trajectory_id=trajectory_id, limit=limit)
     if as_json:
-        text = json.dumps({"train_step": train_step, "trajectories": [e.to_json() for e in explained]}, indent=2)
-        console.file.write(f"{text}\n")
+        console.file.write(f"{json.dumps(explained.to_json(), indent=2)}\n")
         return
-    for one in explained:
+    for one in explained.trajectories:
         print_explanation(one, console)
+    for note in explained.notes:
+        console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
-def explain_trajectories(
+def explained_batch(
     run_folder: Path, train_step: int, *, trajectory_id: str | None = None, limit: int = 1
-) -> list[ExplainedTrajectory]:
+) -> ExplainedBatch:
     """Explain one trajectory of a batch, or its first ``limit``; errors as ``explain_batch``."""
     from rollmesh.trainer.samples import decoder
 
@@ -97,13 +140,23 @@ def explain_trajectories(
     chosen = _chosen(batch, trajectory_id, limit)
     train_steps = known_train_steps(folder, store, None)
     policy = store.open(_weights_before(store, train_step)).folder
-    tokens = _explain(folder, store, policy, batch, train_steps)
+    config = _config(folder).trainer
+    fallbacks: Counter[str] = Counter()
+    tokens: dict[str, list[TokenExplanation]] = {trajectory.trajectory_id: [] for trajectory in chosen}
+    for token in _explain(folder, store, policy, batch, train_steps):  # far more of them than are shown
+        if token.old_logprob_fallback:
+            fallbacks[token.old_logprob_fallback] += 1
+        if token.trajectory_id in tokens:
+            tokens[token.trajectory_id].append(token)
     decode = decoder(policy)
-    wanted = {trajectory.trajectory_id for trajectory in chosen}
-    by_trajectory = {
-        name: tuple(group) for name, group in groupby(tokens, key=lambda token: token.trajectory_id) if name in wanted
-    }
-    return [_explained(t, by_trajectory.get(t.trajectory_id, ()), decode) for t in chosen]
+    return ExplainedBatch(
+        train_step=train_step,
+        old_logprobs=config.algorithm.old_logprobs,
+        minibatches=config.minibatches,
+        fallbacks=dict(fallbacks),
+        notes=tuple(_notes(config, fallbacks, train_step)),
+        trajectories=tuple(_explained(t, tuple(tokens[t.trajectory_id]), decode) for t in chosen),
+    )
 
 
 def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
@@ -112,7 +165,7 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
     from rich.text import Text
 
     trajectory = explained.trajectory
-    reward = "unscored" if trajectory.outcome is None else f"reward {trajectory.outcome.value:g}"
+    reward = "unscored" if trajectory.outcome is None else _reward(trajectory.outcome)
     advantage = next((t.advantage for t in explained.tokens if t.policy_version is not None), 0.0)
     title = f"{trajectory.trajectory_id}: {reward}, shaped {trajectory.shaped_reward:g}, advantage {advantage:.3f}"
     console.print(Text(title, style="bold"))
@@ -128,7 +181,11 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
         table.add_row(*_row(token, text), style=_REASON_STYLES.get(token.reason, _OTHER_REASON))
     console.print(table)
     if not explained.tokens:
-        console.print(Text("no token of it was trained on: it is not scored", style="yellow"))
+        console.print(Text("no token of it was trained on: it has no reward", style="yellow"))
+
+
+def _reward(outcome: RewardOutcome) -> str:
+    return outcome.kind.value if outcome.verdict is None else f"reward {outcome.verdict:g}"
 
 
 def _row(token: TokenExplanation, text: str) -> list[Any]:
@@ -138,9 +195,30 @@ def _row(token: TokenExplanation, text: str) -> list[Any]:
     if token.policy_version is None:
         return [str(token.position), written, "-", "", "", "", "", "", "", token.reason]
     version = str(token.policy_version) + ("" if token.pure else "*")
-    numbers = (token.behavior_logprob, token.old_logprob, token.logprob, token.ratio, token.weight)
+    old = f"{token.old_logprob:.3f}" + (_FALLBACK_MARK if token.old_logprob_fallback else "")
+    behavior, *numbers = (f"{n:.3f}" for n in (token.behavior_logprob, token.logprob, token.ratio, token.weight))
     reason = token.reason if token.pure else f"{token.reason} (*cache of another version)"
-    return [str(token.position), written, version, str(token.staleness), *(f"{n:.3f}" for n in numbers), reason]
+    return [str(token.position), written, version, str(token.staleness), behavior, old, *numbers, reason]
+
+
+def _notes(config: TrainerConfig, fallbacks: Mapping[str, int], train_step: int) -> Iterator[str]:
+    for reason, count in sorted(fallbacks.items()):
+        yield (
+            f"{reason}: {count} token(s) of the batch have the sampler's logprob as their old one (marked "
+            f"{_FALLBACK_MARK}), not that of trainer.algorithm.old_logprobs={config.algorithm.old_logprobs}: "
+            f"{_NOT_AS_TRAINED[reason]}"
+        )
+    if fallbacks:
+        yield (
+            "how many tokens fell back in the training stands in metrics.jsonl, policy.old_logprob_fallbacks of step "
+            f"{train_step}"
+        )
+    if config.minibatches > 1:
+        yield (
+            f"trainer.minibatches={config.minibatches}: every token is shown with the weights that the step began "
+            "with; only the first minibatch was trained on these, the later groups of the batch on weights already "
+            "moved, with other ratios and weights"
+        )
 
 
 def _batch(store: CheckpointStore, train_step: int) -> Batch:
@@ -180,12 +258,10 @@ def _weights_before(store: CheckpointStore, train_step: int) -> PolicyRecord:
 
 def _explain(
     folder: RecordedRun, store: CheckpointStore, policy: Path, batch: Batch, train_steps: Mapping[int, int]
-) -> Iterable[TokenExplanation]:
+) -> Iterator[TokenExplanation]:
     from rollmesh.trainer.step import PolicyTrainer
 
-    config = folder.config
-    if config is None:
-        raise ConfigError(f"{folder.path}: the run file is needed to know the loss: {folder.config_problem}")
+    config = _config(folder)
     records = {record.policy_version: record for record in store.complete_policies()}
 
     def folder_of(version: int) -> Path | None:
@@ -204,6 +280,12 @@ def _explain(
         policy_folder=folder_of,
     )
     return trainer.explain(batch, train_steps)
+
+
+def _config(folder: RecordedRun) -> RunConfig:
+    if folder.config is None:
+        raise ConfigError(f"{folder.path}: the run file is needed to know the loss: {folder.config_problem}")
+    return folder.config
 
 
 def _explained(trajectory: Trajectory, tokens: tuple[TokenExplanation, ...], decode: Decode) -> ExplainedTrajectory:

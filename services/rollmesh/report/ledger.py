@@ -16,7 +16,7 @@ import numpy as np
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.mesh import Cursor
-from rollmesh.types import Batch, OutcomeKind, PolicyRecord, Segment, SegmentSource, Trajectory
+from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource, Trajectory
 
 _GROUP_ID = re.compile(r"^e(\d+)-(\d+)$")
 
@@ -33,6 +33,9 @@ class QueueAccount:
     """Dropped groups that the ledger no longer names: it keeps about the last 100,000."""
     cursor: Cursor
     """Next prompt to admit: every position before it has been admitted."""
+    replays: tuple[str, ...] = ()
+    """Groups that replay a dead letter, the oldest letter first: admitted without a position. Those of letters that
+    were deleted are known to nobody."""
     epoch_size: int | None = None
     """Prompts per epoch; None infers it from the largest index seen once an epoch is over."""
     policies: tuple[PolicyRecord, ...] = ()
@@ -116,7 +119,7 @@ def count_batch(trained: Trained, batch: Batch, rule: StalenessRule, train_steps
         for trajectory in group.trajectories:
             trained.trajectories += 1
             _count_segments(trained, trajectory, batch.train_step)
-            if trajectory.outcome is not None and trajectory.outcome.kind is OutcomeKind.SCORED:
+            if trajectory.outcome is not None:
                 _count_loss(trained, trajectory, batch.train_step - 1, rule, train_steps)
 
 
@@ -136,7 +139,7 @@ def _count_segments(trained: Trained, trajectory: Trajectory, train_step: int) -
 def _count_loss(
     trained: Trained, trajectory: Trajectory, current: int, rule: StalenessRule, train_steps: Mapping[int, int]
 ) -> None:
-    """Staleness and off-policy tokens of one scored trajectory; ``current`` is the trainer's step before the batch."""
+    """Staleness and off-policy tokens of one trajectory that has a reward; ``current`` is the step before its batch."""
     segments = [s for s in policy_segments(trajectory) if len(s)]
     trained.versions.update(s.policy_version for s in segments)
     if any(s.policy_version not in train_steps for s in segments):
@@ -161,7 +164,7 @@ def policy_segments(trajectory: Trajectory) -> list[Segment]:
 
 
 def lost_groups(account: QueueAccount, in_batch_files: Collection[str]) -> tuple[str, ...]:
-    """Admitted groups that are nowhere and left no reason, in admission order.
+    """Admitted groups that are nowhere and left no reason: by prompt position, then replays of dead letters.
 
     As many of them as the ledger has let go are taken for those, the oldest first: what it no longer names was dropped
     long ago. More than that are lost.
@@ -172,7 +175,7 @@ def lost_groups(account: QueueAccount, in_batch_files: Collection[str]) -> tuple
 
 
 def admitted_groups(account: QueueAccount, known: Collection[str]) -> Iterable[str]:
-    """Ids of every prompt position before the cursor."""
+    """Ids of every prompt position before the cursor, then those of replayed dead letters."""
     size = account.epoch_size
     if size is None and account.cursor.epoch > 0:
         indices = [int(match[2]) for group_id in known if (match := _GROUP_ID.match(group_id))]
@@ -180,6 +183,7 @@ def admitted_groups(account: QueueAccount, known: Collection[str]) -> Iterable[s
     for epoch in range(account.cursor.epoch):
         yield from (f"e{epoch}-{index}" for index in range(size or 0))
     yield from (f"e{account.cursor.epoch}-{index}" for index in range(account.cursor.index))
+    yield from account.replays
 
 
 def train_steps_of_versions(policies: Iterable[PolicyRecord], logged: Iterable[tuple[float, float]]) -> dict[int, int]:

@@ -47,9 +47,19 @@ rollmesh_trainer_groups_total
 
 Per step, `metrics.jsonl` has the same numbers and those that would need a label without bound: ratio and clip
 statistics by token staleness (`policy.ratio_by_staleness`), histograms of staleness and version span (`batch`), length
-deciles, goodput, drops, wasted tokens by reason and the trained share by length decile (`mesh`). `timeline.jsonl` has,
-about once a second, the engines' counters (`engine_totals`) behind re-prefill share and bubble ratio, and
-`samples.jsonl` sample completions.
+deciles, goodput, drops, wasted tokens by reason and the trained share by length decile (`mesh`), re-prefill share and
+bubble ratio since the step before (`mesh.engines`, from what the generators register with their heartbeats).
+`timeline.jsonl` has the mesh about once a second, `samples.jsonl` sample completions.
+
+`mesh.goodput` and `rollmesh_trainer_goodput_ratio` are the goodput of the run so far: all tokens trained on
+(`mesh.trained_token_total`) per token that the generators sampled (`mesh.generated_token_total`), those for evaluations
+and for unrecorded calls of the gateway included, as above. The trainer keeps both totals in its state; the second one
+grows by what each generator has added to the total of its process since the trainer last saw it, so that neither a
+restart of one of them nor a Redis that comes back empty takes anything away. Not counted is what a generator samples in
+its last seconds, after the trainer's last look (one look per `store.heartbeat_seconds`), and what it sampled while no
+trainer ran if it is gone when one starts. The goodput is null (NaN) where it is not known: before the first token,
+where fewer tokens are counted than were trained on, and in a run that an older release began or takes part in as a
+generator. Older releases wrote trained per saved tokens there.
 """
 _AGENTS = """\
 With `rollout.program: agent` the gateway holds the trajectories of outside agents as a rollout worker holds its own.

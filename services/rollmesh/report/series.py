@@ -61,7 +61,11 @@ class TrainSeries:
     off_policy_share: FloatArray  # 0..1 of the tokens in the loss
     effective_sample_size: FloatArray  # 0..1 of the trajectories
     clip_fraction: FloatArray  # 0..1 of the tokens in the loss
-    goodput: FloatArray  # trained tokens per saved token, so far
+    goodput: FloatArray  # trained tokens per generated token, so far (runs of older releases: per saved token)
+    prefill_tokens: FloatArray  # context tokens that the engines computed since the step before
+    reprefill_tokens: FloatArray  # those of them that had been sampled before
+    slot_seconds: FloatArray  # of the serving generators since the step before
+    running_slot_seconds: FloatArray  # those of them with a running call
     entropy: FloatArray  # nats per token
     kl_behavior: FloatArray  # k3 KL(behavior || policy), nats per token
     logprob_gap: FloatArray  # largest engine/trainer gap on pure tokens of the current version, nats
@@ -143,6 +147,10 @@ def train_series(records: Sequence[Record]) -> TrainSeries:
         effective_sample_size=column(rows, "policy", "effective_sample_share"),
         clip_fraction=np.sum(clipped, axis=0),
         goodput=column(rows, "mesh", "goodput"),
+        prefill_tokens=column(rows, "mesh", "engines", "prefill_tokens"),
+        reprefill_tokens=column(rows, "mesh", "engines", "reprefill_tokens"),
+        slot_seconds=column(rows, "mesh", "engines", "slot_seconds"),
+        running_slot_seconds=column(rows, "mesh", "engines", "running_slot_seconds"),
         entropy=column(rows, "policy", "entropy"),
         kl_behavior=column(rows, "policy", "kl_behavior_k3"),
         logprob_gap=column(rows, "policy", "logprob_gap_pure", "max"),

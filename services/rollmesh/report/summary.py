@@ -62,7 +62,11 @@ class RunSummary:
     generated_tokens: int | None
     generated_per_second: float | None
     goodput: float | None
-    """Trained tokens per saved token, as the last step report has it."""
+    """Trained tokens per generated token (runs of older releases: per saved token), as the last step report has it."""
+    reprefill_share: float | None
+    """Context tokens that were computed again after they had been sampled, of all computed, 0..1."""
+    bubble_ratio: float | None
+    """Slot time of serving generators without a running call, 0..1."""
     off_policy_share: float | None
     """Share of the trained tokens that an older policy wrote, 0..1."""
     mean_staleness: float | None
@@ -118,6 +122,8 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         generated_tokens=int(timeline.generated_tokens[-1]) if len(timeline) else None,
         generated_per_second=_generated_per_second(timeline),
         goodput=_known(train.goodput[-1]) if len(train) else None,
+        reprefill_share=_share(train.reprefill_tokens, train.prefill_tokens),
+        bubble_ratio=_bubble_ratio(train),
         off_policy_share=_off_policy_share(train, audit),
         mean_staleness=_mean(train.staleness_mean),
         largest_staleness=_largest(train.staleness_max),
@@ -179,6 +185,11 @@ def _generated_per_second(timeline: TimelineSeries) -> float | None:
     return float(tokens[busy].sum() / seconds[busy].sum()) if busy.any() and seconds[busy].sum() > 0 else None
 
 
+def _bubble_ratio(train: TrainSeries) -> float | None:
+    busy = _share(train.running_slot_seconds, train.slot_seconds)
+    return None if busy is None else max(0.0, 1 - busy)
+
+
 def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | None:
     """From the batch files if an audit has counted them, else from the step reports, weighted by tokens."""
     if audit is not None and audit.off_policy_token_share is not None:
@@ -198,6 +209,12 @@ def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: Record
     mesh = records[-1].get("mesh") if records else None
     dropped = mesh.get("dropped_groups") if isinstance(mesh, Mapping) else None
     return {str(k): int(v) for k, v in dropped.items()} if isinstance(dropped, Mapping) else {}
+
+
+def _share(part: FloatArray, whole: FloatArray) -> float | None:
+    known = ~np.isnan(part + whole)
+    total = whole[known].sum()
+    return float(part[known].sum() / total) if total > 0 else None
 
 
 def _mean(values: FloatArray) -> float | None:

@@ -102,6 +102,8 @@ class AuditResult:
     """Whether a batch file knows of later prompts than the queue's cursor: Redis came back as an earlier state."""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """Groups by the reason for which they left untrained (from the queue's ledger)."""
+    dropped_and_trained: tuple[str, ...] = ()
+    """Groups that the queue's ledger has as dropped and a batch file has all the same: they count as trained."""
     rescoring: Rescoring | None = None
     problems: tuple[str, ...] = ()
     """What does not hold, in plain words; empty when green."""
@@ -120,7 +122,7 @@ class AuditResult:
             data["damaged"] = {int(k): v for k, v in data.get("damaged", {}).items()}
             data["staleness_counts"] = {int(k): v for k, v in data.get("staleness_counts", {}).items()}
             data["trained_twice"] = {k: tuple(v) for k, v in data.get("trained_twice", {}).items()}
-            for name in ("policy_versions", "staleness_violations", "problems", "lost"):
+            for name in ("policy_versions", "staleness_violations", "problems", "lost", "dropped_and_trained"):
                 if data.get(name) is not None:
                     data[name] = tuple(data[name])
             data["rescoring"] = _rescoring(data.get("rescoring"))

@@ -12,6 +12,8 @@ from rollmesh.report.verdict import AuditResult, Rescoring
 
 NOISE_STANDARD_ERRORS = 2.0
 """A difference below so many standard errors is called noise."""
+_NAMED = 5
+"""Groups that a sentence names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +41,11 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         (f"{summary.score_name} before", _point(summary.before)),
         (f"{summary.score_name} after", _point(summary.after)),
         ("tokens trained", count(summary.trained_tokens)),
-        ("tokens generated", count(summary.generated_tokens)),
-        ("trained / saved tokens", percent(summary.goodput)),
+        ("tokens generated, evaluations too", count(summary.generated_tokens)),
+        ("goodput at the last train step", percent(summary.goodput)),
         ("generated per second", count(summary.generated_per_second)),
+        ("re-prefilled of prefilled tokens", percent(summary.reprefill_share)),
+        ("idle slot time of generators", percent(summary.bubble_ratio)),
         ("off-policy tokens", percent(summary.off_policy_share)),
         ("staleness", _staleness(summary)),
         ("audit", None if summary.audit is None else ("green" if summary.audit.green else "NOT GREEN")),
@@ -182,6 +186,9 @@ def audit_claims(audit: AuditResult) -> list[str]:
         )
     else:
         claims.append(f"lost not checked ({audit.lost_note})" if audit.lost_note else "lost not checked")
+    if both := audit.dropped_and_trained:
+        named = ", ".join(both[:_NAMED]) + (f" and {len(both) - _NAMED} more" if len(both) > _NAMED else "")
+        claims.append(f"dropped by the queue, but trained from a batch file {len(both)} ({named})")
     if audit.rescoring is not None:
         claims.append(rescoring_claim(audit.rescoring))
     return claims

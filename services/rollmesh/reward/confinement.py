@@ -81,8 +81,12 @@ def sweep(pid: int, uid: int | None) -> None:
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
-    if uid is None:
-        return
+    if uid is not None:
+        kill_everybody(uid)
+
+
+def kill_everybody(uid: int) -> None:
+    """Kill every process of a uid of ours, however fast they fork."""
     child = os.fork()
     if child == 0:
         # As that uid, "everybody" is exactly what the worker left behind.

@@ -20,6 +20,11 @@ class WorkerTimedOut(Exception):
 class WorkerDied(Exception):
     """The worker ended before it answered."""
 
+    def __init__(self, reason: str, *, with_template: bool = False) -> None:
+        """``with_template``: the template ended too, and all its workers with it."""
+        super().__init__(reason)
+        self.with_template = with_template
+
 
 class WorkerConnection(asyncio.Protocol):
     """Sends one request at a time to a worker and kills it when the answer is late or no answer at all."""
@@ -52,7 +57,7 @@ class WorkerConnection(asyncio.Protocol):
     async def ask(self, request: bytes, timeout_seconds: float) -> bytes:
         """One request, one answer; raises WorkerTimedOut or WorkerDied, and the worker is gone then."""
         if self._transport is None or self.closed:
-            raise WorkerDied(await self.end(_PATIENCE_SECONDS))
+            raise WorkerDied(await self.end(_PATIENCE_SECONDS), with_template=self._template.lost)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answer = answer
         self._transport.write(frame(request))
@@ -69,7 +74,10 @@ class WorkerConnection(asyncio.Protocol):
         try:
             return answer.result()
         except ConnectionError as error:
-            raise WorkerDied(str(error) or await self.end(_PATIENCE_SECONDS)) from error
+            if str(error):
+                raise WorkerDied(str(error)) from error
+            reason = await self.end(_PATIENCE_SECONDS)
+            raise WorkerDied(reason, with_template=self._template.lost) from error
 
     async def end(self, patience_seconds: float = 0.0) -> str:
         """Let the worker end, or kill it and all it started; returns how it ended."""

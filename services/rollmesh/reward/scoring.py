@@ -16,6 +16,8 @@ from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.wire.reward_messages import outcome_from_bytes
 
 _TRIES_AFTER_DEATH = 1
+_TRIES_AFTER_TEMPLATE = 3
+"""More tries for answers whose workers ended with their template, and the next one maybe with the same one."""
 _UNKNOWN = "unknown"
 _MOST_COMPLAINTS = 20
 HOPELESS_ANSWERS = 256
@@ -89,15 +91,20 @@ class Scoring:
             )
 
     async def _in_pool(self, name: str, payload: bytes) -> RewardOutcome:
-        for tries_left in range(_TRIES_AFTER_DEATH, -1, -1):
+        deaths = lost_templates = 0
+        while True:
             try:
                 return outcome_from_bytes(await self._pool.run(payload, self._timeout_seconds))
             except WorkerTimedOut as error:
                 return timed_out(f"{name}: {error}", self._pool.timeout_means_wrong.get(name, False))
             except WorkerDied as error:
-                # Whoever killed the worker, the answer gets one more chance; a second death is the answer's own.
-                if tries_left == 0:
+                # Whoever killed the worker, the answer gets one more chance; a second death is the answer's own. That
+                # of a template ends all workers, of which the answer may meet two before the pool has heard of it.
+                if error.with_template and lost_templates < _TRIES_AFTER_TEMPLATE:
+                    lost_templates += 1
+                    continue
+                deaths += 1
+                if deaths > _TRIES_AFTER_DEATH:
                     return verifier_error(f"{name}: the verifier's process ended twice; the last time: {error}")
             except DataError as error:
                 return verifier_error(f"{name}: the verifier's process answered garbage: {error}")
-        raise AssertionError("unreachable: the last try returns")

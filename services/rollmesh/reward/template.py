@@ -24,6 +24,7 @@ from rollmesh.reward.confinement import WorkerConfinement, prepare, sweep
 from rollmesh.reward.handler import RewardHandler
 from rollmesh.reward.isolation import probe_worker
 from rollmesh.reward.spec import WorkerSpec
+from rollmesh.reward.watchman import post_watchman, relieve_watchman
 from rollmesh.reward.worker import run_worker
 from rollmesh.tasks.sandbox import kernel, leftovers
 from rollmesh.tasks.sandbox.command import remove_folders_of
@@ -49,6 +50,7 @@ class Template:
         self._births = 0
         self._unread = b""
         self._descriptors: list[int] = []
+        self._watchman = post_watchman(confinement, control.fileno())
 
     def run(self) -> None:
         """Serve until the service goes away; then nothing is left."""
@@ -69,6 +71,8 @@ class Template:
                     break
         for pid in list(self._workers):
             self._kill(pid)
+        if self._watchman is not None:
+            relieve_watchman(self._watchman)
 
     def _listen(self) -> bool:
         """Take in what the service sent; False once it is gone."""
@@ -137,9 +141,12 @@ class Template:
                 # Not reaped yet, so its number is still its own; what it started may live on.
                 self._kill(pid)
             _, status = os.waitpid(pid, 0)
+            if pid == self._watchman:
+                print("the watchman over the workers has ended; another one is posted", file=sys.stderr)
+                self._watchman = post_watchman(self._confinement, self._control.fileno())
             if self._workers.pop(pid, None) is not None:
                 # A worker's orphans are its children; with it gone they are ours, and strangers.
-                leftovers.clear(frozenset(self._workers))
+                leftovers.clear(frozenset(filter(None, (*self._workers, self._watchman))))
                 remove_folders_of(pid)
                 self._say({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 

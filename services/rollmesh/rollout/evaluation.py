@@ -216,6 +216,9 @@ class Evaluator:
         except RollmeshError as error:
             self._log.warning("evaluation_answer_failed", prompt=prompt.prompt_id, message=str(error))
             return Answer(reward=None, token_count=held.token_count, truncated=False, policy_versions=())
+        except Exception:  # whatever a program of the user raises fails its answer, not the replica
+            self._log.exception("evaluation_answer_failed", prompt=prompt.prompt_id)
+            return Answer(reward=None, token_count=held.token_count, truncated=False, policy_versions=())
         return Answer(
             reward=outcome.value if outcome.kind is OutcomeKind.SCORED else None,
             token_count=held.token_count,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from rollmesh.config import RunConfig
@@ -86,7 +87,11 @@ async def open_replica(
     security: PortSecurity,
 ) -> Replica:
     """Build every part; clients are closed with ``stack``."""
-    schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
+    schedule = replace(
+        resolve_schedule(config.schedule, config.trainer.train_steps),
+        longest_trajectory_tokens=config.rollout.max_new_tokens,
+        partial_save_tokens=config.rollout.partial_save_tokens,
+    )
     tokenizer = Tokenizer(resolve_model(config.model.path))
     await store.init_run(run_limits(config))
     metrics = RolloutMetrics(registry)

@@ -11,6 +11,7 @@ from typing import Self
 from rollmesh.config.security import SecurityConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.stamps import Stamp, stamp_of
 
 _LOOK_SECONDS = 1.0
 """A token file is looked at no more often."""
@@ -25,7 +26,7 @@ class Tokens:
     def __init__(self, tokens: Sequence[str], file: Path | None = None) -> None:
         self._tokens = tuple(tokens)
         self._file = file
-        self._changed_at = -1
+        self._stamp: Stamp | None = None
         self._look_at = 0.0
         self.clock: Callable[[], float] = time.monotonic
         if file is not None:
@@ -58,8 +59,7 @@ class Tokens:
             return
         self._look_at = self.clock() + _LOOK_SECONDS
         try:
-            changed = self._file.stat().st_mtime_ns != self._changed_at
-            if changed:
+            if stamp_of(self._file) != self._stamp:
                 self._tokens = self._read(self._file)
                 get_logger("security").info("tokens_read_again", file=str(self._file), accepted=len(self._tokens))
         except (OSError, ConfigError) as error:
@@ -68,11 +68,11 @@ class Tokens:
 
     def _read(self, file: Path) -> tuple[str, ...]:
         try:
-            changed_at = file.stat().st_mtime_ns
+            stamp = stamp_of(file)
             tokens = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"security.token_file={file}: cannot be read: {error}") from error
         if not tokens:
             raise ConfigError(f"security.token_file={file}: holds no token")
-        self._changed_at = changed_at
+        self._stamp = stamp
         return tokens

@@ -10,6 +10,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rollmesh.runtime.security import PortSecurity
 
+_FAREWELL_SECONDS = 1.0
 VERIFIED = "rollmesh.verified_certificate"
 """Key of the ASGI scope: present when the client has shown a certificate of the mesh's authority."""
 
@@ -35,6 +36,17 @@ class _TellsCertificates(H11Protocol):
         connection = transport.get_extra_info("ssl_object")
         if connection is not None and connection.getpeercert():
             self.app = _Verified(self.app)
+
+    def shutdown(self) -> None:
+        """End an idle connection soon: a client that looks now and then hears of the TLS farewell with its next look
+        only, and until then the farewell would hold up the end of the process.
+
+        Not at once: the end of an answer may still be on its way, where the transport does not count it.
+        """
+        idle = self.cycle is None or self.cycle.response_complete
+        super().shutdown()
+        if idle:
+            self.loop.call_later(_FAREWELL_SECONDS, self.transport.abort)
 
 
 class _Verified:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import Any, TextIO
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -31,7 +31,8 @@ class _Process:
 def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream: TextIO | None = None) -> None:
     """Set up structlog for this process; call once, first thing in a service's ``main``.
 
-    Lines go to standard error (or ``stream``), where the launcher (or Kubernetes) picks them up.
+    Lines go to standard error (or ``stream``), where the launcher (or Kubernetes) picks them up. A line that cannot be
+    written is lost: a full disk under the log must not end the service.
     """
     level = logging.getLevelNamesMapping()[config.log_level.upper()]
     json = config.log_format == "json"
@@ -49,7 +50,7 @@ def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(file=stream or sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=cast(TextIO, _Output(stream or sys.stderr))),
         cache_logger_on_first_use=True,
     )
 
@@ -70,6 +71,21 @@ def lines_about(trajectory_id: str) -> Iterator[None]:
     """Put the trajectory on every line that the running task logs meanwhile."""
     with structlog.contextvars.bound_contextvars(trajectory=trajectory_id):
         yield
+
+
+class _Output:
+    """A text stream whose trouble is nobody's."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class _Names:

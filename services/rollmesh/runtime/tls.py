@@ -14,6 +14,7 @@ import grpc
 from rollmesh.config.security import TlsConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.stamps import Stamp, stamp_of
 
 _LOOK_SECONDS = 1.0
 """The files are looked at no more often, however many connections come."""
@@ -106,8 +107,8 @@ class TlsFiles:
         context.load_verify_locations(self._files["ca"])
         return context
 
-    def _stamps(self) -> tuple[int, ...]:
-        return tuple(_changed_at(field, file) for field, file in self._files.items())
+    def _stamps(self) -> tuple[Stamp, ...]:
+        return tuple(_stamp(field, file) for field, file in self._files.items())
 
     def _refresh(self) -> None:
         """Take files that have changed and fit together; the old ones stay otherwise."""
@@ -122,7 +123,7 @@ class TlsFiles:
         self._stamp, self._material = stamp, material
         get_logger("security").info("certificates_read_again", file=str(self._files["certificate"]))
 
-    def _first(self) -> tuple[tuple[int, ...], TlsMaterial]:
+    def _first(self) -> tuple[tuple[Stamp, ...], TlsMaterial]:
         """What the process starts with; files that are replaced in this very moment are read again."""
         for _ in range(_FIRST_TRIES):
             stamp = self._stamps()
@@ -224,9 +225,9 @@ def _content(field: str, file: Path) -> bytes:
         raise ConfigError(f"security.tls.{field}={file}: cannot be read: {error.strerror}") from error
 
 
-def _changed_at(field: str, file: Path) -> int:
+def _stamp(field: str, file: Path) -> Stamp:
     try:
-        return file.stat().st_mtime_ns
+        return stamp_of(file)
     except OSError as error:
         raise ConfigError(f"security.tls.{field}={file}: cannot be read: {error.strerror}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollmesh.mesh import MeshView
+from rollmesh.scheduling.memory import memory_room
 from rollmesh.scheduling.schedule import AdmissionRule, Schedule
 
 
@@ -54,6 +55,7 @@ def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
         (capacity(schedule, view), "staleness capacity"),
         (still_needed(schedule, view), "nothing: the remaining steps have their groups"),
         (room(schedule, view), "room in the pool"),
+        (memory_room(schedule, view), "memory of the store: what is in flight may take the rest"),
     )
     count, reason = min(limits)
     return (count, "") if count > 0 else (0, reason)

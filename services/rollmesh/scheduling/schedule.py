@@ -50,6 +50,10 @@ class Schedule:
     """Batches of the whole run."""
     memory_limit_ratio: float = 0.8
     """Admission stops above this share of Redis's maxmemory."""
+    longest_trajectory_tokens: int = 0
+    """Tokens that a trajectory may get beyond its prompt; 0 when nobody knows: ``memory_ratio`` alone counts then."""
+    partial_save_tokens: int = 64
+    """Tokens of a partial save: each takes some memory of its own."""
 
     @property
     def pool_groups(self) -> int:

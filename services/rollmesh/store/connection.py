@@ -17,7 +17,7 @@ from redis import exceptions as redis_errors
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.sentinel import SentinelConnectionPool
 
-from rollmesh.errors import StoreError, StoreUnavailable
+from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.client import tls_trouble
 from rollmesh.store.keys import Keys
@@ -119,22 +119,6 @@ class Connection:
                 return (await self._exchange((("EVAL", script.text, 1, self.keys.prefix, *arguments),)))[0]
 
         return await self._retrying(call, name, self._observer)
-
-    async def run_all(self, calls: Sequence[Sequence[Argument]]) -> list[Reply]:
-        """Run several scripts, each as (name, arguments...), in one round trip; the first refusal is raised.
-
-        Later scripts run even if an earlier one is refused: they must do no harm then.
-        """
-        try:
-            return await self.commands(
-                [("EVALSHA", self._scripts[str(name)].sha, 1, self.keys.prefix, *words) for name, *words in calls],
-                what=str(calls[0][0]),
-            )
-        except StoreError as error:
-            if isinstance(error.__cause__, redis_errors.NoScriptError):
-                await self._load_all()
-                return [await self.run(str(name), *words) for name, *words in calls]
-            raise
 
     async def command(self, *arguments: Argument) -> Reply:
         """Run one plain command."""

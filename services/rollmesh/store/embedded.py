@@ -25,6 +25,7 @@ from pathlib import Path
 import psutil
 
 from rollmesh.errors import StoreUnavailable
+from rollmesh.runtime.ports import free_port
 
 _SOCKET_PATH_LIMIT = 100
 _START_SECONDS = 30.0
@@ -125,7 +126,7 @@ class EmbeddedServer:
         self.start()
 
     def _spawn(self, lock_fd: int) -> subprocess.Popen[bytes]:
-        port = _free_port() if self.options.port == 0 else self.options.port or 0
+        port = free_port() if self.options.port == 0 else self.options.port or 0
         config = self.folder / "redis.conf"
         descriptor = os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -204,6 +205,8 @@ class EmbeddedServer:
     def _signal(self, number: signal.Signals, timeout: float) -> None:
         pid = self.pid
         if pid is None:
+            if self._process is not None:
+                self._process.poll()  # somebody else has stopped it: collect it
             return
         os.kill(pid, number)
         deadline = time.monotonic() + timeout
@@ -246,10 +249,3 @@ def _locked(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -12,7 +12,7 @@ from rollmesh.store.payload import INLINE_LIMIT_BYTES, UPLOAD_SECONDS, decode_pr
 from rollmesh.store.prompts import PromptCache
 from rollmesh.store.scripts import UploadExpired
 from rollmesh.store.sessions import Sessions
-from rollmesh.store.trajectories import slices
+from rollmesh.store.trajectories import UPLOAD_ATTEMPTS, slices
 from rollmesh.store.types import NewGroup
 
 _GROUPS_PER_ADMISSION = 128
@@ -143,7 +143,7 @@ class Leader:
         for group, data in zip(groups, prompts, strict=True):
             inline = data if len(data) <= INLINE_LIMIT_BYTES else b""
             words += [group.group_id, group.needed, group.epoch, group.index, inline]
-        while True:
+        for attempt in range(1, UPLOAD_ATTEMPTS + 1):
             await self._connection.commands(
                 [
                     ("SET", self._keys.of("upload", group.group_id), data, "EX", UPLOAD_SECONDS)
@@ -154,27 +154,20 @@ class Leader:
             try:
                 opened = int(await self._connection.run("admit", leader, nonce, *cursors, len(groups), *words))
             except UploadExpired:
+                if attempt == UPLOAD_ATTEMPTS:
+                    raise
                 continue
             # A group that was skipped may be in the queue with the prompt that an older data file had.
             if opened == len(groups):
                 for group, data in zip(groups, prompts, strict=True):
                     self._prompts.put(group.group_id, decode_prompt(data))
             return opened
+        raise AssertionError("unreachable")
 
 
-async def sweep(
-    connection: Connection, limits: Limits, train_step: int, after: tuple[Argument, ...] | None = None
-) -> None:
-    """Delete what a confirmed (and, once trained, the whole) batch left in Redis, slice by slice.
-
-    ``after`` is a script that has to succeed first; it travels with the first slice. A sweep without a confirmed batch
-    deletes nothing, so that it does no harm when ``after`` is refused.
-    """
-    size = await limits.groups_per_call()
-    first = 0
-    while True:
-        calls = [("sweep", train_step, first, first + size - 1)]
-        groups = int((await connection.run_all([after, *calls] if after else calls))[-1])
-        first, after = first + size, None
-        if first >= groups:
-            return
+async def sweep(connection: Connection, limits: Limits, train_step: int, first: int = 0) -> None:
+    """Delete what a confirmed (and, once trained, the whole) batch left in Redis, slice by slice from a group on."""
+    size, groups = await limits.groups_per_call(), first + 1
+    while first < groups:
+        groups = int(await connection.run("sweep", train_step, first, first + size - 1))
+        first += size

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from rollmesh.errors import StoreError
+from rollmesh.errors import Conflict, StoreError
 from rollmesh.mesh import RunLimits
 from rollmesh.store.connection import Connection
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
+
+_SETTINGS = {
+    "group_size": "schedule.group_size",
+    "groups_per_batch": "schedule.groups_per_batch",
+    "max_staleness": "schedule.max_staleness",
+    "max_attempts": "rollout.max_attempts",
+    "session_ttl_ms": "1000 * store.session_ttl_seconds",
+    "filter_zero_variance": "schedule.filter_zero_variance",
+    "mask_old_segments": "schedule.on_stale=mask_old_segments",
+    "train_steps": "trainer.train_steps",
+}
+"""What people call the limits."""
 
 
 class Limits:
@@ -38,7 +50,11 @@ class Limits:
             "mask_old_segments": int(limits.mask_old_segments),
             "train_steps": limits.train_steps,
         }
-        await self._connection.run("init_run", int(lost), *(word for item in fields.items() for word in item))
+        try:
+            await self._connection.run("init_run", int(lost), *(word for item in fields.items() for word in item))
+        except Conflict as error:
+            name, colon, rest = str(error).removeprefix("init_run: ").partition(":")
+            raise Conflict(f"{_SETTINGS.get(name, name)}{colon}{rest}") from error
 
     async def get(self) -> RunLimits:
         """Limits of the run; StoreError before ``init_run``."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from rollmesh.store.connection import Connection
-from rollmesh.types import GeneratorRecord, PolicyRecord
+from rollmesh.types import GeneratorRecord, GeneratorWork, PolicyRecord
 
 
 class Registry:
@@ -29,9 +30,10 @@ class Registry:
             record.manifest_digest,
         )
 
-    async def policies(self) -> list[PolicyRecord]:
-        """Every announced policy, ascending."""
-        return _records(await self._connection.command("XRANGE", self._keys.single("policies"), "-", "+"))
+    async def policies(self, after: int = -1) -> list[PolicyRecord]:
+        """Every announced policy above version ``after``, ascending."""
+        first = f"{after + 2}-0"
+        return _records(await self._connection.command("XRANGE", self._keys.single("policies"), first, "+"))
 
     async def latest_policy(self) -> PolicyRecord | None:
         """The newest policy; None before the first."""
@@ -88,7 +90,18 @@ class Registry:
 
     async def generators(self) -> list[GeneratorRecord]:
         """Living generators, serving or not."""
-        return [GeneratorRecord(**json.loads(data)) for data in await self._connection.run("generators")]
+        return [_generator(json.loads(data)) for data in await self._connection.run("generators")]
+
+
+def _generator(fields: dict[str, Any]) -> GeneratorRecord:
+    work = GeneratorWork(**_known(GeneratorWork, fields.get("work", {})))
+    return GeneratorRecord(**{**_known(GeneratorRecord, fields), "work": work})
+
+
+def _known(kind: type[GeneratorRecord | GeneratorWork], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that this version has a field for: a newer generator may register more."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if name in names}
 
 
 def _records(entries: Sequence[tuple[bytes, dict[bytes, bytes]]] | Any) -> list[PolicyRecord]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from rollmesh.errors import Conflict
+from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.mesh import Cursor
-from rollmesh.store.connection import Argument, Connection, Reply
+from rollmesh.store.connection import Connection, Reply
 from rollmesh.store.leader import sweep
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
@@ -17,6 +17,8 @@ from rollmesh.types import Batch, Group, PolicyRecord, Prompt, Segment, Trajecto
 
 _TOMBSTONE_STEPS = 256
 """Train steps for which consumed and dropped groups are remembered one by one; older ones lie below the floor."""
+_TOKENS_PER_CLAIM = 32_768
+"""Tokens whose payload comes along with one claim call, a quarter of a megabyte; more is read by plain commands."""
 _UNKNOWN_DIGEST = "unknown"
 """Digest of a re-asserted batch file whose digest was not given; the next confirmation brings it."""
 
@@ -58,19 +60,19 @@ class Training:
         Reads only: it may be repeated until ``confirm_batch_file``. Conflict when the batch file exists already.
         """
         size = await self._limits.groups_per_call()
-        rows = await self._connection.run("claim", trainer_session, train_step, 0, size - 1)
+        rows = await self._claim_rows(trainer_session, train_step, 0, size)
         if not rows:
             before = f"{train_step - 1}-18446744073709551615"
             if not await self._connection.block_on_stream(self._keys.single("cuts"), before, timeout):
                 return None
-            rows = await self._connection.run("claim", trainer_session, train_step, 0, size - 1)
+            rows = await self._claim_rows(trainer_session, train_step, 0, size)
         groups: list[Group] = []
         while rows:
-            groups += await self._load_groups([rows[at : at + 3] for at in range(0, len(rows), 3)])
+            groups += await self._load_groups(rows)
             first = len(groups)
             if first % size:
                 break
-            rows = await self._connection.run("claim", trainer_session, train_step, first, first + size - 1)
+            rows = await self._claim_rows(trainer_session, train_step, first, size)
         if not groups:
             return None
         self._claimed[train_step] = tuple(group.group_id for group in groups)
@@ -85,8 +87,10 @@ class Training:
         Conflict when Redis came back with another cut meanwhile: re-assert the file instead.
         """
         ids = self._claimed.get(train_step, ()) if group_ids is None else group_ids
-        confirm: tuple[Argument, ...] = ("confirm", trainer_session, train_step, digest, *ids)
-        await sweep(self._connection, self._limits, train_step, after=confirm)
+        swept = await self._limits.groups_per_call()
+        groups = int(await self._connection.run("confirm", trainer_session, train_step, digest, swept, *ids))
+        if swept < groups:
+            await sweep(self._connection, self._limits, train_step, first=swept)
 
     async def report_trained(self, trainer_session: str, train_step: int) -> None:
         """cut(s) -> consumed(s): refunds the capacity of the batch and advances trained_step. Repeats are no-ops."""
@@ -106,6 +110,8 @@ class Training:
         policies: Sequence[PolicyRecord],
         cursor: Cursor,
         digests: Sequence[str] | None = None,
+        *,
+        known_step: int = 0,
     ) -> TrainingState:
         """Tell Redis what the checkpoint store knows, at every start and when the server's run_id has changed.
 
@@ -115,27 +121,31 @@ class Training:
         state covers them. Ends a recovery once its TTL has passed. A session that was opened in the part that Redis
         has lost is taken as the newest; SessionLost for one that was ever fenced.
 
+        ``batches`` may begin after ``known_step``, a trained step that ``training_state`` has given. StoreUnavailable
+        when Redis has forgotten it since: it came back as an earlier state in between, and needs more of them.
+
         A Redis that has forgotten a rollback drops its unclaimed work again before it learns the rollback's version:
-        all of it is older than that.
+        all of it is older than that. A rollback whose trainer died half-way is finished.
         """
         known = (await self.training_state()).trained_step
+        if known < known_step:
+            raise StoreUnavailable(f"the server knew train step {known_step} as trained and now knows {known} only")
         size = await self._limits.groups_per_call()
         for at, (step, group_ids) in enumerate(batches):
             if step <= known:
                 continue
             digest = digests[at] if digests is not None else _UNKNOWN_DIGEST
             trained = int(step <= trained_step)
-            for number, part in enumerate(slices(group_ids, size)):
-                await self._connection.run(
-                    "reassert_groups", trainer_session, step, digest, trained, int(number == 0), *part
-                )
+            await self._connection.run("reassert_groups", trainer_session, step, digest, trained, *group_ids)
+            for part in slices(group_ids, size):
+                await self._connection.run("forget_groups", trainer_session, *part)
         newest = max((step for step, _ in batches), default=0)
         words = [
             word
             for p in sorted(policies, key=lambda record: record.policy_version)
             for word in (p.policy_version, p.train_step, p.path, p.manifest_digest)
         ]
-        if await self._forgot_rollback(policies):
+        if await self._owes_rollback(policies):
             await self.rollback(trainer_session)
         await self._connection.run(
             "reassert_done", trainer_session, committed_step, trained_step, newest, cursor.epoch, cursor.index, *words
@@ -145,24 +155,25 @@ class Training:
     async def rollback(self, trainer_session: str) -> int:
         """Drop all unclaimed work (``rolled_back``) before training goes on from an older policy.
 
-        A cut without a confirmed batch file is taken back first. Returns how many groups were dropped.
+        A cut without a confirmed batch file is taken back first, and nothing is cut until the last group is dropped. If
+        the trainer dies in between, the next one finishes it (``reassert_training``). Returns how many were dropped.
         """
-        newest = await self._connection.command("HGET", self._keys.single("meta"), "admission_seq")
-        await self._connection.run("withdraw_cut", trainer_session)
-        size = await self._limits.groups_per_call()
-        total = 0
-        while True:
-            dropped = int(await self._connection.run("roll_back", trainer_session, size, newest or 0))
-            if not dropped:
-                return total
+        size, nonce, total, left = await self._limits.groups_per_call(), secrets.token_hex(8), 0, True
+        while left:
+            dropped, left = await self._connection.run("roll_back", trainer_session, size, nonce)
             total += dropped
+        return total
 
-    async def _forgot_rollback(self, policies: Sequence[PolicyRecord]) -> bool:
-        """Whether one of the policies is of a rollback (the second of its train step) and not announced there."""
-        meta = self._keys.single("meta")
-        version, train_step = (
-            int(v) for v in await self._connection.command("HMGET", meta, "policy_version", "policy_train_step")
-        )
+    async def _owes_rollback(self, policies: Sequence[PolicyRecord]) -> bool:
+        """Whether a rollback stopped half-way, or one of the policies is of a rollback that Redis has forgotten.
+
+        Such a policy is the second of its train step, and not announced there.
+        """
+        fields = ("abandoned_to", "policy_version", "policy_train_step")
+        begun, *newest = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
+        if begun is not None:
+            return True
+        version, train_step = map(int, newest)
         for record in sorted(policies, key=lambda p: p.policy_version):
             if record.policy_version > version:
                 if version >= 0 and record.train_step <= train_step:
@@ -170,36 +181,48 @@ class Training:
                 version, train_step = record.policy_version, record.train_step
         return False
 
-    async def _load_groups(self, rows: Sequence[Sequence[Reply]]) -> list[Group]:
-        """Prompt and tokens of some groups in one round trip (and one more for linked chunks)."""
-        commands: list[tuple[str | int, ...]] = []
-        members: list[list[tuple[str, Sequence[Reply]]]] = []
-        for gid, _, records in rows:
-            group_id = gid.decode()
-            members.append([(f"{group_id}.{record[0]}", record) for record in records])
-            commands.append(("GET", self._keys.of("prompt", group_id)))
-            commands += [("LRANGE", self._keys.of("segments", i), 0, -1) for i, _ in members[-1]]
-        replies = iter(await self._connection.commands(commands))
+    async def _claim_rows(self, trainer_session: str, train_step: int, first: int, size: int) -> list[Reply]:
+        """Some groups of a batch, as (group id, admission index, scored members, payload)."""
+        last = first + size - 1
+        reply = await self._connection.run("claim", trainer_session, train_step, first, last, _TOKENS_PER_CLAIM)
+        return [reply[at : at + 4] for at in range(0, len(reply), 4)]
+
+    async def _load_groups(self, rows: Sequence[Reply]) -> list[Group]:
+        """Groups with prompt and tokens: those that did not come along take a round trip (linked chunks another)."""
+        missing: list[tuple[str | int, ...]] = []
+        for group_id, _, members, payload in rows:
+            if not payload:
+                missing.append(("GET", self._keys.of("prompt", group_id.decode())))
+                missing += [
+                    ("LRANGE", self._keys.of("segments", _member_id(group_id, member)), 0, -1) for member in members
+                ]
+        read = iter(await self._connection.commands(missing))
         prompts: list[Prompt] = []
         elements: dict[str, list[bytes]] = {}
-        for (gid, _, _), scored in zip(rows, members, strict=True):
-            prompt = next(replies)
+        for group_id, _, members, payload in rows:
+            prompt, *segments = payload or [next(read) for _ in range(1 + len(members))]
             if prompt is None:
-                raise Conflict(f"group {gid.decode()} was cut, but its payload is gone: its batch file has it")
+                raise Conflict(f"group {group_id.decode()} was cut, but its payload is gone: its batch file has it")
             prompts.append(decode_prompt(prompt))
-            elements |= {i: next(replies) for i, _ in scored}
+            elements |= {_member_id(group_id, m): part for m, part in zip(members, segments, strict=True)}
         chunks = await load_chunks(self._connection, elements)
+
+        def trajectory(prompt: Prompt, trajectory_id: str, member: Sequence[Reply]) -> Trajectory:
+            segments = decode_segments(elements[trajectory_id], chunks[trajectory_id])
+            return _scored_trajectory(self._keys.run, trajectory_id, prompt, segments, member)
+
         return [
             Group(
-                group_id=gid.decode(),
+                group_id=group_id.decode(),
                 admission_index=int(index),
-                trajectories=tuple(
-                    _scored_trajectory(self._keys.run, i, prompt, decode_segments(elements[i], chunks[i]), record)
-                    for i, record in scored
-                ),
+                trajectories=tuple(trajectory(prompt, _member_id(group_id, m), m) for m in members),
             )
-            for (gid, index, _), scored, prompt in zip(rows, members, prompts, strict=True)
+            for (group_id, index, members, _), prompt in zip(rows, prompts, strict=True)
         ]
+
+
+def _member_id(group_id: bytes, member: Sequence[Reply]) -> str:
+    return f"{group_id.decode()}.{member[0]}"
 
 
 def _scored_trajectory(

@@ -42,7 +42,8 @@ T = TypeVar("T")
 _ITEMS_PER_CALL = 64
 """Items of one script call: bounded keys (two or three each) and bounded time in the server."""
 _RELEASES_PER_CALL = 128
-_UPLOAD_ATTEMPTS = 3
+UPLOAD_ATTEMPTS = 3
+"""An upload is lost only when the server dies between it and its script."""
 
 
 class TrajectoryQueue:
@@ -68,7 +69,10 @@ class TrajectoryQueue:
         return await self._lease("lease", session, most, most if new_limit is None else new_limit)
 
     async def lease_scoring(self, session: str, limit: int) -> list[LeasedTrajectory]:
-        """Take finished trajectories whose worker died, to score them; serve these before new work."""
+        """Take finished trajectories whose worker died, to score them; serve these before new work.
+
+        One that was taken ``max_attempts`` times without a score becomes a dead letter.
+        """
         return await self._lease("lease_scoring", session, min(limit, _ITEMS_PER_CALL))
 
     async def append(self, session: str, items: Sequence[Append]) -> list[AppendResult]:
@@ -109,7 +113,10 @@ class TrajectoryQueue:
         return bool(await self._connection.run("keep_snapshot", session, trajectory_id, snapshot))
 
     async def restart(self, session: str, trajectory_ids: Sequence[str]) -> int:
-        """Drop the saved tokens of held trajectories that can only begin again (their environment was lost)."""
+        """Drop the saved tokens of held trajectories that can only begin again (their environment was lost).
+
+        What they write after it is no progress to the next lease: one that always begins again becomes a dead letter.
+        """
         restarted = 0
         for ids in slices(trajectory_ids, _ITEMS_PER_CALL):
             restarted += int(await self._connection.run("restart", session, *ids))
@@ -158,31 +165,32 @@ class TrajectoryQueue:
 
     async def _leased(self, script: str, session: str, nonce: str, limit: int, *more: int) -> list[LeasedTrajectory]:
         reply = await self._connection.run(script, session, nonce, limit, *more)
-        rows = [reply[at : at + 6] for at in range(0, len(reply), 6)]
-        ids = [row[0].decode() for row in rows]
+        rows = [(reply[at].decode(), *map(int, reply[at + 1 : at + 6])) for at in range(0, len(reply), 6)]
+        ids = [row[0] for row in rows]
         prompts = await self._load_prompts({group_of(i) for i in ids})
-        saved = await self._load_saved([i for i, row in zip(ids, rows, strict=True) if row[3]])
-        snapshots = await self._load_field([i for i, row in zip(ids, rows, strict=True) if row[3]], "snapshot")
+        begun = [row[0] for row in rows if row[3]]
+        saved = await self._load_saved(begun)
+        snapshots = await self._load_field(begun, "snapshot")
         finishes = await self._load_field(ids, "finish") if script == "lease_scoring" else {}
         leased = []
-        for trajectory_id, row in zip(ids, rows, strict=True):
+        for trajectory_id, attempt, birth_version, tokens, lease_new, first_lease_ms in rows:
             prompt = prompts.get(group_of(trajectory_id))
-            if prompt is None or (row[3] and trajectory_id not in saved):
+            if prompt is None or (tokens and trajectory_id not in saved):
                 continue  # its group was evicted in between; the lease went with it
             trajectory = build_trajectory(
                 trajectory_id,
                 prompt,
                 saved.get(trajectory_id, ()),
-                birth_version=int(row[2]),
+                birth_version=birth_version,
                 finish=finishes.get(trajectory_id),
                 run=self._keys.run,
             )
             leased.append(
                 LeasedTrajectory(
                     trajectory=trajectory,
-                    attempt=int(row[1]),
-                    lease_new=bool(row[4]),
-                    first_lease_time=int(row[5]) / 1000,
+                    attempt=attempt,
+                    lease_new=bool(lease_new),
+                    first_lease_time=first_lease_ms / 1000,
                     snapshot=snapshots.get(trajectory_id),
                 )
             )
@@ -230,12 +238,12 @@ class TrajectoryQueue:
             for item, chunk, finish in zip(items, chunks, finishes, strict=True)
         ]
         ids = [item.trajectory_id for item in items]
-        for attempt in range(1, _UPLOAD_ATTEMPTS + 1):
+        for attempt in range(1, UPLOAD_ATTEMPTS + 1):
             await self._upload(ids, chunks)
             try:
                 return await self._sliced(script, session, slices(ids, _ITEMS_PER_CALL), arguments)
             except UploadExpired:
-                if attempt == _UPLOAD_ATTEMPTS:
+                if attempt == UPLOAD_ATTEMPTS:
                     raise
         raise AssertionError("unreachable")
 

@@ -18,6 +18,8 @@ DROP_REASONS = (
     "filtered_all_wrong",
 )
 """Why a group leaves the queue untrained."""
+WASTE_REASONS = (*DROP_REASONS, "unscorable", "dead")
+"""Why saved tokens are never trained on: their group was dropped, or they are of a member without a score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class LeasedTrajectory:
     trajectory: Trajectory
     """Everything saved so far; no segments when it is new."""
     attempt: int
-    """Leases without token progress, this one included."""
+    """Leases without token progress, this one included; of a finished trajectory, leases to score it."""
     lease_new: bool
     """Whether it is the first lease (nothing to resume)."""
     first_lease_time: float
@@ -166,7 +168,8 @@ class StoreCounts:
     drops: Mapping[str, int]
     """Dropped groups by reason."""
     dropped_tokens: Mapping[str, int]
-    """Tokens of dropped groups by reason."""
+    """Saved tokens that are never trained on, by reason (WASTE_REASONS): those of dropped groups, and as
+    ``unscorable`` and ``dead`` those of members without a score, whatever became of their group. Each counts once."""
     drop_deciles: Mapping[str, int]
     """Dropped groups by ``<reason>:<length decile>``."""
     scoring_queue: int

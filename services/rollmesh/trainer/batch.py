@@ -14,7 +14,7 @@ import torch
 from rollmesh.algorithms.advantages.registry import Advantage
 from rollmesh.algorithms.masks import stale_mask
 from rollmesh.errors import DataError
-from rollmesh.types import Batch, FinishReason, Float32Array, Group, Int32Array, OutcomeKind, SegmentSource, Trajectory
+from rollmesh.types import Batch, FinishReason, Float32Array, Group, Int32Array, SegmentSource, Trajectory
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ class TrainBatch:
     starts: Int64Array  # [trajectories + 1], first token of each trajectory
     prompt_lengths: Int64Array  # [trajectories]
     rewards: Float64Array  # [trajectories], shaped
-    outcome_values: Float64Array  # [trajectories], as the verifier gave them
+    outcome_values: Float64Array  # [trajectories], as the verifier gave them; NaN where it gave none
     advantages: Float64Array  # [trajectories]
     truncated: BoolArray  # [trajectories], ended by the token budget
     token_ids: Int32Array  # [tokens]
@@ -48,7 +48,7 @@ class TrainBatch:
     pure: BoolArray  # [tokens], one version's weights and cache sampled it
     temperatures: Float32Array  # [tokens]
     unscored_trajectories: int
-    """Trajectories left out because their outcome carries no reward."""
+    """Trajectories left out because they have no reward, from a verifier or assigned."""
 
     @property
     def trajectory_count(self) -> int:
@@ -82,14 +82,14 @@ def build_train_batch(
     """Flatten a batch, compute its advantages and mark which tokens are trained on.
 
     ``train_step_of_version`` names the train step of every policy version that wrote tokens. Advantages compare the
-    scored members of a group; unscored ones are left out. ``max_token_staleness`` masks older tokens
-    (``on_stale: mask_old_segments``). Raises DataError for an unknown version, a repeated trajectory, a segment
-    without finite logprobs or with T = 0, an empty prompt, and a batch with nothing to train on.
+    members of a group that have a reward, be it ``reward.fixed_value``; others are left out. ``max_token_staleness``
+    masks older tokens (``on_stale: mask_old_segments``). Raises DataError for an unknown version, a repeated
+    trajectory, a segment without finite logprobs or with T = 0, an empty prompt, and a batch with nothing to train on.
     """
     members = [(g, t) for g, group in enumerate(batch.groups) for t in _scored(group)]
     total = sum(len(group.trajectories) for group in batch.groups)
     if not members:
-        raise DataError(f"batch {batch.train_step}: none of its {total} trajectories is scored")
+        raise DataError(f"batch {batch.train_step}: none of its {total} trajectories has a reward")
     ids = tuple(t.trajectory_id for _, t in members)
     if len(set(ids)) != len(ids):
         raise DataError(f"batch {batch.train_step}: a trajectory occurs twice")
@@ -110,7 +110,7 @@ def build_train_batch(
         starts=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         prompt_lengths=np.array([len(t.prompt.token_ids) for _, t in members], np.int64),
         rewards=rewards,
-        outcome_values=np.array([t.outcome.value if t.outcome else 0.0 for _, t in members], np.float64),
+        outcome_values=np.array([_verdict(t) for _, t in members], np.float64),
         advantages=advantages,
         truncated=np.array([t.finish_reason is FinishReason.LENGTH for _, t in members]),
         sequence_index=np.repeat(np.arange(len(members), dtype=np.int64), lengths),
@@ -129,7 +129,13 @@ def split_minibatches(batch: TrainBatch, count: int) -> list[Int64Array]:
 
 
 def _scored(group: Group) -> list[Trajectory]:
-    return [t for t in group.trajectories if t.outcome is not None and t.outcome.kind is OutcomeKind.SCORED]
+    # The queue gives out members that have a reward and no others; reward.fixed_value leaves the kind of the outcome.
+    return [t for t in group.trajectories if t.outcome is not None]
+
+
+def _verdict(trajectory: Trajectory) -> float:
+    verdict = None if trajectory.outcome is None else trajectory.outcome.verdict
+    return np.nan if verdict is None else verdict
 
 
 def _columns(trajectory: Trajectory, train_step_of_version: Mapping[int, int], current: int) -> dict[str, Any]:

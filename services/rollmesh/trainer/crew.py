@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.checkpoints.committed import CommittedState
 from rollmesh.checkpoints.frames import batch_from_bytes, batch_to_bytes
 from rollmesh.checkpoints.manifest import CanarySequence
@@ -41,14 +42,14 @@ class Crew:
         self._checkpoints = checkpoints
         self._known_to_peers: set[int] = set()
 
-    def train(self, batch: Batch) -> StepReport:
-        """One train step on all ranks."""
+    def train(self, batch: Batch, settings: StepSettings | None = None) -> StepReport:
+        """One train step on all ranks, with ``settings`` where they are given."""
         remembered = sorted(self.shelf.remembered.items())
-        news = {"policies": self._news(), "remembered": remembered}
+        news = {"policies": self._news(), "remembered": remembered, "settings": settings and settings.model_dump()}
         self._order({"do": "train", "train_step": batch.train_step, **news})
         if self.gang.world > 1:
             broadcast_bytes(batch_to_bytes(batch), self.gang)
-        return self.trainer.train(batch, self.shelf.train_steps)
+        return self.trainer.train(batch, self.shelf.train_steps, settings)
 
     def end_stage(self, trajectories: Sequence[Trajectory], in_batch: Collection[str]) -> int:
         """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``."""
@@ -117,7 +118,8 @@ class Crew:
                 self.shelf.update(PolicyRecord(**record) for record in order["policies"])
                 self.shelf.remember(dict(order["remembered"]))
                 batch = batch_from_bytes(order["train_step"], broadcast_bytes(None, self.gang))
-                self.trainer.train(batch, self.shelf.train_steps)
+                settings = order["settings"] and StepSettings(**order["settings"])
+                self.trainer.train(batch, self.shelf.train_steps, settings)
             case "end_stage":
                 self.shelf.update(PolicyRecord(**record) for record in order["policies"])
                 held = batch_from_bytes(0, broadcast_bytes(None, self.gang)).groups

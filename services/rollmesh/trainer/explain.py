@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from rollmesh.algorithms.losses.base import ClipReason, TokenLoss
 from rollmesh.algorithms.masks import MaskReason, mask_reasons
@@ -39,6 +40,8 @@ class TokenExplanation:
     pure: bool
     behavior_logprob: float
     old_logprob: float
+    old_logprob_fallback: str
+    """Why ``old_logprob`` is the sampler's and not what the run's source promises; empty where it is the source's."""
     logprob: float
     ratio: float
     advantage: float
@@ -49,16 +52,24 @@ class TokenExplanation:
 
 
 def explain_tokens(
-    batch: TrainBatch, logprobs: Float64Array, old_logprobs: Float64Array, index: Int64Array, judged: TokenLoss
+    batch: TrainBatch,
+    logprobs: Float64Array,
+    old_logprobs: Float64Array,
+    fell_back: Mapping[str, Tensor],
+    index: Int64Array,
+    judged: TokenLoss,
 ) -> Iterator[TokenExplanation]:
     """Explain every response token, in the order of the batch.
 
-    ``logprobs`` and ``old_logprobs`` [tokens] belong to the flat batch; ``judged`` is what the loss made of the policy
-    tokens, whose places in the flat batch are ``index`` [policy tokens].
+    ``logprobs``, ``old_logprobs`` and ``fell_back`` (by reason) [tokens] belong to the flat batch; ``judged`` is what
+    the loss made of the policy tokens, whose places in the flat batch are ``index`` [policy tokens].
     """
     ratio, weight = np.zeros(len(batch.token_ids)), np.zeros(len(batch.token_ids))
     clip = np.zeros(len(batch.token_ids), np.int8)
     ratio[index], weight[index], clip[index] = judged.ratio.numpy(), judged.weight.numpy(), judged.clip.numpy()
+    fallback = np.full(len(batch.token_ids), "", object)
+    for reason, tokens in fell_back.items():
+        fallback[tokens.numpy()] = reason
     positions = np.arange(len(batch.token_ids)) - (batch.starts[:-1] + batch.prompt_lengths)[batch.sequence_index]
     reasons = mask_reasons(
         torch.from_numpy(positions < 0), torch.from_numpy(batch.policy_mask), torch.from_numpy(batch.loss_mask)
@@ -75,6 +86,7 @@ def explain_tokens(
             pure=bool(batch.pure[t]),
             behavior_logprob=float(batch.behavior_logprobs[t]),
             old_logprob=float(old_logprobs[t]) if written else 0.0,
+            old_logprob_fallback=str(fallback[t]),
             logprob=float(logprobs[t]) if written else 0.0,
             ratio=float(ratio[t]),
             advantage=float(batch.advantages[s]) if written else 0.0,

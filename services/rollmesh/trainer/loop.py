@@ -17,20 +17,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
+from rollmesh.errors import RollmeshError, StoreUnavailable
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store import StoreCounts
 from rollmesh.trainer.claims import BatchClaims, ClaimedBatch
 from rollmesh.trainer.crew import Crew
+from rollmesh.trainer.engine_work import EngineWork
 from rollmesh.trainer.lengths import dropped_by_decile, trained_by_decile, trained_share
 from rollmesh.trainer.metrics import TrainerMetrics
 from rollmesh.trainer.patience import Patience
@@ -45,6 +47,7 @@ from rollmesh.trainer.session import TrainingSession
 from rollmesh.trainer.stages import StageEnds
 from rollmesh.trainer.traces import mark_trained, step_span
 from rollmesh.trainer.trackers import Tracker, flatten
+from rollmesh.types import GeneratorRecord
 
 T = TypeVar("T")
 
@@ -84,6 +87,7 @@ class TrainingLoop:
         self._place = place
         self._shutdown = shutdown
         self._reports = QueueReports(place.session, place.records)
+        self._engines = EngineWork(place.progress.generated)
         self._log = get_logger("training")
 
     @property
@@ -94,14 +98,27 @@ class TrainingLoop:
     async def run(self) -> None:
         """Publish what is missing, then train; returns at the last step or at shutdown."""
         place = self._place
-        await asyncio.to_thread(place.records.tidy, self.train_step)
+        await self._tidy()
         await self._reports.restore(self.train_step)
         await place.publisher.publish(self.train_step)
+        self._engines.begin(await self._generators())
+        watch = asyncio.create_task(self._watch_engines(), name="watch-engines")
+        try:
+            await self._train()
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _train(self) -> None:
+        place = self._place
         last = place.config.trainer.train_steps
         waiting_since = time.monotonic()
-        while self.train_step < last and not self._shutdown.is_set():
+        while not self._shutdown.is_set():
             place.health.beat(LOOP_NAME)
+            # After the last step too: the policy that a finished run ends with may be the one to go back from.
             await place.rollbacks.carry_out(self._save)
+            if self.train_step >= last:
+                break
             claimed = await place.claims.next(self.train_step + 1, _CLAIM_SECONDS)
             if claimed is None:
                 await self._in_thread(place.crew.idle)
@@ -111,7 +128,7 @@ class TrainingLoop:
                 await self._step(claimed, waited, last)
             waiting_since = time.monotonic()
         await self._commit()
-        await asyncio.to_thread(place.records.tidy, self.train_step)
+        await self._tidy()
         await self._reports.restore_if_lost(self.train_step)
 
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
@@ -121,7 +138,7 @@ class TrainingLoop:
             await place.stages.record(claimed.batch)
         home, started_ns = tracer().train_step(step), time.time_ns()
         with tracer().span("train", home):
-            report = await self._in_thread(lambda: place.crew.train(claimed.batch))
+            report = await self._in_thread(lambda: place.crew.train(claimed.batch, claimed.settings))
         await place.session.report_trained(step)
         mark_trained(claimed, started_ns)
         await self._record(claimed, report, waited)
@@ -144,6 +161,10 @@ class TrainingLoop:
             wait_seconds=round(waited, 3),
         )
 
+    async def _tidy(self) -> None:
+        place, step = self._place, self.train_step
+        await place.patience.with_room("tidy_records", lambda: asyncio.to_thread(place.records.tidy, step))
+
     async def _commit(self) -> None:
         """Save the trainer state, unless it is committed already."""
         if self.train_step > self._place.session.committed_step:
@@ -152,10 +173,10 @@ class TrainingLoop:
     async def _save(self) -> None:
         place, progress = self._place, self._place.progress
         started = time.monotonic()
-        label = progress.label(place.session.token)
+        label, extra = progress.label(place.session.token), progress.to_extra()
         await place.patience.with_room(
             "save_state",
-            lambda: self._in_thread(lambda: place.crew.save(label, progress.rollback_count, progress.to_extra())),
+            lambda: self._in_thread(lambda: place.crew.save(label, progress.rollback_count, extra)),
         )
         place.metrics.writes.inc()
         await place.session.report_committed(self.train_step)
@@ -172,7 +193,8 @@ class TrainingLoop:
         deciles = trained_by_decile(claimed.batch, counts.finished_lengths)
         totals = zip(progress.trained_groups_by_length_decile, deciles, strict=True)
         progress.trained_groups_by_length_decile = [before + now for before, now in totals]
-        mesh = mesh_numbers(counts, progress.trained_token_total, progress.trained_groups_by_length_decile)
+        engines = self._engines.since_last(await self._generators())
+        mesh = mesh_numbers(counts, progress) | {"engines": engines}
         record = step_record(report, mesh) | {
             "policy_version": place.crew.shelf.version_of(report.train_step),
             "replayed": claimed.replayed,
@@ -181,32 +203,46 @@ class TrainingLoop:
         samples = sample_completions(claimed.batch, place.config.trainer.sample_completions, place.decode)
         # Fenced: a trainer that was stalled here while another took over must not write the step a second time.
         await self._reports.add(record)
-        await asyncio.to_thread(place.records.append, record, samples)
-        place.metrics.observe_step(report, float(mesh["goodput"]))
+        await place.patience.with_room("record", lambda: asyncio.to_thread(place.records.append, record, samples))
+        place.metrics.observe_step(report, mesh["goodput"])
         place.metrics.observe_groups(deciles, counts)
         if claimed.replayed:
             place.metrics.replays.inc()
         for tracker in place.trackers:
             tracker.log(report.train_step, flatten(record))
 
+    async def _generators(self) -> list[GeneratorRecord]:
+        session = self._place.session
+        return await session.patiently("generators", session.store.generators)
+
+    async def _watch_engines(self) -> None:
+        """See generators come and go during long steps and long waits, too; a Redis that is away is not waited for."""
+        place = self._place
+        while not await wait_or_shutdown(self._shutdown, place.config.store.heartbeat_seconds):
+            try:
+                self._engines.see(await place.session.store.generators())
+            except StoreUnavailable:
+                continue
+            except RollmeshError as error:
+                self._log.warning("generators_not_seen", message=str(error))
+
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._place.executor, call)
 
 
-def mesh_numbers(
-    counts: StoreCounts, trained_tokens: int, trained_groups_by_length_decile: Sequence[int]
-) -> dict[str, Any]:
+def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
     """What the whole mesh made of its tokens and groups so far."""
     dropped = dropped_by_decile(counts.drop_deciles)
-    saved = counts.totals.get("saved_tokens_total", 0)
+    trained = progress.trained_groups_by_length_decile
     return {
-        "goodput": trained_tokens / saved if saved else 0.0,
-        "saved_tokens": saved,
-        "trained_token_total": trained_tokens,
+        "goodput": progress.generated.goodput(progress.trained_token_total),
+        "generated_token_total": progress.generated.total,
+        "saved_tokens": counts.totals.get("saved_tokens_total", 0),
+        "trained_token_total": progress.trained_token_total,
         "dropped_groups": dict(counts.drops),
         "dropped_groups_by_reason_and_length_decile": dict(counts.drop_deciles),
-        "trained_groups_by_length_decile": list(trained_groups_by_length_decile),
-        "trained_share_by_length_decile": trained_share(trained_groups_by_length_decile, dropped),
+        "trained_groups_by_length_decile": list(trained),
+        "trained_share_by_length_decile": trained_share(trained, dropped),
         "wasted_tokens": dict(counts.dropped_tokens),
         "totals": dict(counts.totals),
     }

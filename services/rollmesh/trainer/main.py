@@ -37,6 +37,7 @@ from rollmesh.trainer.patience import Patience
 from rollmesh.trainer.progress import Progress, load_newest_state
 from rollmesh.trainer.publishing import Publisher, canary_sequences
 from rollmesh.trainer.records import StepRecords
+from rollmesh.trainer.reference import check_reference, references_in_use
 from rollmesh.trainer.rollback import Rollbacks
 from rollmesh.trainer.samples import decoder
 from rollmesh.trainer.session import Stopped, TrainingSession
@@ -116,6 +117,7 @@ async def _lead(
         patience = Patience(trainer_metrics, health, shutdown)
         with contextlib.suppress(Stopped):
             progress = await _take_over(config, session, checkpoints, crew, executor)
+            algorithm = config.trainer.algorithm
             model = resolve_model(config.model.path)
             vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
             publisher = Publisher(
@@ -128,13 +130,14 @@ async def _lead(
                 executor,
                 canary_sequences(vocab_size),
                 progress,
+                await asyncio.to_thread(references_in_use, algorithm, checkpoints, crew.trainer.train_step),
             )
-            stage_end = config.trainer.algorithm.old_logprobs == "stage_end"
+            stage_end = algorithm.old_logprobs == "stage_end"
             place = Workplace(
                 config=config,
                 crew=crew,
                 session=session,
-                claims=BatchClaims(session, checkpoints, crew.shelf, patience),
+                claims=BatchClaims(session, checkpoints, crew.shelf, patience, config.trainer),
                 publisher=publisher,
                 rollbacks=Rollbacks(crew, session, publisher, checkpoints, progress, executor),
                 progress=progress,
@@ -176,6 +179,7 @@ async def _take_over(
     leftovers = await asyncio.to_thread(checkpoints.remove_unfinished_batches)
     progress = await asyncio.get_running_loop().run_in_executor(executor, load_newest_state, crew, checkpoints)
     await session.begin(crew.trainer.train_step)
+    await asyncio.to_thread(check_reference, config.trainer.algorithm, crew.shelf)
     get_logger("trainer").info(
         "trainer_takes_over",
         train_step=crew.trainer.train_step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from prometheus_client import Counter
 from rollmesh.algorithms.old_logprobs import FALLBACK_REASONS
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
-from rollmesh.store.types import DROP_REASONS, StoreCounts
+from rollmesh.store.types import WASTE_REASONS, StoreCounts
 from rollmesh.trainer.lengths import DECILES, dropped_by_decile
 from rollmesh.trainer.report import StepReport
 
@@ -23,7 +24,7 @@ _GAUGES = {
     "learning_rate": "Learning rate of the newest step.",
     "grad_norm": "Gradient norm before clipping.",
     "reward_mean": "Mean shaped reward of the batch.",
-    "outcome_mean": "Mean outcome value of the batch, before shaping.",
+    "outcome_mean": "Mean outcome value of the batch, before shaping, where a verifier gave one.",
     "entropy_nats": "Mean entropy per token.",
     "kl_behavior_k3_nats": "k3 KL(behavior || policy) per token.",
     "ratio_mean": "Mean importance ratio.",
@@ -42,7 +43,7 @@ _GAUGES = {
     "token_staleness_mean_steps": "Mean staleness of trained tokens, in train steps.",
     "response_length_mean_tokens": "Mean response length of the batch.",
     "truncated_ratio": "Share of trajectories cut off by the token budget.",
-    "goodput_ratio": "Trained tokens per saved token, since the run began.",
+    "goodput_ratio": "Trained tokens per generated token, since the run began; NaN where it is not known.",
 }
 
 
@@ -83,7 +84,7 @@ class TrainerMetrics:
         self._wasted = Growth(
             m.counter(
                 "rollmesh_trainer_wasted_tokens_total",
-                "Saved tokens of groups dropped while this trainer ran, by reason.",
+                "Saved tokens given up while this trainer ran: of dropped groups, of unscorable and of dead members.",
                 ["reason"],
             )
         )
@@ -113,15 +114,15 @@ class TrainerMetrics:
         for decile in map(str, range(DECILES)):
             self.groups.labels(length_decile=decile)
             self._dropped.counter.labels(length_decile=decile)
-        for reason in DROP_REASONS:
+        for reason in WASTE_REASONS:
             self._wasted.counter.labels(reason=reason)
         for reason in FALLBACK_REASONS:
             self.fallbacks.labels(reason=reason)
         for reason in Reason:
             self.failures.labels(reason=str(reason))
 
-    def observe_step(self, report: StepReport, goodput: float) -> None:
-        """Export one step report; ``goodput`` is trained tokens per saved token so far."""
+    def observe_step(self, report: StepReport, goodput: float | None) -> None:
+        """Export one step report; ``goodput`` is trained tokens per generated token so far."""
         batch, policy = report.batch, report.policy
         self.train_step.set(report.train_step)
         self.last_step.set(time.time())
@@ -171,7 +172,7 @@ class Growth:
         self._seen = dict(totals)
 
 
-def gauge_values(report: StepReport, goodput: float) -> Mapping[str, float]:
+def gauge_values(report: StepReport, goodput: float | None) -> Mapping[str, float]:
     """Value of every gauge of a step, by the name after ``rollmesh_trainer_``."""
     batch, policy = report.batch, report.policy
     ratio = policy.ratio
@@ -199,5 +200,5 @@ def gauge_values(report: StepReport, goodput: float) -> Mapping[str, float]:
         "token_staleness_mean_steps": batch.token_staleness.mean,
         "response_length_mean_tokens": batch.response_length_mean,
         "truncated_ratio": batch.truncated_share,
-        "goodput_ratio": goodput,
+        "goodput_ratio": math.nan if goodput is None else goodput,
     }

@@ -1,4 +1,4 @@
-"""Writing to a checkpoint store that may be full or away: try again, later and later, until it is time to stop."""
+"""Writing to a disk that may be full, or a store that may be away: again, later and later, until it is time to stop."""
 
 from __future__ import annotations
 

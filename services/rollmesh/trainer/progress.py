@@ -10,6 +10,7 @@ from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.crew import Crew
+from rollmesh.trainer.goodput import GeneratedTokens
 from rollmesh.trainer.lengths import DECILES
 
 
@@ -27,15 +28,24 @@ class Progress:
     """The newest request carried out."""
     rolled_back_to: int | None = None
     """Policy version that the newest rollback went back to."""
+    generated: GeneratedTokens = field(default_factory=GeneratedTokens)
+    """What the generators have sampled."""
 
     def to_extra(self) -> dict[str, Any]:
         """JSON values for the trainer state."""
-        return {"progress": asdict(self)}
+        progress = asdict(self)
+        del progress["generated"]
+        # Beside the rest, where a trainer of an older release passes over it.
+        return {"progress": progress, "generated_tokens": self.generated.to_json()}
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> Self:
         """Back from ``to_extra``; a fresh one for the initial model."""
-        return cls(**extra.get("progress", {}))
+        progress = cls(**extra.get("progress", {}))
+        progress.generated = GeneratedTokens.from_json(
+            extra.get("generated_tokens"), trained_tokens=progress.trained_token_total
+        )
+        return progress
 
     def label(self, session: str) -> str:
         """Session part of folder names: a rollback publishes and saves a train step anew."""

@@ -8,7 +8,7 @@ version never names two sets of weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor
 from typing import TypeVar
 
@@ -53,7 +53,9 @@ class Publisher:
         executor: Executor,
         canary: list[Int32Array],
         progress: Progress,
+        references: Collection[int] = (),
     ) -> None:
+        """``references``: versions that the KL is measured against, which stay."""
         self._config = config
         self._crew = crew
         self._session = session
@@ -63,6 +65,7 @@ class Publisher:
         self._executor = executor
         self._canary = canary
         self._progress = progress
+        self._references = references
         self._log = get_logger("publisher")
 
     async def publish(self, train_step: int) -> PolicyRecord:
@@ -100,7 +103,9 @@ class Publisher:
         self._metrics.published.inc()
         note_policy_version(record.policy_version)
         self._metrics.policy_version.set(record.policy_version)
-        await asyncio.to_thread(self._checkpoints.mark_announced, record)
+        await self._patience.with_room(
+            "mark_announced", lambda: asyncio.to_thread(self._checkpoints.mark_announced, record)
+        )
         self._log.info(
             "policy_announced", policy_version=record.policy_version, train_step=record.train_step, path=record.path
         )
@@ -130,19 +135,17 @@ class Publisher:
 
     async def _prune(self) -> None:
         store = self._session.store
-        records = await self._session.patiently("policies", store.policies)
+        await self._session.learn_policies()
         pinned = await self._session.patiently("pinned_policy", store.pinned_policy)
         generators = await self._session.patiently("generators", store.generators)
         evaluations = await self._session.patiently("evaluations", store.evaluations)
-        kept = {0} if pinned is None else {0, pinned}
-        if self._config.trainer.algorithm.kl_coefficient > 0:
-            kept.add(self._config.trainer.algorithm.kl_reference_version)
-        in_use = {g.policy_version for g in generators} | {
-            e.request.policy_version for e in evaluations if e.result is None
-        }
+        kept = {0, *self._references} if pinned is None else {0, *self._references, pinned}
+        in_use = {g.policy_version for g in generators}
+        in_use |= {g.loading_version for g in generators if g.loading_version is not None}
+        in_use |= {e.request.policy_version for e in evaluations if e.result is None}
         removed = await asyncio.to_thread(
             self._checkpoints.prune,
-            records,
+            self._crew.shelf.records,
             keep_last=kept_policies(self._config),
             pinned=kept,
             in_use=in_use,

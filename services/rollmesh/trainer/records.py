@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from rollmesh.checkpoints.durable import disk_full_error, full_disk
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -16,8 +19,9 @@ SAMPLES_FILE = "samples.jsonl"
 class StepRecords:
     """The two files of one run; only the trainer that holds the session writes them.
 
-    ``tidy`` drops the lines of steps that will be replayed, and what a fenced trainer may have repeated, so every
-    step has one line in the end.
+    ``tidy`` drops the lines of steps that will be replayed, and what a fenced trainer or an attempt that found no room
+    may have repeated, so every step has one line in the end. Writing raises CheckpointError (disk_full) without room;
+    it may be repeated.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,12 +50,19 @@ class StepRecords:
 
 
 def append_lines(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON objects, one a line; not-a-number and infinities become null."""
+    """Append JSON objects, one a line, or nothing; not-a-number and infinities become null."""
     text = "".join(json.dumps(finite(record), separators=(",", ":"), allow_nan=False) + "\n" for record in records)
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    with _room_for(file), file.open("ab", buffering=0) as stream:
+        before, rest = stream.seek(0, os.SEEK_END), text.encode()
+        try:
+            while rest:
+                rest = rest[stream.write(rest) :]
+            os.fsync(stream.fileno())
+        except OSError:
+            # Part of a line would spoil the next one.
+            with suppress(OSError):
+                stream.truncate(before)
+            raise
 
 
 def keep_lines_up_to(file: Path, train_step: int) -> None:
@@ -68,11 +79,23 @@ def keep_lines_up_to(file: Path, train_step: int) -> None:
     if after == before:
         return
     temporary = file.with_name(f".{file.name}.tmp")
-    with temporary.open("wb") as stream:
-        stream.write(after)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
+    with _room_for(file):
+        with temporary.open("wb") as stream:
+            stream.write(after)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, file)
+
+
+@contextmanager
+def _room_for(file: Path) -> Iterator[None]:
+    """Turn the error of a full disk into the one that is waited out."""
+    try:
+        yield
+    except OSError as error:
+        if full_disk(error):
+            raise disk_full_error(file.parent, file.name, error) from error
+        raise
 
 
 def _identity(line: bytes) -> tuple[int, str] | None:

@@ -57,7 +57,7 @@ class BatchStats:
     reward_mean: float
     reward_std: float
     outcome_mean: float
-    """Mean outcome value before shaping."""
+    """Mean outcome value before shaping, over the trajectories that a verifier gave one; NaN if it gave none."""
     advantage_abs_mean: float
     all_right_groups: int
     """Groups without reward variance whose members all have a positive outcome."""

@@ -3,7 +3,8 @@
     weights of the named version, moments zero
     state -> COMMITTED with one rollback more    from here on a restart continues after the rollback
     publish -> announce                          the next version number, parent = the named version
-    evict unclaimed work (rolled_back)           all of it may hold tokens of the abandoned branch
+    drop unclaimed work (rolled_back)            all of it may hold tokens of the abandoned branch; nothing is cut
+                                                 until the last of it is gone
     finish the request
 
 The train step goes on: what was trained stays in the ledger. Every line may be repeated after a kill.

@@ -49,7 +49,7 @@ def _sample(train_step: int, trajectory: Trajectory, decode: Decode) -> dict[str
         "token_count": trajectory.response_token_count,
         "finish_reason": None if trajectory.finish_reason is None else str(trajectory.finish_reason),
         "outcome": None if outcome is None else str(outcome.kind),
-        "reward": None if outcome is None else outcome.value,
+        "reward": None if outcome is None else outcome.verdict,
         "shaped_reward": trajectory.shaped_reward,
         "policy_versions": list(trajectory.policy_versions),
     }

@@ -21,6 +21,7 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.trainer.metrics import TrainerMetrics
 from rollmesh.trainer.shelf import PolicyShelf
+from rollmesh.types import Batch
 
 T = TypeVar("T")
 
@@ -59,6 +60,8 @@ class TrainingSession:
         self._lineage = ""
         self._run_id = ""
         self._assertions = 0
+        self._listed_version = -1
+        """Policies up to this version have been read from the registry."""
         self._lock = asyncio.Lock()
         self._log = get_logger("session")
 
@@ -99,10 +102,17 @@ class TrainingSession:
         self._shelf.update(await asyncio.to_thread(self._checkpoints.complete_policies, announced_only=True))
         await self.patiently("reassert_training", self._reassert)
         await self._refuse_older_checkpoints(max(committed_step, steps[-1] if steps else 0))
-        self._shelf.update(await self.patiently("policies", self.store.policies))
+        await self.learn_policies()
         self._log.info(
             "session_opened", session=self.token, committed_step=committed_step, trained_step=self.trained_step
         )
+
+    async def learn_policies(self) -> None:
+        """Let the shelf know what has been announced since it was last asked to."""
+        after = self._listed_version
+        news = await self.patiently("policies", lambda: self.store.policies(after))
+        self._shelf.update(news)
+        self._listed_version = max((record.policy_version for record in news), default=after)
 
     async def _refuse_older_checkpoints(self, newest_step: int) -> None:
         """A queue that has let go of batches whose files are gone cannot bring them back: ConfigError."""
@@ -139,6 +149,23 @@ class TrainingSession:
             if await wait_or_shutdown(self._shutdown, pause):
                 raise Stopped(f"{what}: asked to stop while waiting for Redis")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    async def claim(self, train_step: int, timeout: float) -> Batch | None:
+        """The batch of a train step; None when it was not cut within ``timeout`` seconds, and at once at shutdown.
+
+        To claim only reads, so a wait for the cut may be broken off.
+        """
+        claim = asyncio.ensure_future(
+            self.patiently("claim", lambda: self.store.claim(self.token, train_step, timeout))
+        )
+        stopped = asyncio.ensure_future(self._shutdown.wait())
+        try:
+            await asyncio.wait({claim, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return claim.result() if claim.done() else None
+        finally:
+            claim.cancel()
+            stopped.cancel()
+            await asyncio.gather(claim, stopped, return_exceptions=True)
 
     async def watch(self, every_seconds: float) -> None:
         """Notice a restarted Redis even while a long step runs; ends at shutdown or raises SessionLost."""
@@ -178,8 +205,10 @@ class TrainingSession:
             return True
 
     async def _reassert(self) -> None:
-        found = await asyncio.to_thread(self._checkpoints.batch_steps)
-        steps = [s for s in found if s <= self.trained_step + 1]
+        known = (await self.store.training_state()).trained_step
+        found = [s for s in await asyncio.to_thread(self._checkpoints.batch_steps) if s <= self.trained_step + 1]
+        # Files of steps that Redis knows as trained tell it nothing; the newest one has the cursor.
+        steps = [s for s in found if s > known] or found[-1:]
         batches: list[tuple[int, list[str]]] = []
         digests: list[str] = []
         cursor = Cursor()
@@ -200,6 +229,7 @@ class TrainingSession:
             policies=self._shelf.records,
             cursor=cursor,
             digests=digests,
+            known_step=known,
         )
         self._assertions += 1
         self._metrics.reasserted.inc()

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
+from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
@@ -56,19 +57,25 @@ class PolicyShelf:
         return max(versions) if versions else max(self._records, default=-1) + 1
 
     def folder(self, policy_version: int) -> Path | None:
-        """Verified folder of a version; None when it is not known, pruned or refused (logged).
+        """Verified folder of a version; None when it is not known, pruned or refused (logged)."""
+        if policy_version not in self._records:
+            return None
+        try:
+            return self.open(policy_version)
+        except CheckpointError as error:
+            self._log.warning("policy_not_usable", policy_version=policy_version, reason=error.reason)
+            return None
+
+    def open(self, policy_version: int) -> Path:
+        """Verified folder of a version; raises CheckpointError with the reason why there is none.
 
         Verified once and looked for each time: pruning takes what was verified before.
         """
-        verified = self._verified.get(policy_version)
+        verified = self._verified.pop(policy_version, None)
         if verified is None or not (verified / MANIFEST_FILE).is_file():
-            self._verified.pop(policy_version, None)
             record = self._records.get(policy_version)
             if record is None:
-                return None
-            try:
-                self._verified[policy_version] = self._checkpoints.open(record).folder
-            except CheckpointError as error:
-                self._log.warning("policy_not_usable", policy_version=policy_version, reason=error.reason)
-                return None
-        return self._verified[policy_version]
+                raise CheckpointError(f"policy version {policy_version} is not registered", reason=Reason.MISSING)
+            verified = self._checkpoints.open(record).folder
+        self._verified[policy_version] = verified
+        return verified

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -35,6 +36,7 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
     in_loss = np.unique(batch.sequence_index[mask])
     lengths = batch.response_lengths
     right, wrong = _uniform_groups(batch)
+    verdicts = batch.outcome_values[~np.isnan(batch.outcome_values)]
     return BatchStats(
         groups=len(np.unique(batch.group_index)),
         trajectories=batch.trajectory_count,
@@ -44,7 +46,7 @@ def batch_stats(batch: TrainBatch) -> BatchStats:
         masked_fraction=1 - tokens / original if original else 0.0,
         reward_mean=float(batch.rewards.mean()),
         reward_std=float(batch.rewards.std()),
-        outcome_mean=float(batch.outcome_values.mean()),
+        outcome_mean=float(verdicts.mean()) if len(verdicts) else math.nan,
         advantage_abs_mean=float(np.abs(batch.advantages).mean()),
         all_right_groups=right,
         all_wrong_groups=wrong,
@@ -145,7 +147,7 @@ def _uniform_groups(batch: TrainBatch) -> tuple[int, int]:
         member = batch.group_index == g
         if np.ptp(batch.rewards[member]) == 0:
             right += int((batch.outcome_values[member] > 0).all())
-            wrong += int((batch.outcome_values[member] <= 0).all())
+            wrong += int(not (batch.outcome_values[member] > 0).any())
     return right, wrong
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from rollmesh.algorithms.advantages.registry import ADVANTAGES
 from rollmesh.algorithms.aggregation import AGGREGATIONS
 from rollmesh.algorithms.losses.registry import LOSSES
-from rollmesh.algorithms.old_logprobs import SOURCES
+from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
+from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.batch import TrainBatch, build_train_batch, split_minibatches
@@ -123,10 +124,13 @@ class PolicyTrainer:
         """Parameters of the policy, tied ones once."""
         return sum(p.numel() for p in self._model.parameters())
 
-    def train(self, batch: Batch, train_step_of_version: Mapping[int, int]) -> StepReport:
+    def train(
+        self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
+    ) -> StepReport:
         """Train on one batch and report; afterwards ``train_step == batch.train_step``.
 
-        ``train_step_of_version`` names the train step of every version that wrote tokens of the batch. Raises
+        ``train_step_of_version`` names the train step of every version that wrote tokens of the batch. ``settings``
+        are those of the step's batch file, which may be older than the run file; None takes the run file's. Raises
         DataError when the batch does not follow the last one or cannot be trained on; nothing was changed then.
         """
         if batch.train_step != self.train_step + 1:
@@ -134,9 +138,10 @@ class PolicyTrainer:
         clock = time.perf_counter()
         flat = self._flatten(batch, train_step_of_version)
         minibatches = split_minibatches(flat, self._config.minibatches)
-        columns, fallbacks = self._columns(flat, train_step_of_version, one_minibatch=len(minibatches) == 1)
+        reference = None if settings is None else settings.kl_reference_version
+        columns, old = self._columns(flat, train_step_of_version, reference, one_minibatch=len(minibatches) == 1)
         evidence_seconds = time.perf_counter() - clock
-        rate = learning_rate(self._config, batch.train_step)
+        rate = learning_rate(self._config, batch.train_step) if settings is None else settings.learning_rate
         done = run_minibatches(
             self._model,
             self._optimizer,
@@ -162,7 +167,9 @@ class PolicyTrainer:
             microbatches=done.microbatches,
             forward_tokens=done.forward_tokens,
             batch=batch_stats(flat),
-            policy=policy_stats(flat, results, current_version(train_step_of_version, flat.train_step - 1), fallbacks),
+            policy=policy_stats(
+                flat, results, current_version(train_step_of_version, flat.train_step - 1), old.fallbacks
+            ),
             seconds={
                 "evidence": evidence_seconds,
                 "gradient": done.gradient_seconds,
@@ -207,13 +214,16 @@ class PolicyTrainer:
         return len(fresh)
 
     def explain(self, batch: Batch, train_step_of_version: Mapping[int, int]) -> Iterator[TokenExplanation]:
-        """What the present weights would make of every response token of a batch; nothing is trained."""
+        """What the present weights would make of every response token of a batch; nothing is trained.
+
+        Several minibatches are judged as the first one is: the updates between them are not made.
+        """
         flat = self._flatten(batch, train_step_of_version)
-        columns, _ = self._columns(flat, train_step_of_version, one_minibatch=True)
+        columns, denominator = self._columns(flat, train_step_of_version, None, one_minibatch=True)
         logprobs = score_batch(self._model, self._compute, flat, np.arange(flat.trajectory_count))
         index, judged = judge_tokens(self._recipe, flat, columns, logprobs)
         old = np.where(columns.own.numpy(), logprobs, columns.old_logprobs.numpy())
-        return explain_tokens(flat, logprobs, old, index, judged)
+        return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
 
     def export(self, folder: str | Path) -> None:
         """Write the policy as a Hugging Face folder in the publishing dtype; rank 0 writes, every rank takes part."""
@@ -270,14 +280,20 @@ class PolicyTrainer:
         )
 
     def _columns(
-        self, flat: TrainBatch, train_step_of_version: Mapping[int, int], *, one_minibatch: bool
-    ) -> tuple[TokenColumns, Mapping[str, int]]:
+        self,
+        flat: TrainBatch,
+        train_step_of_version: Mapping[int, int],
+        reference_version: int | None,
+        *,
+        one_minibatch: bool,
+    ) -> tuple[TokenColumns, OldLogprobs]:
         current = current_version(train_step_of_version, flat.train_step - 1)
         denominator = self._evidence.denominator(flat, current, one_minibatch=one_minibatch)
         algorithm = self._config.algorithm
         reference = None
         if algorithm.kl_coefficient > 0:
-            reference = torch.from_numpy(self._evidence.reference(flat, algorithm.kl_reference_version))
+            version = algorithm.kl_reference_version if reference_version is None else reference_version
+            reference = torch.from_numpy(self._evidence.reference(flat, version))
         columns = TokenColumns(
             old_logprobs=denominator.old.values,
             own=torch.from_numpy(denominator.own),
@@ -287,7 +303,7 @@ class PolicyTrainer:
             sequence_index=torch.from_numpy(flat.sequence_index),
             reference_logprobs=reference,
         )
-        return columns, denominator.old.fallbacks
+        return columns, denominator.old
 
     def _results(self, flat: TrainBatch, columns: TokenColumns, done: Updates) -> TokenResults:
         index, judged = judge_tokens(self._recipe, flat, columns, done.logprobs)

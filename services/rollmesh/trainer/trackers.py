@@ -23,9 +23,12 @@ class Tracker(Protocol):
 
 
 def build_trackers(config: RunConfig) -> list[Tracker]:
-    """The trackers of ``telemetry.trackers``; raises ConfigError naming the extra that is not installed."""
+    """The trackers of ``telemetry.trackers``; raises ConfigError naming the extra that is not installed.
+
+    What fails later is logged: metrics.jsonl has every number, so no tracker is worth the run.
+    """
     makers: dict[str, Callable[[RunConfig], Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
-    return [makers[name](config) for name in dict.fromkeys(config.telemetry.trackers)]
+    return [_Dispensable(name, makers[name](config)) for name in dict.fromkeys(config.telemetry.trackers)]
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -39,6 +42,27 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return numbers
 
 
+class _Dispensable:
+    """A tracker whose failures are logged."""
+
+    def __init__(self, name: str, tracker: Tracker) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._log = get_logger("trackers")
+
+    def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
+        try:
+            self._tracker.log(train_step, numbers)
+        except Exception as error:  # whatever a tracker's client raises
+            self._log.error("tracker_failed", tracker=self._name, train_step=train_step, message=repr(error))
+
+    def close(self) -> None:
+        try:
+            self._tracker.close()
+        except Exception as error:  # whatever a tracker's client raises
+            self._log.error("tracker_failed", tracker=self._name, message=repr(error))
+
+
 class TensorBoardTracker:
     """Event files in ``<run folder>/tensorboard``."""
 
@@ -48,17 +72,28 @@ class TensorBoardTracker:
         except ImportError as error:
             raise _missing("tensorboard") from error
         options = dict(config.telemetry.tracker_options.get("tensorboard", {}))
-        self._writer = SummaryWriter(**({"log_dir": str(Path(config.folder) / "tensorboard")} | options))
+        options = {"log_dir": str(Path(config.folder) / "tensorboard")} | options
+        self._open: Callable[[], SummaryWriter] = lambda: SummaryWriter(**options)
+        self._writer: SummaryWriter | None = None
+        try:
+            self._writer = self._open()
+        except TypeError as error:
+            raise ConfigError(f"telemetry.tracker_options.tensorboard: {error}") from error
+        except OSError as error:  # a full disk, perhaps: the next step tries again
+            get_logger("trackers").error("tracker_failed", tracker="tensorboard", message=repr(error))
 
     def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
-        """Record the numbers of one step."""
+        """Record the numbers of one step; after one that could not be written the next begins a new file."""
+        writer, self._writer = self._writer or self._open(), None
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, train_step)
-        self._writer.flush()
+            writer.add_scalar(name, value, train_step)
+        writer.flush()
+        self._writer = writer
 
     def close(self) -> None:
         """End the event file."""
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbTracker:

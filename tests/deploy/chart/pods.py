@@ -104,7 +104,7 @@ class Pod:
     def run_init_container(self, name: str) -> None:
         """Run one to its end; AssertionError with what it printed when that is not a good one."""
         (container,) = [c for c in self._spec["initContainers"] if c["name"] == name]
-        status = self._spawn(container).wait(120)
+        status = self._spawn(container).wait(240)
         assert status == 0, f"{self.name}: init container {name} ended with {status}\n{self.log}"
 
     def _start_sidecar(self, container: Object) -> None:
@@ -174,12 +174,12 @@ class Pod:
         ports = {entry["name"]: entry["containerPort"] for entry in self._container["ports"]}
         # Bound to a loopback address, as here alone, the gateway answers to loopback names only.
         headers = {"Host": "localhost"}
-        return httpx.get(f"http://{self.address}:{ports[port]}{path}", timeout=10, headers=headers)
+        return httpx.get(f"http://{self.address}:{ports[port]}{path}", timeout=60, headers=headers)
 
     def run(self, *arguments: str) -> str:
         """What `kubectl exec POD -- rollmesh ARGUMENTS` prints."""
         before = len(self.log)
-        status = self._spawn({**self._container, "command": [], "args": list(arguments)}).wait(120)
+        status = self._spawn({**self._container, "command": [], "args": list(arguments)}).wait(240)
         printed = self.log[before:]
         assert status == 0, f"{self.name}: rollmesh {' '.join(arguments)} ended with {status}\n{printed}"
         return printed

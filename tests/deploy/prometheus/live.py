@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +27,7 @@ import yaml
 
 from rollmesh.config.recipes import recipe_file
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
+from rollmesh.runtime.ports import free_port
 
 from .conftest import tool
 from .rule_files import ALERTS, RECORDING
@@ -68,15 +68,15 @@ class Mesh:
         self._post(f"api/v1/{action}")
 
     def complete(self) -> None:
-        """What a program asks of the OpenAI-compatible API."""
-        self._post("v1/completions", {"model": RUN, "prompt": [1, 2, 3], "max_tokens": 4})
+        """What a program asks of the OpenAI-compatible API, which may say that no generator serves at this moment."""
+        self._post("v1/completions", {"model": RUN, "prompt": [1, 2, 3], "max_tokens": 4}, busy=503)
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> None:
+    def _post(self, path: str, body: dict[str, Any] | None = None, busy: int | None = None) -> None:
         (gateway,) = self.endpoints("gateway")
         token = (self.folder / "gateway-token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
         answer = httpx.post(gateway.url + path, headers=headers, json=body, timeout=60)
-        assert answer.status_code < 300, answer.text
+        assert answer.status_code < 300 or answer.status_code == busy, answer.text
 
     def kill(self, service: str) -> None:
         """kill -9 every process of a service."""
@@ -124,9 +124,14 @@ class Notifications:
         if not said or said[-1] != status:
             self.notes.append((alert, status))
 
-    def has(self, alert: str, status: str) -> bool:
-        """Whether such a note has come."""
-        return (alert, status) in self.notes
+    def has(self, alert: str, *statuses: str, after: int = 0) -> bool:
+        """Whether notes of an alert with these statuses have come in this order, the first ``after`` notes left out."""
+        said = iter(status for name, status in self.notes[after:] if name == alert)
+        return all(status in said for status in statuses)
+
+    def quiet(self, alert: str) -> bool:
+        """Whether the last that was heard of an alert is its end, or nothing."""
+        return [status for name, status in self.notes if name == alert][-1:] in ([], ["resolved"])
 
 
 @contextmanager
@@ -213,7 +218,7 @@ def _started(log: Path, *command: str) -> Iterator[None]:
             yield
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(120)
 
 
 def _ready(url: str) -> bool:
@@ -221,10 +226,3 @@ def _ready(url: str) -> bool:
         return httpx.get(f"{url}/-/ready", timeout=5).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

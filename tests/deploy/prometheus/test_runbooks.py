@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from pydantic import BaseModel
 
 from rollmesh.cli.main import app
 from rollmesh.config import RunConfig
+from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.store.types import WASTE_REASONS
 
 from .rule_files import ROOT, RUNBOOKS, alerts, code_blocks, unknown_series
 
@@ -59,6 +63,24 @@ def test_settings_in_a_runbook_exist(file: Path) -> None:
     for setting in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)\b", file.read_text()):
         if setting.split(".")[0] in RunConfig.model_fields:
             assert known_setting(setting), setting
+
+
+def test_the_reasons_in_the_goodput_runbook_are_counted_as_such() -> None:
+    metrics = Metrics("rollout")
+    RolloutMetrics(metrics)
+    given_up = [
+        sample.labels["reason"]
+        for family in metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "rollmesh_rollout_trajectories_dropped_total"
+    ]
+    text = (RUNBOOKS / "GoodputLow.md").read_text()
+    named = [
+        name for words in re.findall(r"^\* (`[^:]+):", text, re.MULTILINE) for name in re.findall("`(.*?)`", words)
+    ]
+    assert "taken_back" in given_up and len(named) > 4
+    for name in named:
+        assert fnmatch.filter([*WASTE_REASONS, *given_up], name), name
 
 
 def lines(file: Path) -> list[str]:

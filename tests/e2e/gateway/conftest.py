@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import pytest
 import yaml
 
 from rollmesh.config import load_run_config
+from rollmesh.runtime.ports import free_port
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ FLAGS = (
 )
 WIDE = {"width": 1440, "height": 900}
 NARROW = {"width": 390, "height": 844}
-_START_SECONDS = 90.0
+_SECONDS = 120.0
+"""For whatever takes moments on an idle machine."""
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Scene:
     port: int
     sample_seconds: float
     processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    holding: bool = False
 
     @property
     def url(self) -> str:
@@ -62,7 +64,7 @@ class Scene:
 
     def get(self, path: str) -> Any:
         """One answer of the API."""
-        return httpx.get(f"{self.url}api/v1/{path}", timeout=30).raise_for_status().json()
+        return httpx.get(f"{self.url}api/v1/{path}", timeout=_SECONDS).raise_for_status().json()
 
     def in_store(self, look: Callable[[TrajectoryStore], Awaitable[T]]) -> T:
         """What the store itself says, on a connection of its own; not in this thread, where the browser's loop runs."""
@@ -73,13 +75,32 @@ class Scene:
                 return await look(store)
 
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(lambda: asyncio.run(asked())).result(timeout=60)
+            return pool.submit(lambda: asyncio.run(asked())).result(timeout=_SECONDS)
 
     def start_feeder(self, *arguments: str) -> None:
-        process = self._start("feeder", [sys.executable, str(FEEDER), str(self.run_file), *arguments])
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line == "feeding\n", line + process.stdout.read()
+        self._start("feeder", [sys.executable, str(FEEDER), str(self.run_file), *arguments])
+        self._hear("feeding")
+
+    def hold(self) -> None:
+        """Let the queue stand still: nothing that it lists is trained, evicted or replaced."""
+        if not self.holding:
+            self.processes["feeder"].send_signal(signal.SIGUSR1)
+            self._hear("holding")
+            self.holding = True
+
+    def go_on(self) -> None:
+        """Let the queue move again."""
+        if self.holding:
+            self.processes["feeder"].send_signal(signal.SIGUSR2)
+            self._hear("feeding")
+            self.holding = False
+
+    def _hear(self, word: str) -> None:
+        """Wait for a word of the feeder."""
+        output = self.processes["feeder"].stdout
+        assert output is not None
+        line = output.readline()
+        assert line == f"{word}\n", line + output.read()
 
     def start_gateway(self, name: str = "gateway", **settings: object) -> str:
         """Another gateway of the run, or the first one; its URL."""
@@ -93,7 +114,7 @@ class Scene:
     def stop(self, name: str) -> None:
         process = self.processes.pop(name)
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=_SECONDS)
 
     def _answers(self, process: subprocess.Popen[str], url: str) -> bool:
         assert process.poll() is None, [log.read_text() for log in self.run_file.parent.glob("*.log")]
@@ -114,7 +135,7 @@ class Scene:
         return process
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = _START_SECONDS) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = _SECONDS) -> None:
     """Poll a condition with a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -166,11 +187,6 @@ def _run_file(folder: Path, scene: Scene, redis_url: str, rollouts: int) -> dict
     }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """Debian's Chromium; the tests skip where it, or the package that drives it, is missing."""
@@ -191,6 +207,18 @@ def scene(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield moving
 
 
+@pytest.fixture
+def at_rest(scene: Scene) -> Iterator[Scene]:
+    """The scene once it has everything to show, standing still for the length of a test.
+
+    In a queue that moves a trajectory may be trained, and gone, between the look at a list and the press of its button.
+    """
+    until(lambda: bool(scene.get("overview")["evaluations"]), "the first evaluation")
+    scene.hold()
+    yield scene
+    scene.go_on()
+
+
 class Window:
     """One page with what it asked for and complained about."""
 
@@ -199,9 +227,20 @@ class Window:
         self.url = url
         self.requests: list[str] = []
         self.complaints: list[str] = []
+        self._meant: tuple[str, ...] = ()
+        self.page.set_default_timeout(1000 * _SECONDS)
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda message: self._heard(message.type, message.text))
+
+    def expect(self, *words: str) -> None:
+        """Complaints with one of these words are meant, whenever they come."""
+        self._meant += words
+
+    @property
+    def unexpected(self) -> list[str]:
+        """Complaints that nobody meant to cause."""
+        return [text for text in self.complaints if not any(words in text for words in self._meant)]
 
     def _heard(self, kind: str, text: str) -> None:
         if kind in ("error", "warning"):
@@ -216,7 +255,9 @@ class Window:
     def wait_for_looks(self, looks: int) -> None:
         """Until so many looks have been drawn since the page was loaded."""
         self.page.wait_for_function(
-            "looks => Number(document.documentElement.dataset.looks) >= looks", arg=looks, timeout=60_000
+            "looks => Number(document.documentElement.dataset.looks) >= looks",
+            arg=looks,
+            timeout=1000 * (_SECONDS + 3 * looks),
         )
 
     def fact(self, name: str) -> str:
@@ -241,4 +282,4 @@ def window(browser: Browser, scene: Scene) -> Iterator[Callable[..., Window]]:
     yield open_window
     for context, _ in opened:
         context.close()
-    assert [complaint for _, one in opened for complaint in one.complaints] == []
+    assert [complaint for _, one in opened for complaint in one.unexpected] == []

@@ -4,7 +4,8 @@
 
 Every role goes through the store's own API, so that the queue, the registry and the ledger are what real services
 leave there; the tokens are random words and no model runs. ``--still`` leases and writes once and then only keeps its
-sessions alive: a queue of any size that does not move. Prints one line once the first look would see everything.
+sessions alive: a queue of any size that does not move. A moving one is held still by SIGUSR1 and goes on after SIGUSR2.
+Prints ``feeding`` once the first look would see everything and whenever it goes on, ``holding`` once it stands still.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -325,10 +327,24 @@ async def feed(config: RunConfig, rollouts: int, still: bool) -> None:
         else:
             await feeder.leave_letters()
             await feeder.step()
+        hold = _hold_on_signals()
         print("feeding", flush=True)
+        held = False
         while True:
             await asyncio.sleep(STEP_SECONDS)
-            await (feeder.keep_alive() if still else feeder.step())
+            asked = hold.is_set()
+            await (feeder.keep_alive() if still or asked else feeder.step())
+            if asked != held:
+                held = asked
+                print("holding" if held else "feeding", flush=True)
+
+
+def _hold_on_signals() -> asyncio.Event:
+    """Set while the queue is to stand still."""
+    hold, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR1, hold.set)
+    loop.add_signal_handler(signal.SIGUSR2, hold.clear)
+    return hold
 
 
 def main() -> None:

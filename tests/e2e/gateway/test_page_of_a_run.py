@@ -8,6 +8,7 @@ from typing import Any
 
 from rollmesh.runtime.endpoints import read_endpoints
 
+from ..conftest import ENDLESS, PATIENCE
 from .conftest import Window
 
 Open = Callable[..., Window]
@@ -16,12 +17,13 @@ Open = Callable[..., Window]
 def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     window: Open, started: Callable[..., Any], wait_until: Callable[..., None]
 ) -> None:
-    line, process = started(trainer={"train_steps": 400}, generator={"replicas": 1, "slots": 32})
+    line, process = started(trainer={"train_steps": ENDLESS}, generator={"replicas": 1, "slots": 32})
     wait_until(lambda: bool(read_endpoints(line.folder, "gateway")), "the gateway", process)
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 2, "two train steps", process)
     shown = window(read_endpoints(line.folder, "gateway")[0].url)
     page = shown.open()
-    page.wait_for_function("() => Number(document.querySelector('#facts dd')?.textContent) >= 2", timeout=120_000)
-    assert page.locator("#generator-table tbody tr").count() == 1
+    page.wait_for_function("() => Number(document.querySelector('#facts dd')?.textContent) >= 2")
+    page.wait_for_function("() => document.querySelectorAll('#generator-table tbody tr').length === 1")
     page.locator("#version-table tbody tr", has_text="\N{PLUS-MINUS SIGN}").wait_for()
 
     # A trained trajectory, read back from its batch file: text, versions, reward.
@@ -33,7 +35,7 @@ def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     assert "read from its batch file" in (page.locator("#viewer dl").first.text_content() or "")
     assert tokens.count() == sample["token_count"]
     tokens.first.hover()
-    assert "staleness" in (page.locator("#viewer .foot").text_content() or "")
+    page.locator("#viewer .foot", has_text="staleness").wait_for()
     page.keyboard.press("Escape")
 
     page.fill("#token", (line.folder / "gateway-token").read_text())
@@ -42,18 +44,14 @@ def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     page.get_by_role("button", name="Scale generator").click()
     page.locator("#action-result", has_text="Done").wait_for()
     page.wait_for_function(
-        "() => document.querySelectorAll('#generator-table tbody tr .good').length === 2", timeout=120_000
+        "() => document.querySelectorAll('#generator-table tbody tr .good').length === 2", timeout=1000 * PATIENCE
     )
 
     page.click("#pause")
-    page.locator("#run-state", has_text="paused").wait_for(timeout=60_000)
-    page.wait_for_function(
-        "() => document.querySelector('#queue-bars').textContent.includes('leased0')", timeout=60_000
-    )
+    page.locator("#run-state", has_text="paused").wait_for()
+    page.wait_for_function("() => document.querySelector('#queue-bars').textContent.includes('leased0')")
     page.locator("#resume:not([disabled])").click()
-    page.locator("#run-state", has_text="running").wait_for(timeout=60_000)
+    page.locator("#run-state", has_text="running").wait_for()
     step = shown.step()
-    page.wait_for_function(
-        "step => Number(document.querySelector('#facts dd').textContent) > step", arg=step, timeout=120_000
-    )
+    page.wait_for_function("step => Number(document.querySelector('#facts dd').textContent) > step", arg=step)
     page.close()  # before the run ends and leaves its requests unanswered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import re
 import subprocess
 import sys
 import time
@@ -19,30 +19,40 @@ pytest.importorskip("s3fs", reason="object stores need the extra s3")
 pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
 
 SECRET = b"a secret of at least thirty-two b"
+_PORT = re.compile(r"Running on http://127\.0\.0\.1:(\d+)")
+_START_SECONDS = 120.0
 
 
 class Bucket:
-    """One bucket of one S3 server."""
+    """One bucket of one S3 server, which takes a free port and tells it in its log."""
 
     name = "checkpoints"
 
     def __init__(self, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
         self._log = log.open("wb")
-        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [sys.executable, "-u", "-m", "moto.server", "--host", "127.0.0.1", "--port", "0"]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
-        deadline = time.monotonic() + 60.0
-        while not self._made():
+        try:
+            self._wait_until(lambda: _PORT.search(log.read_text()) is not None, log)
+            found = _PORT.search(log.read_text())
+            assert found is not None
+            self.port = int(found[1])
+            self.url = f"http://127.0.0.1:{self.port}"
+            self._wait_until(self._made, log)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_until(self, holds: Callable[[], bool], log: Path) -> None:
+        deadline = time.monotonic() + _START_SECONDS
+        while not holds():
             assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
 
     def _made(self) -> bool:
         try:
             request = urllib.request.Request(f"{self.url}/{self.name}", method="PUT")
-            return bool(urllib.request.urlopen(request, timeout=5).status == 200)
+            return bool(urllib.request.urlopen(request, timeout=30).status == 200)
         except OSError:
             return False
 

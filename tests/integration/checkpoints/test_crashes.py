@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,21 +18,31 @@ from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 
 from ...unit.checkpoints.checkpoint_samples import SECRET, publish, write_model
+from ..warm import TRAINER, WarmProcess, template
 
-_WRITER = [sys.executable, str(Path(__file__).parents[2] / "unit" / "checkpoints" / "writer_process.py")]
+
+def start_writer(folder: Path, *arguments: str) -> WarmProcess:
+    """A process that writes into the folder; what it prints is in a file beside it."""
+    arguments = (str(folder), *arguments)
+    printed = folder.with_name(f"{folder.name}-printed")
+    start = template(*TRAINER, seed=0).start
+    return start("tests.unit.checkpoints.writer_process", arguments, output=printed, environment=os.environ)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_kill_9_while_publishing_leaves_only_whole_policies_and_whole_batches(tmp_path: Path, seed: int) -> None:
     folder = tmp_path / "policies" / f"{seed + 1:08d}-w"
     started = [folder, folder / "model-1.safetensors", folder / "model-3.safetensors", folder / "manifest.json"][seed]
-    with subprocess.Popen([*_WRITER, str(tmp_path)]) as process:
+    process = start_writer(tmp_path)
+    try:
         deadline = time.monotonic() + 60
         while not started.exists():
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.0005)
+    finally:
         process.kill()
+        process.wait()
     store = CheckpointStore(tmp_path, SECRET)
     for record in store.complete_policies():
         store.open(record)
@@ -44,8 +53,10 @@ def test_kill_9_while_publishing_leaves_only_whole_policies_and_whole_batches(tm
 
 
 def test_a_file_size_limit_is_a_full_disk_and_leaves_no_partial_folder(tmp_path: Path) -> None:
-    done = subprocess.run([*_WRITER, str(tmp_path), "100000"], check=True, capture_output=True, text=True)
-    policy, batch, state = done.stdout.splitlines()
+    folder = tmp_path / "store"
+    folder.mkdir()
+    assert start_writer(folder, "100000").wait(60) == 0
+    policy, batch, state = (tmp_path / "store-printed").read_text().splitlines()
     assert policy.startswith(f"{Reason.DISK_FULL}|")
     assert "00000000-abc" in policy
     assert "bytes free" in policy
@@ -53,8 +64,8 @@ def test_a_file_size_limit_is_a_full_disk_and_leaves_no_partial_folder(tmp_path:
     assert "00000001.pb" in batch
     assert state.startswith(f"{Reason.DISK_FULL}|")
     assert "00000001-abc" in state
-    for folder in ("policies", "batches", "states"):
-        assert list((tmp_path / folder).iterdir()) == []
+    for name in ("policies", "batches", "states"):
+        assert list((folder / name).iterdir()) == []
 
 
 @pytest.fixture

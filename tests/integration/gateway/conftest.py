@@ -62,11 +62,14 @@ def started(server: EmbeddedServer) -> Iterator[Callable[..., RunningGateway]]:
 
 
 @pytest.fixture
-async def client(
-    scene: Scene, run_file: Path, started: Callable[..., RunningGateway]
-) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a gateway in front of the scene, with the token of the run folder."""
-    gateway = started(run_file)
+def gateway(scene: Scene, run_file: Path, started: Callable[..., RunningGateway]) -> RunningGateway:
+    """A gateway in front of the scene."""
+    return started(run_file)
+
+
+@pytest.fixture
+async def client(scene: Scene, gateway: RunningGateway) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the gateway, with the token of the run folder."""
     token = (Path(scene.config.folder) / "gateway-token").read_text()
-    async with httpx.AsyncClient(base_url=gateway.url, headers={"Authorization": f"Bearer {token}"}) as connected:
+    async with gateway.client(headers={"Authorization": f"Bearer {token}"}) as connected:
         yield connected

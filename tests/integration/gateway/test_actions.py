@@ -16,7 +16,7 @@ from rollmesh.config.services import StoreConfig
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 
-from .gateway_scene import RunningGateway, Scene, policy, until, write_run_file
+from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, policy, until, write_run_file
 
 ACTIONS = [
     ("POST", "api/v1/pause"),
@@ -39,9 +39,9 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return body
 
 
-async def test_no_action_is_taken_without_the_token(client: httpx.AsyncClient, scene: Scene) -> None:
+async def test_no_action_is_taken_without_the_token(gateway: RunningGateway, scene: Scene) -> None:
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic eDp5"}):
-        async with httpx.AsyncClient(base_url=client.base_url, headers=header) as stranger:
+        async with gateway.client(headers=header) as stranger:
             for method, path in ACTIONS:
                 answer = await stranger.request(method, path, json={"service": "generator", "replicas": 2})
                 assert answer.status_code == 401, path
@@ -175,7 +175,7 @@ async def test_reads_need_the_token_where_the_run_file_says_so(
     secret = {"ROLLMESH_GATEWAY__TOKEN": "a-token-of-ours", "ROLLMESH_GATEWAY__TOKEN_FOR_READS": "true"}
     gateway = started(run_file, None, **secret)
     assert not (Path(scene.config.folder) / "gateway-token").exists()
-    async with httpx.AsyncClient(base_url=gateway.url) as stranger:
+    async with gateway.client() as stranger:
         for path in ("about", "overview", "events", "series", "trajectories", "trajectories/x"):
             assert (await stranger.get(f"api/v1/{path}")).status_code == 401, path
         assert (await stranger.get("")).status_code == 200
@@ -187,15 +187,14 @@ async def test_a_gateway_may_come_before_the_run_and_says_that_there_is_none_yet
     run_file: Path, started: Callable[..., RunningGateway]
 ) -> None:
     gateway = started(run_file)
-    async with httpx.AsyncClient(base_url=gateway.url) as client:
+    async with gateway.client() as client:
         answer = await client.get("api/v1/overview")
         assert answer.status_code == 503
         assert "has not been initialised" in error_of(answer)["error"]
         async with client.stream("GET", "api/v1/events") as events:
             assert events.status_code == 200
             assert (await anext(events.aiter_lines())).startswith("retry")
-    status, seconds = gateway.terminate()
-    assert (status, seconds < 10) == (0, True)
+    assert gateway.terminate() == 0
 
 
 async def test_an_outage_of_redis_is_told_and_survived(
@@ -212,7 +211,7 @@ async def test_an_outage_of_redis_is_told_and_survived(
         gateway = started(run_file, own.url)
         token = (Path(config.folder) / "gateway-token").read_text()
         headers = {"Authorization": f"Bearer {token}"}
-        async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=20.0) as client:
+        async with gateway.client(headers=headers) as client:
             await until(client, "api/v1/overview", lambda body: body.get("groups", {}).get("open") == 2)
             await asyncio.to_thread(own.kill)
             overview = await until(client, "api/v1/overview", lambda body: body["state"] == "unreachable")
@@ -261,23 +260,30 @@ async def test_bodies_that_arrive_slowly_take_a_bounded_part_of_the_memory(
     before = psutil.Process(gateway.process.pid).memory_info().rss
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 8388608\r\n\r\n"
     slow = [await asyncio.open_connection(address.hostname, address.port) for _ in range(24)]
-    answers: list[asyncio.Task[bool]] = []
+    answers: list[asyncio.Task[bytes]] = []
     try:
         for _, writer in slow:  # eight megabytes less one, from each of a crowd that has no token
             writer.write(head + b"x" * (8_388_607))
 
-        async def refused(reader: asyncio.StreamReader) -> bool:
-            return b" 503 " in await reader.readline()
+        async def answer_to(reader: asyncio.StreamReader) -> bytes:
+            # Where the machine is slow, the gateway hangs up before all of a refused body has come, and the client's
+            # system may throw the answer away with the connection.
+            try:
+                return await reader.readline()
+            except ConnectionError:
+                return b""
 
-        answers = [asyncio.create_task(refused(reader)) for reader, _ in slow]
-        async with asyncio.timeout(30):
-            done = 0
+        answers = [asyncio.create_task(answer_to(reader)) for reader, _ in slow]
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            told: list[bytes] = []
             for answer in asyncio.as_completed(answers):
-                done += await answer
-                if done >= 16:
+                told.append(await answer)
+                assert not told[-1] or b" 503 " in told[-1]
+                if len(told) >= 16:
                     break
+        assert any(told)
         assert psutil.Process(gateway.process.pid).memory_info().rss - before < 160 << 20
-        async with httpx.AsyncClient(base_url=gateway.url) as client:
+        async with gateway.client() as client:
             assert (await client.get("api/v1/about")).status_code == 200
     finally:
         for answer in answers:

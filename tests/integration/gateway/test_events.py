@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from .gateway_scene import RunningGateway, Scene, until
+from rollmesh.gateway.events import _KEPT_TICKS
+
+from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, until
 
 Event = tuple[str, int, Any]
 
@@ -22,7 +23,7 @@ Event = tuple[str, int, Any]
 async def events_of(client: httpx.AsyncClient, after: int | None = None) -> AsyncIterator[Event]:
     """Kind, id and data of every event."""
     headers = {} if after is None else {"Last-Event-ID": str(after)}
-    async with client.stream("GET", "api/v1/events", headers=headers, timeout=30.0) as answer:
+    async with client.stream("GET", "api/v1/events", headers=headers) as answer:
         assert answer.status_code == 200, await answer.aread()
         assert answer.headers["content-type"].startswith("text/event-stream")
         kind, identity = "", -1
@@ -38,7 +39,7 @@ async def events_of(client: httpx.AsyncClient, after: int | None = None) -> Asyn
 
 async def first(stream: AsyncIterator[Event], count: int) -> list[Event]:
     found = []
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         async for event in stream:
             found.append(event)
             if len(found) == count:
@@ -54,9 +55,14 @@ async def test_clients_follow_the_run_and_come_back_where_they_were(client: http
         assert [kind for kind, _, _ in events] == ["snapshot", "tick", "tick", "tick"]
         ids = [identity for _, identity, _ in events]
         assert ids == list(range(ids[0], ids[0] + 4))
-    last = both[0][-1][1]
-    again = await first(events_of(client, after=last), 1)
-    assert (again[0][0], again[0][1]) == ("tick", last + 1)
+    # A client that is away for longer than a few ticks has missed them, and its next attempt may be quicker.
+    for _ in range(20):
+        last = (await first(events_of(client), 2))[-1][1]
+        ((kind, identity, _),) = await first(events_of(client, after=last), 1)
+        if kind == "tick":
+            break
+        assert identity > last + _KEPT_TICKS
+    assert (kind, identity) == ("tick", last + 1)
 
 
 async def test_a_rollout_moves_through_the_ticks(client: httpx.AsyncClient, scene: Scene) -> None:
@@ -66,7 +72,7 @@ async def test_a_rollout_moves_through_the_ticks(client: httpx.AsyncClient, scen
     await scene.store.lease(scene.session, 1)
     saved = await scene.append("e0-0.0", 0, scene.segment("1 + 2 = 3 ,"))
     spans: dict[str, Any] = {}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(DEADLINE_SECONDS):
         async for _, _, data in stream:
             spans |= {span["id"]: span for span in data["timeline"]["changed"]}
             if spans.get("e0-0.0", {}).get("tokens") == saved:
@@ -79,7 +85,7 @@ async def test_too_many_clients_are_told_so(
     run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
 ) -> None:
     gateway = started(run_file, None, ROLLMESH_GATEWAY__MOST_EVENT_CLIENTS="1")
-    async with httpx.AsyncClient(base_url=gateway.url) as client:
+    async with gateway.client() as client:
         await until(client, "api/v1/overview", lambda body: "state" in body)
         stream = events_of(client)
         await anext(stream)
@@ -90,7 +96,7 @@ async def test_too_many_clients_are_told_so(
         )
         await stream.aclose()  # type: ignore[attr-defined]
         await until(client, "api/v1/overview", lambda body: "state" in body)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(DEADLINE_SECONDS):
             while (await client.get("api/v1/about")).status_code == 200:
                 async with client.stream("GET", "api/v1/events") as again:
                     if again.status_code == 200:
@@ -109,16 +115,13 @@ async def test_a_client_that_never_reads_costs_nothing_and_holds_nobody_up(
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.sendall(b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
     try:
-        async with httpx.AsyncClient(base_url=gateway.url) as client:
+        async with gateway.client() as client:
             await first(events_of(client), 10)
             before = psutil.Process(gateway.process.pid).memory_info().rss
             heard = await first(events_of(client), 40)
             assert [kind for kind, _, _ in heard[1:]] == ["tick"] * 39
             assert psutil.Process(gateway.process.pid).memory_info().rss - before < 8 << 20
-        begun = time.monotonic()
-        status, _ = gateway.terminate()
-        assert status == 0
-        assert time.monotonic() - begun < 15
+        assert gateway.terminate() == 0
     finally:
         for connection in deaf:
             connection.close()

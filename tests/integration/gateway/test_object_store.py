@@ -17,7 +17,7 @@ pytest.importorskip("moto", reason="the S3 server of the tests is moto's")
 pytest.importorskip("s3fs", reason="object stores need the extra s3")
 
 from ..checkpoints.conftest import Bucket
-from .gateway_scene import RunningGateway, Scene, until, write_run_file
+from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, until, write_run_file
 
 STEPS = 5
 
@@ -63,7 +63,7 @@ async def test_a_gateway_elsewhere_reads_one_group_from_the_bucket_and_keeps_not
     await _train(scene)
     own = tmp_path / "another machine"
     gateway = started(run_file, None, ROLLMESH_CHECKPOINTS__CACHE_FOLDER=str(own))
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30) as client:
+    async with gateway.client() as client:
         for group in (0, 2 * STEPS - 1, 5):
             detail = await _shown(client, f"e0-{group}.1")
             assert (detail["found_in"], detail["state"]) == ("batch", "consumed")
@@ -83,7 +83,7 @@ async def test_a_bucket_that_does_not_answer_costs_the_viewer_alone(
 ) -> None:
     await _train(scene)
     gateway = started(run_file, None, ROLLMESH_CHECKPOINTS__CACHE_FOLDER=str(tmp_path / "another machine"))
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as client:
+    async with gateway.client() as client:
         await until(client, "api/v1/overview", lambda body: body["train_step"] == STEPS)
         bucket.process.send_signal(signal.SIGSTOP)
         begun = time.monotonic()
@@ -94,7 +94,7 @@ async def test_a_bucket_that_does_not_answer_costs_the_viewer_alone(
             states.add(overview["state"])
             assert overview["age_seconds"] < 8, "looks go on"
             await asyncio.sleep(0.2)
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 40, "whoever asks is told after eight seconds"
         assert "unreachable" not in states
         answers = [await task for task in asked]
         assert {answer.status_code for answer in answers} == {503}
@@ -104,7 +104,7 @@ async def test_a_bucket_that_does_not_answer_costs_the_viewer_alone(
         async def there() -> bool:
             return (await client.get("api/v1/trajectories/e0-3.0")).status_code == 200
 
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while not await there():
             assert time.monotonic() < deadline
             await asyncio.sleep(0.2)

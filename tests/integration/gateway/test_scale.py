@@ -59,7 +59,7 @@ async def test_ten_thousand_rollouts_are_counted_a_part_is_followed_and_answers_
     await fill(scene)
     gateway = started(run_file)
     process = psutil.Process(gateway.process.pid)
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=20) as client:
+    async with gateway.client() as client:
         timeline = await until(client, "api/v1/timeline", lambda body: len(body["rollouts"]) == SHOWN)
         assert (timeline["in_flight"], timeline["left_out"]) == (ROLLOUTS, ROLLOUTS - SHOWN)
         overview = await until(client, "api/v1/overview", lambda body: body["trajectories"]["leased"] == ROLLOUTS)

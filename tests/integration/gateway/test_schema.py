@@ -51,7 +51,7 @@ def ask_everything(url: str, token: str) -> int:
         @given(case=operation.as_strategy())
         @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
         def ask(case: Any) -> None:
-            case.call_and_validate(headers={"Authorization": f"Bearer {token}"}, checks=promised)
+            case.call_and_validate(headers={"Authorization": f"Bearer {token}"}, checks=promised, timeout=60)
 
         ask()
     return count

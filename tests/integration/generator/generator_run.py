@@ -32,14 +32,17 @@ from rollmesh.types import (
     GenerationCall,
     GeneratorRecord,
     Int32Array,
+    PolicyRecord,
     SamplingParams,
 )
 from rollmesh.wire.generation_client import GenerationClient
 
+from ..warm import GENERATOR, WarmProcess, template
+
 VOCAB = 61
 SECRET = "0123456789abcdef0123456789abcdef"
-SLOW = [[1, 0.004]]
-"""A pace at which a call of a hundred tokens can be met half-way."""
+SLOW = [[1, 0.02]]
+"""A pace at which a call of a hundred tokens can be met half-way, by a process that comes a second late, too."""
 
 
 def write_model(folder: Path, seed: int, hidden_size: int = 32) -> Path:
@@ -86,7 +89,7 @@ def make_config(folder: Path, server: EmbeddedServer, **generator: Any) -> RunCo
         "data": {"max_prompt_tokens": 16},
         "rollout": {"max_new_tokens": 200},
         "checkpoints": {"secret": SECRET},
-        "store": {"url": server.url, "heartbeat_seconds": 0.2, "session_ttl_seconds": 1.5},
+        "store": {"url": server.url, "heartbeat_seconds": 0.2, "session_ttl_seconds": 5.0},
         "generator": {
             "slots": 8,
             "max_context_tokens": 256,
@@ -162,16 +165,30 @@ class GeneratorRun:
     models: dict[int, Path] = field(default_factory=dict)
     session: str = ""
     inside: list[Inside] = field(default_factory=list)
-    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes] | WarmProcess] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
         return Path(self.config.folder)
 
-    async def publish(
+    async def publish(self, version: int, **policy: Any) -> Path:
+        """Publish and announce a policy that ``prepare`` makes; its folder."""
+        record = await self.prepare(version, **policy)
+        await self.announce(record)
+        return self.checkpoints.root / record.path
+
+    async def announce(self, record: PolicyRecord) -> None:
+        """Let the generators know of a policy."""
+        await self.store.announce_policy(self.session, record)
+
+    async def prepare(
         self, version: int, *, seed: int | None = None, hidden_size: int = 32, canary_error: float = 0.0
-    ) -> Path:
-        """Publish and announce a random policy with a true canary (or one that is wrong by ``canary_error``)."""
+    ) -> PolicyRecord:
+        """Write a random policy with a true canary (or one that is wrong by ``canary_error``), to be announced.
+
+        That takes a while in which nothing else of this process is done, but generators in it decode on: a policy that
+        is to meet a running call is written before the call.
+        """
         if not self.session:
             await self.store.init_run(run_limits(self.config))
             self.session = await self.store.open_trainer_session("test")
@@ -191,9 +208,8 @@ class GeneratorRun:
             write=lambda folder: [shutil.copy(f, folder) for f in source.iterdir()] and None,
             canary=canary,
         )
-        await self.store.announce_policy(self.session, record)
         self.models[version] = source
-        return self.checkpoints.root / record.path
+        return record
 
     def start(self, index: int = 0) -> Inside:
         """Serve a generator in this process."""
@@ -202,16 +218,26 @@ class GeneratorRun:
         self.inside.append(generator)
         return generator
 
-    def start_process(self, index: int) -> subprocess.Popen[bytes]:
-        """Start a real generator process."""
-        command = [sys.executable, "-m", "rollmesh.cli.main", "generator", str(self.folder / "run.yaml")]
+    def start_process(self, index: int, *, anew: bool = False) -> subprocess.Popen[bytes] | WarmProcess:
+        """Start a real generator process, with its imports done or ``anew`` with a new interpreter.
+
+        One in front of SGLang imports no torch, and is started anew always.
+        """
+        arguments = ["generator", str(self.folder / "run.yaml"), "--index", str(index)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with (self.folder / f"generator-{index}.log").open("ab") as log:
-            process = subprocess.Popen([*command, "--index", str(index)], stdout=log, stderr=log, env=environment)
+        log_file = self.folder / f"generator-{index}.log"
+        process: subprocess.Popen[bytes] | WarmProcess
+        if anew or self.config.generator.engine != "torch":
+            command = [sys.executable, "-m", "rollmesh.cli.main", *arguments]
+            with log_file.open("ab") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        else:
+            start = template(*GENERATOR).start
+            process = start("rollmesh.cli.main", arguments, output=log_file, environment=environment)
         self.processes.append(process)
         return process
 
-    async def until(self, what: str, condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
+    async def until(self, what: str, condition: Callable[[], Awaitable[bool]], seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while not await condition():
             for generator in self.inside:
@@ -224,7 +250,7 @@ class GeneratorRun:
                 )
             await asyncio.sleep(0.01)
 
-    async def serving(self, version: int, count: int = 1, seconds: float = 60.0) -> list[GeneratorRecord]:
+    async def serving(self, version: int, count: int = 1, seconds: float = 120.0) -> list[GeneratorRecord]:
         """Wait until ``count`` generators serve ``version``; their records, ordered by address."""
         found: list[GeneratorRecord] = []
 

@@ -62,6 +62,7 @@ async def test_a_generator_follows_announced_policies_and_skips_to_the_newest(ma
     assert await _metric(run, "rollmesh_generator_policy_version") == 3
     assert await _metric(run, "rollmesh_generator_generated_tokens_total") == 150
     assert await _metric(run, "rollmesh_generator_reload_bytes_total") > 10_000
+    await run.until("a heartbeat that tells what it did", lambda: _worked(run))
     await generator.stop()
     assert await run.store.generators() == []
 
@@ -70,9 +71,17 @@ async def _registered(run):
     return len(await run.store.generators()) == 1
 
 
+async def _worked(run):
+    (record,) = await run.store.generators()
+    work = record.work
+    return (
+        work.generated_tokens == 150 and work.prefill_tokens >= 11 and 0 < work.running_slot_seconds < work.slot_seconds
+    )
+
+
 async def _metric(run, name):
     (endpoint,) = read_endpoints(run.folder, "generator")
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         text = (await client.get(f"http://{endpoint.admin}/metrics")).text
     (line,) = [line for line in text.splitlines() if line.split("{")[0].split(" ")[0] == name]
     return float(line.split()[-1])
@@ -82,10 +91,11 @@ async def _metric(run, name):
 async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, mode):
     run = await make_run(pace=SLOW, on_new_version=mode)
     await run.publish(0)
+    newer = await run.prepare(1)
     run.start()
     (record,) = await run.serving(0)
     stream = await run.under_way(record, make_call())
-    await run.publish(1)
+    await run.announce(newer)
     reason = await stream.end()
     await run.serving(1)
     if mode == "interrupt":
@@ -95,18 +105,19 @@ async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, mode)
     else:
         assert (reason, stream.versions) == (FinishReason.LENGTH, {0, 1})
         assert {c.kv_min_version for c in stream.chunks} == {0}
-    fresh = run.stream(record, make_call("fresh"), min_policy_version=1)
+    fresh = run.stream(record, make_call("fresh", max_new_token_count=10), min_policy_version=1)
     await fresh.end()
     assert {(c.policy_version, c.kv_min_version) for c in fresh.chunks} == {(1, 1)}
 
 
 async def test_a_generator_that_drains_for_a_reload_refuses_calls_instead_of_holding_them(make_run):
-    run = await make_run(pace=[[1, 0.02]], on_new_version="drain")
+    run = await make_run(pace=SLOW, on_new_version="drain")
     await run.publish(0)
+    newer = await run.prepare(1)
     run.start()
     (record,) = await run.serving(0)
-    stream = await run.under_way(record, make_call())
-    await run.publish(1)
+    stream = await run.under_way(record, make_call(max_new_token_count=200))
+    await run.announce(newer)
 
     async def closed() -> bool:
         return any("reload" in g.reason for g in await run.store.generators())
@@ -114,7 +125,11 @@ async def test_a_generator_that_drains_for_a_reload_refuses_calls_instead_of_hol
     await run.until("the door to close", closed)
     with pytest.raises(GenerationRefused, match="waiting for running calls"):
         await run.stream(record, make_call("late")).end()
+    (waiting,) = await run.store.generators()
+    assert (waiting.policy_version, waiting.loading_version) == (0, 1), "the trainer must prune neither"
     assert await stream.end() is FinishReason.LENGTH
+    (after,) = await run.serving(1)
+    assert after.loading_version is None
 
 
 async def test_a_pinned_version_is_served_until_it_is_unpinned(make_run):
@@ -137,10 +152,11 @@ async def test_a_pinned_version_is_served_until_it_is_unpinned(make_run):
 async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_old_weights_stay(make_run):
     run = await make_run(pace=SLOW, on_new_version="keep_kv")
     await run.publish(0)
+    wrong = await run.prepare(1, canary_error=0.5)
     run.start()
     (record,) = await run.serving(0)
     stream = await run.under_way(record, make_call(max_new_token_count=200))
-    await run.publish(1, canary_error=0.5)
+    await run.announce(wrong)
 
     async def out() -> bool:
         return any("canary" in g.reason and not g.serving for g in await run.store.generators())
@@ -159,11 +175,12 @@ async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_ol
 async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_are_gone(make_run, mode):
     run = await make_run(pace=SLOW, on_new_version=mode)
     old = await run.publish(0)
+    wrong = await run.prepare(1, canary_error=0.5)
     run.start()
     (record,) = await run.serving(0)
     stream = await run.under_way(record, make_call(max_new_token_count=200))
     (old / "model.safetensors").unlink()
-    await run.publish(1, canary_error=0.5)
+    await run.announce(wrong)
     assert await stream.end() is FinishReason.INTERRUPTED
     assert stream.versions == {0}
 
@@ -177,7 +194,7 @@ async def test_weights_that_fail_their_canary_sample_nothing_when_the_old_ones_a
     await run.publish(2)
     await run.serving(2)
     assert not (await run.client.status(record)).paused
-    later = run.stream(record, make_call("later"))
+    later = run.stream(record, make_call("later", max_new_token_count=10))
     assert await later.end() is FinishReason.LENGTH
     assert later.versions == {2}
 
@@ -222,7 +239,7 @@ async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_
 
 async def _failures(run, reason):
     (endpoint,) = read_endpoints(run.folder, "generator")
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         text = (await client.get(f"http://{endpoint.admin}/metrics")).text
     wanted = f'rollmesh_generator_reload_failures_total{{reason="{reason}"}}'
     (line,) = [line for line in text.splitlines() if line.startswith(wanted)]
@@ -247,8 +264,9 @@ async def test_wrong_calls_and_wrong_addressees_get_their_own_errors(make_run):
     await run.until("a full generator", lambda: _waiting(run, record, 1))
     with pytest.raises(GenerationRefused, match="1 calls wait for 1 slots"):
         await run.stream(record, make_call("surplus")).end()
-    await running.end()
-    await waiting.end()
+    assert await run.client.interrupt(record, ["running", "waiting"]) == 2, "both go on"
+    for stream in (running, waiting):
+        assert await stream.end() is FinishReason.INTERRUPTED
 
 
 async def _waiting(run, record, count):
@@ -292,6 +310,7 @@ def _request(**changes):
 async def test_pause_and_resume_over_the_wire_hold_a_stream(make_run):
     run = await make_run(pace=SLOW)
     await run.publish(0)
+    newer = await run.prepare(1)
     run.start()
     (record,) = await run.serving(0)
     stream = await run.under_way(record, make_call())
@@ -299,11 +318,11 @@ async def test_pause_and_resume_over_the_wire_hold_a_stream(make_run):
         stub = stubs.GenerationServiceStub(channel)
         await stub.Pause(pb.PauseRequest())
         assert (await run.client.status(record)).paused
-        await run.publish(1)
+        await run.announce(newer)
         await run.serving(1)
         assert (await run.client.status(record)).paused
         assert await stream.end() is FinishReason.INTERRUPTED
-        held = run.stream(record, make_call("held"))
+        held = run.stream(record, make_call("held", max_new_token_count=10))
         await run.until("a held call", lambda: _waiting(run, record, 1))
         await stub.Resume(pb.ResumeRequest())
         assert await held.end() is FinishReason.LENGTH
@@ -326,7 +345,7 @@ async def test_a_caller_that_goes_away_frees_its_slot(make_run):
 async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_rest_goes_on_elsewhere(make_run):
     run = await make_run(pace=SLOW)
     await run.publish(0)
-    processes = [run.start_process(index) for index in range(2)]
+    processes = [run.start_process(index, anew=True) for index in range(2)]
     run.start(index=2)
     by_address = {e.grpc: e.index for e in await _endpoints(run, 3)}
     records = {by_address[r.address]: r for r in await run.serving(0, count=3)}
@@ -337,19 +356,21 @@ async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_
     assert await streams[0].end() is FinishReason.INTERRUPTED
     with pytest.raises(EngineError, match="UNAVAILABLE"):
         await streams[1].end()
+    wholes = [run.stream(records[2], call) for call in calls.values()]
+    rests = []
     for index, stream in enumerate(streams):
-        whole = run.stream(records[2], calls[index])
-        assert await whole.end() is FinishReason.LENGTH
+        assert len(stream.tokens) > 0
         rest_call = replace(
             calls[index],
             context_ids=np.concatenate((calls[index].context_ids, stream.tokens)),
             max_new_token_count=150 - len(stream.tokens),
         )
-        rest = run.stream(records[2], rest_call)
+        rests.append(run.stream(records[2], rest_call))
+    for stream, whole, rest in zip(streams, wholes, rests, strict=True):
+        assert await whole.end() is FinishReason.LENGTH
         await rest.end()
-        assert len(stream.tokens) > 0
         np.testing.assert_array_equal(np.concatenate((stream.tokens, rest.tokens)), whole.tokens)
-    assert await asyncio.to_thread(processes[0].wait, 20) == 0
+    assert await asyncio.to_thread(processes[0].wait, 60) == 0
 
     async def only_the_living() -> bool:
         return [g.instance_id for g in await run.store.generators()] == [records[2].instance_id]

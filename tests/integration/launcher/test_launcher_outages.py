@@ -4,6 +4,8 @@ import asyncio
 import io
 from pathlib import Path
 
+import psutil
+import pytest
 from rich.console import Console
 
 from rollmesh.config import RunConfig
@@ -19,8 +21,14 @@ def config(folder: Path) -> RunConfig:
     )
 
 
-async def test_waiting_goes_on_through_an_outage_of_redis(tmp_path: Path) -> None:
+def leave_servers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher would start a server again that a test has killed, at a moment that the test does not choose."""
+    monkeypatch.setattr("rollmesh.launcher.redis._WATCH_SECONDS", 3600.0)
+
+
+async def test_waiting_goes_on_through_an_outage_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's own patience (20 s) is shorter than an outage may be."""
+    leave_servers_alone(monkeypatch)
     run = config(tmp_path)
     console = Console(file=io.StringIO())
     folder = RunFolder(tmp_path)
@@ -42,7 +50,7 @@ async def test_waiting_goes_on_through_an_outage_of_redis(tmp_path: Path) -> Non
                 await impatient.view()
                 return True
 
-            await mesh.until(answered, "an answer", deadline_seconds=60.0)
+            await mesh.until(answered, "an answer", deadline_seconds=120.0)
             await impatient.aclose()
         assert looks >= 2
         assert "waiting for Redis" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -76,3 +84,13 @@ async def test_a_command_that_only_looks_leaves_the_server_of_a_run_alone(tmp_pa
         assert server.pid == pid
     finally:
         await asyncio.to_thread(server.stop)
+
+
+def test_a_server_that_somebody_else_has_stopped_is_collected(tmp_path: Path) -> None:
+    run, folder = config(tmp_path), RunFolder(tmp_path)
+    server, other = embedded_server(run, folder), embedded_server(run, folder)
+    server.start()
+    pid = server.pid
+    other.stop()
+    server.stop()
+    assert pid is not None and not psutil.pid_exists(pid), "not even as a zombie"

@@ -15,10 +15,13 @@ from rollmesh.launcher.redis import embedded_server, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 
-from .test_launcher_outages import config
+from .test_launcher_outages import config, leave_servers_alone
 
 
-async def test_a_question_to_the_store_is_repeated_until_it_is_answered(tmp_path: Path) -> None:
+async def test_a_question_to_the_store_is_repeated_until_it_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_servers_alone(monkeypatch)
     run, folder = config(tmp_path), RunFolder(tmp_path)
     server = embedded_server(run, folder)
     await asyncio.to_thread(server.start)
@@ -32,7 +35,7 @@ async def test_a_question_to_the_store_is_repeated_until_it_is_answered(tmp_path
             await asyncio.wait({asked}, timeout=1.0)
             assert not asked.done()
             await asyncio.to_thread(server.start)
-            assert await asyncio.wait_for(asked, 30) == -1
+            assert await asyncio.wait_for(asked, 120) == -1
             await impatient.aclose()
     finally:
         await asyncio.to_thread(server.stop)
@@ -49,18 +52,25 @@ def no_room(server: EmbeddedServer) -> Iterator[None]:
     away.rename(server.folder)
 
 
-async def test_ctrl_c_does_not_wait_for_a_redis_that_does_not_answer(tmp_path: Path) -> None:
-    """The client itself would go on trying for 20 seconds."""
+async def test_ctrl_c_does_not_wait_for_a_redis_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client itself would go on trying for minutes here."""
+    leave_servers_alone(monkeypatch)
     run, folder, shutdown = config(tmp_path), RunFolder(tmp_path), asyncio.Event()
     server = embedded_server(run, folder)
     await asyncio.to_thread(server.start)
     try:
         async with local_mesh(run, folder, shutdown, Console(file=io.StringIO())) as mesh:
+            patient = await TrajectoryStore.connect(run.store, run=run.name, url=server.url, retry_seconds=600)
+            await mesh.store.aclose()
+            mesh.store = patient
             await asyncio.to_thread(server.kill)
             with no_room(server):
                 asyncio.get_running_loop().call_later(0.3, shutdown.set)
                 with pytest.raises(Interrupted, match="the newest version"):
-                    await asyncio.wait_for(mesh.answer(mesh.latest_version, "the newest version"), 5)
+                    await asyncio.wait_for(mesh.answer(mesh.latest_version, "the newest version"), 60)
+            await patient.aclose()
     finally:
         await asyncio.to_thread(server.stop)
 
@@ -72,7 +82,7 @@ async def test_a_server_that_could_not_be_started_again_at_first_is_tried_furthe
         before = await running.store.server_run_id()
         await asyncio.to_thread(server.kill)
         with no_room(server), structlog.testing.capture_logs() as logs:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(120):
                 while not any(line["event"] == "embedded_redis_does_not_start" for line in logs):
                     await asyncio.sleep(0.05)
         assert await running.store.server_run_id() != before

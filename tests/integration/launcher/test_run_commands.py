@@ -60,7 +60,6 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     write_run_config(run, tmp_path / "config.yaml")
     asyncio.run(fill(run, RunFolder(tmp_path)))
     yield tmp_path
-    server.start()  # a launcher may have stopped it: this collects the process
     server.stop()
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from rollmesh.wire.reward_messages import score_item_to_pb
 
 POISONOUS = '''
 """A verifier that does what the answer says."""
-import ctypes, math, os, re, signal, sys, time
+import contextlib, ctypes, math, os, re, signal, sys, time
 from rollmesh.tasks.verifiers.protocol import RewardParts
 
 def verify(response, metadata):
@@ -41,6 +43,11 @@ def verify(response, metadata):
         case "length": return len(response)
         case "metadata": return metadata["n"] * 2 if type(metadata["n"]) is int else -1
         case "sleep": time.sleep(float(rest)); return 1.0
+        case "held":
+            with contextlib.suppress(FileExistsError):  # of another worker, maybe with another uid
+                open(rest + ".begun", "x").close()
+            while not os.path.exists(rest): time.sleep(0.01)
+            return 1.0
         case "read": return len(open(rest).read())
         case "signal": os.kill(int(rest), 0); return 1.0
         case "children":
@@ -96,6 +103,50 @@ wrong_when_late.timeout_means_wrong = True
 '''
 
 
+PATIENCE_SECONDS = 60.0
+"""Time for answers whose time-out is not the point: a machine that stalls is no fault of theirs."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Holds the verifier back: ``held PATH`` says when it has begun, and ends once the gate is open."""
+
+    file: Path
+
+    @property
+    def answer(self) -> str:
+        """The answer that waits here."""
+        return f"held {self.file}"
+
+    @property
+    def _mark(self) -> Path:
+        return Path(f"{self.file}.begun")
+
+    async def begun(self) -> None:
+        """Wait until a verifier waits here; the next one is waited for anew."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self._mark.exists():
+            assert time.monotonic() < deadline, "no verifier has begun with the answer"
+            await asyncio.sleep(0.01)
+        self._mark.unlink()
+
+    def open(self) -> None:
+        """Let go whatever waits here, now or later."""
+        self.file.touch()
+
+
+@contextmanager
+def gate() -> Iterator[Gate]:
+    """A gate in a folder that workers with a uid of their own can write to; open at the end."""
+    with tempfile.TemporaryDirectory(prefix="gate-") as folder:
+        Path(folder).chmod(0o777)
+        made = Gate(Path(folder) / "open")
+        try:
+            yield made
+        finally:
+            made.open()
+
+
 def make_model(folder: Path) -> Path:
     """A model folder whose tokenizer has one token per byte."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -117,7 +168,7 @@ def make_config(folder: Path, source: dict[str, Any] | None = None, **reward: An
         "name": "reward-test",
         "folder": str(folder / "run"),
         "model": {"path": str(model)},
-        "reward": {"timeout_seconds": 1.0, "workers": 2, "memory_limit_bytes": 256 << 20, **reward},
+        "reward": {"timeout_seconds": PATIENCE_SECONDS, "workers": 2, "memory_limit_bytes": 256 << 20, **reward},
         "data": {"source": source or {"type": "jsonl", "path": "unused"}},
     }
     return validate_run_config(settings, "test")
@@ -155,16 +206,23 @@ class Answers:
 class ScoringBench:
     """A real pool of worker processes and the scoring in front of it."""
 
-    def __init__(self, config: RunConfig, pool: WorkerPool, scoring: Scoring, metrics: Metrics) -> None:
+    def __init__(
+        self, config: RunConfig, pool: WorkerPool, scoring: Scoring, patient: Scoring, metrics: Metrics
+    ) -> None:
         self.pool = pool
         self.failures: list[BaseException] = []
         self._scoring = scoring
+        self._patient = patient
         self._metrics = metrics
         self._answers = Answers(config)
 
     async def score(self, response: str, metadata: dict[str, Any] | None = None, verifier: str = "") -> RewardOutcome:
-        """Score one answer."""
-        return await self._scoring.score(verifier, self._answers.payload(response, metadata, verifier))
+        """Score one answer, however long that takes on a busy machine."""
+        return await self._patient.score(verifier, self._answers.payload(response, metadata, verifier))
+
+    async def score_in_time(self, response: str) -> RewardOutcome:
+        """Score one answer within the time that the run file gives."""
+        return await self._scoring.score("", self._answers.payload(response))
 
     async def score_all(self, responses: Sequence[str]) -> list[RewardOutcome]:
         """Score answers at once."""
@@ -182,15 +240,18 @@ async def scoring_bench(config: RunConfig) -> AsyncIterator[ScoringBench]:
     metrics = RewardMetrics(registry)
     failures: list[BaseException] = []
     async with WorkerPool(worker_spec(config), config.reward.workers, metrics, failures.append) as pool:
-        scoring = Scoring(
-            pool,
-            {},
-            metrics,
-            default_verifier=config.reward.verifier,
-            timeout_seconds=config.reward.timeout_seconds,
-            on_hopeless=failures.append,
+        scoring, patient = (
+            Scoring(
+                pool,
+                {},
+                metrics,
+                default_verifier=config.reward.verifier,
+                timeout_seconds=seconds,
+                on_hopeless=failures.append,
+            )
+            for seconds in (config.reward.timeout_seconds, PATIENCE_SECONDS)
         )
-        bench = ScoringBench(config, pool, scoring, registry)
+        bench = ScoringBench(config, pool, scoring, patient, registry)
         bench.failures = failures
         yield bench
 
@@ -204,7 +265,7 @@ async def running_service(config: RunConfig, index: int = 0) -> AsyncIterator[En
         yield await endpoint_of(config, index, task)
     finally:
         shutdown.set()
-        await asyncio.wait_for(task, 30)
+        await asyncio.wait_for(task, PATIENCE_SECONDS)
 
 
 async def endpoint_of(config: RunConfig, index: int, task: asyncio.Task[None]) -> Endpoint:

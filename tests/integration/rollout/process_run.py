@@ -34,6 +34,8 @@ from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.types import Batch, Chunk, GenerationCall, Prompt, SamplingParams
 
+from ..warm import GENERATOR, WarmProcess, template
+
 SECRET = "0123456789abcdef0123456789abcdef"
 
 
@@ -96,17 +98,25 @@ class ProcessRun:
     checkpoints: CheckpointStore
     session: str = ""
     batches: list[Batch] = field(default_factory=list)
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    processes: dict[str, subprocess.Popen[bytes] | WarmProcess] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
         return Path(self.config.folder)
 
     def start(self, service: str, index: int = 0) -> None:
-        command = [sys.executable, "-m", "rollmesh.cli.main", service, str(self.folder / "run.yaml")]
+        """Start a service; generators, which import torch, have that done already."""
+        arguments = [service, str(self.folder / "run.yaml"), "--index", str(index)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        with (self.folder / f"{service}-{index}.log").open("ab") as log:
-            process = subprocess.Popen([*command, "--index", str(index)], stdout=log, stderr=log, env=environment)
+        log_file = self.folder / f"{service}-{index}.log"
+        process: subprocess.Popen[bytes] | WarmProcess
+        if service == "generator":
+            start = template(*GENERATOR).start
+            process = start("rollmesh.cli.main", arguments, output=log_file, environment=environment)
+        else:
+            command = [sys.executable, "-m", "rollmesh.cli.main", *arguments]
+            with log_file.open("ab") as log:
+                process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         self.processes[f"{service}-{index}"] = process
 
     def kill(self, name: str) -> None:
@@ -120,7 +130,7 @@ class ProcessRun:
     def logs(self) -> str:
         return "\n".join(f"--- {name}\n{self.log(name)[-3000:]}" for name in self.processes)
 
-    async def until(self, what: str, condition: Callable[[], Awaitable[bool]], seconds: float = 60.0) -> None:
+    async def until(self, what: str, condition: Callable[[], Awaitable[bool]], seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while not await condition():
             if time.monotonic() > deadline:
@@ -159,7 +169,7 @@ class ProcessRun:
             found.extend([batch] if batch is not None else [])
             return bool(found)
 
-        await self.until(f"the batch of train step {step}", claimed, seconds=90)
+        await self.until(f"the batch of train step {step}", claimed)
         if meanwhile is not None:
             await meanwhile()
         await self.store.confirm_batch_file(self.session, step, f"digest-{step}")

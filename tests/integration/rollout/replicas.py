@@ -49,7 +49,8 @@ def limits(plan: Schedule, **overrides: object) -> RunLimits:
         "groups_per_batch": plan.groups_per_batch,
         "max_staleness": plan.max_staleness,
         "max_attempts": 3,
-        "session_ttl_seconds": 2.0,
+        # No session ends here by the clock, unless a test says so: replicas may share a machine that stalls.
+        "session_ttl_seconds": 60.0,
         "filter_zero_variance": False,
         "mask_old_segments": False,
         "train_steps": plan.train_steps,
@@ -73,7 +74,7 @@ class Running:
 
     async def stop(self) -> None:
         self.shutdown.set()
-        await asyncio.wait_for(self.task, 20)
+        await asyncio.wait_for(self.task, 60)
 
 
 def build(
@@ -85,7 +86,8 @@ def build(
     index: int = 0,
     budget: int = 64,
     chunk: int = 8,
-    chunk_timeout: float = 5.0,
+    chunk_timeout: float = 60.0,
+    grace: float = 30.0,
     heartbeat: float = 0.5,
     concurrency: int = 64,
     first_pause: float = 0.01,
@@ -116,7 +118,7 @@ def build(
         generators=generators,
         policies=policies,
         caller=caller,
-        interrupter=Interrupter(generation, generators, 1.0),
+        interrupter=Interrupter(generation, generators, grace),
         scorer=scorer,
         program=program,
         metrics=metrics,

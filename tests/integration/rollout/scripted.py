@@ -31,7 +31,8 @@ from rollmesh.types import (
 
 VOCAB = 50
 STOP = 7
-_GENERATOR_TTL_SECONDS = 5.0
+_GENERATOR_TTL_SECONDS = 60.0
+"""Nobody here forgets to renew: who is dead says so."""
 
 
 def token_at(trajectory_id: str, position: int) -> int:
@@ -243,7 +244,7 @@ class ScriptedTrainer:
             generator.load(step)
         await self.cluster.register()
 
-    async def train(self, step: int, timeout: float = 60.0) -> Batch:
+    async def train(self, step: int, timeout: float = 120.0) -> Batch:
         """One step; renews the generators' records while it waits."""
         async with asyncio.timeout(timeout):
             while True:

@@ -47,7 +47,7 @@ async def test_what_the_calculator_answers_is_in_the_context_and_never_in_the_lo
         tokenizer,
         stop_token_ids=(STOP,),
         max_turns=TURNS,
-        timeout_seconds=5.0,
+        timeout_seconds=60.0,
         metrics=RolloutMetrics(Metrics("rollout")),
     )
     reward = ScriptedReward()

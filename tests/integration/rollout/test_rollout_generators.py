@@ -123,7 +123,7 @@ async def test_a_generator_that_ignores_the_interrupt_is_cut_off_and_the_pause_h
     plan = schedule("sync", train_steps=1)
     stuck = ScriptedGenerator("stuck", hang=True)
     cluster, trainer = await start(store, plan, stuck)
-    async with running(store, cluster, ScriptedReward(), plan, chunk_timeout=60) as run:
+    async with running(store, cluster, ScriptedReward(), plan, grace=0.5) as run:
         await until(lambda: len(stuck.running) == plan.pool_size)
         await store.set_user_paused(True)
 

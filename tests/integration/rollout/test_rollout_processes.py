@@ -78,7 +78,7 @@ async def test_a_rollout_that_is_told_to_stop_leaves_nothing_leased_and_exits_wi
 
         await run.until("work", at_work)
         run.processes["rollout-0"].terminate()
-        assert run.processes["rollout-0"].wait(timeout=30) == 0, run.logs()
+        assert run.processes["rollout-0"].wait(timeout=120) == 0, run.logs()
         view = await run.store.view()
         assert (view.leased, view.finished) == (0, 0)
         assert view.partial > 0
@@ -93,7 +93,7 @@ async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout
     }
     async with (
         process_run(tmp_path / "hung", server, **sections) as run,
-        httpx.AsyncClient() as http,
+        httpx.AsyncClient(timeout=60.0) as http,
     ):
         for service in ("generator", "reward", "rollout"):
             run.start(service)
@@ -120,3 +120,17 @@ async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout
         regenerated = (await generator())[GENERATED_TOKENS] - await saved_tokens()
         assert held >= 8
         assert 0 < regenerated <= partial_save_tokens * held
+
+
+async def test_the_leader_counts_the_first_rollouts_with_the_length_that_the_run_file_allows(tmp_path, server):
+    """Eight rollouts of 4 million tokens are 300 MB, and Redis may hold no more: the next batch and nothing besides."""
+    sections = {"rollout": {"max_new_tokens": 4_000_000}, "generator": {"max_context_tokens": 4_000_032}}
+    async with process_run(tmp_path / "long", server, **sections) as run:
+        run.start("rollout")
+
+        async def admitted():
+            return (await run.store.counts()).totals.get("admitted_total", 0) > 0
+
+        await run.until("the first admission", admitted)
+        view = await run.store.view()
+        assert (view.open_groups, view.pending + view.leased) == (2, 8), "the pool has room for more"

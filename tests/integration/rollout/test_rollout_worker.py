@@ -48,7 +48,8 @@ async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store
 
         await until(at_rest)
         assert (await store.view()).partial > 0
-        assert run.value("rollmesh_rollout_trajectories_parked_total", reason="paused") > 0
+        # The queue has it a moment before the worker has counted it.
+        await until(lambda: run.value("rollmesh_rollout_trajectories_parked_total", reason="paused") > 0)
         await store.set_user_paused(False)
         check_batch(await trainer.train(1), plan)
         tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)

@@ -4,7 +4,7 @@ import asyncio
 import time
 
 
-async def until(condition, seconds=20.0):
+async def until(condition, seconds=60.0):
     """The first true result of ``condition``, called (and awaited) every 20 ms."""
     deadline = time.monotonic() + seconds
     while True:

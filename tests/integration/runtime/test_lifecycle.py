@@ -39,7 +39,7 @@ def test_a_signal_lets_the_service_drain_and_exit_zero(number: signal.Signals) -
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         os.kill(process.pid, number)
-        assert "drained" in process.communicate(timeout=20)[0]
+        assert "drained" in process.communicate(timeout=60)[0]
         assert process.returncode == 0
 
 
@@ -48,7 +48,7 @@ def test_a_service_that_does_not_drain_is_cancelled_after_its_grace() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
-        assert "cancelled_after_grace" in process.communicate(timeout=20)[0]
+        assert "cancelled_after_grace" in process.communicate(timeout=60)[0]
         assert process.returncode == 1
 
 
@@ -57,7 +57,7 @@ def test_a_service_that_does_not_drain_is_cancelled_after_its_grace() -> None:
 )
 def test_a_known_error_ends_the_service_with_one_clear_line(error: str, status: int) -> None:
     with start(error, 1.0) as process:
-        output = process.communicate(timeout=20)[0]
+        output = process.communicate(timeout=60)[0]
         assert "schedule.pool_size=0: must be at least 1" in output
         assert "Traceback" not in output
         assert process.returncode == status

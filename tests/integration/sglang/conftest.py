@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import subprocess
 import sys
@@ -20,22 +19,12 @@ from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.wire.generation_client import GenerationClient
 
+from ..generator import generator_run
+
 _TESTS = Path(__file__).parents[2]
 _FAKES = _TESTS / "fakes"
 _INSTALL = _TESTS / "sglang_cpu" / "install.py"
 _NUMBERS = itertools.count()
-
-
-def _sibling() -> ModuleType:
-    """The run of the generator's own tests: the trainer's part is played there."""
-    name = "generator_run_for_sglang"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, _TESTS / "integration" / "generator" / "generator_run.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,7 +35,8 @@ def _quiet() -> None:
 
 @pytest.fixture(scope="session")
 def kit() -> ModuleType:
-    return _sibling()
+    """The run of the generator's own tests: the trainer's part is played there."""
+    return generator_run
 
 
 @pytest.fixture(scope="session")

@@ -87,7 +87,8 @@ async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, kit, 
     await run.publish(0)
     run.start()
     (record,) = await run.serving(0, seconds=300.0)
-    call = kit.make_call(max_new_token_count=200)
+    # In a hundred small slices, so that the version comes long before the last of them.
+    call = kit.make_call(max_new_token_count=200, chunk_token_count=2)
     stream = await run.under_way(record, call)
     await run.publish(1)
     assert await stream.end() is FinishReason.LENGTH
@@ -114,7 +115,7 @@ async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_gener
     for call, stream in zip(calls, streams, strict=True):
         assert await stream.end() is FinishReason.INTERRUPTED
         check_pure(kit, run, call, stream)
-    assert await asyncio.to_thread(process.wait, 20) == 0
+    assert await asyncio.to_thread(process.wait, 120) == 0
     assert await run.store.generators() == []
 
 
@@ -140,4 +141,4 @@ async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_a
     assert len(stream.tokens) > 0 and len(stream.tokens) + len(rest.tokens) == 200
     check_pure(kit, run, rest_call, rest)
     second.terminate()
-    assert await asyncio.to_thread(second.wait, 20) == 0
+    assert await asyncio.to_thread(second.wait, 120) == 0

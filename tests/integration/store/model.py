@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -12,8 +13,10 @@ class ModelMember:
     tokens: int = 0
     step: int | None = None
     attempts: int = 0
-    mark: int = -1
-    """Tokens at the last lease; -1 before the first."""
+    mark: int | None = -1
+    """Tokens at the last lease; -1 before the first, None when it has begun again since."""
+    scorings: int = 0
+    """Leases to score it, once finished."""
     reward: float = 0.0
 
 
@@ -39,6 +42,8 @@ class Model:
     groups: dict[str, ModelGroup] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
     """Why each group left: consumed, filtered, dead or the reason of an eviction."""
+    wasted: Counter[str] = field(default_factory=Counter)
+    """Saved tokens that are never trained on, by reason."""
     pool_size: int = 0
     paused: bool = False
     trained_step: int = 0
@@ -78,7 +83,7 @@ class Model:
                 break
             m = self.member(waiting[0])
             assert m is not None
-            m.attempts = m.attempts + 1 if m.mark == m.tokens else 1
+            m.attempts = m.attempts + 1 if m.mark in (m.tokens, None) else 1
             if m.attempts > self.max_attempts:
                 self.lose_member(waiting[0], "dead")
                 continue
@@ -102,6 +107,21 @@ class Model:
             m.state = "partial" if m.tokens else "pending"
             if free_attempt:
                 m.attempts = max(0, m.attempts - 1)
+        elif free_attempt:
+            m.scorings = max(0, m.scorings - 1)
+
+    def lease_scoring(self, session: str, limit: int) -> list[str]:
+        taken: list[str] = []
+        for trajectory_id in [i for i in self.ids("finished") if self.member(i).session is None][:limit]:  # type: ignore[union-attr]
+            m = self.member(trajectory_id)
+            assert m is not None
+            m.scorings += 1
+            if m.scorings > self.max_attempts:
+                self.lose_member(trajectory_id, "dead")
+                continue
+            m.session = session
+            taken.append(trajectory_id)
+        return taken
 
     def score(self, trajectory_id: str, reward: float | None) -> None:
         m = self.member(trajectory_id)
@@ -117,6 +137,7 @@ class Model:
         group, m = self.groups[gid], self.member(trajectory_id)
         assert m is not None
         m.state, m.step = state, None if state == "dead" else m.step
+        self.wasted[state] += m.tokens
         if len(group.members) < 2 * group.needed:
             group.members.append(ModelMember())
         self.settle(gid)
@@ -134,8 +155,10 @@ class Model:
             group.state = "ready"
 
     def drop(self, gid: str, reason: str) -> None:
-        del self.groups[gid]
+        members = self.groups.pop(gid).members
         self.gone[gid] = reason
+        if reason != "consumed":
+            self.wasted[reason] += sum(m.tokens for m in members if m.state not in ("unscorable", "dead"))
 
     def ready(self) -> list[str]:
         ready = [gid for gid, g in self.groups.items() if g.state == "ready"]

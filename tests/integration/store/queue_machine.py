@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, ClassVar, TypeVar
 
@@ -23,6 +24,7 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import Append, Finish, ReleaseReason, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason
 
+from .forgetful import Forgetful
 from .model import Model
 from .store_mesh import UNSCORABLE, group, limits, policy, scored, segment
 from .truth import read_truth
@@ -181,6 +183,20 @@ class QueueMachine(RuleBasedStateMachine):
             self.train()
             self.publish()
 
+    @precondition(lambda self: not (self.model.cut_groups and self.confirmed))
+    @rule()
+    def roll_back(self) -> None:
+        """Everything unclaimed goes; a leader that looks between two slices finds nothing that it could cut."""
+        unclaimed = list(self.model.groups)
+        dropped, left = self.do(self.store.connection.run("roll_back", self.trainer, 1, "a trainer that dies half-way"))
+        if left:
+            assert self.do(self.store.view()).ready == ()
+        assert dropped + self.do(self.store.rollback(self.trainer)) == len(unclaimed)
+        assert self.do(self.store.rollback(self.trainer)) == 0
+        for gid in unclaimed:
+            self.model.drop(gid, "rolled_back")
+        self.model.cut_groups, self.model.cut_step = [], self.model.trained_step
+
     # -- workers --------------------------------------------------------------------------------------------------
 
     @rule()
@@ -232,6 +248,31 @@ class QueueMachine(RuleBasedStateMachine):
         assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
         self.model.save(trajectory_id, tokens, version)
         m.state = "finished"
+
+    @rule(pick=PICK, ends=st.booleans())
+    def lose_the_last_upload(self, pick: int, ends: bool) -> None:
+        """A worker saves all that it holds; Redis forgets one upload before the script, so all of it is sent again."""
+        trajectory_id = self.pick("leased", pick)
+        m = trajectory_id and self.model.member(trajectory_id)
+        if not m or m.session is None:
+            return
+        session, version = m.session, len(self.model.version_steps) - 1
+        ids = self.model.ids("leased", session=session)
+        redis = Forgetful(
+            self.store, "finish" if ends else "append", self.store.connection.keys.of("chunk", f"{ids[-1]}:*")
+        )
+        items: list[Append | Finish] = []
+        for each in ids:
+            tokens = 9_000 if each == ids[-1] else 2
+            m = self.model.member(each)
+            assert m is not None
+            words = {"trajectory_id": each, "token_offset": m.tokens, "segments": [segment(tokens, version, m.tokens)]}
+            items.append(Finish(**words, finish_reason=FinishReason.STOP) if ends else Append(**words))
+            self.model.save(each, tokens, version)
+            m.state = "finished" if ends else "leased"
+        write = self.store.finish if ends else self.store.append
+        assert {r.status for r in self.do(write(session, items))} == {WriteStatus.SAVED}
+        assert redis.refused == 1
 
     @rule(pick=PICK, reward=REWARDS)
     def score(self, pick: int, reward: float | None) -> None:
@@ -296,19 +337,14 @@ class QueueMachine(RuleBasedStateMachine):
             assert m.session is not None
             self.do(self.store.restart(m.session, [trajectory_id]))
             if m.tokens:
-                m.tokens, m.step, m.mark = 0, None, 0
+                m.tokens, m.step, m.mark = 0, None, None
 
     @rule(pick=PICK, limit=st.integers(1, 3))
     def take_over_scoring(self, pick: int, limit: int) -> None:
         if self.sessions:
             session = self.sessions[pick % len(self.sessions)]
-            waiting = [i for i in self.model.ids("finished") if self.model.member(i).session is None]  # type: ignore[union-attr]
             got = [t.trajectory.trajectory_id for t in self.do(self.store.lease_scoring(session, limit))]
-            assert got == waiting[:limit]
-            for trajectory_id in got:
-                m = self.model.member(trajectory_id)
-                assert m is not None
-                m.session = session
+            assert got == self.model.lease_scoring(session, limit)
 
     @rule(pick=PICK, dies=st.booleans())
     def lose_worker(self, pick: int, dies: bool) -> None:
@@ -405,3 +441,4 @@ class QueueMachine(RuleBasedStateMachine):
         assert prefix == [(gid, model.groups[gid].lowest_step) for gid in model.ready()][:4]
         dropped = self.do(self.store.dropped_groups())
         assert dropped == {gid: why for gid, why in model.gone.items() if why != "consumed"}
+        assert +Counter(self.do(self.store.counts()).dropped_tokens) == +model.wasted

@@ -20,6 +20,6 @@ async def test_a_cancelled_caller_always_ends(store: TrajectoryStore) -> None:
         task = asyncio.create_task(call_forever())
         await asyncio.sleep(0.004 * delays.random())
         task.cancel()
-        done, _ = await asyncio.wait({task}, timeout=2.0)
+        done, _ = await asyncio.wait({task}, timeout=60.0)
         assert done, "the cancellation was swallowed"
         assert task.cancelled()

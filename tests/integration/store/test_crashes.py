@@ -12,6 +12,7 @@ from rollmesh.store import EmbeddedServer
 from .load import LoadedMesh
 from .truth import read_truth
 
+PATIENCE_SECONDS = 120.0
 NOTHING_WRONG = {"lost": 0, "trained_twice": 0, "violations": 0}
 
 
@@ -19,9 +20,9 @@ async def test_roles_die_at_random_and_every_group_is_trained_once(server: Embed
     rng = random.Random(7)
     async with LoadedMesh(server.url, "roles-die", 0.4, rng) as mesh:
         for step in range(2, 18, 2):
-            await mesh.trainer.until(step, 30.0)
+            await mesh.trainer.until(step, PATIENCE_SECONDS)
             await mesh.crash(rng.choice(["leader", "trainer", "trainer", "worker-0", "worker-1", "worker-2"]))
-        await mesh.trainer.until(18, 30.0)
+        await mesh.trainer.until(18, PATIENCE_SECONDS)
         await mesh.stop()
         assert await mesh.account() == NOTHING_WRONG
         assert (await read_truth(mesh.stores[0])).problems == []
@@ -34,13 +35,13 @@ async def test_redis_killed_under_load_comes_back_and_nothing_is_lost(
     rng = random.Random(lost_bytes)
     async with LoadedMesh(own_server.url, "redis-dies", 0.4, rng) as mesh:
         for step in (3, 6, 9):
-            await mesh.trainer.until(step, 30.0)
+            await mesh.trainer.until(step, PATIENCE_SECONDS)
             own_server.kill()
             cut_off_tail(own_server.folder, lost_bytes)
             if rng.random() < 0.5:
                 await mesh.crash("trainer")
             own_server.start()
-        await mesh.trainer.until(12, 30.0)
+        await mesh.trainer.until(12, PATIENCE_SECONDS)
         await mesh.stop()
         counts = await mesh.stores[0].counts()
         assert counts.totals["recoveries"] >= 1
@@ -50,11 +51,11 @@ async def test_redis_killed_under_load_comes_back_and_nothing_is_lost(
 
 async def test_redis_that_lost_everything_trains_no_group_twice(own_server: EmbeddedServer) -> None:
     async with LoadedMesh(own_server.url, "all-lost", 0.3, random.Random(3)) as mesh:
-        await mesh.trainer.until(4, 30.0)
+        await mesh.trainer.until(4, PATIENCE_SECONDS)
         own_server.kill()
         cut_off_tail(own_server.folder, 1 << 40)
         own_server.start()
-        await mesh.trainer.until(8, 30.0)
+        await mesh.trainer.until(8, PATIENCE_SECONDS)
         await mesh.stop()
         assert await mesh.account() == NOTHING_WRONG
 

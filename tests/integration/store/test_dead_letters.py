@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from rollmesh.config.load import validate_run_config
 from rollmesh.errors import Conflict
+from rollmesh.launcher.closing import queue_account
 from rollmesh.mesh import Cursor
+from rollmesh.report.ledger import lost_groups
 from rollmesh.store import ReleaseReason, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh
@@ -40,6 +43,56 @@ async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed
         await store.dead_letter("e0-0.0")
 
 
+async def test_the_audit_misses_a_replayed_dead_letter_whose_group_vanished(store: TrajectoryStore) -> None:
+    config = validate_run_config({"name": "a", "folder": "a", "model": {"path": "a"}}, "made")
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 1)
+    assert await store.fail(mesh.session, [("e0-0.0", "made")]) == 1
+    new = await store.replay_dead_letter("e0-0.0")
+    account = await queue_account(store, config)
+    assert account.replays == (new,) and lost_groups(account, ()) == ()
+    keys = store.connection.keys
+    await store.connection.command("ZREM", keys.single("open"), new)
+    await store.connection.command("DEL", keys.of("group", new))
+    assert lost_groups(await queue_account(store, config), ()) == (new,)
+
+
+async def test_a_finished_trajectory_that_nobody_can_score_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=2)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 2)
+    await mesh.append("e0-0.1", 0, 4)
+    await mesh.finish("e0-0.0", 0, 3)
+    await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    for attempt, reason in ((1, ReleaseReason.FAILED), (2, ReleaseReason.DRAINED), (2, ReleaseReason.FAILED)):
+        assert [t.attempt for t in await store.lease_scoring(mesh.session, 4)] == [attempt]
+        await store.release(mesh.session, ["e0-0.0"], reason)
+    assert await store.lease_scoring(mesh.session, 4) == []
+    (letter,) = await store.dead_letters()
+    assert (letter.trajectory_id, letter.reason, letter.attempts) == ("e0-0.0", "max_attempts to score it", 2)
+    assert letter.token_count == 3
+    view = await store.view()
+    assert (view.finished, view.pending) == (0, 1), "a replacement waits"
+    assert (await read_truth(store)).problems == []
+
+
+async def test_one_call_buries_some_and_takes_what_can_still_be_scored(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=1)
+    await mesh.admit(4)
+    ids = [t.trajectory.trajectory_id for t in await store.lease(mesh.session, 8)]
+    for trajectory_id in ids[:5]:
+        await mesh.finish(trajectory_id, 0, 3)
+    await store.release(mesh.session, ids[:5], ReleaseReason.FAILED)
+    assert len(await store.lease_scoring(mesh.session, 5)) == 5
+    await mesh.finish(ids[5], 0, 3)
+    await store.release(mesh.session, ids[:6], ReleaseReason.FAILED)
+    assert await store.lease_scoring(mesh.session, 6) == [], "four burials a call"
+    assert [t.trajectory.trajectory_id for t in await store.lease_scoring(mesh.session, 6)] == [ids[5]]
+    assert {letter.trajectory_id for letter in await store.dead_letters()} == set(ids[:5])
+    assert (await read_truth(store)).problems == []
+
+
 async def test_a_replacement_opened_by_a_burial_comes_before_younger_groups(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=1)
     await mesh.admit(2)
@@ -59,6 +112,35 @@ async def test_progress_resets_the_attempts(store: TrajectoryStore) -> None:
         await mesh.append("e0-0.0", offset, 2)
         offset += 2
         await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+
+
+async def test_a_trajectory_that_begins_again_at_every_lease_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=3)
+    await mesh.admit(1)
+    for attempt, tokens in ((1, 2), (1, 3), (2, 4), (3, 5)):
+        leased = (await store.lease(mesh.session, 1))[0]
+        assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt)
+        await store.restart(mesh.session, ["e0-0.0"])
+        await mesh.append("e0-0.0", 0, tokens)
+        await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    assert [t.trajectory.trajectory_id for t in await store.lease(mesh.session, 1)] == ["e0-0.1"]
+    assert [(letter.trajectory_id, letter.reason) for letter in await store.dead_letters()] == [
+        ("e0-0.0", "max_attempts")
+    ]
+    assert (await read_truth(store)).problems == []
+
+
+async def test_what_goes_on_from_a_new_beginning_is_progress_again(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, max_attempts=2)
+    await mesh.admit(1)
+    await store.lease(mesh.session, 1)
+    await mesh.append("e0-0.0", 0, 8)
+    await store.restart(mesh.session, ["e0-0.0"])
+    for offset, attempt in ((0, 2), (2, 1), (4, 1), (6, 1)):
+        await mesh.append("e0-0.0", offset, 2)
+        await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+        leased = (await store.lease(mesh.session, 1))[0]
+        assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt), "it need not pass the old 8"
 
 
 async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: TrajectoryStore) -> None:

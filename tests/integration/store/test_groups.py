@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.errors import DataError
-from rollmesh.store import Finish, Score, TrajectoryStore, WriteStatus
+from rollmesh.store import Append, Finish, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
-from .store_mesh import UNSCORABLE, Mesh, scored, segment
+from .store_mesh import UNSCORABLE, Mesh, environment_segment, scored, segment
 from .truth import read_truth
 
 
@@ -166,3 +166,61 @@ async def test_the_ledger_says_how_many_drops_it_no_longer_names(store: Trajecto
     assert await store.forgotten_drops() == 0
     await store.connection.command("XTRIM", store.connection.keys.single("ledger"), "MAXLEN", 1)
     assert (await store.forgotten_drops(), await store.dropped_groups()) == (2, {"e0-2": "stale"})
+
+
+async def test_tokens_of_members_without_a_score_are_wasted_though_their_group_is_trained(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    first, second = await store.lease(mesh.session, 2)
+    await mesh.complete(first, None)
+    await mesh.append(second.trajectory.trajectory_id, 0, 3)
+    await store.append(
+        mesh.session,
+        [Append(trajectory_id=second.trajectory.trajectory_id, token_offset=3, segments=[environment_segment(4)])],
+    )
+    for _ in range(2):
+        await store.fail(mesh.session, [(second.trajectory.trajectory_id, "broken")])
+    assert await mesh.score(first.trajectory.trajectory_id, None) == WriteStatus.DUPLICATE
+    assert (await store.counts()).dropped_tokens == {"unscorable": 5, "dead": 7}
+    assert await mesh.complete_all() == 2
+    await store.cut(mesh.leader, 1, ["e0-0"])
+    await store.claim(mesh.trainer, 1, 1.0)
+    await store.confirm_batch_file(mesh.trainer, 1, "digest")
+    await store.report_trained(mesh.trainer, 1)
+    counts = await store.counts()
+    assert (counts.drops, counts.dropped_tokens) == ({}, {"unscorable": 5, "dead": 7})
+
+
+@pytest.mark.parametrize("value", [None, 1.0])
+async def test_no_token_is_wasted_twice_when_the_group_is_dropped_too(
+    store: TrajectoryStore, value: float | None
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    first, second = await store.lease(mesh.session, 2)
+    await mesh.complete(first, None)
+    await mesh.append(second.trajectory.trajectory_id, 0, 3)
+    await store.fail(mesh.session, [(second.trajectory.trajectory_id, "broken")])
+    for rest in (None, value):
+        await mesh.complete((await store.lease(mesh.session, 1))[0], rest)
+    counts = await store.counts()
+    assert counts.drops == {"too_few_scored": 1}
+    scored_tokens = 0 if value is None else 5
+    assert counts.dropped_tokens == {"unscorable": 15 - scored_tokens, "dead": 3, "too_few_scored": scored_tokens}
+    assert sum(counts.dropped_tokens.values()) == counts.totals["saved_tokens_total"]
+    assert [d.token_count for d in await store.ledger()] == [18], "the ledger keeps what the whole group had"
+
+
+async def test_a_member_that_an_older_version_left_without_a_score_is_charged_to_its_group(
+    store: TrajectoryStore,
+) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    await mesh.complete((await store.lease(mesh.session, 1))[0], None)
+    keys, command = store.connection.keys, store.connection.command
+    await command("HDEL", keys.of("trajectory", "e0-0.0"), "wasted")
+    await command("DEL", keys.single("drops"))
+    await store.evict(mesh.leader, ["e0-0"], "stale")
+    assert (await store.counts()).dropped_tokens == {"stale": 5}

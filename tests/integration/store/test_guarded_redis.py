@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import serialization
 
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import ConfigError, StoreUnavailable
+from rollmesh.runtime.ports import free_port
 from rollmesh.store import TrajectoryStore
 
 from ...certificates import Authority, Certificate
@@ -49,12 +50,6 @@ class Guarded:
         return StoreConfig.model_validate(
             {"url": url, "password": password, "sentinel_password": SENTINEL_PASSWORD, "tls": section}
         )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -177,7 +172,8 @@ async def test_a_renewed_client_certificate_is_taken_for_the_next_connection(gua
 def wait_for(guarded: Guarded) -> None:
     """Until both servers answer."""
     for port, password in ((guarded.port, PASSWORD), (guarded.sentinel_port, SENTINEL_PASSWORD)):
-        for _ in range(200):
+        deadline = time.monotonic() + 60.0
+        while True:
             try:
                 with redis.Redis(
                     port=port,
@@ -192,7 +188,5 @@ def wait_for(guarded: Guarded) -> None:
                 ) as client:
                     client.ping()
                     break
-            except redis.ConnectionError:
-                continue
-        else:
-            raise AssertionError(f"no answer at port {port}")
+            except (redis.ConnectionError, redis.TimeoutError) as error:
+                assert time.monotonic() < deadline, f"no answer at port {port}: {error}"

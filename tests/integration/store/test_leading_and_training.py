@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+from dataclasses import asdict
 
+import numpy as np
 import pytest
 
 from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import EvalRequest, EvalResult, TrajectoryStore
-from rollmesh.types import GeneratorRecord
+from rollmesh.types import GeneratorRecord, GeneratorWork
 
 from .store_mesh import Mesh, group, policy
 from .truth import read_truth
@@ -116,6 +120,28 @@ async def test_a_claim_waits_for_its_cut(store: TrajectoryStore) -> None:
     assert [g.group_id for g in again.groups] == ["e0-0", "e0-1"]
 
 
+async def test_a_batch_of_small_and_large_groups_is_claimed_whole_and_in_order(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups_per_batch=4)
+    await mesh.admit(4)
+    # The second is over what comes along with a claim, and has chunks of its own; the third uses up what is left.
+    lengths = {"e0-0": (3, 3), "e0-1": (9000, 30_000), "e0-2": (16_000, 16_700), "e0-3": (50, 70)}
+    for leased in await store.lease(mesh.session, 8):
+        trajectory = leased.trajectory
+        tokens = lengths[trajectory.group_id][trajectory.member_index]
+        assert await mesh.append(trajectory.trajectory_id, 0, 2) == 1
+        assert await mesh.finish(trajectory.trajectory_id, 2, tokens - 2) == 1
+        assert await mesh.score(trajectory.trajectory_id, float(trajectory.member_index)) == 1
+    await store.cut(mesh.leader, 1, list(lengths))
+    batch = await store.claim(mesh.trainer, 1, 1.0)
+    assert batch is not None
+    assert {g.group_id: tuple(t.response_token_count for t in g.trajectories) for g in batch.groups} == lengths
+    for found in batch.groups:
+        for trajectory in found.trajectories:
+            ids = np.concatenate([part.token_ids for part in trajectory.segments])
+            assert ids.tolist() == list(range(trajectory.response_token_count))
+            assert trajectory.shaped_reward == trajectory.member_index
+
+
 async def test_every_step_of_the_trainer_may_be_repeated(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
@@ -200,6 +226,13 @@ async def test_generators_live_as_long_as_their_heartbeat(store: TrajectoryStore
             slot_count=4,
             kv_token_capacity=100,
             serving=True,
+            work=GeneratorWork(
+                prefill_tokens=100,
+                reprefill_tokens=7,
+                running_slot_seconds=1.5,
+                slot_seconds=2.25,
+                generated_tokens=90,
+            ),
         )
 
     await store.register_generator(record("a", 1), 30.0)
@@ -207,6 +240,17 @@ async def test_generators_live_as_long_as_their_heartbeat(store: TrajectoryStore
     await store.register_generator(record("b", 1), 30.0)
     await store.connection.command("ZADD", store.connection.keys.single("generator_expiry"), 1, "b")
     assert await store.generators() == [record("a", 2)]
+    # One of a later version, which registers more.
+    newer = {**asdict(record("a", 3)), "colour": "blue"}
+    newer["work"]["colour"] = "blue"
+    await store.connection.run("register_generator", "a", json.dumps(newer), 30_000)
+    assert await store.generators() == [record("a", 3)]
+    # One of an earlier version, which does not say how much it sampled.
+    older = asdict(record("a", 4))
+    del older["work"]["generated_tokens"]
+    await store.connection.run("register_generator", "a", json.dumps(older), 30_000)
+    (found,) = await store.generators()
+    assert (found.work.generated_tokens, found.work.prefill_tokens) == (None, 100)
     await store.deregister_generator("a")
     assert await store.generators() == []
 
@@ -242,6 +286,52 @@ async def test_a_rollback_drops_all_unclaimed_work(store: TrajectoryStore) -> No
     await mesh.complete_all()
     await store.cut(mesh.leader, 1, ["e0-5", "e0-6"])
     assert await store.claim(mesh.trainer, 1, 1.0) is not None
+    assert (await read_truth(store)).problems == []
+
+
+async def test_no_leader_cuts_the_abandoned_branch_between_two_slices_of_a_rollback(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(6)
+    await mesh.complete_all()
+    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    # The first calls of a rollback whose trainer dies: it takes the cut back, then drops a group.
+    for answer in ([0, 1], [1, 1]):
+        assert await store.connection.run("roll_back", mesh.trainer, 1, "first") == answer
+        view = await store.view()
+        assert (view.cut_step, view.ready) == (0, ())
+        with pytest.raises(Conflict, match="abandons"):
+            await store.cut(mesh.leader, 1, ["e0-1", "e0-2"])
+    restarted = await store.open_trainer_session("restarted")
+    await store.reassert_training(restarted, 0, 0, [], [policy(0)], Cursor())
+    assert (await store.counts()).drops == {"rolled_back": 6}
+    await mesh.admit(2)
+    await mesh.complete_all()
+    await store.cut(mesh.leader, 1, ["e0-6", "e0-7"])
+    assert await store.claim(restarted, 1, 1.0) is not None
+    assert (await read_truth(store)).problems == []
+
+
+async def test_two_rollbacks_at_once_both_come_to_an_end(store: TrajectoryStore) -> None:
+    """The trainer re-asserts what a restored Redis has forgotten while it carries out a request."""
+    mesh = await Mesh.start(store)
+    await mesh.admit(6)
+    left = {"first": 1, "second": 1}
+    for nonce in itertools.islice(itertools.cycle(left), 40):
+        if left[nonce]:
+            _, left[nonce] = await store.connection.run("roll_back", mesh.trainer, 1, nonce)
+    assert left == {"first": 0, "second": 0}
+    assert (await store.counts()).drops == {"rolled_back": 6}
+    assert (await read_truth(store)).problems == []
+
+
+async def test_the_last_call_of_a_rollback_sent_again_drops_nothing(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(1)
+    assert await store.connection.run("roll_back", mesh.trainer, 8, "once") == [1, 0]
+    await mesh.admit(2)
+    await mesh.complete_all()
+    assert await store.connection.run("roll_back", mesh.trainer, 8, "once") == [0, 0]
+    await store.cut(mesh.leader, 1, ["e0-1", "e0-2"])
     assert (await read_truth(store)).problems == []
 
 

@@ -188,5 +188,5 @@ async def test_a_paused_mesh_leases_nothing(store: TrajectoryStore) -> None:
 async def test_a_second_start_must_bring_the_same_limits(store: TrajectoryStore) -> None:
     await store.init_run(limits())
     await store.init_run(limits())
-    with pytest.raises(Conflict, match="max_staleness: this run was started with 1, not 3"):
+    with pytest.raises(Conflict, match="schedule.max_staleness: this run was started with 1, not 3"):
         await store.init_run(limits(max_staleness=3))

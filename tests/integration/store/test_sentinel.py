@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from rollmesh.runtime.ports import free_port
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.embedded import find_server_binary
 
@@ -35,9 +35,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, EmbeddedServer, str]]
     master, replica = servers
     with redis.Redis(port=port_of(replica)) as client:
         client.execute_command("REPLICAOF", "127.0.0.1", port_of(master))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     config = tmp_path / "sentinel.conf"
     config.write_text(
         f"port {port}\nbind 127.0.0.1\ndir {tmp_path}\n"
@@ -57,7 +55,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, EmbeddedServer, str]]
 
 
 def wait_for_replica(port: int) -> None:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 120.0
     with redis.Redis(port=port, decode_responses=True) as client:
         while time.monotonic() < deadline:
             try:
@@ -75,9 +73,10 @@ async def test_a_failover_loses_no_group_and_trains_none_twice(
 ) -> None:
     master, _, url = pair
     async with LoadedMesh(url, "failover", 0.5, random.Random(5)) as mesh:
-        await mesh.trainer.until(4, 30.0)
+        # A sentinel that was stalled trusts nothing that it sees for half a minute.
+        await mesh.trainer.until(4, 120.0)
         await asyncio.to_thread(master.kill)
-        await mesh.trainer.until(8, 60.0)
+        await mesh.trainer.until(8, 120.0)
         await mesh.stop()
         assert (await mesh.stores[0].counts()).totals["recoveries"] >= 1
         assert await mesh.account() == {"lost": 0, "trained_twice": 0, "violations": 0}

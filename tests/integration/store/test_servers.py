@@ -18,9 +18,9 @@ from rollmesh.store.embedded import find_server_binary
 from .store_mesh import Mesh
 
 
-async def connect(url: str, password: str | None = None) -> TrajectoryStore:
+async def connect(url: str, password: str | None = None, *, retry_seconds: float = 0.2) -> TrajectoryStore:
     config = StoreConfig(password=None if password is None else SecretStr(password))
-    return await TrajectoryStore.connect(config, run="servers", url=url, retry_seconds=0.2)
+    return await TrajectoryStore.connect(config, run="servers", url=url, retry_seconds=retry_seconds)
 
 
 async def test_no_server_is_a_clear_error(tmp_path: Path) -> None:
@@ -113,7 +113,8 @@ def test_the_server_lives_in_its_own_session(own_server: EmbeddedServer) -> None
 
 
 async def test_a_restart_keeps_what_was_written_and_a_kill_too(own_server: EmbeddedServer) -> None:
-    async with await connect(own_server.url) as store:
+    # Calls go on over a new connection, and the try that finds the old one gone may take its time.
+    async with await connect(own_server.url, retry_seconds=60.0) as store:
         await store.connection.command("SET", "kept", "1")
         await asyncio.to_thread(own_server.restart)
         assert await store.connection.command("GET", "kept") == b"1"

@@ -38,6 +38,7 @@ WALK = {
     "take_over_scoring": 2,
     "lose_worker": 1,
     "redis_restarts": 1,
+    "roll_back": 1,
 }
 
 
@@ -67,6 +68,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         "whole_step": lambda: machine.model.ready() and not machine.model.cut_groups,
         "claim": lambda: machine.model.cut_groups and not machine.confirmed,
         "train": lambda: machine.model.cut_groups and machine.confirmed,
+        "roll_back": lambda: rng.random() < 0.4 and not (machine.model.cut_groups and machine.confirmed),
     }
     machine.begin(filtering=True, pool=6)
     try:
@@ -77,7 +79,9 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
                 machine.the_queue_agrees_with_the_model()
                 machine.the_view_agrees_with_the_model()
         reached = Counter(machine.model.gone.values())
-        assert {"consumed", "straggler", "filtered_all_right", "too_few_scored"} <= reached.keys(), reached
+        assert {"consumed", "straggler", "filtered_all_right", "too_few_scored", "rolled_back"} <= reached.keys(), (
+            reached
+        )
         assert reached["consumed"] >= 8, reached
     finally:
         machine.teardown()

@@ -39,8 +39,8 @@ async def test_calls_are_timed_and_tries_without_an_answer_counted(own_server: E
         await store.view()
         assert shown(metrics, "seconds_count") == before + 1
         # A wait for news is no slow answer, and a refusal is an answer.
-        assert await store.wait_policy(-1, 1.0) is None
-        assert shown(metrics, "seconds_sum") < 1.0
+        assert await store.wait_policy(-1, 0.05) is None
+        assert shown(metrics, "seconds_count") == before + 1
         with pytest.raises(SessionLost):
             await store.cut("no leader's token", 1, ["e0-0"])
         assert shown(metrics, "failures_total") == 0

@@ -25,11 +25,16 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and 
 ADD = {"entry_point": "add", "tests": [{"args": [1, 2], "expected": 3}, {"args": [-1, 1], "expected": 0}]}
 ASSERTED = {"tests": ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]}
 DOUBLE = {"tests": [{"input": "3\n", "output": "6"}, {"input": ["4"], "output": ["8"]}]}
+HALF = {"entry_point": "half", "tests": [{"args": [1], "expected": 0.5}]}
 METHOD = {"entry_point": "Solution.add", "tests": [{"args": [1], "kwargs": {"b": 2}, "expected": 3}]}
 
 
+PATIENCE_SECONDS = 60.0
+"""Time for code that ends by itself, and for processes to go: a machine that stalls is no fault of theirs."""
+
+
 def run(code: str, metadata: dict[str, Any], **options: Any) -> RewardParts:
-    return PythonCodeVerifier(**{"timeout_seconds": 3.0, **options}).verify(code, metadata)
+    return PythonCodeVerifier(**{"timeout_seconds": PATIENCE_SECONDS, **options}).verify(code, metadata)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,11 @@ def run(code: str, metadata: dict[str, Any], **options: Any) -> RewardParts:
         ("def other(): pass", ADD, 0.0),
         ("raise SystemExit(0)", ADD, 0.0),
         ("import numpy", ADD, 0.0),
+        ("def half(n): return n / 2", HALF, 1.0),
+        ("def half(n): return 10**400", HALF, 0.0),
+        ("def half(n): return 10**5000", HALF, 0.0),
+        ("def half(n): return float('nan')", HALF, 0.0),
+        ("def half(n):\n    for _ in range(10**5): n = [n]\n    return n", HALF, 0.0),
     ],
 )
 def test_code_is_worth_one_when_all_tests_pass(code: str, metadata: dict[str, Any], expected: float) -> None:
@@ -108,7 +118,7 @@ def test_poison_is_wrong_in_time_and_leaves_nothing_behind(code: str) -> None:
     start = time.monotonic()
     reward = run(code, ADD, timeout_seconds=0.5)
     assert reward.value == 0.0
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < PATIENCE_SECONDS / 2
     wait_until_nothing_is_left()
 
 
@@ -119,7 +129,7 @@ def test_a_poisonous_program_is_wrong_in_time_too(name: str) -> None:
 
 
 def wait_until_nothing_is_left() -> None:
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while left := processes_of_our_sandboxes():
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
@@ -138,8 +148,12 @@ def processes_of_our_sandboxes() -> list[psutil.Process]:
 
 
 def test_a_time_out_is_wrong_and_marked() -> None:
+    # Long enough for an interpreter to start and to answer the first test, however busy the machine.
     reward = run(
-        "def add(a, b):\n    while a < 0: pass\n    return a + b", ADD, timeout_seconds=0.5, partial_credit=True
+        "import time\ndef add(a, b):\n    if a < 0: time.sleep(1000)\n    return a + b",
+        ADD,
+        timeout_seconds=5.0,
+        partial_credit=True,
     )
     assert reward.parts["timed_out"] == 1.0
     assert reward.value == 0.5, "the test that finished still counts"
@@ -166,7 +180,7 @@ os._exit(0)
 def test_what_code_can_see_and_use_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMESH_STORE__PASSWORD", "secret")
     verifier = PythonCodeVerifier(process_count=8)
-    result = verifier.sandbox.run(PROBE.encode(), b"", 5.0)
+    result = verifier.sandbox.run(PROBE.encode(), b"", PATIENCE_SECONDS)
     seen = json.loads(result.stdout)
     assert seen["uid"] == (own_uid(0) if os.geteuid() == 0 else os.getuid())
     assert seen["children"] <= 8

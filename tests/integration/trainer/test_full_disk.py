@@ -1,8 +1,9 @@
-"""The checkpoint store runs full in the middle of a run: the trainer waits, and goes on once there is room."""
+"""A disk of the run is full in the middle of it: the trainer waits, and goes on once there is room."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import subprocess
@@ -11,9 +12,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rollmesh.config.load import validate_run_config
+from rollmesh.errors import CheckpointError
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
+from rollmesh.trainer.records import METRICS_FILE, SAMPLES_FILE, append_lines
+from rollmesh.trainer.trackers import build_trackers
 
 from .gangs import run_gang
 from .test_kills import assert_every_batch_counts_once
@@ -31,29 +37,87 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(mount)], check=True)
 
 
+@pytest.mark.parametrize("full", ["checkpoints", "run folder", "run folder without checkpoints"])
 async def test_a_full_disk_delays_the_run_and_loses_nothing(
-    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, small_disk: Path
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, small_disk: Path, full: str
 ) -> None:
-    config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"folder": str(small_disk)})
-    async with opened_run(config) as run:
+    folder, checkpoints = (tmp_path, small_disk) if full == "checkpoints" else (small_disk, tmp_path)
+    steps = 12 if full == "run folder without checkpoints" else 4  # a report is smaller than the last block of its file
+    config = write_run_file(
+        folder / "run",
+        tiny_model,
+        server,
+        trainer={"train_steps": steps},
+        checkpoints={} if full == "run folder" else {"folder": str(checkpoints / "checkpoints")},
+    )
+    async with opened_run(config) as run, httpx.AsyncClient(timeout=60.0) as client:
         run.start()
-        async with run.fed(4):
+
+        async def waits_for_room() -> bool:
+            (endpoint,) = read_endpoints(run.folder, "trainer")
+            answer = await client.get(f"http://{endpoint.admin}/readyz")
+            return answer.status_code == 503 and "disk full" in answer.json()["reason"]
+
+        async with run.fed(steps):
             await run.until("step 1", lambda: _announced(run, 1), pause=0.001)
             filler = small_disk / "filler"
             _fill(filler)
-            await run.until("a note that the disk is full", lambda: '"disk_full"' in run.log(), pause=0.02)
+            await run.until("a trainer that waits for room", waits_for_room, pause=0.02)
             before = await run.store.latest_policy()
-            (endpoint,) = read_endpoints(run.folder, "trainer")
-            async with httpx.AsyncClient() as client:
-                answer = await client.get(f"http://{endpoint.admin}/readyz")
-            assert answer.status_code == 503
-            assert "disk full" in answer.json()["reason"]
-            assert before is not None
+            assert before is not None and before.train_step < steps
             run.checkpoints.open(before)
-            assert "bytes free" in run.log()
+            if full == "checkpoints":
+                assert '"disk_full"' in run.log() and "bytes free" in run.log()
             filler.unlink()
             await run.until_finished()
         await assert_every_batch_counts_once(run, {})
+        for name in (METRICS_FILE, SAMPLES_FILE):
+            lines = [json.loads(line) for line in (run.folder / name).read_text().splitlines()]
+            assert sorted({line["train_step"] for line in lines}) == list(range(1, steps + 1))
+            assert len({(line["train_step"], line.get("trajectory_id")) for line in lines}) == len(lines)
+
+
+async def test_a_policy_that_cannot_be_marked_as_announced_is_marked_once_there_is_room(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1})
+    async with opened_run(config) as run:
+        run.start(script="full_marker_process")
+        async with run.fed(1):
+            await run.until_finished()
+        assert [r.policy_version for r in run.checkpoints.complete_policies(announced_only=True)] == [0, 1]
+        assert run.log().count("disk full while writing ANNOUNCED") == 2
+
+
+def test_a_line_that_has_no_room_leaves_nothing_of_itself(small_disk: Path) -> None:
+    file, filler = small_disk / "metrics.jsonl", small_disk / "filler"
+    append_lines(file, [{"train_step": 1}])
+    _fill(filler)
+    with pytest.raises(CheckpointError, match="disk full while writing metrics.jsonl, 0 bytes free"):
+        append_lines(file, [{"train_step": 2, "text": "x" * 10_000}])
+    filler.unlink()
+    append_lines(file, [{"train_step": 3}])
+    assert [json.loads(line) for line in file.read_text().splitlines()] == [{"train_step": 1}, {"train_step": 3}]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
+def test_a_tracker_on_a_full_disk_misses_steps_and_goes_on_later(small_disk: Path) -> None:
+    data = {"name": "run", "folder": str(small_disk), "model": {"path": "model"}}
+    config = validate_run_config(data | {"telemetry": {"trackers": ["tensorboard"]}}, "made")
+    (tracker,) = build_trackers(config)
+    filler = small_disk / "filler"
+    numbers = {f"number/{n}": float(n) for n in range(200)}
+    tracker.log(1, numbers)
+    _fill(filler)
+    for step in (2, 3):
+        tracker.log(step, numbers)
+    filler.unlink()
+    tracker.log(4, numbers)
+    tracker.close()
+    events = EventAccumulator(str(small_disk / "tensorboard"))
+    events.Reload()
+    steps = [event.step for event in events.Scalars("number/0")]
+    assert steps[0] == 1 and steps[-1] == 4
 
 
 def test_a_gang_whose_disk_is_full_on_one_rank_fails_together_and_saves_later(tmp_path: Path, tiny_model: Path) -> None:

@@ -30,7 +30,7 @@ async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
             _, follower = run.ranks()
             follower.kill()
             run.process = None
-            assert gang.wait(60) == 1, "a crash is worth another try"
+            assert gang.wait(120) == 1, "a crash is worth another try"
             run.start(ranks=2)
             await run.until_finished()
         await assert_every_batch_counts_once(run, {})

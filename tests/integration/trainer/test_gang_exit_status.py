@@ -36,7 +36,7 @@ async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_status_of_
 
         gang = start_gang(run)
 
-        assert gang.wait(60) == EXIT_CONFIG, run.log()[-4000:]
+        assert gang.wait(120) == EXIT_CONFIG, run.log()[-4000:]
         assert "choose another name" in run.log()
 
 
@@ -49,4 +49,4 @@ async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(
 
         run.ranks()[1].kill()
 
-        assert gang.wait(60) == 1, run.log()[-4000:]
+        assert gang.wait(120) == 1, run.log()[-4000:]

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 from rollmesh.config.load import validate_run_config
+from rollmesh.errors import ConfigError
 from rollmesh.trainer.trackers import build_trackers
 
 _BLOCK, _HEADER = 32768, struct.Struct("<IHB")
@@ -30,6 +32,13 @@ def test_tensorboard_gets_every_number_of_a_step(tmp_path: Path) -> None:
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "batch/reward"}
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(3, 0.5)]
+
+
+def test_an_option_that_tensorboard_does_not_have_is_refused_at_the_start(tmp_path: Path) -> None:
+    telemetry = {"trackers": ["tensorboard"], "tracker_options": {"tensorboard": {"flush_sec": 1}}}
+    data = {"name": "run", "folder": str(tmp_path), "model": {"path": "model"}, "telemetry": telemetry}
+    with pytest.raises(ConfigError, match=r"telemetry.tracker_options.tensorboard: .*flush_sec"):
+        build_trackers(validate_run_config(data, "made"))
 
 
 def test_wandb_records_every_number_also_of_a_step_that_is_trained_again(tmp_path: Path) -> None:

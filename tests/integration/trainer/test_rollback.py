@@ -49,6 +49,23 @@ async def test_a_rollback_publishes_the_old_weights_once_and_drops_unclaimed_wor
         assert (ledger.committed_step, dict(ledger.damaged), dict(ledger.trained_twice)) == (STEPS, {}, {})
 
 
+async def test_a_rollback_asked_of_a_finished_run_is_carried_out_when_it_is_next_started(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 2})
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(2):
+            await run.until_finished()
+        await run.store.request_rollback(1)
+        run.start()
+        await run.until_finished()
+        assert await _rolled_back(run)
+        records = await run.store.policies()
+        assert [(r.policy_version, r.train_step) for r in records] == [(0, 0), (1, 1), (2, 2), (3, 2)]
+        assert _weights(run, records[3]) == _weights(run, records[1])
+
+
 async def test_a_rollback_to_a_policy_that_is_gone_is_refused_and_the_run_goes_on(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:

@@ -11,12 +11,15 @@ import httpx
 import pytest
 from safetensors.numpy import load_file
 
+from rollmesh.config.data import RewardConfig
+from rollmesh.holding.scoring import shape
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.scheduling.limits import run_limits
-from rollmesh.store import EmbeddedServer
+from rollmesh.store import EmbeddedServer, Score
 from rollmesh.trainer.reporting import reported
+from rollmesh.types import GeneratorRecord, GeneratorWork, OutcomeKind, RewardOutcome
 
-from .trainer_run import GROUPS, opened_run, write_run_file
+from .trainer_run import GROUPS, MEMBERS, opened_run, write_run_file
 
 
 async def test_a_run_trains_every_batch_once_and_publishes_every_version(
@@ -24,7 +27,20 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
 ) -> None:
     config = write_run_file(tmp_path / "run", tiny_model, server)
     async with opened_run(config) as run:
-        run.start()
+        # No generator runs here: this one is what the trainer is told.
+        told = GeneratorRecord(
+            instance_id="told",
+            address="127.0.0.1:1",
+            policy_version=0,
+            running_count=0,
+            waiting_count=0,
+            slot_count=1,
+            kv_token_capacity=1,
+            serving=True,
+            work=GeneratorWork(prefill_tokens=1, generated_tokens=1_000_000),
+        )
+        await run.store.register_generator(told, ttl=600)
+        run.start(anew=True)
         async with run.fed(4):
             await run.until_finished()
         records = await run.store.policies()
@@ -32,6 +48,9 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
         assert [(r.policy_version, r.train_step) for r in records] == [(v, v) for v in range(5)]
         assert (state.trained_step, state.committed_step) == (4, 4)
         assert run.checkpoints.trained_groups() == {s: run.cuts[s - 1] for s in range(1, 5)}
+        groups = [g for s in range(1, 5) for g in run.checkpoints.read_batch(s).groups]
+        # They were saved in two chunks, by one policy version.
+        assert {len(t.segments) for g in groups for t in g.trajectories} == {1}
         first = run.checkpoints.open(records[0]).manifest
         for record in records:
             manifest = run.checkpoints.open(record, like=first).manifest
@@ -44,9 +63,43 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
         lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
         assert [(m["train_step"], m["policy_version"]) for m in lines] == [(s, s) for s in range(1, 5)]
         assert lines[-1]["batch"]["groups"] == GROUPS
-        assert lines[-1]["mesh"]["goodput"] > 0.9
+        mesh = lines[-1]["mesh"]
+        assert mesh["trained_token_total"] > 0 and mesh["generated_token_total"] == 1_000_000
+        assert mesh["goodput"] == mesh["trained_token_total"] / 1_000_000
         samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
         assert {s["train_step"] for s in samples} == {1, 2, 3, 4}
+
+
+async def test_values_that_the_run_assigns_to_time_outs_are_trained_even_where_a_batch_has_no_others(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1})
+    policy = RewardConfig(on_timeout="fixed", fixed_value=-1.0, overlong_buffer_tokens=60)
+
+    def score_of(trajectory_id: str) -> Score:
+        # The overlong penalty makes the rewards of a group differ.
+        tokens = 20 + 10 * int(trajectory_id[-1])
+        result = shape(RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="late"), tokens, policy, 64)
+        return Score(
+            trajectory_id=trajectory_id,
+            outcome=result.outcome,
+            shaped_reward=result.shaped_reward,
+            assigned=result.assigned,
+        )
+
+    async with opened_run(config) as run:
+        run.score_of = score_of
+        run.start()
+        async with run.fed(1):
+            await run.until_finished()
+        first, last = (
+            load_file(run.checkpoints.open(r).folder / "model.safetensors") for r in await run.store.policies()
+        )
+    assert any((first[name] != last[name]).any() for name in first)
+    line = json.loads((run.folder / "metrics.jsonl").read_text())
+    assert (line["batch"]["trajectories"], line["batch"]["unscored_trajectories"]) == (GROUPS * MEMBERS, 0)
+    assert line["reward_mean"] < -1.0 and line["grad_norm"] > 0
+    assert line["batch"]["outcome_mean"] is None, "no verifier gave a value"
 
 
 async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
@@ -54,20 +107,20 @@ async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
 ) -> None:
     config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 3})
     async with opened_run(config) as run:
-        process = run.start()
+        process = run.start(anew=True)
         async with run.fed(4):
             await run.until("version 2", lambda: _announced(run.folder, 2))
             (endpoint,) = read_endpoints(run.folder, "trainer")
-            async with httpx.AsyncClient() as client:
+            async with httpx.AsyncClient(timeout=60.0) as client:
                 metrics = (await client.get(f"http://{endpoint.admin}/metrics")).text
             assert "rollmesh_trainer_train_step" in metrics
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
             stopped = run.checkpoints.latest_committed()
             assert stopped is not None
             assert stopped.train_step >= 2
             assert read_endpoints(run.folder, "trainer") == []
-            run.start()
+            run.start(anew=True)
             await run.until_finished()
         assert [r.train_step for r in await run.store.policies()] == [0, 1, 2, 3, 4]
         assert run.checkpoints.ledger().committed_step == 4

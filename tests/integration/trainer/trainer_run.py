@@ -22,8 +22,11 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import Conflict, RollmeshError
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.scheduling.limits import run_limits
+from rollmesh.segments import part_of
 from rollmesh.store import EmbeddedServer, Finish, NewGroup, Score, TrajectoryStore
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
+
+from ..warm import TRAINER, WarmProcess, template
 
 GROUPS, MEMBERS, VOCABULARY = 2, 3, 32
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -75,19 +78,32 @@ class TrainerRun:
     config: RunConfig
     store: TrajectoryStore
     checkpoints: CheckpointStore
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | WarmProcess | None = None
+    starts: int = 0
     leader: str = ""
     cuts: list[list[str]] = field(default_factory=list)
+    score_of: Callable[[str], Score] = field(default_factory=lambda: _score)
+    """Of a trajectory id."""
 
     @property
     def folder(self) -> Path:
         return Path(self.config.folder)
 
-    def start(self, ranks: int = 1) -> subprocess.Popen[bytes]:
-        script = [str(Path(__file__).with_name("trainer_process.py")), str(self.folder / "run.yaml")]
-        gang = ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    def start(
+        self, ranks: int = 1, *, anew: bool = False, script: str = "trainer_process"
+    ) -> subprocess.Popen[bytes] | WarmProcess:
+        """Start a trainer with its imports done, or ``anew`` with a new interpreter, as the ranks of a gang always."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        with (self.folder / "trainer.log").open("ab") as log:
+        log_file, run_file = self.folder / "trainer.log", str(self.folder / "run.yaml")
+        if ranks == 1 and not anew:
+            # Two starts in turn differ in the order of sets, as any two processes do.
+            warm, module = template(*TRAINER, seed=self.starts % 2), f"tests.integration.trainer.{script}"
+            self.starts += 1
+            self.process = warm.start(module, [run_file], output=log_file, environment=environment)
+            return self.process
+        script = [str(Path(__file__).with_name(f"{script}.py")), run_file]
+        gang = ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        with log_file.open("ab") as log:
             self.process = subprocess.Popen([sys.executable, *gang, *script], stdout=log, stderr=log, env=environment)
         return self.process
 
@@ -95,22 +111,27 @@ class TrainerRun:
         """SIGKILL the trainer and all its ranks, if they run."""
         if self.process is not None:
             for rank in self.ranks():
-                rank.kill()
+                with suppress(psutil.NoSuchProcess):
+                    rank.kill()
             self.process.kill()
             self.process.wait()
 
     def ranks(self) -> list[psutil.Process]:
-        """Processes below torchrun, by rank."""
+        """Processes that torchrun has started, by rank; not what those start, which inherits their environment."""
         if self.process is None or self.process.poll() is not None:
             return []
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return sorted((c for c in children if "RANK" in c.environ()), key=lambda c: int(c.environ()["RANK"]))
+        found: dict[int, psutil.Process] = {}
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children():
+                with suppress(psutil.NoSuchProcess, KeyError):
+                    found[int(child.environ()["RANK"])] = child
+        return [found[rank] for rank in sorted(found)]
 
     def log(self) -> str:
         return (self.folder / "trainer.log").read_text()
 
     async def until(
-        self, what: str, condition: Callable[[], bool | Awaitable[bool]], seconds: float = 60.0, pause: float = 0.0
+        self, what: str, condition: Callable[[], bool | Awaitable[bool]], seconds: float = 120.0, pause: float = 0.0
     ) -> None:
         """Wait for a condition while batches are cut; a trainer that fails ends the wait."""
         deadline = time.monotonic() + seconds
@@ -145,7 +166,7 @@ class TrainerRun:
             ids += [item.trajectory.trajectory_id for item in leased]
         assert len(ids) == len(groups) * MEMBERS
         await self.store.finish(session, [_finish(i) for i in ids])
-        await self.store.score(session, [_score(i) for i in ids])
+        await self.store.score(session, [self.score_of(i) for i in ids])
         await self.store.close_session(session)
         trained = (await self.store.training_state()).trained_step
         fresh = [[g.group_id for g in groups[GROUPS * s : GROUPS * (s + 1)]] for s in range(steps)]
@@ -212,7 +233,8 @@ def _finish(trajectory_id: str) -> Finish:
         policy_version=0,
         kv_min_version=0,
     )
-    return Finish(trajectory_id=trajectory_id, token_offset=0, segments=[segment], finish_reason=FinishReason.STOP)
+    chunks = [part_of(segment, 0, 2), part_of(segment, 2)]
+    return Finish(trajectory_id=trajectory_id, token_offset=0, segments=chunks, finish_reason=FinishReason.STOP)
 
 
 def _score(trajectory_id: str) -> Score:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from rollmesh.bench.chaos import FAULTS, Round, _regenerated, regenerated_bound, round_config
-from rollmesh.bench.faults import Cost
+from rollmesh.bench.attack import Cost
+from rollmesh.bench.chaos import (
+    FAULTS,
+    Round,
+    _regenerated,
+    _regeneration,
+    regenerated_bound,
+    round_config,
+    rounds_table,
+)
+from rollmesh.bench.measure import missed
 from rollmesh.launcher.run_folder import RunFolder
 
 GOOD = Round(
@@ -90,10 +101,28 @@ def test_the_bound_counts_the_rollouts_of_the_victim_and_not_the_pool(cost: Cost
     assert regenerated_bound(cost, 5, round_config(Path("run"), 1)) == bound
 
 
-def test_only_faults_of_redis_itself_are_without_a_bound() -> None:
+def test_only_a_redis_that_is_killed_is_without_a_bound() -> None:
     unbounded = [fault.name for fault in FAULTS if fault.cost is Cost.UNBOUNDED]
-    assert len(unbounded) == 6
-    assert all("redis" in name for name in unbounded)
+    assert len(unbounded) == 4
+    assert all(name.startswith("kill -9 redis") for name in unbounded)
+    assert [fault.cost for fault in FAULTS if "outage" in fault.name or "maxmemory" in fault.name] == [Cost.UNSAVED] * 2
+
+
+def test_the_table_says_which_rounds_have_no_bound_and_why() -> None:
+    def shown(*rounds: Round) -> str:
+        out = io.StringIO()
+        Console(file=out, width=200).print(rounds_table(rounds))
+        return out.getvalue()
+
+    exempt = replace(GOOD, fault="kill -9 redis, cut 4 KiB of its AOF", regenerated_bound=None)
+    text = shown(GOOD, exempt)
+    (line,) = [line for line in text.splitlines() if "cut 4 KiB" in line]
+    assert "no bound" in line
+    assert "no bound: a killed Redis forgets" in text
+    assert "no bound" not in shown(GOOD)
+    assert "no bound" in _regeneration(3, exempt).name and _regeneration(3, exempt).baseline is None
+    assert missed([_regeneration(2, GOOD)]) == []
+    assert len(missed([_regeneration(2, replace(GOOD, regenerated_tokens=6))])) == 1
 
 
 def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from rollmesh.checkpoints.batches import BatchFooter, batch_path
+from rollmesh.checkpoints.batches import BatchFooter, StepSettings, batch_path
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
@@ -60,6 +62,12 @@ def test_a_batch_file_names_the_train_steps_of_the_versions_that_wrote_it_and_of
     assert store.batch_footer(2).version_train_steps == {}
 
 
+def test_the_footer_has_the_settings_that_the_step_is_trained_with(store: CheckpointStore) -> None:
+    settings = StepSettings(learning_rate=1e-3 / 3, kl_reference_version=7)
+    store.write_batch(make_batch(1), CURSOR, {}, settings)
+    assert store.batch_footer(1).settings == settings
+
+
 def test_writing_the_same_batch_again_changes_nothing(store: CheckpointStore) -> None:
     digest = store.write_batch(make_batch(1), CURSOR)
     before = batch_path(store.root, 1).read_bytes()
@@ -78,6 +86,34 @@ def test_a_complete_batch_is_never_replaced_by_other_groups(store: CheckpointSto
     with pytest.raises(CheckpointError) as caught:
         store.write_batch(make_batch(1, ["e0-7"]), CURSOR)
     assert caught.value.reason == Reason.MISMATCH
+    assert same(store.read_batch(1), make_batch(1))
+
+
+def test_a_trainer_that_another_one_overtakes_while_it_writes_does_not_replace_the_others_file(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = CheckpointStore(tmp_path, SECRET)
+    synced = os.fsync
+
+    def overtaken(descriptor: int) -> None:
+        monkeypatch.undo()
+        synced(descriptor)
+        other.write_batch(make_batch(1), CURSOR)
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    with pytest.raises(CheckpointError) as caught:
+        store.write_batch(make_batch(1, ["e0-7"]), CURSOR)
+    assert caught.value.reason == Reason.MISMATCH
+    assert same(store.read_batch(1), make_batch(1))
+    assert [path.name for path in batch_path(store.root, 1).parent.iterdir()] == [batch_path(store.root, 1).name]
+
+
+def test_a_file_system_without_hard_links_will_do(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", refused)
+    store.write_batch(make_batch(1), CURSOR)
     assert same(store.read_batch(1), make_batch(1))
 
 

@@ -1,4 +1,4 @@
-"""Run as a script by the crash tests: a writer that can be killed, or that has little room."""
+"""Run as a module by the crash tests: a writer that can be killed, or that has little room."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_model
 from safetensors.numpy import save_file
 
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
+
+from .checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_model
 
 
 def write_large(folder: Path) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rollmesh.algorithms.losses.registry import LOSSES
 from rollmesh.config import load_run_config, write_run_config
+from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import ConfigError
 
 MINIMAL = {"name": "trial", "folder": "runs/trial", "model": {"path": "models/tiny"}}
@@ -57,6 +59,14 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
             ["trainer.algorithm.loss=decoupled_ppo", "trainer.algorithm.old_logprobs=sampler", "loss=ppo_clip"],
         ),
         (
+            {"trainer": {"algorithm": {"loss": "cispo", "dual_clip": 3}}},
+            ["trainer.algorithm.dual_clip=3", "trainer.algorithm.loss=cispo", "leave dual_clip out", "loss=ppo_clip"],
+        ),
+        (
+            {"trainer": {"algorithm": {"loss": "gspo", "dual_clip": 3}}},
+            ["trainer.algorithm.dual_clip=3", "trainer.algorithm.loss=gspo"],
+        ),
+        (
             {"trainer": {"algorithm": {"old_logprobs": "recompute"}}, "generator": {"on_new_version": "keep_kv"}},
             ["old_logprobs=recompute", "on_new_version=interrupt"],
         ),
@@ -87,6 +97,26 @@ def test_a_correcting_loss_takes_every_trainer_side_source(run_file, loss: str, 
     algorithm = {"loss": loss, "old_logprobs": source}
     config = load_run_config(run_file(schedule={"preset": preset}, trainer={"algorithm": algorithm}), environ={})
     assert (config.trainer.algorithm.loss, config.trainer.algorithm.old_logprobs) == (loss, source)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "cispo"])
+@pytest.mark.parametrize("algorithm", [{}, {"dual_clip": None}])
+def test_a_loss_without_dual_clip_takes_its_own_resolved_run_file(run_file, tmp_path: Path, loss, algorithm) -> None:
+    config = load_run_config(run_file(trainer={"algorithm": {"loss": loss, **algorithm}}), environ={})
+    write_run_config(config, tmp_path / "resolved.yaml")
+    assert "dual_clip" in (tmp_path / "resolved.yaml").read_text()
+    assert load_run_config(tmp_path / "resolved.yaml", environ={}) == config
+
+
+def test_the_clips_name_the_defaults_of_every_loss() -> None:
+    for field, bounds in (
+        ("clip_low", {name: loss.clip_low for name, loss in LOSSES.items()}),
+        ("clip_high", {name: loss.clip_high for name, loss in LOSSES.items()}),
+    ):
+        text = AlgorithmConfig.model_fields[field].description or ""
+        named = {float(number) for number in re.findall(r"[a-z_]+ ([\d.e-]+\d|\d)", text.partition("default")[2])}
+        assert named == set(bounds.values()), text
+        assert all(name in text for name in bounds), text
 
 
 def test_partials_on_sglang_are_saved_less_often_unless_the_file_says_how_often(run_file) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.errors import EngineError
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError, EngineError
 from rollmesh.generator.engines.protocol import OnNewVersion
 from rollmesh.generator.metrics import GeneratorMetrics
 from rollmesh.generator.policies import PolicyWatcher
@@ -106,6 +107,35 @@ async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(w
     await watcher.load_version(1)  # waits for the one under way, and finds nothing left to do
     assert engine.told == ["start 0", "load 1", "resume"]
     assert not rotation.reason
+
+
+async def test_a_version_is_known_to_be_in_use_from_before_it_is_read_until_it_serves_or_is_refused(
+    watcher, engine, rotation, monkeypatch
+):
+    in_use: list[int | None] = []
+    whole = Checkpoints.open
+
+    def open_policy(checkpoints: Checkpoints, record: PolicyRecord, like: Any = None) -> Any:
+        in_use.append(rotation.loading_version if rotation.changed.is_set() else None)
+        if record.policy_version == 2:
+            raise CheckpointError("torn", reason=Reason.TORN)
+        return whole(checkpoints, record, like)
+
+    monkeypatch.setattr(Checkpoints, "open", open_policy)
+    await watcher.load_version(0)
+    rotation.changed.clear()
+    slow = asyncio.create_task(watcher.load_version(1))
+    async with asyncio.timeout(5):
+        while not engine.paused:
+            await asyncio.sleep(0.001)
+    assert rotation.loading_version == 1
+    engine.may_load.set()
+    await slow
+    assert rotation.loading_version is None and rotation.changed.is_set()
+    with pytest.raises(CheckpointError):
+        await watcher.load_version(2)
+    assert rotation.loading_version is None
+    assert in_use == [0, 1, 2]
 
 
 async def test_a_first_canary_that_cannot_be_scored_leaves_an_engine_that_the_next_version_can_use(

@@ -21,7 +21,7 @@ def large(batch: int, group: int, pool: int, prompt: int, response: int) -> RunC
         "folder": "unused",
         "model": {"path": "unused"},
         "data": {"max_prompt_tokens": prompt},
-        "rollout": {"max_new_tokens": response},
+        "rollout": {"max_new_tokens": response, "partial_save_tokens": 1024},
         "generator": {"max_context_tokens": prompt + response},
         "schedule": {"preset": "copris", **schedule},
     }
@@ -30,14 +30,14 @@ def large(batch: int, group: int, pool: int, prompt: int, response: int) -> RunC
 
 def test_the_demos_queue_is_the_one_that_the_document_computes() -> None:
     found = estimate(load_run_config(recipe_file("countdown", "demo.yaml"), environ={}))
-    assert f"5 * 16 * (512 + 8 * 5,596) = {found.queue_bytes / 1e6:.1f} MB in Redis" in DOCUMENT
+    assert f"5 * 16 * (512 + 8 * 6,316) = {found.queue_bytes / 1e6:.1f} MB in Redis" in DOCUMENT
 
 
 @pytest.mark.parametrize(
     ("config", "words", "redis_gb"),
     [
-        (large(32, 8, 256, 1000, 16_384), "160 * (8,000 + 8 * 132,572) = {:.0f} MB", 0.512),
-        (large(128, 16, 2048, 1000, 32_768), "640 * (8,000 + 16 * 263,644) = {:.1f} GB", 8.0),
+        (large(32, 8, 256, 1000, 16_384), "160 * (8,000 + 8 * 134,012) = {:.0f} MB", 0.512),
+        (large(128, 16, 2048, 1000, 32_768), "640 * (8,000 + 16 * 266,524) = {:.1f} GB", 8.0),
     ],
     ids=["7B", "32B"],
 )

@@ -57,7 +57,6 @@ def sample(serving=True, **changes) -> MeshSample:
         loads=(),
         generated_token_total=100.0,
         generated_tokens={},
-        engine_totals={},
         saved_token_total=0,
         dropped={"run_complete": 8, "stale": 0},
     )

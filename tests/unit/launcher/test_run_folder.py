@@ -45,11 +45,11 @@ def test_a_run_with_a_key_of_its_own_is_continued(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_run_with_other_settings_is_refused_and_the_field_is_named(tmp_path: Path) -> None:
-    with locked_run_folder(config(tmp_path, learning_rate=1e-3)):
+    with locked_run_folder(config(tmp_path, max_grad_norm=1.0)):
         pass
     with (
-        pytest.raises(ConfigError, match="trainer.learning_rate"),
-        locked_run_folder(config(tmp_path, learning_rate=2e-3)),
+        pytest.raises(ConfigError, match="trainer.max_grad_norm: it says what a train step does"),
+        locked_run_folder(config(tmp_path, max_grad_norm=2.0)),
     ):
         pass
 

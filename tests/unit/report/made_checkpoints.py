@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
@@ -52,6 +54,16 @@ class MadeRun:
     def store(self) -> CheckpointStore:
         """The checkpoint store."""
         return CheckpointStore(self.folder / "checkpoints", SECRET.encode())
+
+    def change_config(self, **sections: dict[str, Any]) -> None:
+        """Write the run file again with other values in these sections."""
+        file = self.folder / "config.yaml"
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+        for section, values in sections.items():
+            for name, value in values.items():
+                inner = data[section].get(name)
+                data[section][name] = {**inner, **value} if isinstance(inner, dict) else value
+        write_run_config(validate_run_config(data, "changed"), file)
 
     def replace_batch(self, train_step: int, change: Callable[[Batch], Batch]) -> None:
         """Write another batch file in the place of one."""

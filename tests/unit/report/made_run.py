@@ -68,7 +68,8 @@ def _step(rng: np.random.Generator, step: int, steps: int, gain: float, seconds:
         batch=_batch_stats(rng, spread, length, off_policy, 0.39 + gain * progress, progress),
         policy=_policy_stats(rng, trajectories, int(trajectories * length)),
     )
-    mesh = {"goodput": 0.87, "dropped_groups": {"straggler_timeout": 1}}
+    engines = {"prefill_tokens": 4000, "reprefill_tokens": 500, "slot_seconds": 640.0, "running_slot_seconds": 480.0}
+    mesh = {"goodput": 0.87, "dropped_groups": {"straggler_timeout": 1}, "engines": engines}
     return report.to_json() | {"policy_version": step, "time": START + 10 + seconds * step, "mesh": mesh}
 
 

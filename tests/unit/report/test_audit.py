@@ -178,12 +178,14 @@ def test_masked_old_segments_are_no_violation(audited: Any) -> None:
     assert result.trained_tokens == 6 * 35 - 4 * 2 * 5
 
 
-def test_an_unscored_trajectory_is_not_in_the_loss(audited: Any) -> None:
-    outcome = RewardOutcome(kind=OutcomeKind.TIMED_OUT)
+@pytest.mark.parametrize(("outcome", "tokens"), [(None, 0), (RewardOutcome(kind=OutcomeKind.TIMED_OUT), 5)])
+def test_a_trajectory_is_in_the_loss_if_it_has_a_reward_whoever_gave_it(
+    audited: Any, outcome: RewardOutcome | None, tokens: int
+) -> None:
     audited.replace_batch(6, lambda b: changed(b, "e0-10.0", lambda t: dataclasses.replace(t, outcome=outcome)))
     result = audit_run(audited.folder)
     assert result.green
-    assert result.trained_tokens == 6 * 35 - 5
+    assert result.trained_tokens == 6 * 35 - 5 + tokens
 
 
 def test_a_pruned_checkpoint_is_counted_as_skipped_and_its_train_step_comes_from_the_metrics(audited: Any) -> None:
@@ -242,6 +244,15 @@ def test_a_group_that_vanished_is_lost_and_one_with_a_reason_is_not(audited: Any
     assert any("2 admitted group(s) are lost: e0-13, e0-15" in problem for problem in result.problems)
 
 
+def test_a_group_that_was_dropped_and_trained_is_named_and_counts_as_trained(audited: Any) -> None:
+    account = QueueAccount(live=(), dropped={"e0-1": "stale", "e0-12": "filtered"}, cursor=Cursor(epoch=0, index=13))
+    result = audit_run(audited.folder, account)
+    assert (result.dropped_and_trained, result.dropped) == (("e0-1",), {"filtered": 1})
+    assert result.green, "Redis may have come back as an earlier state and dropped what the file has"
+    assert "dropped by the queue, but trained from a batch file 1 (e0-1)" in audit_claims(result)
+    assert AuditResult.from_json(result.to_json()) == result
+
+
 def test_dropped_groups_that_the_ledger_no_longer_names_are_not_taken_for_lost(audited: Any) -> None:
     cursor = Cursor(epoch=0, index=16)
     account = QueueAccount(live={"e0-15"}, dropped={"e0-14": "filtered"}, forgotten_drops=2, cursor=cursor)
@@ -263,6 +274,20 @@ def test_earlier_epochs_count_as_admitted_entirely(epoch_size: int | None) -> No
     )
     trained = {"e0-0", "e0-1", "e0-2", "e0-3", "e1-0", "e1-1"}
     assert lost_groups(account, trained) == ("e1-2", "e2-1")
+
+
+def test_a_replayed_dead_letter_that_vanished_is_lost_and_one_that_left_a_trace_is_not() -> None:
+    account = QueueAccount(
+        live={"e0-0r3"},
+        dropped={"e0-0": "dead", "e0-1": "dead", "e0-1r2": "filtered"},
+        cursor=Cursor(epoch=0, index=3),
+        replays=("e0-0r1", "e0-1r2", "e0-0r3", "e0-1r4"),
+    )
+    assert lost_groups(account, {"e0-2", "e0-0r1"}) == ("e0-1r4",)
+    assert lost_groups(account, {"e0-2"}) == ("e0-0r1", "e0-1r4")
+    assert lost_groups(dataclasses.replace(account, forgotten_drops=1), {"e0-2"}) == ("e0-1r4",), (
+        "the ledger let go of the oldest"
+    )
 
 
 def test_progress_is_shown_on_a_console(audited: Any) -> None:

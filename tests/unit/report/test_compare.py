@@ -7,11 +7,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from rollmesh.report.compare import compare, difference_words, print_comparison, spread_of, write_comparison_plot
+from rollmesh.cli.main import app
+from rollmesh.config import RunConfig
+from rollmesh.report.compare import (
+    compare,
+    difference_words,
+    equality_verdict,
+    print_comparison,
+    spread_of,
+    write_comparison_plot,
+)
 from rollmesh.report.plots.comparison import clocks
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import train_series
+from rollmesh.report.verdict import AuditResult
 
 Arms = dict[str, list[Path]]
 
@@ -74,6 +85,79 @@ def test_unequal_updates_missing_audits_and_evaluations_are_noted(
     assert any("different numbers of updates (5, 8)" in note for note in notes)
     assert any(note.startswith("not audited: copris seed 0") for note in notes)
     assert any("not evaluated" in note and "short seed 9" in note for note in notes)
+
+
+def audited(arms: Arms, *, green: bool = True) -> Arms:
+    """The runs, each with its audit."""
+    for folder in (folder for folders in arms.values() for folder in folders):
+        result = AuditResult(run=folder.name, committed_step=8, batch_files=8, green=green)
+        (folder / "audit.json").write_text(result.to_json(), encoding="utf-8")
+    return arms
+
+
+@pytest.mark.parametrize(
+    ("copris_gain", "equal", "said"),
+    [
+        (0.25, True, "within 5 points of sync at equal updates: -4.0 ± 0.6 points, the mean of 3 paired seeds"),
+        (0.23, False, "NOT within 5 points of sync at equal updates: -6.0 ± 0.6 points"),
+        (0.35, False, "NOT within 5 points of sync at equal updates: +6.0 ± 0.6 points"),
+    ],
+)
+def test_the_verdict_is_about_the_paired_mean_in_either_direction(
+    tmp_path: Path, make_run: Callable[..., Path], copris_gain: float, equal: bool, said: str
+) -> None:
+    arms = {
+        preset: [
+            make_run(tmp_path / f"{preset}-{s}", steps=8, seed=s, preset=preset, gain=gain + slope * s)
+            for s in range(3)
+        ]
+        for preset, gain, slope in (("copris", copris_gain, 0.03), ("sync", 0.30, 0.02))
+    }
+    verdict = equality_verdict(compare(audited(arms)))
+    assert (verdict.equal, verdict.text.startswith("copris is") and said in verdict.text) == (equal, True), verdict
+
+
+def test_one_pair_is_judged_without_a_standard_error(arms: Arms) -> None:
+    verdict = equality_verdict(compare({label: folders[:1] for label, folders in audited(arms).items()}))
+    assert verdict.equal
+    assert verdict.text.endswith("+2.0 points, the mean of 1 paired seed, without a standard error")
+
+
+def test_nothing_is_called_equal_without_green_audits_equal_updates_and_common_seeds(
+    tmp_path: Path, arms: Arms, make_run: Callable[..., Path]
+) -> None:
+    assert "not audited: copris seed 0" in equality_verdict(compare(arms)).text
+    red = equality_verdict(compare(audited(arms, green=False)))
+    assert not red.equal and "audit NOT green: copris seed 0" in red.text
+    assert equality_verdict(compare(audited(arms))).equal
+    short = make_run(tmp_path / "short", steps=5, seed=0, preset="sync", gain=0.3)
+    unequal = equality_verdict(compare(audited({"copris": arms["copris"][:1], "sync": [short]})))
+    assert not unequal.equal and "different numbers of updates (5, 8)" in unequal.text
+    strangers = equality_verdict(compare({"copris": arms["copris"][:1], "sync": arms["sync"][1:]}))
+    assert not strangers.equal and "no seed in common" in strangers.text
+
+
+@pytest.mark.parametrize(("gain", "green", "status"), [(0.30, True, 0), (0.20, True, 1), (0.30, False, 1)])
+def test_demo_seeds_ends_with_the_verdict_and_its_status(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make_run: Callable[..., Path],
+    gain: float,
+    green: bool,
+    status: int,
+) -> None:
+    def run(config: RunConfig, _console: Console) -> int:
+        preset = config.schedule.preset
+        make_run(Path(config.folder), steps=8, seed=config.seed, preset=preset, gain=gain if preset != "sync" else 0.3)
+        audited({"": [Path(config.folder)]}, green=green)
+        return 0 if green else 1
+
+    monkeypatch.setattr("rollmesh.cli.runs.run_to_report", run)
+    options = ["demo-seeds", "--seed", "0", "--seed", "1", "--folder", str(tmp_path)]
+    done = CliRunner().invoke(app, options)
+    assert done.exit_code == status, done.output
+    assert done.output.splitlines()[-1].startswith("verdict: ")
+    assert ("NOT" in done.output.splitlines()[-1]) is bool(status)
 
 
 def test_the_table_lists_every_run_and_both_means(arms: Arms) -> None:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rollmesh.errors import DataError
-from rollmesh.report.explain import explain_batch, explain_trajectories
+from rollmesh.report.explain import explain_batch, explained_batch
 
 
 def printed(folder: Any, step: int, **options: Any) -> str:
@@ -20,7 +20,7 @@ def printed(folder: Any, step: int, **options: Any) -> str:
 
 
 def test_on_policy_tokens_have_a_ratio_of_one_and_their_own_text(audited: Any) -> None:
-    (explained,) = explain_trajectories(audited.folder, 1)
+    (explained,) = explained_batch(audited.folder, 1).trajectories
     assert explained.trajectory.trajectory_id == "e0-0.0"
     assert len(explained.tokens) == 5
     assert all(token.ratio == pytest.approx(1, abs=1e-4) for token in explained.tokens)
@@ -30,7 +30,7 @@ def test_on_policy_tokens_have_a_ratio_of_one_and_their_own_text(audited: Any) -
 
 
 def test_tokens_of_an_older_policy_carry_their_version_and_the_ratio_to_the_newest_one(audited: Any) -> None:
-    (explained,) = explain_trajectories(audited.folder, 4, trajectory_id="e0-6.1")
+    (explained,) = explained_batch(audited.folder, 4, trajectory_id="e0-6.1").trajectories
     versions = [token.policy_version for token in explained.tokens]
     assert versions == [1] * 5 + [3] * 5
     assert [token.staleness for token in explained.tokens] == [2] * 5 + [0] * 5
@@ -42,7 +42,7 @@ def test_tokens_of_an_older_policy_carry_their_version_and_the_ratio_to_the_newe
 
 
 def test_what_the_environment_wrote_has_no_version_and_no_weight(audited: Any) -> None:
-    (explained,) = explain_trajectories(audited.folder, 2, trajectory_id="e0-3.0")
+    (explained,) = explained_batch(audited.folder, 2, trajectory_id="e0-3.0").trajectories
     environment = [token for token in explained.tokens if token.reason == "environment"]
     assert len(environment) == 5
     assert {token.policy_version for token in environment} == {None}
@@ -73,10 +73,38 @@ def test_json_holds_every_token_with_its_text(audited: Any) -> None:
 )
 def test_what_is_not_there_is_a_clear_error(audited: Any, step: int, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        explain_trajectories(audited.folder, step, **options)
+        explained_batch(audited.folder, step, **options)
 
 
 def test_a_step_whose_weights_are_pruned_names_those_that_can_be_explained(audited: Any) -> None:
     shutil.rmtree(audited.folder / "checkpoints" / "policies" / "00000000-s0")
     with pytest.raises(DataError, match="Steps that can be explained: 2, 3, 4, 5, 6"):
-        explain_trajectories(audited.folder, 1)
+        explained_batch(audited.folder, 1)
+
+
+def test_old_logprobs_that_the_training_had_and_explain_has_not_are_counted_and_named(audited: Any) -> None:
+    audited.change_config(trainer={"algorithm": {"old_logprobs": "stage_end"}}, schedule={"preset": "copris_paper"})
+    data = json.loads(printed(audited.folder, 4, trajectory_id="e0-6.1", as_json=True))
+    tokens = data["trajectories"][0]["tokens"]
+    assert [t["old_logprob_fallback"] for t in tokens] == ["stage_not_recorded"] * 5 + [""] * 5
+    assert [t["old_logprob"] for t in tokens[:5]] == [t["behavior_logprob"] for t in tokens[:5]]
+    assert data["old_logprobs"] == "stage_end"
+    assert data["old_logprob_fallbacks"] == {"stage_not_recorded": 10, "mixed_cache": 5}
+    text = printed(audited.folder, 4, trajectory_id="e0-6.1")
+    for note in data["notes"]:
+        assert f"note: {note}" in text
+    assert "stage_not_recorded: 10 token(s)" in text and "is not kept" in text
+    assert text.count(f"{tokens[0]['old_logprob']:.3f}~") >= 1, "the token itself is marked"
+
+
+def test_several_minibatches_are_said_to_have_moved_the_weights_that_are_shown(audited: Any) -> None:
+    audited.change_config(trainer={"minibatches": 2})
+    data = json.loads(printed(audited.folder, 2, as_json=True))
+    assert (data["minibatches"], len(data["notes"])) == (2, 1)
+    assert "trainer.minibatches=2: every token is shown with the weights that the step began with" in data["notes"][0]
+    assert data["notes"][0] in printed(audited.folder, 2)
+
+
+def test_numbers_that_are_those_of_the_training_carry_no_note(audited: Any) -> None:
+    assert explained_batch(audited.folder, 4).notes == ()
+    assert "note:" not in printed(audited.folder, 4)

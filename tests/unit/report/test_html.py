@@ -116,6 +116,8 @@ def test_a_run_without_metrics_keeps_its_timeline(run_folder: Path) -> None:
 
 
 def test_many_and_long_completions_are_thinned_out_and_shortened(run_folder: Path) -> None:
+    for drawn in ("metrics.jsonl", "timeline.jsonl"):  # plots take seconds, and say nothing of completions
+        (run_folder / drawn).unlink()
     line = '{"train_step": %d, "prompt": "p", "completion": "' + "x" * 10_000 + '", "reward": 1}\n'
     (run_folder / "samples.jsonl").write_text("".join(line % i for i in range(200)), encoding="utf-8")
     text, _ = page_of(run_folder)

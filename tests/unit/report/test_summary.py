@@ -43,6 +43,7 @@ def test_a_complete_run_is_summarised_from_its_files(run_folder: Path) -> None:
     assert summary.off_policy_share is not None and 0.2 < summary.off_policy_share < 0.4
     assert summary.training_seconds is not None and 50 < summary.training_seconds < 60
     assert summary.goodput == 0.87
+    assert (summary.reprefill_share, summary.bubble_ratio) == (0.125, 0.25)
     assert summary.missing == ("audit.json: not written",)
     assert [moment(e, summary) for e in summary.evaluations] == ["before training", "after training"]
 

@@ -8,7 +8,7 @@ def test_counters_exist_at_zero_before_their_first_event():
     text = metrics.exposition().decode()
     for line in (
         'rollmesh_rollout_calls_ended_total{reason="hung"} 0.0',
-        'rollmesh_rollout_trajectories_dropped_total{reason="lost"} 0.0',
+        'rollmesh_rollout_trajectories_dropped_total{reason="taken_back"} 0.0',
         'rollmesh_rollout_groups_evicted_total{reason="stale"} 0.0',
         'rollmesh_rollout_sampled_tokens_total{age="4+"} 0.0',
     ):

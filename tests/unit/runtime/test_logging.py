@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +55,20 @@ def test_a_line_carries_run_service_and_what_it_is_about(log) -> None:
     assert "trace_id" not in failed
     assert refused["policy_version"] == 8
     assert "trajectory" not in refused
+
+
+def test_a_log_on_a_full_disk_ends_no_service() -> None:
+    script = """
+from rollmesh.config.services import TelemetryConfig
+from rollmesh.runtime.logging import configure_logging, get_logger
+configure_logging(TelemetryConfig(), service="trainer-0", run="demo")
+for number in range(40):
+    get_logger("any").info("line", number=number, filler="x" * 500)
+print("done")
+"""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True)
+    assert done.stdout == "done\n"
 
 
 def test_a_line_of_a_librarys_thread_names_run_and_service_too(log) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
 import httpx
 import pytest
+import uvloop
 
 from rollmesh.config.security import SecurityConfig
 from rollmesh.errors import ConfigError
@@ -334,7 +337,9 @@ def test_a_token_file_is_read_again_and_its_further_lines_are_accepted(tmp_path:
     tokens = Tokens((), file)
     tokens.clock = lambda: 0.0
     assert tokens.sent == "old"
+    written = file.stat().st_mtime_ns
     file.write_text("new\nold\n")
+    os.utime(file, ns=(written, written))  # as if within one tick of the file system's clock
     now = 0.0
 
     def later() -> float:
@@ -367,6 +372,29 @@ async def test_open_ports_answer_as_before() -> None:
         assert await call(address, OPEN) == 1
         async with AdminClient() as client:
             assert (await client.get(admin, "/metrics")).status_code == 200
+
+
+def test_an_idle_tls_connection_whose_client_does_not_listen_does_not_hold_up_the_end(authority: Authority) -> None:
+    section = {"tls": authority.issue("mesh").section(), "token": None}
+    security = PortSecurity.from_config(SecurityConfig.model_validate(section))
+
+    def looks_once(port: int) -> ssl.SSLSocket:
+        context = ssl.create_default_context(cafile=str(authority.file))
+        raw = socket.create_connection(("127.0.0.1", port), timeout=10)
+        connection = context.wrap_socket(raw, server_hostname="localhost")
+        connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        return connection
+
+    async def serves_and_ends() -> float:
+        async with admin_server(Metrics("reward"), Health(), "127.0.0.1", 0, security) as port:
+            connection = await asyncio.to_thread(looks_once, port)
+            started = time.monotonic()
+        taken = time.monotonic() - started
+        connection.close()
+        return taken
+
+    assert uvloop.run(serves_and_ends()) < 5.0
 
 
 async def test_a_port_that_is_taken_is_a_clear_error(authority: Authority) -> None:

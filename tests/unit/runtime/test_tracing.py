@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ import structlog
 from rollmesh.config.services import TelemetryConfig
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.logging import configure_logging
+from rollmesh.runtime.ports import free_port
 from rollmesh.runtime.spans import MOST_LINKS, NOTHING
 from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_of, traceparent_of_step
 from rollmesh.runtime.tracing import Tracer, recorded_traces, tracer
@@ -143,6 +143,4 @@ async def test_a_collector_that_is_away_is_said_once_and_holds_nobody_up(capsys,
 
 @pytest.fixture
 def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.trainer.explain import TokenExplanation
@@ -186,6 +187,20 @@ def test_kl_to_a_pinned_version_pulls_the_policy_back(run: Run) -> None:
         if n.startswith("model.")
     ]
     assert max(differences) > 0 and torch.isfinite(torch.tensor(differences)).all()
+
+
+def test_a_step_that_is_trained_again_takes_rate_and_reference_from_its_batch_file(run: Run) -> None:
+    settings = StepSettings(learning_rate=3e-3, kl_reference_version=1)
+    same = {"kl_coefficient": 1.0}
+    first = run.trainer("current", learning_rate=3e-3, algorithm=same | {"kl_reference_version": 1})
+    again = run.trainer("current", learning_rate=0.5, algorithm=same | {"kl_reference_version": 0})
+    other = run.trainer("current", learning_rate=3e-3, algorithm=same | {"kl_reference_version": 0})
+    first.train(run.batch, VERSIONS)
+    assert again.train(run.batch, VERSIONS, settings).learning_rate == 3e-3
+    other.train(run.batch, VERSIONS)
+    weights = [trainer.state_tensors() for trainer in (first, again, other)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
 
 
 def test_a_reference_that_is_not_kept_is_an_error_that_names_it(run: Run) -> None:

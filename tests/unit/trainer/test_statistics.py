@@ -17,7 +17,7 @@ from rollmesh.trainer.statistics import (
     policy_stats,
     ratio_stats,
 )
-from rollmesh.types import FinishReason
+from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
 from .made_batches import batch_of, environment_segment, policy_segment, trajectory
 
@@ -50,6 +50,16 @@ def results_for(flat: TrainBatch, shift: float = 0.0) -> TokenResults:
         clip=np.zeros(n, np.int8),
         before_any_update=np.ones(n, np.bool_),
     )
+
+
+def test_a_group_of_assigned_values_is_all_wrong_and_the_mean_verdict_is_of_those_that_were_given() -> None:
+    rng, late = np.random.default_rng(0), RewardOutcome(kind=OutcomeKind.TIMED_OUT)
+    assigned = [trajectory(f"a.{m}", [policy_segment(rng, 3, 2)], -1.0, outcome=late) for m in (0, 1)]
+    judged = [trajectory(f"b.{m}", [policy_segment(rng, 3, 2)], float(m)) for m in (0, 1)]
+    for groups, mean in (([assigned, judged], 0.5), ([assigned], math.nan)):
+        stats = batch_stats(build_train_batch(batch_of(*groups, train_step=3), VERSIONS, ADVANTAGES["grpo"]))
+        assert stats.outcome_mean == pytest.approx(mean, nan_ok=True)
+        assert (stats.all_right_groups, stats.all_wrong_groups) == (0, 1)
 
 
 def test_batch_is_counted_by_hand(flat: TrainBatch) -> None:

@@ -49,16 +49,24 @@ def test_old_segments_leave_the_loss_and_stay_in_the_denominator(rng: np.random.
     assert flat.loss_staleness().tolist() == [0]
 
 
-def test_advantages_compare_the_scored_members_only(rng: np.random.Generator) -> None:
-    late = RewardOutcome(kind=OutcomeKind.TIMED_OUT)
-    members = [
-        trajectory("g0.0", [policy_segment(rng, 2)], 1.0),
-        trajectory("g0.1", [policy_segment(rng, 2)], 0.0, outcome=late),
-        trajectory("g0.2", [policy_segment(rng, 2)], 1.0),
-    ]
+def test_advantages_compare_the_members_that_have_a_reward_only(rng: np.random.Generator) -> None:
+    members = [trajectory(f"g0.{i}", [policy_segment(rng, 2)], reward) for i, reward in enumerate((1.0, 0.0, 1.0))]
+    members[1] = dataclasses.replace(members[1], outcome=None)
     flat = build_train_batch(batch_of(members), {0: 0}, GRPO)
     assert flat.trajectory_ids == ("g0.0", "g0.2") and flat.unscored_trajectories == 1
     assert flat.advantages.tolist() == [0.0, 0.0]
+
+
+def test_a_value_that_the_run_assigns_to_a_time_out_counts_as_any_reward(rng: np.random.Generator) -> None:
+    late = RewardOutcome(kind=OutcomeKind.TIMED_OUT)
+    members = [
+        trajectory("g0.0", [policy_segment(rng, 2)], 1.0),
+        trajectory("g0.1", [policy_segment(rng, 2)], -1.0, outcome=late),
+    ]
+    flat = build_train_batch(batch_of(members), {0: 0}, GRPO)
+    assert flat.rewards.tolist() == [1.0, -1.0] and flat.unscored_trajectories == 0
+    assert flat.advantages.tolist() == pytest.approx([0.70710578, -0.70710578], abs=1e-6)
+    assert flat.outcome_values[0] == 1.0 and np.isnan(flat.outcome_values[1]), "no verifier gave the second one"
 
 
 def test_an_unknown_version_is_named(rng: np.random.Generator) -> None:
@@ -98,10 +106,10 @@ def test_a_repeated_trajectory_is_refused(rng: np.random.Generator) -> None:
         build_train_batch(batch_of([member], [member]), {0: 0}, GRPO)
 
 
-def test_a_batch_without_a_scored_trajectory_is_refused(rng: np.random.Generator) -> None:
-    failed = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="boom")
-    with pytest.raises(DataError, match="none of its 1 trajectories is scored"):
-        build_train_batch(batch_of([trajectory("g0.0", [policy_segment(rng, 1)], outcome=failed)]), {0: 0}, GRPO)
+def test_a_batch_without_a_reward_is_refused(rng: np.random.Generator) -> None:
+    unscored = dataclasses.replace(trajectory("g0.0", [policy_segment(rng, 1)]), outcome=None)
+    with pytest.raises(DataError, match="none of its 1 trajectories has a reward"):
+        build_train_batch(batch_of([unscored]), {0: 0}, GRPO)
 
 
 def test_minibatches_split_whole_groups_in_order() -> None:

@@ -64,7 +64,7 @@ class Drop(Model):
     groups: int
     """Groups."""
     tokens: int
-    """Tokens that had been saved in them."""
+    """Tokens that had been saved in them, without those of members that had become unscorable or dead before."""
 
 
 class EvaluationPoint(Model):

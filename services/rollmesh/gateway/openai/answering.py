@@ -37,7 +37,7 @@ class Answering:
         session_id = request.headers.get(SESSION_HEADER, "")
         call = _Call(self._service, endpoint, recorded=bool(session_id))
         try:
-            answers = await unless_gone(request, self._start(request, body, session_id))
+            answers = await unless_gone(request, self._start(request, body, session_id), self._service.farewell)
         except BaseException as error:
             call.end(_outcome_of(error))
             raise
@@ -55,7 +55,7 @@ class Answering:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return await self._streamed(request, call, shape, session_id, usage=usage)
         try:
-            whole = await unless_gone(request, call.whole(shape, session_id))
+            whole = await unless_gone(request, call.whole(shape, session_id), self._service.farewell)
         except BaseException as error:
             await call.close(_outcome_of(error))
             raise
@@ -87,7 +87,7 @@ class Answering:
         events = call.events(shape, session_id, usage=usage)
         try:
             # The first piece before the status: what fails at once is answered as an error.
-            first = await unless_gone(request, anext(events))
+            first = await unless_gone(request, anext(events), self._service.farewell)
         except BaseException as error:
             await events.aclose()
             await call.close(_outcome_of(error))
@@ -115,6 +115,7 @@ class _Call:
 
     def __init__(self, service: OpenAiService, endpoint: Endpoint, *, recorded: bool) -> None:
         self._metrics = service.metrics
+        self._farewell = service.farewell
         self._endpoint = endpoint
         self._recorded = "yes" if recorded else "no"
         self._begun = time.monotonic()
@@ -182,9 +183,13 @@ class _Call:
             except Exception as error:
                 await queue.put(error)
 
+        async def end() -> None:
+            await queue.put(await self._farewell.heard())
+
         readers = [asyncio.create_task(read(index, answer)) for index, answer in enumerate(self._answers)]
+        readers.append(asyncio.create_task(end()))
         try:
-            left = len(readers)
+            left = len(self._answers)
             while left:
                 item = await queue.get()
                 if isinstance(item, BaseException):

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from rollmesh.errors import Conflict, DataError, EngineError, RollmeshError, StoreError
 from rollmesh.gateway.errors import ApiError
 from rollmesh.gateway.openai.errors import OpenAiError, invalid, unavailable
+from rollmesh.gateway.openai.farewell import Farewell
 from rollmesh.runtime.logging import get_logger
 
 T = TypeVar("T")
@@ -101,20 +102,19 @@ def _is_branch(part: int | str) -> bool:
     return isinstance(part, str) and (part in ("str", "int") or not part.isidentifier())
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``; a client that hangs up cancels it (OpenAiError)."""
+async def unless_gone(request: Request, work: Awaitable[T], farewell: Farewell) -> T:
+    """The result of ``work``; a client that hangs up and a gateway that stops cancel it (OpenAiError)."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnected(request))
+    left, told = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(farewell.heard())
     try:
-        await asyncio.wait([task, watch], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise OpenAiError(CLIENT_CLOSED, "the client closed the connection")
-        return task.result()
+        await asyncio.wait([task, left, told], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise told.result() if told.done() else OpenAiError(CLIENT_CLOSED, "the client closed the connection")
     finally:
-        watch.cancel()
-        if not task.done():
-            task.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        for each in (task, left, told):
+            each.cancel()
+        await asyncio.gather(task, left, told, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:

@@ -101,7 +101,7 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
     async def open_session(request: Request, body: SessionRequest | None = None) -> dict[str, Any]:
         """A prompt to work on; waits while the run is paused or its pool is full."""
         wait = (body or SessionRequest()).wait_seconds
-        session = await unless_gone(request, _opened(service, agents_of(service).desk, wait))
+        session = await unless_gone(request, _opened(service, agents_of(service).desk, wait), service.farewell)
         return session.describe(run, with_task=True)
 
     @api.get("/sessions/{session_id}")

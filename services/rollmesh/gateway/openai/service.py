@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import RollmeshError, StoreUnavailable
 from rollmesh.gateway.openai.desk import Desk
+from rollmesh.gateway.openai.farewell import Farewell, farewell_at
 from rollmesh.gateway.openai.free import FreeCalls
 from rollmesh.gateway.openai.metrics import OpenAiMetrics
 from rollmesh.gateway.openai.recorded import RecordedCalls
@@ -65,6 +67,8 @@ class OpenAiService:
     metrics: OpenAiMetrics
     free: FreeCalls
     agents: Agents | None
+    farewell: Farewell
+    """Ends the calls under way when the gateway stops."""
     started: float
     """When it started, monotonic seconds."""
 
@@ -82,9 +86,8 @@ class OpenAiService:
         return serving, await self.store.latest_policy()
 
     async def complete(self) -> bool:
-        """Whether the run has no use for further rollouts."""
-        state = await self.store.training_state()
-        return max(state.trained_step, state.cut_step) >= self.config.trainer.train_steps
+        """Whether no agent's work can reach training any more."""
+        return await _complete(self.config, self.store)
 
 
 @asynccontextmanager
@@ -145,6 +148,7 @@ async def openai_service(
             loops.start(_sweep(desk, stop), "agents-sweep")
         else:
             loops.start(_look(generators, policies, stop), "openai-registry")
+        farewell = await stack.enter_async_context(farewell_at(shutdown, partial(_complete, config, store)))
         try:
             yield OpenAiService(
                 config=config,
@@ -153,11 +157,19 @@ async def openai_service(
                 metrics=metrics,
                 free=FreeCalls(tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens),
                 agents=agents,
+                farewell=farewell,
                 started=time.monotonic(),
             )
         finally:
             stop.set()
             await loops.ended()
+
+
+async def _complete(config: RunConfig, store: TrajectoryStore) -> bool:
+    if config.rollout.program != "agent":
+        return False
+    state = await store.training_state()
+    return max(state.trained_step, state.cut_step) >= config.trainer.train_steps
 
 
 class _Loops:

@@ -17,7 +17,7 @@ const SHOWN = [
 ];
 const FIRST_CHOICE = "goodput";
 const LABELS = {
-  goodput: "goodput (trained / saved tokens)",
+  goodput: "goodput (trained / generated tokens)",
   kl_behavior: "KL(behavior || policy)",
   logprob_gap: "logprob gap",
   trainer_wait: "trainer waits for a batch",

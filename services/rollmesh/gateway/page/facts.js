@@ -28,7 +28,7 @@ function factsOf(overview, goodput) {
       `${short(Math.round(rates.saved_tokens_per_second))}/s`,
       `${number(rates.finished_per_second)} rollouts/s`,
     ],
-    ["Goodput", percent(goodput), "trained of saved tokens"],
+    ["Goodput", percent(goodput), "trained of generated tokens"],
     ["Reward", number(report?.reward_mean), report ? `mean of step ${count(report.train_step)}` : "no step yet"],
     ["Staleness", number(report?.staleness_mean), `steps, bound ${count(overview.staleness.bound)}`],
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollmesh.config.run import RunConfig
 from rollmesh.generator.engines.protocol import Engine
+from rollmesh.runtime.imports import many_imports
 
 
 def build_engine(config: RunConfig, index: int = 0) -> Engine:
@@ -16,10 +17,11 @@ def build_engine(config: RunConfig, index: int = 0) -> Engine:
         from rollmesh.generator.engines.sglang.options import SglangOptions
 
         return SglangEngine(SglangOptions.from_config(config, index))
-    import torch
+    with many_imports():
+        import torch
 
-    from rollmesh.generator.engines.torch.engine import TorchEngine
-    from rollmesh.generator.engines.torch.options import TorchEngineOptions
+        from rollmesh.generator.engines.torch.engine import TorchEngine
+        from rollmesh.generator.engines.torch.options import TorchEngineOptions
 
     torch.set_num_threads(config.launcher.torch_threads)
     return TorchEngine(TorchEngineOptions.from_config(config))

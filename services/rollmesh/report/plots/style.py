@@ -58,6 +58,8 @@ _RC: Any = {
     "axes.titlepad": 9.0,
     "axes.titlesize": 11.0,
     "axes.titleweight": "bold",
+    "figure.autolayout": False,
+    "figure.constrained_layout.use": False,
     "figure.facecolor": SURFACE,
     "axes.facecolor": "none",
     "font.family": ["sans-serif"],
@@ -208,9 +210,10 @@ def version_bar(figure: Figure, axes: Axes, versions: Sequence[int]) -> None:
 
 def save(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
     """Write ``name.svg`` and ``name.png`` (double density) and return their paths."""
-    # The layout does not depend on the format: solve it once.
+    # The layout does not depend on the format: solve it once. With any engine, "none" included, each file would be
+    # drawn a second time for it.
     figure.draw_without_rendering()
-    figure.set_layout_engine("none")
+    figure.set_layout_engine(None)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
     figure.savefig(svg, format="svg", metadata={"Date": None})
     figure.savefig(png, format="png", dpi=200)

@@ -136,7 +136,7 @@ class EnvironmentProgram:
 
     async def run(self, rollout: Rollout) -> Ending:
         """Play turns until the environment ends the episode or tokens or turns run out (LENGTH)."""
-        environment = self._make()
+        environment = self._made()
         held = rollout.held
         durable = environment.replayable or isinstance(environment, SnapshotEnvironment)
         if held.token_count and not self._resumable(environment, rollout):
@@ -150,6 +150,13 @@ class EnvironmentProgram:
             if not durable:
                 held.restart()  # nobody could go on from these tokens: none of them is saved
             raise
+
+    def _made(self) -> Environment:
+        """A fresh environment; making one may fail like everything else that it does."""
+        try:
+            return self._make()
+        except Exception as error:  # as in _guarded
+            raise EnvironmentFailed(f"environment: making one: {type(error).__name__}: {error}") from error
 
     def _resumable(self, environment: Environment, rollout: Rollout) -> bool:
         """Whether the saved turns can be gone on from."""
@@ -191,15 +198,15 @@ class EnvironmentProgram:
 
     async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
         """The environment's reward, from its snapshot or by playing the turns again; None leaves it to the verifier."""
-        environment = self._make()
         turns = [turn for turn in turns_of(trajectory.segments, self._stop_token_ids) if turn.complete]
-        if not environment.replayable:
-            last = None if snapshot is None else Snapshot.from_bytes(snapshot)
-            if last is not None and last.turn_count == len(turns):
-                return _outcome(last.reward)
-            message = "its worker died before the score, and the environment that knew the reward went with it"
-            return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
         try:
+            environment = self._made()
+            if not environment.replayable:
+                last = None if snapshot is None else Snapshot.from_bytes(snapshot)
+                if last is not None and last.turn_count == len(turns):
+                    return _outcome(last.reward)
+                message = "its worker died before the score, and the environment that knew the reward went with it"
+                return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
             async with aclosing(_Episode(environment, trajectory, self._tokenizer, self._timeout)) as episode:
                 await episode.begin()
                 for turn in turns:

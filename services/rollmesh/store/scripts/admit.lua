@@ -1,5 +1,4 @@
 #!lua
--- uses: fence roles
 -- Opens groups with their pending trajectories and advances the cursor.
 -- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
 --   id, needed, epoch, index, prompt bytes ('' when it was uploaded under its own key).
@@ -19,29 +18,36 @@ local function known(gid, epoch, index)
   return call('EXISTS', group_key(gid)) == 1 or call('ZSCORE', K.tombstones, gid) or call('HEXISTS', K.cut, gid) == 1
 end
 
-local sequence, opened = tonumber(meta[5] or '0'), 0
+-- Every group is looked at before the first write: a lost upload leaves the whole call without effect.
+local new, named = {}, {}
 for group = 0, tonumber(ARGV[7]) - 1 do
   local at = 8 + group * 5
-  local gid, needed = ARGV[at], tonumber(ARGV[at + 1])
-  if not known(gid, tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])) then
-    if ARGV[at + 4] ~= '' then
-      call('SET', prompt_key(gid), ARGV[at + 4])
-    else
-      if call('EXISTS', upload_key(gid)) == 0 then fail('UPLOAD_EXPIRED', 'prompt of ' .. gid) end
-      call('RENAME', upload_key(gid), prompt_key(gid))
-      call('PERSIST', prompt_key(gid))
-    end
-    sequence = sequence + 1
-    opened = opened + 1
-    call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0)
-    call('ZADD', K.open, sequence, gid)
-    local members = {}
-    for member = 0, needed - 1 do
-      members[#members + 1] = sequence * 4096 + member
-      members[#members + 1] = gid .. '.' .. member
-    end
-    call('ZADD', K.pending, unpack(members))
+  local gid, needed, prompt = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 4]
+  if not named[gid] and not known(gid, tonumber(ARGV[at + 2]), tonumber(ARGV[at + 3])) then
+    if prompt == '' and call('EXISTS', upload_key(gid)) == 0 then fail('UPLOAD_EXPIRED', 'prompt of ' .. gid) end
+    named[gid] = true
+    new[#new + 1] = {id = gid, needed = needed, prompt = prompt}
   end
+end
+
+local sequence, opened = tonumber(meta[5] or '0'), #new
+for _, group in ipairs(new) do
+  local gid, needed = group.id, group.needed
+  if group.prompt ~= '' then
+    call('SET', prompt_key(gid), group.prompt)
+  else
+    call('RENAME', upload_key(gid), prompt_key(gid))
+    call('PERSIST', prompt_key(gid))
+  end
+  sequence = sequence + 1
+  call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0)
+  call('ZADD', K.open, sequence, gid)
+  local members = {}
+  for member = 0, needed - 1 do
+    members[#members + 1] = sequence * 4096 + member
+    members[#members + 1] = gid .. '.' .. member
+  end
+  call('ZADD', K.pending, unpack(members))
 end
 call('HSET', K.meta, 'cursor_epoch', ARGV[5], 'cursor_index', ARGV[6], 'admission_seq', sequence,
   'admit_nonce', ARGV[2], 'admit_count', opened)

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: roles branch
 -- A policy exists once this accepts it. ARGV: trainer, version, train step, path, manifest digest.
 require_trainer(ARGV[1])
 local version = tonumber(ARGV[2])

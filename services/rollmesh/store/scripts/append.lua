@@ -1,8 +1,7 @@
 #!lua
--- uses: fence group save
 -- Partial save. ARGV: session, items, then the items (lib/save.lua). Returns (status, tokens) per item.
 local items, reply = read_items(3, tonumber(ARGV[2])), {}
-check_versions(items)
+check(items)
 for _, item in ipairs(items) do
   local status, tokens, fields = save(ARGV[1], item)
   if fields and #fields > 0 then call('HSET', trajectory_key(item.id), unpack(fields)) end

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: group
 -- Held trajectories become dead letters. ARGV: session, then (id, reason) each. Returns how many.
 local buried = 0
 for at = 2, #ARGV, 2 do

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: give_back
 -- Ends a session and gives back a slice of what it holds. ARGV: session, slice size, '1' when attempts do not count.
 -- Returns how many went back; 0 means that nothing is left.
 if call('ZREM', K.sessions, ARGV[1]) == 1 then call('SADD', K.closing, ARGV[1]) end

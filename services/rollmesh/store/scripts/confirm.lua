@@ -1,21 +1,23 @@
 #!lua flags=allow-oom
--- uses: roles
--- The batch file is on disk: payloads may go (sweep). ARGV: trainer, train step, digest, group ids.
+-- The batch file is on disk: payloads go, those of the first groups with this call (sweep: the others).
+-- ARGV: trainer, train step, digest, groups of this call, group ids. Returns the number of groups in the batch, 0 when
+-- nothing is left of it.
 require_trainer(ARGV[1])
-local step = ARGV[2]
-if tonumber(step) <= tonumber(call('HGET', K.meta, 'trained_step')) then return 0 end
+local step, digest = ARGV[2], ARGV[3]
 local there = call('HGET', batch_key(step), 'digest')
-if there == ARGV[3] then return 0 end
-if there == 'unknown' then
-  call('HSET', batch_key(step), 'digest', ARGV[3])
-  return 0
+if there ~= digest and tonumber(step) > tonumber(call('HGET', K.meta, 'trained_step')) then
+  if not there then
+    local gids = call('LRANGE', batch_groups_key(step), 0, -1)
+    if #gids == 0 then fail('CONFLICT', 'batch ' .. step .. ' has not been cut') end
+    if table.concat(gids, ' ') ~= table.concat({unpack(ARGV, 5)}, ' ') then
+      fail('CONFLICT', 'batch ' .. step .. ' has been cut with other groups since it was claimed')
+    end
+  elseif there ~= 'unknown' then
+    fail('CONFLICT', 'batch ' .. step .. ' was confirmed with another digest')
+  end
+  if not there then call('SADD', K.unswept, step) end
+  call('HSET', batch_key(step), 'digest', digest)
 end
-if there then fail('CONFLICT', 'batch ' .. step .. ' was confirmed with another digest') end
-local gids = call('LRANGE', batch_groups_key(step), 0, -1)
-if #gids == 0 then fail('CONFLICT', 'batch ' .. step .. ' has not been cut') end
-if table.concat(gids, ' ') ~= table.concat({unpack(ARGV, 4)}, ' ') then
-  fail('CONFLICT', 'batch ' .. step .. ' has been cut with other groups since it was claimed')
-end
-call('HSET', batch_key(step), 'digest', ARGV[3])
-call('SADD', K.unswept, step)
-return 1
+local size = sweep_groups(step, 0, tonumber(ARGV[4]) - 1)
+flush_counts()
+return size

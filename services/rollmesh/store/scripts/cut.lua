@@ -1,15 +1,15 @@
 #!lua flags=allow-oom
--- uses: fence roles
 -- Fixes the members and the order of one batch: ready -> cut(s). ARGV: leader, train step, group ids.
 require_leader(ARGV[1])
 local step = tonumber(ARGV[2])
-local meta = call('HMGET', K.meta, 'trained_step', 'cut_step')
+local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'abandoned_to')
 local gids = {unpack(ARGV, 3)}
 if tonumber(meta[2]) == step then
   local there = call('LRANGE', batch_groups_key(step), 0, -1)
   if table.concat(there, ' ') == table.concat(gids, ' ') then return #there end
 end
 refuse_while_recovering('cut')
+if meta[3] then fail('CONFLICT', 'cut ' .. step .. ': a rollback is still dropping the branch that it abandons') end
 if step ~= tonumber(meta[2]) + 1 or step ~= tonumber(meta[1]) + 1 then
   fail('CONFLICT', 'cut ' .. step .. ': cut_step is ' .. meta[2] .. ', trained_step is ' .. meta[1])
 end

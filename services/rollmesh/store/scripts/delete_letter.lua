@@ -1,4 +1,3 @@
 #!lua flags=allow-oom
--- uses: group
 -- Forgets a dead letter and its payload. ARGV: trajectory id.
 return forget_letter(ARGV[1])

@@ -1,12 +1,11 @@
 #!lua flags=allow-oom
--- uses: fence roles group
 -- Drops open or ready groups. ARGV: leader, reason, group ids. Returns how many were dropped.
 require_leader(ARGV[1])
 refuse_while_recovering('evict')
 local dropped = 0
 for at = 3, #ARGV do
   local gid = ARGV[at]
-  if not call('HGET', K.cut, gid) then
+  if not call('HGET', K.cut, gid) and not call('ZSCORE', K.tombstones, gid) then
     local group = load_group(gid)
     if group then
       drop_group(group, ARGV[2])

@@ -1,8 +1,7 @@
 #!lua
--- uses: fence group save
 -- Last tokens and finish reason: leased -> finished. ARGV and reply as in append.
 local items, reply, lengths = read_items(3, tonumber(ARGV[2])), {}, {}
-check_versions(items)
+check(items)
 for _, item in ipairs(items) do
   local status, tokens, fields, state = save(ARGV[1], item)
   if status == SAVED and state == 'leased' then

@@ -1,5 +1,4 @@
 #!lua
--- uses: fence roles group
 -- Another member for the group of a held trajectory, leased to its session at once: its agent goes on under a context
 -- that the trajectory does not hold. At most `needed` more than the group began with, as with replacements, and never
 -- more than pool_size. ARGV: session, trajectory, nonce.

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: fence roles
 -- ARGV: session. Returns the run_id of the server: a new one asks the worker to re-register.
 recovering()
 require_session(ARGV[1])

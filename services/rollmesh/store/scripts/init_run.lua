@@ -1,19 +1,19 @@
-#!lua
--- uses: fence
--- Writes the limits of a run once; a second start must bring the same ones, but may train longer.
+#!lua flags=allow-oom
+-- Writes the limits of a run once; a second start must bring the same ones, but may train longer. Every service begins
+-- with it, so it runs when memory is short: what frees memory is a batch that is trained, by a trainer that restarts too.
 -- ARGV: '1' when a client brings back a run that Redis has lost, then (field, value) pairs.
 local there = call('HGETALL', K.limits)
 if #there > 0 then
-  local old = {}
+  local old, longer = {}, nil
   for at = 1, #there, 2 do old[there[at]] = there[at + 1] end
   for at = 2, #ARGV, 2 do
-    local longer = ARGV[at] == 'train_steps' and tonumber(ARGV[at + 1]) > tonumber(old[ARGV[at]] or 0)
-    if longer then
-      call('HSET', K.limits, 'train_steps', ARGV[at + 1])
+    if ARGV[at] == 'train_steps' and tonumber(ARGV[at + 1]) > tonumber(old[ARGV[at]] or 0) then
+      longer = ARGV[at + 1]
     elseif old[ARGV[at]] ~= ARGV[at + 1] then
       fail('CONFLICT', ARGV[at] .. ': this run was started with ' .. tostring(old[ARGV[at]]) .. ', not ' .. ARGV[at + 1])
     end
   end
+  if longer then call('HSET', K.limits, 'train_steps', longer) end
   return 0
 end
 call('HSET', K.limits, unpack(ARGV, 2))

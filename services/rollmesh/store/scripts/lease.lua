@@ -1,13 +1,12 @@
 #!lua
--- uses: fence roles group
 -- pending | partial -> leased, never more than pool_size over the whole mesh: partials of the oldest group first,
 -- then pending in admission order. ARGV: session, nonce, limit, and how many of them may be pending ones.
 -- Returns (id, attempt, birth version, tokens, is new, time of the first lease in ms) per trajectory; a retry with the
--- same nonce gets the same ones.
+-- same nonce gets the same ones. All of it is text: a number would be written out and read again at every step.
 local session = ARGV[1]
 require_session(session)
 local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
-if before[1] == ARGV[2] then return cjson.decode(before[2]) end
+if before[1] == ARGV[2] then return words_of(before[2]) end
 if recovering() then return {} end
 local meta = call('HMGET', K.meta, 'user_paused', 'policy_version')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused')
@@ -16,27 +15,31 @@ local free = tonumber(desired[1] or '0') - tonumber(call('HGET', K.counts, 'leas
 local room = math.min(tonumber(ARGV[3]), free)
 local most_new = tonumber(ARGV[4] or ARGV[3])
 local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
-local birth = math.max(0, tonumber(meta[2] or '0'))
+local birth = tonumber(meta[2] or '0') > 0 and meta[2] or '0'
+local now_text = integer(now())
 local reply, held, buried = {}, {}, 0
 -- A burial touches a whole group; more than a few wait for the next call.
 local MOST_BURIALS = 4
 
 local function take(id, order)
   local v = call('HMGET', trajectory_key(id), 'attempts', 'mark', 'tokens', 'birth', 'since')
-  local tokens, since = tonumber(v[3] or '0'), v[5] or now()
-  local attempts = 1
-  if v[1] and tonumber(v[2]) == tokens then attempts = tonumber(v[1]) + 1 end
-  if attempts > max_attempts then
-    bury(id, 'max_attempts')
-    buried = buried + 1
-    return false
+  local attempts, tokens, since = '1', v[3] or '0', v[5] or now_text
+  if v[1] and (v[2] == tokens or v[2] == '-') then
+    local tried = tonumber(v[1])
+    if tried >= max_attempts then
+      bury(id, 'max_attempts')
+      buried = buried + 1
+      return false
+    end
+    attempts = integer(tried + 1)
   end
+  local born = v[4] or birth
   call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order, 'attempts', attempts,
-    'mark', tokens, 'tokens', tokens, 'birth', v[4] or birth, 'since', since)
+    'mark', tokens, 'tokens', tokens, 'birth', born, 'since', since)
   held[#held + 1] = id
   local at = #reply
-  reply[at + 1], reply[at + 2], reply[at + 3] = id, attempts, tonumber(v[4] or birth)
-  reply[at + 4], reply[at + 5], reply[at + 6] = tokens, v[1] and 0 or 1, tonumber(since)
+  reply[at + 1], reply[at + 2], reply[at + 3] = id, attempts, born
+  reply[at + 4], reply[at + 5], reply[at + 6] = tokens, v[1] and '0' or '1', since
   return true
 end
 
@@ -58,7 +61,7 @@ take_from(K.partial, room)
 take_from(K.pending, math.min(room, #held + most_new))
 if #held > 0 then
   call('SADD', held_key(session), unpack(held))
-  call('HSET', session_key(session), 'lease_nonce', ARGV[2], 'lease_reply', cjson.encode(reply))
+  call('HSET', session_key(session), 'lease_nonce', ARGV[2], 'lease_reply', table.concat(reply, ' '))
   count('leased', #held)
   count('leases_total', #held)
 end

@@ -1,23 +1,42 @@
 #!lua flags=allow-oom
--- uses: fence roles
 -- Finished trajectories whose worker died, oldest group first; their scores let batches be cut, which frees memory.
--- ARGV: session, nonce, limit. Reply as in lease.
-local session = ARGV[1]
+-- One that nobody could score in max_attempts of these leases is buried. ARGV: session, nonce, limit. Reply as in
+-- lease, with the attempts to score it.
+local session, limit = ARGV[1], tonumber(ARGV[3])
 require_session(session)
 local before = call('HMGET', session_key(session), 'scoring_nonce', 'scoring_reply')
-if before[1] == ARGV[2] then return cjson.decode(before[2]) end
+if before[1] == ARGV[2] then return words_of(before[2]) end
 if recovering() then return {} end
-local found = call('ZPOPMIN', K.scoring, ARGV[3])
+local found = call('ZRANGE', K.scoring, 0, limit - 1)
 if #found == 0 then return found end
-local reply = {}
-for at = 1, #found, 2 do
-  local id = found[at]
-  local v = call('HMGET', trajectory_key(id), 'attempts', 'birth', 'tokens', 'since')
-  call('HSET', trajectory_key(id), 'session', session)
-  call('SADD', held_key(session), id)
-  local n = #reply
-  reply[n + 1], reply[n + 2], reply[n + 3] = id, tonumber(v[1]), tonumber(v[2])
-  reply[n + 4], reply[n + 5], reply[n + 6] = tonumber(v[3]), 0, tonumber(v[4] or now())
+local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
+-- A burial touches a whole group; more than a few wait for the next call.
+local MOST_BURIALS = 4
+local reply, held, seen, buried = {}, {}, {}, 0
+for _, id in ipairs(found) do
+  local v = call('HMGET', trajectory_key(id), 'scorings', 'birth', 'tokens', 'since')
+  local tried = tonumber(v[1] or '0')
+  if tried < max_attempts then
+    call('HSET', trajectory_key(id), 'session', session, 'scorings', tried + 1)
+    held[#held + 1] = id
+    local n = #reply
+    reply[n + 1], reply[n + 2], reply[n + 3] = id, integer(tried + 1), v[2]
+    reply[n + 4], reply[n + 5], reply[n + 6] = v[3], '0', v[4] or integer(now())
+  elseif buried < MOST_BURIALS then
+    buried = buried + 1
+    count('finished', -1)
+    call('HSET', trajectory_key(id), 'attempts', tried)
+    bury(id, 'max_attempts to score it')
+  else
+    break
+  end
+  seen[#seen + 1] = id
 end
-call('HSET', session_key(session), 'scoring_nonce', ARGV[2], 'scoring_reply', cjson.encode(reply))
+call('ZREM', K.scoring, unpack(seen))
+if #held > 0 then
+  call('SADD', held_key(session), unpack(held))
+  call('HSET', session_key(session), 'scoring_nonce', ARGV[2], 'scoring_reply', table.concat(reply, ' '))
+end
+flush_groups()
+flush_counts()
 return reply

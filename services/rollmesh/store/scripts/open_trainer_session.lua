@@ -1,13 +1,15 @@
 #!lua flags=allow-oom
 -- ARGV: fresh token, name, lineage of the checkpoint store ('' asks nothing). The newest wins; a token that was fenced
 -- once never comes back.
-if ARGV[3] ~= '' then
-  local known = call('HGET', K.meta, 'lineage')
-  if known and known ~= ARGV[3] then fail('CONFLICT', 'this queue belongs to another checkpoint store') end
-  call('HSET', K.meta, 'lineage', ARGV[3])
+local meta = call('HMGET', K.meta, 'lineage', 'trainer')
+if ARGV[3] ~= '' and meta[1] and meta[1] ~= ARGV[3] then
+  fail('CONFLICT', 'this queue belongs to another checkpoint store')
 end
-if call('HGET', K.meta, 'trainer') == ARGV[1] then return 1 end
-if call('ZSCORE', K.trainers, ARGV[1]) then fail('SESSION_LOST', 'a newer trainer session is open') end
+if meta[2] ~= ARGV[1] and call('ZSCORE', K.trainers, ARGV[1]) then
+  fail('SESSION_LOST', 'a newer trainer session is open')
+end
+if ARGV[3] ~= '' then call('HSET', K.meta, 'lineage', ARGV[3]) end
+if meta[2] == ARGV[1] then return 1 end
 call('ZADD', K.trainers, now(), ARGV[1])
 call('ZREMRANGEBYRANK', K.trainers, 0, -65)
 call('HSET', K.meta, 'trainer', ARGV[1], 'trainer_name', ARGV[2])

@@ -4,15 +4,16 @@
 local version, owner, instance = ARGV[1], ARGV[2], ARGV[3]
 local pin = call('HMGET', K.meta, 'pinned', 'pin_owner')
 local foreign = owner ~= '' and pin[1] and pin[2] ~= owner
-if version == '' then
-  if not foreign then call('HDEL', K.meta, 'pinned', 'pin_owner', 'pin_instance') end
-  return 1
-end
-if call('HEXISTS', K.versions, version) == 0 then
+if version ~= '' and call('HEXISTS', K.versions, version) == 0 then
   fail('CONFLICT', 'policy version ' .. version .. ' has not been announced')
 end
-if foreign and pin[1] ~= version then
+if version ~= '' and foreign and pin[1] ~= version then
   fail('CONFLICT', 'policy version ' .. pin[1] .. ' is pinned by ' .. ((pin[2] or '') == '' and 'a person' or pin[2]))
 end
-if not foreign then call('HSET', K.meta, 'pinned', version, 'pin_owner', owner, 'pin_instance', instance) end
+if foreign then return 1 end
+if version == '' then
+  call('HDEL', K.meta, 'pinned', 'pin_owner', 'pin_instance')
+else
+  call('HSET', K.meta, 'pinned', version, 'pin_owner', owner, 'pin_instance', instance)
+end
 return 1

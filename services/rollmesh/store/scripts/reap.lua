@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: fence roles
 -- Declares expired sessions dead. Never within one TTL of a new leader or of a recovery. ARGV: leader.
 -- Returns the sessions whose trajectories are to be given back (close_session), and steps to be swept.
 require_leader(ARGV[1])

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: fence adopt branch
 -- Closes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
 -- trainer's copy of the cursor, then (version, train step, path, digest) per policy, ascending.
 adopt_trainer(ARGV[1])

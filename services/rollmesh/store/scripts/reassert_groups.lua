@@ -1,46 +1,39 @@
 #!lua flags=allow-oom
--- uses: fence adopt group
--- Groups of a batch file: trained ones are consumed, the others cut and confirmed, whatever the queue believed.
--- ARGV: trainer, train step, digest, trained (1|0), first call of the step (1|0), group ids of this slice.
+-- A batch file names its groups: trained ones are consumed, the others cut and confirmed, whatever the queue believed.
+-- One step for the whole file, so that no leader finds any of them open or ready. Their records go with forget_groups.
+-- ARGV: trainer, train step, digest, trained (1|0), all group ids in order.
 adopt_trainer(ARGV[1])
 local step, digest, trained = ARGV[2], ARGV[3], ARGV[4] == '1'
-
--- An unconfirmed cut of this step, or a slice of an earlier attempt, gives way to the batch file.
-if ARGV[5] == '1' then
-  for _, gid in ipairs(call('LRANGE', batch_groups_key(step), 0, -1)) do
-    local group = load_group(gid)
-    if group then
-      call('HDEL', K.cut, gid)
-      call('ZADD', K.ready, group.index, gid)
-      call('ZADD', K.ready_steps, group.step or '+inf', gid)
-    end
-  end
-  call('UNLINK', batch_groups_key(step))
-end
-
+local gids, named, marks = {unpack(ARGV, 5)}, {}, {}
 local replays = tonumber(call('HGET', K.meta, 'replay_seq') or '0')
-for at = 6, #ARGV do
-  local gid = ARGV[at]
+for _, gid in ipairs(gids) do
+  named[gid] = true
   replays = math.max(replays, tonumber(string.match(gid, 'r(%d+)$') or '0'))
-  local group = load_group(gid)
+  marks[#marks + 1] = trained and step or gid
+  marks[#marks + 1] = trained and gid or step
+end
+call('HSET', K.meta, 'replay_seq', replays)
+
+-- What an unconfirmed cut of this step has besides gives way to the batch file.
+for _, gid in ipairs(call('LRANGE', batch_groups_key(step), 0, -1)) do
+  local group = not named[gid] and load_group(gid)
   if group then
-    delete_members(group)
-    call('UNLINK', group_key(gid))
-    call('ZREM', K.open, gid)
-    call('ZREM', K.ready, gid)
-    call('ZREM', K.open_steps, gid)
-    call('ZREM', K.ready_steps, gid)
-  end
-  if trained then
     call('HDEL', K.cut, gid)
-    call('ZADD', K.tombstones, step, gid)
-  else
-    call('HSET', K.cut, gid, step)
-    call('RPUSH', batch_groups_key(step), gid)
+    call('ZADD', K.ready, group.index, gid)
+    call('ZADD', K.ready_steps, group.step or '+inf', gid)
   end
 end
-if not trained then call('HSET', batch_key(step), 'digest', digest) end
-call('HSET', K.meta, 'replay_seq', replays)
-count('reasserted_groups_total', #ARGV - 5)
+call('UNLINK', batch_groups_key(step))
+for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps}) do call('ZREM', queue, unpack(gids)) end
+if trained then
+  call('HDEL', K.cut, unpack(gids))
+  call('ZADD', K.tombstones, unpack(marks))
+else
+  call('ZREM', K.tombstones, unpack(gids))
+  call('HSET', K.cut, unpack(marks))
+  call('RPUSH', batch_groups_key(step), unpack(gids))
+  call('HSET', batch_key(step), 'digest', digest)
+end
+count('reasserted_groups_total', #gids)
 flush_counts()
-return #ARGV - 5
+return #gids

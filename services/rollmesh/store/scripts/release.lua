@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: give_back
 -- A worker lets trajectories go. ARGV: session, '1' when the attempt does not count, ids. Returns how many it held.
 local released = 0
 for at = 3, #ARGV do

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: fence
 -- ARGV: token. Returns 0 when somebody else leads.
 if call('HGET', K.meta, 'leader') ~= ARGV[1] then return 0 end
 call('HSET', K.meta, 'leader_until', now() + ttl_ms())

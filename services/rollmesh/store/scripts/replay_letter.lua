@@ -1,5 +1,4 @@
 #!lua
--- uses: roles fence
 -- A dead letter becomes a new group with replay_of; asked again, it answers with the same group.
 -- ARGV: trajectory id, needed. Returns the group id.
 local id = ARGV[1]

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: roles
 -- ARGV: trainer, train step of the newest committed trainer state.
 require_trainer(ARGV[1])
 if tonumber(ARGV[2]) > tonumber(call('HGET', K.meta, 'committed_step')) then

@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: roles
 -- Step reports of the trainer; bounded, so that they may be written without memory. ARGV: trainer, train step after
 -- which all reports are replaced, how many of the newest are kept, then (train step, report) pairs.
 require_trainer(ARGV[1])

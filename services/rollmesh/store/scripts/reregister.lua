@@ -1,15 +1,14 @@
 #!lua flags=allow-oom
--- uses: fence give_back
 -- A worker states everything it holds after the server came back; what it does not name goes back.
 -- ARGV: session, worker name, then (id, saved tokens) each. Returns (kept, saved tokens) per item.
 local session, named = ARGV[1], {}
-if recovering() then
+if not recovering() then
+  require_session(session)
+else
   -- The session may have been opened in the part that was lost.
   call('ZADD', K.sessions, now() + ttl_ms(), session)
   call('HSET', session_key(session), 'worker', ARGV[2])
   call('SREM', K.closing, session)
-elseif not call('ZSCORE', K.sessions, session) then
-  fail('SESSION_LOST', 'worker session is closed or was reaped')
 end
 for at = 3, #ARGV, 2 do named[ARGV[at]] = true end
 for _, id in ipairs(call('SMEMBERS', held_key(session))) do

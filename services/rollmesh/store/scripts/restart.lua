@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: group
 -- Drops the saved tokens of held, unfinished trajectories, which begin again. ARGV: session, ids. Returns how many.
 local restarted = 0
 for at = 2, #ARGV do
@@ -10,11 +9,13 @@ for at = 2, #ARGV do
     for _, field in ipairs(call('HKEYS', trajectory_key(id))) do
       if string.match(field, '^c%d+$') then fields[#fields + 1] = field end
     end
-    call('HDEL', trajectory_key(id), 'links', 'step', 'snapshot', 'version', 'generator', unpack(fields))
+    call('HDEL', trajectory_key(id), 'links', 'step', 'snapshot', 'has_snapshot', 'version', 'generator')
+    in_slices(fields, function(...) call('HDEL', trajectory_key(id), ...) end)
     local keys = {}
     payload_keys(id, v[4], keys)
-    call('UNLINK', unpack(keys))
-    call('HSET', trajectory_key(id), 'tokens', 0, 'mark', 0)
+    unlink(keys)
+    -- No number of tokens: whatever the new beginning writes, the next lease finds no progress.
+    call('HSET', trajectory_key(id), 'tokens', 0, 'mark', '-')
     recompute_step(load_group(group_of(id)))
     count('restarted_tokens_total', tonumber(v[3]))
     restarted = restarted + 1

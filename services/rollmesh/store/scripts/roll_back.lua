@@ -1,15 +1,38 @@
 #!lua flags=allow-oom
--- uses: roles group
--- Drops a slice of the unclaimed groups, oldest first. ARGV: trainer, slice size, newest admission index to drop.
--- Returns how many were dropped; 0 means that none is left.
+-- Drops all unclaimed groups, oldest first, a slice a call. The first call with a nonce takes back a cut whose batch file
+-- was never confirmed, and notes the newest admission index: what was admitted up to it is of the abandoned branch. While
+-- the note is there nothing is cut; the last call takes it away.
+-- ARGV: trainer, slice size, nonce of the rollback. Returns how many were dropped, and 1 while another call is needed.
 require_trainer(ARGV[1])
-local dropped = 0
-for _, queue in ipairs({K.open, K.ready}) do
-  for _, gid in ipairs(call('ZRANGE', queue, '-inf', ARGV[3], 'BYSCORE', 'LIMIT', 0, tonumber(ARGV[2]) - dropped)) do
-    drop_group(load_group(gid), 'rolled_back')
-    dropped = dropped + 1
+local meta = call('HMGET', K.meta, 'abandon_nonce', 'abandoned_to', 'admission_seq', 'trained_step', 'cut_step')
+local newest = meta[2]
+if meta[1] ~= ARGV[3] then
+  newest = meta[3]
+  call('HSET', K.meta, 'abandon_nonce', ARGV[3], 'abandoned_to', newest)
+  local cut = meta[5]
+  if cut ~= meta[4] and not call('HGET', batch_key(cut), 'digest') then
+    for _, gid in ipairs(call('LRANGE', batch_groups_key(cut), 0, -1)) do
+      local v = call('HMGET', group_key(gid), 'index', 'step')
+      call('HDEL', K.cut, gid)
+      call('ZADD', K.ready, v[1], gid)
+      call('ZADD', K.ready_steps, v[2] or '+inf', gid)
+    end
+    call('UNLINK', batch_groups_key(cut), K.cuts)
+    call('HSET', K.meta, 'cut_step', meta[4])
+    return {0, 1}
   end
-  if dropped >= tonumber(ARGV[2]) then break end
+elseif not newest then
+  return {0, 0}
 end
+local slice, dropped = tonumber(ARGV[2]), 0
+for _, queue in ipairs({K.open, K.ready}) do
+  if dropped < slice then
+    for _, gid in ipairs(call('ZRANGE', queue, '-inf', newest, 'BYSCORE', 'LIMIT', 0, slice - dropped)) do
+      drop_group(load_group(gid), 'rolled_back')
+      dropped = dropped + 1
+    end
+  end
+end
+if dropped < slice then call('HDEL', K.meta, 'abandoned_to') end
 flush_counts()
-return dropped
+return {dropped, dropped < slice and 0 or 1}

@@ -1,13 +1,11 @@
 #!lua flags=allow-oom
--- uses: group
 -- finished -> scored | unscorable, and the group's next state. It allocates little and lets batches be cut, which is
 -- what frees memory, so it runs when memory is short.
 -- ARGV: session, items, then per item: id, scored (1|0), shaped reward, outcome bytes.
-local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
 local session, reply, done = ARGV[1], {}, {}
 
 local function apply(id, scored, reward, outcome)
-  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens')
+  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'has_snapshot')
   if v[1] ~= session then return LOST, 0 end
   if v[2] == 'scored' or v[2] == 'unscorable' then
     local there = call('HMGET', trajectory_key(id), 'reward', 'outcome')
@@ -16,7 +14,7 @@ local function apply(id, scored, reward, outcome)
   if v[2] ~= 'finished' then return REFUSED, tonumber(v[3]) end
   local state = scored and 'scored' or 'unscorable'
   call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome)
-  call('HDEL', trajectory_key(id), 'snapshot')
+  if v[4] then call('HDEL', trajectory_key(id), 'snapshot', 'has_snapshot') end
   done[#done + 1] = id
   count('finished', -1)
   count(state, 1)
@@ -29,6 +27,7 @@ local function apply(id, scored, reward, outcome)
     if not group.low or value < tonumber(group.low) then group.low = reward end
     if not group.high or value > tonumber(group.high) then group.high = reward end
   else
+    waste(id, state, v[3])
     member_without_score(group)
   end
   settle(group)

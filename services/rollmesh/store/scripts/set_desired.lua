@@ -1,5 +1,4 @@
 #!lua flags=allow-oom
--- uses: roles
 -- ARGV: leader, pool size, paused (1|0), interrupt below version, reason, blocked (1|0|''), start at version.
 require_leader(ARGV[1])
 call('HSET', K.desired, 'pool_size', ARGV[2], 'paused', ARGV[3], 'interrupt_below_version', ARGV[4], 'reason', ARGV[5],

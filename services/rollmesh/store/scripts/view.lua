@@ -1,12 +1,11 @@
 #!lua flags=allow-oom
--- uses: fence
 -- One consistent look at the mesh in O(bound). ARGV: bound (groups per list).
 -- Returns scalars, ready groups (id, index, step), open groups with the smallest step (same; those without tokens
 -- last), and (step, groups) over all open and ready groups with tokens.
 local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
-  'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row')
+  'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row', 'abandoned_to')
 local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total')
 local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
 local pending, partial = call('ZCARD', K.pending), call('ZCARD', K.partial)
@@ -16,13 +15,15 @@ local memory = call('INFO', 'memory')
 local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)'))
 local used = tonumber(string.match(memory, 'used_memory:(%d+)'))
 local finished_total = tonumber(counts[4] or '0')
+local expected = used
 if finished_total > 0 then
-  used = used + (tonumber(counts[1] or '0') + partial + pending) * tonumber(counts[3] or '0') / finished_total
+  expected = used + (tonumber(counts[1] or '0') + partial + pending) * tonumber(counts[3] or '0') / finished_total
 end
-local ratio = limit > 0 and tostring(used / limit) or '0'
+local ratio = limit > 0 and tostring(expected / limit) or '0'
 
+-- While a rollback goes on nothing can be cut, and a leader is not to try.
 local ready, ids, seen = {}, {}, {}
-for _, key in ipairs({K.ready, K.ready_steps}) do
+for _, key in ipairs(meta[9] and {} or {K.ready, K.ready_steps}) do
   for _, gid in ipairs(call('ZRANGE', key, 0, bound - 1)) do
     if not seen[gid] then
       seen[gid] = true
@@ -77,4 +78,5 @@ return {
   tostring(now()), meta[1], meta[2], meta[3], meta[4], open_count + ready_count + cut_count, open_count, ready_count,
   pending, partial, counts[1] or '0', counts[2] or '0', ratio, meta[5], meta[6] or '', is_recovering,
   meta[7] or '0', ready, open, by_step, meta[8] or '0',
+  used, limit, counts[3] or '0', finished_total,
 }

@@ -42,7 +42,12 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 def die_with_parent() -> None:
     """Be killed when the parent process (the thread that forked) ends."""
-    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    hear_of_parents_end(signal.SIGKILL)
+
+
+def hear_of_parents_end(number: signal.Signals) -> None:
+    """Get a signal when the parent process (the thread that forked) ends."""
+    _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def adopt_orphans() -> None:

@@ -109,7 +109,8 @@ def make_config(folder: Path, server: EmbeddedServer, **sections: Any) -> RunCon
         "schedule": {"groups_per_batch": 2, "group_size": 2, "pool_size": 8, "max_staleness": 4},
         "trainer": {"train_steps": 20},
         "checkpoints": {"secret": "0123456789abcdef0123456789abcdef"},
-        "store": {"url": server.url, "heartbeat_seconds": 0.3, "session_ttl_seconds": 2.0},
+        # All services share one loop here, and whatever keeps it or the machine busy keeps every heartbeat back.
+        "store": {"url": server.url, "heartbeat_seconds": 0.3, "session_ttl_seconds": 12.0},
         "generator": {"slots": 8, "max_context_tokens": 512, "device": "cpu", "drain_timeout_seconds": 4.0},
     }
     for name, section in sections.items():
@@ -182,7 +183,7 @@ class AgentMesh:
     async def _serves(self, version: int) -> bool:
         return any(g.serving and g.policy_version == version for g in await self.store.generators())
 
-    async def until(self, what: str, condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    async def until(self, what: str, condition: Callable[[], Any], seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
         while True:
             result = condition()
@@ -196,14 +197,14 @@ class AgentMesh:
 
     async def batch(self, step: int) -> Batch:
         """The batch of a train step, once it is cut; it counts as trained from then on."""
-        batch = await self.store.claim(self.trainer, step, 30.0)
+        batch = await self.store.claim(self.trainer, step, 120.0)
         assert batch is not None
         await self.store.confirm_batch_file(self.trainer, step, "00")
         await self.store.report_trained(self.trainer, step)
         return batch
 
     @asynccontextmanager
-    async def gateway(self, index: int = 0) -> AsyncIterator[Gateway]:
+    async def gateway(self, index: int = 0, grace_seconds: int = 1) -> AsyncIterator[Gateway]:
         """A gateway in this process, at a port of its own."""
         shutdown, registry = asyncio.Event(), Metrics("gateway")
         async with openai_service(
@@ -211,7 +212,7 @@ class AgentMesh:
         ) as service:
             app = FastAPI()
             app.include_router(openai_router(service, token_check(TOKEN)))
-            async with http_server(app, listen("127.0.0.1", 0, "port"), grace_seconds=1) as port:
+            async with http_server(app, listen("127.0.0.1", 0, "port"), grace_seconds=grace_seconds) as port:
                 yield Gateway(service, registry, f"http://127.0.0.1:{port}", shutdown)
 
     async def aclose(self) -> None:

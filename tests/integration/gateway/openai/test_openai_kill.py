@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +12,8 @@ import httpx
 import openai
 from openai import AsyncOpenAI
 
+from rollmesh.runtime.ports import free_port
+
 from .agent_mesh import TOKEN, AgentMesh, gateway_process
 
 SAVED = 48
@@ -20,18 +21,20 @@ SAVED = 48
 
 async def test_a_killed_gateway_loses_no_more_of_an_answer_than_may_be_unsaved(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(
-        rollout={"partial_save_tokens": SAVED}, schedule={"groups_per_batch": 1}, generator={"pace": [[1, 0.01]]}
+        rollout={"partial_save_tokens": SAVED},
+        schedule={"groups_per_batch": 1},
+        generator={"pace": [[1, 0.02]]},
+        store={"session_ttl_seconds": 5.0},
     )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = int(listener.getsockname()[1])
+    port = free_port()  # the next gateway has to be found where the first one was
     url = f"http://127.0.0.1:{port}/v1"
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with (
-        httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=60) as http,
+        httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=120) as http,
         AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=60) as client,
     ):
         async with gateway_process(mesh, port) as first:
-            told = (await http.post("/sessions", json={"wait_seconds": 20})).json()
+            told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
             call: dict[str, Any] = {
                 "model": mesh.config.name,
                 "messages": told["messages"],
@@ -47,10 +50,10 @@ async def test_a_killed_gateway_loses_no_more_of_an_answer_than_may_be_unsaved(m
                         first.send_signal(signal.SIGKILL)
             except (openai.APIError, httpx.HTTPError):
                 pass
-            assert first.wait(20) == -signal.SIGKILL
+            assert first.wait(60) == -signal.SIGKILL
         assert 90 < len(ids) < 220
         async with gateway_process(mesh, port):
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while (seen := await http.get(f"/sessions/{told['id']}")).status_code == 503:
                 assert time.monotonic() < deadline
                 assert seen.json()["error"]["code"] == "session_not_known_yet"

@@ -44,7 +44,7 @@ async def _through_an_outage(mesh: AgentMesh, own: EmbeddedServer) -> None:
             assert int(refused.headers["retry-after"]) >= 1
         assert not call.done()
         await asyncio.to_thread(own.start)
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(180):
             answer = await call
         assert answer.model_extra["rollmesh"]["trajectory"] == first[0].model_extra["rollmesh"]["trajectory"]
         for number, agent in enumerate(agents):
@@ -72,7 +72,7 @@ async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(
                 generator.cancel()
                 await asyncio.gather(generator, return_exceptions=True)
                 mesh.tasks.remove(generator)
-                await mesh.until("no generator", lambda: _none_serves(mesh), 60)
+                await mesh.until("no generator", lambda: _none_serves(mesh))
                 await _refused(gateway, http, mesh.config.name)
     finally:
         own.kill()
@@ -88,7 +88,7 @@ async def _refused(gateway: Gateway, http: httpx.AsyncClient, run: str) -> None:
         answer = await http.post("/completions", json={"model": run, "prompt": "the", "stream": stream})
         assert (answer.status_code, error_of(answer)["code"]) == (503, "no_generator"), answer.text
         assert int(answer.headers["retry-after"]) >= 1
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 45
     assert gateway.value("rollmesh_gateway_openai_running_calls") == 0
     models = (await http.get("/models")).json()
     assert [m["id"] for m in models["data"]] == [run]

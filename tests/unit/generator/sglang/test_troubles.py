@@ -17,7 +17,7 @@ from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.protocol import EngineLost, OnNewVersion
 from rollmesh.generator.engines.sglang.clock import RunningClock
 from rollmesh.generator.engines.sglang.engine import SglangEngine
-from rollmesh.generator.engines.sglang.process import free_port
+from rollmesh.runtime.ports import free_port
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 
 from .scripted_server import ScriptedServer, make_call, make_engine, until, write_folder
@@ -76,14 +76,14 @@ def test_a_clock_counts_only_while_it_runs():
 
 
 async def test_the_deadline_of_a_slice_stands_still_while_the_server_is_paused(server, start):
-    engine = await start(request_timeout_seconds=1.5)
+    engine = await start(request_timeout_seconds=1.0)
     server.deaf = True
     task = asyncio.create_task(collect(engine, make_call(count=4)))
     await until(lambda: server.count("/generate") == 1)
     await engine.pause()
-    await asyncio.sleep(2.0)  # longer than the deadline
+    await asyncio.sleep(1.2)  # longer than the deadline
     await engine.resume()
-    await asyncio.sleep(1.2)  # 3.2 s after the request, of which the server ran for 1.2
+    await asyncio.sleep(0.4)  # 1.6 s after the request, of which the server ran for 0.4
     server.release.set()
     assert sum(len(c.token_ids) for c in await task) == 4
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,13 +31,6 @@ def telling_lines(log: str) -> str:
     # The trace of an exception begins soon after it is announced.
     first = next((b for b in begins if begins[-1] - b <= 2), begins[-1])
     return "\n".join(lines[first : first + _LINES_OF_AN_EXCEPTION])
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write_private(file: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 -- A trainer whose session was opened in the part that Redis has lost is the newest one: nothing newer is known. A
 -- token that is remembered and not current was fenced.
 local function adopt_trainer(token)
+  require_run()
   local current = call('HGET', K.meta, 'trainer')
   if current == token then return end
   if call('ZSCORE', K.trainers, token) or (current and not recovering()) then

@@ -13,6 +13,17 @@ local function now()
   return clock
 end
 
+-- A whole number as text; Lua's own way writes large ones as 1.7e+12.
+local function integer(number)
+  return string.format('%d', number)
+end
+
+local function words_of(text)
+  local words = {}
+  for word in string.gmatch(text, '%S+') do words[#words + 1] = word end
+  return words
+end
+
 -- Counter changes are added up and written once per script.
 local deltas, delta_count = {}, 0
 local function count(name, by)

@@ -1,7 +1,9 @@
 -- A server that came back with another run_id may have come back as an earlier state. The first fenced script that
 -- sees it opens a recovery; nobody has to be told. A clean stop, announced before the shutdown, needs none.
 local function server_run_id()
-  return string.match(call('INFO', 'server'), 'run_id:(%w+)')
+  local info = call('INFO', 'server')
+  local _, before = string.find(info, 'run_id:', 1, true)
+  return string.sub(info, before + 1, before + 40)
 end
 
 local function ttl_ms()
@@ -14,11 +16,19 @@ local function open_recovery(run_id)
   call('HINCRBY', K.counts, 'recoveries', 1)
 end
 
+local function unknown_run()
+  fail('RUN_UNKNOWN', 'the run has not been initialised (init_run), or Redis came back empty')
+end
+
+local function require_run()
+  if not call('HGET', K.meta, 'run_id') then unknown_run() end
+end
+
 -- True while nothing may be admitted, leased, cut or reaped.
 local function recovering()
   local run_id = server_run_id()
   local meta = call('HMGET', K.meta, 'run_id', 'recovering_until', 'trainer', 'reasserted', 'clean')
-  if not meta[1] then fail('RUN_UNKNOWN', 'the run has not been initialised (init_run), or Redis came back empty') end
+  if not meta[1] then unknown_run() end
   if meta[1] ~= run_id then
     if meta[5] then
       call('HSET', K.meta, 'run_id', run_id)

@@ -1,6 +1,6 @@
 -- A held trajectory goes back: unfinished to partial or pending, finished to the scoring queue.
 local function give_back(id, free_attempt)
-  local v = call('HMGET', trajectory_key(id), 'state', 'order', 'tokens', 'attempts')
+  local v = call('HMGET', trajectory_key(id), 'state', 'order', 'tokens', 'attempts', 'scorings')
   if v[1] == 'leased' then
     local partial = tonumber(v[3]) > 0
     call('HSET', trajectory_key(id), 'state', partial and 'partial' or 'pending')
@@ -9,6 +9,9 @@ local function give_back(id, free_attempt)
     call('ZADD', partial and K.partial or K.pending, v[2], id)
     count('leased', -1)
   elseif v[1] == 'finished' then
+    if free_attempt and v[5] then
+      call('HSET', trajectory_key(id), 'scorings', math.max(0, tonumber(v[5]) - 1))
+    end
     call('HDEL', trajectory_key(id), 'session')
     call('ZADD', K.scoring, v[2], id)
   end

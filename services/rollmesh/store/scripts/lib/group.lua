@@ -73,6 +73,16 @@ local function recompute_step(group)
   end
 end
 
+-- Lua hands on 8,000 words at most, and says so after what was written before; a long trajectory has more of them.
+local SLICE = 4000
+local function in_slices(words, hand_on)
+  for at = 1, #words, SLICE do hand_on(unpack(words, at, math.min(at + SLICE - 1, #words))) end
+end
+
+local function unlink(keys)
+  in_slices(keys, function(...) call('UNLINK', ...) end)
+end
+
 local function payload_keys(id, links, keys)
   keys[#keys + 1] = segments_key(id)
   for name in string.gmatch(links or '', '%S+') do
@@ -80,9 +90,16 @@ local function payload_keys(id, links, keys)
   end
 end
 
--- Takes one member out of every index and counter; adds its keys to `keys` and returns its saved tokens.
+-- A member without a score: its tokens are wasted whatever becomes of its group, which is not charged with them again.
+local function waste(id, reason, tokens)
+  call('HSET', trajectory_key(id), 'wasted', 1)
+  call('HINCRBY', K.drops, 'tokens:' .. reason, tokens)
+end
+
+-- Takes one member out of every index and counter; adds its keys to `keys` and returns its saved tokens, and those of
+-- them that have been wasted before.
 local function take_out_member(id, keys)
-  local v = call('HMGET', trajectory_key(id), 'state', 'session', 'tokens', 'links')
+  local v = call('HMGET', trajectory_key(id), 'state', 'session', 'tokens', 'links', 'wasted')
   local state = v[1] or 'pending'
   if state == 'pending' then call('ZREM', K.pending, id)
   elseif state == 'partial' then call('ZREM', K.partial, id)
@@ -93,19 +110,22 @@ local function take_out_member(id, keys)
     payload_keys(id, v[4], keys)
     keys[#keys + 1] = trajectory_key(id)
   end
-  return tonumber(v[3] or '0')
+  local tokens = tonumber(v[3] or '0')
+  return tokens, v[5] and tokens or 0
 end
 
--- Deletes all members and the prompt; returns their saved tokens and those of the longest.
-local function delete_members(group)
-  local total, longest, keys = 0, 0, {prompt_key(group.id)}
-  for member = 0, group.launched - 1 do
-    local tokens = take_out_member(group.id .. '.' .. member, keys)
+-- Deletes a group's record, prompt and members; returns their saved tokens, those of the longest, and how many have
+-- been wasted before.
+local function delete_records(gid, launched)
+  local total, longest, wasted, keys = 0, 0, 0, {group_key(gid), prompt_key(gid)}
+  for member = 0, launched - 1 do
+    local tokens, before = take_out_member(gid .. '.' .. member, keys)
     total = total + tokens
     longest = math.max(longest, tokens)
+    wasted = wasted + before
   end
-  call('UNLINK', unpack(keys))
-  return total, longest
+  unlink(keys)
+  return total, longest, wasted
 end
 
 local function bury_group(gid)
@@ -131,16 +151,15 @@ end
 -- Takes a group out of the queue for a reason: members, payload, indexes; leaves a tombstone and a ledger entry.
 local function drop_group(group, reason)
   group.gone = true
-  local total, longest = delete_members(group)
   local gid = group.id
+  local total, longest, wasted = delete_records(gid, group.launched)
   call('ZREM', K.open, gid)
   call('ZREM', K.ready, gid)
   call('ZREM', K.open_steps, gid)
   call('ZREM', K.ready_steps, gid)
-  call('UNLINK', group_key(gid))
   bury_group(gid)
   call('HINCRBY', K.drops, 'groups:' .. reason, 1)
-  call('HINCRBY', K.drops, 'tokens:' .. reason, total)
+  call('HINCRBY', K.drops, 'tokens:' .. reason, total - wasted)
   local decile = length_decile(longest)
   call('HINCRBY', K.drops, 'decile:' .. reason .. ':' .. decile, 1)
   call('XADD', K.ledger, 'MAXLEN', '~', 100000, '*', 'group', gid, 'reason', reason, 'tokens', total, 'decile', decile)
@@ -215,7 +234,8 @@ local function bury(id, reason)
   call('ZADD', K.letters, now(), id)
   forget_surplus_letters()
   call('HSET', trajectory_key(id), 'state', 'dead')
-  call('HDEL', trajectory_key(id), 'links', 'step', 'session', 'snapshot')
+  call('HDEL', trajectory_key(id), 'links', 'step', 'session', 'snapshot', 'has_snapshot')
+  waste(id, 'dead', v[2] or 0)
   count('dead', 1)
   count('dead_total', 1)
   local group = load_group(gid)

@@ -33,39 +33,56 @@ local function train_step_of(version)
   return step
 end
 
+local lowest_steps = {}
 local function lowest_step(versions)
-  local lowest
+  local lowest = lowest_steps[versions]
+  if lowest then return lowest end
   for version in string.gmatch(versions, '%-?%d+') do
     local step = train_step_of(version)
     if not lowest or step < lowest then lowest = step end
   end
+  lowest_steps[versions] = lowest
   return lowest
 end
 
--- Every version is looked up before the first write: an unknown one leaves the whole call without effect.
-local function check_versions(items)
-  for _, item in ipairs(items) do item.step = lowest_step(item.versions) end
+-- Name of the chunk that an element stands for; nil for one that is a segment itself.
+local function chunk_of(element)
+  if string.byte(element) == 64 then return string.sub(element, 2) end
+end
+
+-- Every version and every upload is looked up before the first write: one that is not there leaves the whole call
+-- without effect.
+local function check(items)
+  for _, item in ipairs(items) do
+    item.step = lowest_step(item.versions)
+    for at = item.first, item.last do
+      local name = chunk_of(ARGV[at])
+      if name and call('EXISTS', chunk_key(item.id .. ':' .. name)) == 0 then
+        fail('UPLOAD_EXPIRED', 'segment ' .. name .. ' of ' .. item.id)
+      end
+    end
+  end
 end
 
 -- A segment over 64 KB was stored under its own key with a time limit; the script that links it lifts the limit.
+-- Returns the names of all chunks that the trajectory is linked to now; nil without a new one.
 local function link_chunks(id, first, last)
-  local names = {}
+  local names
   for at = first, last do
-    if string.byte(ARGV[at]) == 64 then
-      local name = string.sub(ARGV[at], 2)
-      local key = chunk_key(id .. ':' .. name)
-      call('PERSIST', key)
-      if call('EXISTS', key) == 0 then fail('UPLOAD_EXPIRED', 'segment ' .. name .. ' of ' .. id) end
-      names[#names + 1] = name
+    local name = chunk_of(ARGV[at])
+    if name then
+      call('PERSIST', chunk_key(id .. ':' .. name))
+      names = names or call('HGET', trajectory_key(id), 'links')
+      names = names and names .. ' ' .. name or name
     end
   end
-  return table.concat(names, ' ')
+  return names
 end
 
 -- Writes the tokens of one item. Returns status, tokens saved after it, and the fields still to be written.
 local function save(session, item)
   local id, offset, tokens = item.id, item.offset, item.tokens
-  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step', 'links')
+  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step')
   if v[1] ~= session or (v[2] ~= 'leased' and v[2] ~= 'finished') then return LOST, 0 end
   local saved = tonumber(v[3])
   if v[2] == 'finished' or offset < saved then
@@ -75,10 +92,13 @@ local function save(session, item)
   if offset > saved then return REFUSED, saved, nil, v[2] end
   if item.last < item.first then return SAVED, saved, {}, v[2] end
   local names = link_chunks(id, item.first, item.last)
-  call('RPUSH', segments_key(id), unpack(ARGV, item.first, item.last))
+  -- Lua hands on 8,000 words at most, and says so after what was written before.
+  for at = item.first, item.last, 4000 do
+    call('RPUSH', segments_key(id), unpack(ARGV, at, math.min(at + 3999, item.last)))
+  end
   local fields = {'tokens', saved + tokens, 'c' .. offset, item.digest}
-  if names ~= '' then
-    fields[5], fields[6] = 'links', v[5] and (v[5] .. ' ' .. names) or names
+  if names then
+    fields[5], fields[6] = 'links', names
   end
   if item.step and (not v[4] or item.step < tonumber(v[4])) then
     fields[#fields + 1] = 'step'

@@ -1,0 +1,17 @@
+#!lua flags=allow-oom
+-- Deletes the records of groups that reassert_groups has placed: their batch file has them. ARGV: trainer, group ids of
+-- this slice. Returns how many had records.
+require_trainer(ARGV[1])
+local deleted = 0
+for at = 2, #ARGV do
+  local gid = ARGV[at]
+  local group = load_group(gid)
+  if group and (call('HGET', K.cut, gid) or call('ZSCORE', K.tombstones, gid)) then
+    delete_records(gid, group.launched)
+    -- A last score may have made it ready once more.
+    for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps}) do call('ZREM', queue, gid) end
+    deleted = deleted + 1
+  end
+end
+flush_counts()
+return deleted

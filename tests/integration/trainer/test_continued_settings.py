@@ -1,0 +1,93 @@
+"""Settings of the train step that change when a run is continued: what was trained is trained again as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmesh.runtime.lifecycle import EXIT_CONFIG
+from rollmesh.store import EmbeddedServer
+from rollmesh.trainer.optimizer import learning_rate
+
+from .trainer_run import TrainerRun, opened_run, write_run_file
+
+DECAYING: dict[str, Any] = {"lr_schedule": "cosine"}
+
+
+def kl(reference: int) -> dict[str, Any]:
+    return {"algorithm": {"kl_coefficient": 0.1, "kl_reference_version": reference}}
+
+
+async def test_a_continued_run_takes_new_settings_from_its_first_new_batch_on(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    before = write_run_file(
+        tmp_path / "run",
+        tiny_model,
+        server,
+        trainer={"train_steps": 6, **DECAYING, **kl(0)},
+        checkpoints={"state_every_steps": 10},
+    )
+    async with opened_run(before) as run:
+        run.start()
+        async with run.fed(8):
+            await run.until("version 3", lambda: _announced(run, 3), pause=0.001)
+            run.kill()
+            written = run.checkpoints.batch_steps()[-1]
+            assert run.checkpoints.latest_committed() is None, "all steps will be trained again"
+            now = write_run_file(
+                run.folder,
+                tiny_model,
+                server,
+                trainer={"train_steps": 8, **DECAYING, **kl(2)},
+                checkpoints={"state_every_steps": 10, "keep_last": 2},
+            )
+            run.start()
+            await run.until_finished()
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["replayed"] for line in lines] == [step <= written for step in range(1, 9)]
+        rates = [learning_rate((before if step <= written else now).trainer, step) for step in range(1, 9)]
+        assert [line["learning_rate"] for line in lines] == rates
+        # The first step is trained by the weights of version 0, the third by those of version 2.
+        assert lines[0]["policy"]["kl_reference"] == pytest.approx(0, abs=1e-9)
+        assert lines[2]["policy"]["kl_reference"] > 0
+        assert lines[7]["policy"]["kl_reference"] > 0
+        kept = [path.name.partition("-")[0] for path in sorted(run.checkpoints.root.glob("policies/*"))]
+        assert kept == ["00000000", "00000002", "00000007", "00000008"], "the reference is not pruned"
+
+
+async def test_a_kl_reference_that_does_not_exist_is_refused_before_anything_is_trained(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1, **kl(2)})
+    async with opened_run(config) as run:
+        assert run.start().wait(120) == EXIT_CONFIG
+        assert "trainer.algorithm.kl_reference_version=2: no such policy version is published yet" in run.log()
+        assert run.checkpoints.batch_steps() == []
+        write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1, **kl(0)})
+        run.start()
+        async with run.fed(1):
+            await run.until_finished()
+
+
+async def test_a_kl_reference_that_is_pruned_is_refused_with_what_is_kept(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    options = {"checkpoints": {"keep_last": 2}}
+    config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 3, **kl(0)}, **options)
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(3):
+            await run.until_finished()
+        write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 4, **kl(1)}, **options)
+        assert run.start().wait(120) == EXIT_CONFIG
+        assert "trainer.algorithm.kl_reference_version=1: " in run.log()
+        assert "kept are version 0, the newest (checkpoints.keep_last)" in run.log()
+
+
+async def _announced(run: TrainerRun, step: int) -> bool:
+    latest = await run.store.latest_policy()
+    return latest is not None and latest.train_step >= step

@@ -1,0 +1,130 @@
+"""What may change when a run is continued, what may not, and whether the documents ask for more than that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from rollmesh.config import RunConfig
+from rollmesh.launcher.fixed_settings import FIXED, reason_to_keep, refused_changes
+
+DOCS = Path(__file__).parents[3] / "docs"
+BASE: dict[str, Any] = {"name": "x", "folder": "runs/x", "model": {"path": "models/tiny"}}
+SECTIONS_THAT_MAY_CHANGE = ("launcher", "network", "telemetry", "security", "gateway")
+MAY_CHANGE: dict[str, str] = {
+    "data": "max_prompt_tokens",
+    "rollout": (
+        "agent.idle_timeout_seconds environment_timeout_seconds partial_save_tokens "
+        "chunk_timeout_seconds worker_concurrency"
+    ),
+    "reward": "address timeout_seconds workers memory_limit_bytes",
+    "schedule": "pool_size straggler_timeout_seconds max_filtered_in_a_row",
+    "generator": (
+        "replicas device slots max_context_tokens kv_token_capacity on_new_version canary_threshold "
+        "drain_timeout_seconds pace cuda_graphs sglang.url sglang.python sglang.arguments "
+        "sglang.environment sglang.interrupt sglang.start_timeout_seconds sglang.request_timeout_seconds "
+        "sglang.update_timeout_seconds sglang.admin_key"
+    ),
+    "trainer": (
+        "train_steps learning_rate tokens_per_microbatch device gradient_checkpointing "
+        "sample_completions algorithm.kl_reference_version"
+    ),
+    "checkpoints": "cache_folder cache_policies parallel_transfers object_store keep_last state_every_steps secret",
+    "store": (
+        "url password sentinel_password tls.ca tls.certificate tls.key tls.check_hostname appendfsync "
+        "maxmemory_bytes heartbeat_seconds"
+    ),
+    "evaluation": "every_versions before_and_after",
+}
+"""Sections with fields of both kinds: those that may change."""
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every field that holds no section, by its whole name."""
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from fields_of(info.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def config(changes: dict[str, Any] | None = None) -> RunConfig:
+    return RunConfig.model_validate({**BASE, **(changes or {})})
+
+
+def test_every_setting_is_either_fixed_for_a_reason_or_may_change() -> None:
+    fields = [f for f in fields_of(RunConfig) if f.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE]
+    free = {"folder", *(f"{section}.{name}" for section, names in MAY_CHANGE.items() for name in names.split())}
+    assert {f for f in fields if reason_to_keep(f) is None} == free, "a new setting: decide"
+    for name in [name for names in FIXED.values() for name in names]:
+        assert any(f == name or f.startswith(f"{name}.") for f in fields), f"{name} is no setting"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "reason"),
+    [
+        ({"seed": 1}, "seed", "order of prompts"),
+        ({"model": {"path": "models/other"}}, "model.path", "descends from it"),
+        ({"data": {"source": {"type": "countdown", "max_numbers": 9}}}, "data.source.max_numbers", "order of prompts"),
+        ({"reward": {"options": {"pattern": "a"}}}, "reward.options.pattern", "what an answer is worth"),
+        ({"rollout": {"max_new_tokens": 64}}, "rollout.max_new_tokens", "what a rollout is"),
+        ({"schedule": {"group_size": 4}}, "schedule.group_size", "the queue holds"),
+        ({"store": {"session_ttl_seconds": 60}}, "store.session_ttl_seconds", "the queue holds"),
+        ({"trainer": {"algorithm": {"loss": "gspo"}}}, "trainer.algorithm.loss", "what a train step does"),
+        ({"trainer": {"train_steps": 39}}, "trainer.train_steps", "only grow, and was 40"),
+        ({"checkpoints": {"folder": "elsewhere"}}, "checkpoints.folder", "batch files"),
+    ],
+)
+def test_what_the_data_of_a_run_depends_on_is_refused_by_name_and_with_the_reason(
+    changes: dict[str, Any], field: str, reason: str
+) -> None:
+    (found,) = refused_changes(config(), config(changes)).items()
+    assert found[0] == field
+    assert reason in found[1]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpoints": {"keep_last": 3, "state_every_steps": 5}},
+        {"reward": {"workers": 4, "timeout_seconds": 20}},
+        {"rollout": {"worker_concurrency": 2048, "chunk_timeout_seconds": 99}},
+        {"schedule": {"pool_size": 64, "straggler_timeout_seconds": 60, "max_filtered_in_a_row": 1000}},
+        {"trainer": {"train_steps": 41, "learning_rate": 1e-7, "device": "cpu", "tokens_per_microbatch": 2048}},
+        {"trainer": {"algorithm": {"kl_reference_version": 5}}},
+        {"generator": {"slots": 8, "drain_timeout_seconds": 60, "canary_threshold": 0.5}},
+        {"security": {"token_file": "/run/token"}},
+    ],
+)
+def test_what_operators_tune_may_change_in_the_middle_of_a_run(changes: dict[str, Any]) -> None:
+    assert refused_changes(config(), config(changes)) == {}
+    assert refused_changes(config(changes), config(changes)) == {}
+
+
+def advice() -> Iterator[tuple[str, str]]:
+    """What the documents tell people to do, point by point."""
+    for runbook in sorted((DOCS / "runbooks").glob("*.md")):
+        section = re.search(r"## What to do\n(.*?)(?=\n## |\Z)", runbook.read_text(), re.DOTALL)
+        assert section, f"{runbook.name} does not say what to do"
+        for point in section.group(1).split("\n* "):
+            yield runbook.name, point
+    table = (DOCS / "operations.md").read_text().partition("## When things break")[2]
+    for row in table.splitlines():
+        yield "operations.md", row.rpartition("| ")[2]
+
+
+def test_no_document_tells_people_to_change_what_a_run_keeps_without_a_new_run() -> None:
+    settings = set(fields_of(RunConfig))
+    named = 0
+    for document, point in advice():
+        for setting in re.findall(r"`([a-z_]+\.[a-z_.]*[a-z_])", point):
+            if setting in settings:
+                named += 1
+                kept = reason_to_keep(setting)
+                assert kept is None or "new run" in " ".join(point.split()), f"{document}: {setting}: {kept}"
+    assert named > 20, "the documents were read"

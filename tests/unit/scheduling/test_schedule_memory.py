@@ -1,0 +1,87 @@
+"""Groups that the store has room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.scheduling import decide
+from rollmesh.scheduling.admission import groups_to_admit
+from rollmesh.scheduling.memory import BYTES_PER_TOKEN, trajectory_bytes
+
+from .views import group, schedule, view
+
+GIB = 1 << 30
+LONG = replace(schedule(groups_per_batch=64, group_size=16), longest_trajectory_tokens=65_536)
+FULL = 65_536 * (8 + 90 / 64) + 1500
+
+
+def test_the_first_wave_is_admitted_only_as_far_as_the_store_can_hold_it_at_full_length() -> None:
+    """1.5 batches of 64 groups and one more fill the pool, but 1 GiB holds 86 groups of 16 answers of 64k tokens."""
+    admitted = decide(LONG, view(max_memory_bytes=GIB)).admit_groups
+    assert admitted == int(0.8 * GIB / (16 * FULL)) == 86
+    assert decide(LONG, view(max_memory_bytes=8 * GIB)).admit_groups == 160
+    assert decide(LONG, view(max_memory_bytes=0)).admit_groups == 160, "a store without a limit"
+
+
+def test_the_first_short_answers_do_not_speak_for_those_that_are_still_written() -> None:
+    """16 of 1,376 rollouts have ended after 100 tokens each."""
+    opened = [group(index) for index in range(86)]
+    seen = view(
+        opened=opened,
+        unfinished=86 * 16 - 16,
+        max_memory_bytes=GIB,
+        used_memory_bytes=2_000_000,
+        saved_bytes_total=16 * 800,
+        finished_total=16,
+    )
+    assert decide(LONG, seen).admit_groups == 3, "the pool would have 75"
+    count, reason = groups_to_admit(LONG, replace(seen, used_memory_bytes=40_000_000))
+    assert (count, reason) == (0, "memory of the store: what is in flight may take the rest")
+
+
+def test_answers_that_turned_out_short_make_room() -> None:
+    seen = view(
+        max_memory_bytes=GIB, used_memory_bytes=2_000_000, saved_bytes_total=20_000 * 800, finished_total=20_000
+    )
+    assert decide(LONG, seen).admit_groups == 160
+
+
+def test_what_the_next_batch_lacks_is_admitted_however_long_it_may_get() -> None:
+    few = [group(index) for index in range(60)]
+    seen = view(opened=few, unfinished=60 * 16, max_memory_bytes=GIB // 8, used_memory_bytes=1 << 20)
+    assert decide(LONG, seen).admit_groups == 4
+    full = replace(seen, memory_ratio=0.8)
+    assert decide(LONG, full).admit_groups == 0, "unless there is no memory left at all"
+
+
+@given(
+    max_memory=st.integers(1 << 20, 1 << 34),
+    finished=st.integers(0, 10_000),
+    mean_bytes=st.integers(0, 65_536 * BYTES_PER_TOKEN),
+    opened=st.integers(0, 300),
+    ready=st.integers(0, 64),
+)
+@pytest.mark.parametrize("preset", ["copris", "areal", "sync"])
+def test_a_batch_can_always_be_completed_and_the_limit_is_passed_for_nothing_else(
+    preset: str, max_memory: int, finished: int, mean_bytes: int, opened: int, ready: int
+) -> None:
+    rules = replace(schedule(preset, groups_per_batch=64, group_size=16), longest_trajectory_tokens=65_536)
+    seen = view(
+        opened=[group(index) for index in range(opened)],
+        ready=[group(1000 + index) for index in range(ready)],
+        unfinished=opened * 16,
+        max_memory_bytes=max_memory,
+        saved_bytes_total=finished * mean_bytes,
+        finished_total=finished,
+    )
+    bounded, unbounded = decide(rules, seen).admit_groups, decide(rules, replace(seen, max_memory_bytes=0)).admit_groups
+    lacking = max(0, 64 - opened - ready)
+    assert min(lacking, unbounded) <= bounded <= unbounded
+    if bounded > lacking:
+        tokens = (1024 * 65_536 + finished * mean_bytes / BYTES_PER_TOKEN) / (1024 + finished)
+        each = trajectory_bytes(tokens, rules.partial_save_tokens)
+        assert (opened * 16 + bounded * 16) * each <= 0.8 * max_memory

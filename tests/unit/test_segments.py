@@ -1,0 +1,65 @@
+"""Chunks of one writer become one segment, and nothing else changes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.segments import join_segments, part_of
+from rollmesh.types import Segment, SegmentSource
+
+
+def written(tokens: int, version: int = 0, kv_min_version: int = 0, temperature: float = 1.0) -> Segment:
+    rng = np.random.default_rng(tokens)
+    return Segment(
+        token_ids=rng.integers(0, 99, tokens, dtype=np.int32),
+        behavior_logprobs=-rng.random(tokens, dtype=np.float32),
+        policy_version=version,
+        kv_min_version=kv_min_version,
+        temperature=temperature,
+    )
+
+
+def said(tokens: int) -> Segment:
+    return replace(written(tokens), behavior_logprobs=None, source=SegmentSource.ENVIRONMENT)
+
+
+def columns(segments: tuple[Segment, ...] | list[Segment]) -> list[tuple[object, ...]]:
+    """What is known of every token."""
+    rows: list[tuple[object, ...]] = []
+    for s in segments:
+        logprobs = [None] * len(s) if s.behavior_logprobs is None else s.behavior_logprobs.tolist()
+        writer = (s.source, s.policy_version, s.kv_min_version, s.temperature)
+        rows += [(token, logprob, *writer) for token, logprob in zip(s.token_ids.tolist(), logprobs, strict=True)]
+    return rows
+
+
+CHUNKS = st.one_of(
+    st.builds(
+        written, st.integers(1, 5), st.integers(0, 2), st.integers(0, 1), st.sampled_from([0.7, 1.0])
+    ),
+    st.builds(said, st.integers(1, 5)),
+)  # fmt: skip
+
+
+@given(st.lists(CHUNKS, max_size=12))
+def test_every_token_keeps_its_logprob_and_its_writer_and_no_two_neighbours_have_one_writer(chunks):
+    joined = join_segments(chunks)
+    assert columns(joined) == columns(chunks)
+    writers = [(s.source, s.policy_version, s.kv_min_version, s.temperature) for s in joined]
+    assert all(a != b for a, b in itertools.pairwise(writers))
+    for segment in joined:
+        assert segment.token_ids.dtype == np.int32
+        assert segment.behavior_logprobs is None or segment.behavior_logprobs.dtype == np.float32
+
+
+@given(st.integers(1, 9), st.data())
+def test_a_part_has_its_own_tokens_and_their_logprobs(tokens, data):
+    whole = data.draw(st.sampled_from([written(tokens), said(tokens)]))
+    start = data.draw(st.integers(0, tokens))
+    end = data.draw(st.one_of(st.none(), st.integers(start, tokens)))
+    assert columns([part_of(whole, start, end)]) == columns([whole])[start:end]
