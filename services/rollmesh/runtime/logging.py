@@ -22,12 +22,6 @@ Logger = structlog.stdlib.BoundLogger
 Event = MutableMapping[str, Any]
 
 
-class _Process:
-    """Facts of this process that every line carries."""
-
-    policy_version: int | None = None
-
-
 def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream: TextIO | None = None) -> None:
     """Set up structlog for this process; call once, first thing in a service's ``main``.
 
@@ -41,7 +35,7 @@ def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream
         processors=[
             structlog.contextvars.merge_contextvars,
             _Names(service, run),
-            _add_policy_version,
+            _PolicyVersion(),
             *([_TraceIds(run, config.trace_ratio)] if config.otlp_endpoint is not None else []),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
@@ -62,8 +56,13 @@ def get_logger(name: str) -> Logger:
 
 
 def note_policy_version(version: int) -> None:
-    """Put this policy version on every further line of the process that names no other."""
-    _Process.policy_version = version
+    """Put this policy version on every further line of the process that names no other.
+
+    It is kept in structlog's configuration, so a process that configures its logs anew starts without one.
+    """
+    for processor in structlog.get_config()["processors"]:
+        if isinstance(processor, _PolicyVersion):
+            processor.noted = version
 
 
 @contextmanager
@@ -100,10 +99,15 @@ class _Names:
         return event
 
 
-def _add_policy_version(_logger: Any, _method: str, event: Event) -> Event:
-    if _Process.policy_version is not None:
-        event.setdefault("policy_version", _Process.policy_version)
-    return event
+class _PolicyVersion:
+    """Adds the noted version to lines that name none."""
+
+    noted: int | None = None
+
+    def __call__(self, _logger: Any, _method: str, event: Event) -> Event:
+        if self.noted is not None:
+            event.setdefault("policy_version", self.noted)
+        return event
 
 
 class _TraceIds:

@@ -30,7 +30,6 @@ def log() -> Iterator[Any]:
     yield configure
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
-    logs._Process.policy_version = None
 
 
 def trace_of(traceparent: str) -> str:
@@ -55,6 +54,15 @@ def test_a_line_carries_run_service_and_what_it_is_about(log) -> None:
     assert "trace_id" not in failed
     assert refused["policy_version"] == 8
     assert "trajectory" not in refused
+
+
+def test_logs_that_are_configured_anew_forget_the_policy_version(log) -> None:
+    log()
+    logs.note_policy_version(7)
+    lines = log()
+    logs.get_logger("worker").info("started")
+    (started,) = lines()
+    assert "policy_version" not in started
 
 
 def test_a_log_on_a_full_disk_ends_no_service() -> None:
