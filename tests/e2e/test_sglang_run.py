@@ -50,7 +50,9 @@ def servers(generator_pid: int) -> list[psutil.Process]:
     """The main process of the SGLang server below a generator; none while there is none."""
     try:
         below = psutil.Process(generator_pid).children(recursive=True)
-        return [p for p in below if "sglang.launch_server" in p.cmdline() and "keeper.py" not in " ".join(p.cmdline())]
+        # An ended one whose parent does not know yet has no command line.
+        commands = [(p, p.as_dict(["cmdline"], ad_value=[])["cmdline"]) for p in below]
+        return [p for p, words in commands if "sglang.launch_server" in words and "keeper.py" not in " ".join(words)]
     except psutil.NoSuchProcess:
         return []
 

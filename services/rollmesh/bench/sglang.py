@@ -124,9 +124,7 @@ class _Arms:
         self.scene = scene
         ours = psutil.Process(scene.process.pid)
         if url is None:
-            below = [p for p in ours.children(recursive=True) if "keeper.py" not in " ".join(p.cmdline())]
-            main = next(p for p in below if "sglang.launch_server" in p.cmdline())
-            words = main.cmdline()
+            below, words = _server_below(ours)
             url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
         else:
             below = _tree_that_listens(url)
@@ -149,6 +147,14 @@ class _Arms:
         """A load without it."""
         key = secrets.token_hex(4)
         return await measured(jobs, lambda job: self.bare.generate(job, key), self.server_processes)
+
+
+def _server_below(process: psutil.Process) -> tuple[list[psutil.Process], list[str]]:
+    """The processes of the server that a generator started, and the command line of its main one."""
+    # One that has ended, and whose parent does not know yet, has no command line.
+    commands = [(p, p.as_dict(["cmdline"], ad_value=[])["cmdline"]) for p in process.children(recursive=True)]
+    server = [(p, words) for p, words in commands if words and "keeper.py" not in " ".join(words)]
+    return [p for p, _ in server], next(words for _, words in server if "sglang.launch_server" in words)
 
 
 def _tree_that_listens(url: str) -> list[psutil.Process]:

@@ -42,9 +42,17 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
 
+def command(process: psutil.Process) -> str:
+    """Its command line; empty for one that has ended, whether or not its parent knows."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def server_of(generator: int) -> psutil.Process:
     """The main process of the server below a generator (the keeper is between them)."""
-    (keeper,) = (p for p in psutil.Process(generator).children() if "keeper.py" in " ".join(p.cmdline()))
+    (keeper,) = (p for p in psutil.Process(generator).children() if "keeper.py" in command(p))
     (server,) = keeper.children()
     return server
 
@@ -232,7 +240,7 @@ async def test_the_real_server_fills_a_context_from_a_cache_of_its_size_and_is_l
             assert sum(len(c.token_ids) for c in chunks) == 64 - length
         stream = engine.generate(kit.make_call(context=kit.prompt_ids(0, 4), max_new_token_count=60))
         await anext(stream)
-        (scheduler,) = (p for p in tree(server_of(psutil.Process().pid).pid) if "scheduler" in " ".join(p.cmdline()))
+        (scheduler,) = (p for p in tree(server_of(psutil.Process().pid).pid) if "scheduler" in command(p))
         scheduler.suspend()
         await engine._server.api.model_info(60.0)
         with pytest.raises(EngineLost, match=r"request_timeout_seconds=10, nor to any other request"):
