@@ -8,6 +8,7 @@ start finds the first one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -100,7 +101,7 @@ class EmbeddedServer:
                 self._check_deadline(deadline)
                 time.sleep(_POLL_SECONDS)
             if self._process is not None:
-                self._process.poll()  # collect the one that has died
+                self._process.wait()  # collect the one that has died: it held the lock
             self._process = self._spawn(lock.fileno())
         while not self._answers():
             if self._process.poll() is not None:
@@ -206,7 +207,9 @@ class EmbeddedServer:
         pid = self.pid
         if pid is None:
             if self._process is not None:
-                self._process.poll()  # somebody else has stopped it: collect it
+                # Somebody else has stopped it: collect it, once the last of its threads is down.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout)
             return
         os.kill(pid, number)
         deadline = time.monotonic() + timeout
