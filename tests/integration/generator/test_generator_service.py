@@ -350,7 +350,8 @@ async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_
     by_address = {e.grpc: e.index for e in await _endpoints(run, 3)}
     records = {by_address[r.address]: r for r in await run.serving(0, count=3)}
     calls = {index: make_call(f"t{index}", prompt_ids(index)) for index in range(2)}
-    streams = [await run.under_way(records[index], calls[index]) for index in range(2)]
+    # Both at once: the first one could be through while the second generator computes its first tokens.
+    streams = await asyncio.gather(*(run.under_way(records[index], calls[index]) for index in range(2)))
     processes[0].send_signal(signal.SIGTERM)
     processes[1].kill()
     assert await streams[0].end() is FinishReason.INTERRUPTED

@@ -25,6 +25,16 @@ _TESTS = Path(__file__).parents[2]
 _FAKES = _TESTS / "fakes"
 _INSTALL = _TESTS / "sglang_cpu" / "install.py"
 _NUMBERS = itertools.count()
+_TEST_SECONDS = 900
+"""Every test with a server waits for its start, which takes minutes on busy cores."""
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every deadline inside of a test passes first and says what it waited for."""
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            item.add_marker(pytest.mark.timeout(_TEST_SECONDS))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -132,7 +132,7 @@ async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_a
     async def back() -> bool:
         return any(g.serving and g.instance_id != record.instance_id for g in await run.store.generators())
 
-    await run.until("a generator again", back, 120.0)
+    await run.until("a generator again", back, 300.0)
     (again,) = [g for g in await run.store.generators() if g.instance_id != record.instance_id]
     context = np.concatenate((kit.prompt_ids(0), stream.tokens))
     rest_call = kit.make_call("t", context, prompt_token_count=12, max_new_token_count=200 - len(stream.tokens))

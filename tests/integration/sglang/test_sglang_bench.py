@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from rollmesh.bench import sglang
 
 
-@pytest.mark.timeout(600)
 def test_every_arm_is_measured_beside_the_bare_server(monkeypatch, real):
     for name, value in real["environment"].items():
         monkeypatch.setenv(name, value)
