@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import EmbeddedServer, EvalRequest, TrajectoryStore, WriteStatus
+from rollmesh.store import EmbeddedOptions, EmbeddedServer, EvalRequest, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh, group, limits, policy
 from .truth import read_truth
 
 TTL = 60.0
 """Of sessions, and so of a recovery: tests let it pass by hand, and a machine that stalls does not."""
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """A server that a kill costs nothing: with a flush a second, it loses what is answered while a slow disk flushes."""
+    embedded = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
+    embedded.start()
+    yield embedded
+    embedded.kill()
 
 
 @pytest.fixture
