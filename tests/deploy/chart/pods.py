@@ -178,13 +178,15 @@ class Pod:
 
     def run(self, *arguments: str) -> str:
         """What `kubectl exec POD -- rollmesh ARGUMENTS` prints."""
-        before = len(self.log)
-        status = self._spawn({**self._container, "command": [], "args": list(arguments)}).wait(240)
-        printed = self.log[before:]
+        # A file of its own: the container writes lines to the pod's log meanwhile.
+        output = self._log.with_suffix(".exec")
+        output.unlink(missing_ok=True)
+        status = self._spawn({**self._container, "command": [], "args": list(arguments)}, output).wait(240)
+        printed = output.read_text(errors="replace")
         assert status == 0, f"{self.name}: rollmesh {' '.join(arguments)} ended with {status}\n{printed}"
         return printed
 
-    def _spawn(self, container: Object) -> subprocess.Popen[bytes]:
+    def _spawn(self, container: Object, output: Path | None = None) -> subprocess.Popen[bytes]:
         mounts = self._mounts(container)
         plain = self._environment(container)
         variables = {name: self._mapped(value, mounts) for name, value in plain.items()}
@@ -192,7 +194,7 @@ class Pod:
         python = self._machine.pythons.get(container["name"], sys.executable)
         entry = [python if part == "python3" else self._mapped(part, mounts) for part in entry] or PROGRAM
         arguments = [self._mapped(expanded(part, plain), mounts) for part in container.get("args", [])]
-        with self._log.open("ab") as log:
+        with (output or self._log).open("ab") as log:
             return subprocess.Popen(
                 [*entry, *arguments],
                 env={"PATH": self._machine.path, "OMP_NUM_THREADS": "1", **variables},
