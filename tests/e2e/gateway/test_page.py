@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Open = Callable[..., Window]
 
 FIRST_PAINT_MS = 1000
-LOADS = 6
+LOADS = 20
 """A machine that stalls slows one load, a slow page every one."""
 STEP_AND_VERSION = """() => ["Train step", "Policy version"].map((name) => {
   const fact = [...document.querySelectorAll("#facts > div")].find((node) => node.textContent.startsWith(name));
