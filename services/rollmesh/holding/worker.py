@@ -143,13 +143,14 @@ class Worker:
     async def _lease_loop(self) -> None:
         while True:
             self._parts.health.beat("lease")
-            taken = 0
+            taken, session = 0, self._parts.session.current
             try:
-                taken = await self._lease()
+                taken = await self._lease(session)
             except StoreUnavailable as error:
                 self._log.warning("lease_failed", message=str(error))
             except SessionLost:
-                await self._parts.session.recover(self._parts.session.current)
+                # Of the session that was asked with: another task may have replaced it before the answer came.
+                await self._parts.session.recover(session)
             if taken == _LEASES_AT_ONCE:
                 continue
             self._room.clear()
@@ -161,9 +162,8 @@ class Worker:
                 continue
             await asyncio.sleep(_BUSY_SECONDS)
 
-    async def _lease(self) -> int:
+    async def _lease(self, session: str) -> int:
         parts = self._parts
-        session = parts.session.current
         if time.monotonic() >= self._orphans_due:
             self._orphans_due = time.monotonic() + _ORPHANS_SECONDS
             for leased in await parts.store.lease_scoring(session, _LEASES_AT_ONCE):

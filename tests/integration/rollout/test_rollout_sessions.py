@@ -98,6 +98,29 @@ async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_
     assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
 
 
+async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost_the_new_one(store, monkeypatch):
+    """Or everything held would wait for the end of a session that nobody renews."""
+    lease, refused = store.lease, []
+
+    async def refused_late(session, *arguments):
+        if not refused and run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24:
+            refused.append(session)
+            await store.close_session(session)
+            await until(lambda: run.session.current != session)
+        return await lease(session, *arguments)
+
+    monkeypatch.setattr(store, "lease", refused_late)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+        check_batch(await trainer.train(1), plan)
+        assert refused
+        assert run.value("rollmesh_rollout_sessions_lost_total") == 1
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 0
+        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+
+
 async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, monkeypatch):
     """The new session may lease only once it has taken along what is running here."""
     reregister, slowly = store.reregister, []
