@@ -23,7 +23,7 @@ TTL = 60.0
 
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """A server that a kill costs nothing: with a flush a second, it loses what is answered while a slow disk flushes."""
+    """A server that forgets nothing: with a flush a second, a kill costs what is answered while a slow disk flushes."""
     embedded = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
     embedded.start()
     yield embedded
