@@ -76,11 +76,8 @@ class Sandbox:
             )
             if confinement.namespaces:
                 return self._run_in(confinement, script, stdin, timeout_seconds)
-            others = leftovers.watch()
-            try:
+            with leftovers.cleared():
                 return self._run_in(confinement, script, stdin, timeout_seconds)
-            finally:
-                leftovers.clear(others)
 
     def _run_in(self, confinement: Confinement, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
         # The interpreter below a virtual environment: the environment itself is not needed and may be private.

@@ -26,6 +26,7 @@ MS_PRIVATE = 0x4_0000
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 _PR_SET_NO_NEW_PRIVS = 38
 
 
@@ -50,9 +51,16 @@ def hear_of_parents_end(number: signal.Signals) -> None:
     _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that its remains can be reaped."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+def adopt_orphans(adopt: bool = True) -> None:
+    """Become the parent of every descendant whose own parent ends, so that its remains can be reaped; or no longer."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def adopts_orphans() -> bool:
+    """Whether orphans come to this process."""
+    answer = ctypes.c_int()
+    _checked(_libc().prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer)), f"prctl {_PR_GET_CHILD_SUBREAPER}")
+    return bool(answer.value)
 
 
 def set_dumpable(dumpable: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rollmesh.tasks.sandbox import kernel
@@ -12,10 +13,20 @@ from rollmesh.tasks.sandbox import kernel
 _ROUNDS = 1000
 
 
-def watch() -> frozenset[int]:
-    """Prepare to find what code will leave: orphans come to this process. Returns its children so far."""
+@contextmanager
+def cleared() -> Iterator[None]:
+    """Kill and reap what code leaves that runs in the block: orphans come to this process, but not for longer.
+
+    Nobody would wait for those that come later.
+    """
+    adopted_before = kernel.adopts_orphans()
     kernel.adopt_orphans()
-    return _children()
+    others = _children()
+    try:
+        yield
+    finally:
+        clear(others)
+        kernel.adopt_orphans(adopted_before)
 
 
 def clear(before: frozenset[int]) -> None:
