@@ -15,7 +15,9 @@ from .audits import assert_rescored
 from .conftest import ENDLESS, PATIENCE
 
 STEPS = 24
-"""More than a run gets to between a second step and Ctrl-C, with the batches that were ready by then."""
+"""More than a run gets to between a second step and Ctrl-C, with the batches that were ready by then, at the pace."""
+PACE = [[1, 0.02]]
+"""Seconds that a decode step takes at least, however fast the machine is."""
 
 
 def audited(line) -> dict:
@@ -23,7 +25,8 @@ def audited(line) -> dict:
 
 
 def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
-    line = small_run(evaluation={"prompt_count": 32, "every_versions": 3})
+    # At this pace an evaluation lasts for longer than the launcher's second between two looks.
+    line = small_run(evaluation={"prompt_count": 32, "every_versions": 3}, generator={"pace": PACE})
     done = line.run("up", str(line.run_file))
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -54,7 +57,7 @@ def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
 
 
 def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until) -> None:
-    line, process = started(trainer={"train_steps": STEPS})
+    line, process = started(trainer={"train_steps": STEPS}, generator={"pace": PACE})
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
     # A trainer that somebody asks to stop ends well, and is started again: its work is not done.
     (trainer,) = read_endpoints(line.folder, "trainer")
@@ -70,7 +73,8 @@ def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until)
     looks = len(line.json_lines("timeline.jsonl"))
     assert line.run("status", str(line.folder)).returncode == 0  # starts the queue's server and stops it again
 
-    with line.start("up", str(line.run_file)) as auditing:
+    unpaced = ("up", str(line.run_file), "--set", "generator.pace=null")
+    with line.start(*unpaced) as auditing:
         for text in auditing.stdout:
             if text.startswith("auditing"):
                 auditing.send_signal(signal.SIGINT)
@@ -80,7 +84,7 @@ def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until)
     assert not (line.folder / "audit.json").exists()
     assert not any(look["view"]["recovering"] for look in line.json_lines("timeline.jsonl")[looks:])
 
-    done = line.run("up", str(line.run_file))
+    done = line.run(*unpaced)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, STEPS + 1))
     assert audited(line)["green"]

@@ -92,6 +92,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 
 def start_sentinel(folder: Path, port: int, master: int) -> subprocess.Popen[bytes]:
+    # Three seconds of silence: a machine that stalls for one is no dead master.
     home = folder / f"sentinel-{port}"
     home.mkdir()
     config = home / "sentinel.conf"
@@ -100,7 +101,7 @@ def start_sentinel(folder: Path, port: int, master: int) -> subprocess.Popen[byt
         f'sentinel sentinel-pass "{SENTINEL_PASSWORD}"\n'
         f"sentinel monitor {SERVICE} 127.0.0.1 {master} 2\n"
         f'sentinel auth-pass {SERVICE} "{PASSWORD}"\n'
-        f"sentinel down-after-milliseconds {SERVICE} 1000\nsentinel failover-timeout {SERVICE} 5000\n"
+        f"sentinel down-after-milliseconds {SERVICE} 3000\nsentinel failover-timeout {SERVICE} 5000\n"
     )
     with (home / "log").open("wb") as log:
         return subprocess.Popen([str(find_server_binary()), str(config), "--sentinel"], stdout=log, stderr=log)
@@ -114,6 +115,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def test_a_run_goes_on_through_a_failover_and_loses_nothing(watched: Watched, started, wait_until) -> None:
     line, process = started(
         trainer={"train_steps": STEPS},
+        # Slow enough for steps to be left when the test has seen the failover.
+        generator={"pace": [[1, 0.02]]},
         evaluation={"before_and_after": False},
         store={
             "url": watched.url,
