@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -30,13 +31,40 @@ def generated(engine: TorchEngine) -> int:
     return engine.status().generated_token_total
 
 
-async def start_calls(engine: TorchEngine, count: int, tokens: int = 240) -> list[asyncio.Task[Rollout]]:
-    """Calls under way, each with a few tokens."""
-    calls = [make_call(f"t{i}", prompt_ids(i, 8), max_new_token_count=tokens) for i in range(count)]
-    before = generated(engine)
+def slow_steps(engine: TorchEngine, when: Callable[[], bool]) -> threading.Event:
+    """While ``when()`` holds, every step takes long until the event is set: a test that is late still meets its calls.
+
+    Without it these calls need 50 ms for all of their tokens, which is less than a busy machine may hold up a test.
+    """
+    batch, at_full_speed = engine._worker.batch, threading.Event()
+    step = batch.step
+
+    def slow_step() -> None:
+        step()
+        if when():
+            at_full_speed.wait(0.02)
+
+    batch.step = slow_step
+    return at_full_speed
+
+
+class CallsUnderWay(list[asyncio.Task[Rollout]]):
+    """Calls that each have a few tokens and get the others slowly until ``hurry``."""
+
+    def __init__(self, tasks: list[asyncio.Task[Rollout]], at_full_speed: threading.Event) -> None:
+        super().__init__(tasks)
+        self.hurry = at_full_speed.set
+
+
+async def start_calls(engine: TorchEngine, count: int) -> CallsUnderWay:
+    calls = [make_call(f"t{i}", prompt_ids(i, 8), max_new_token_count=240) for i in range(count)]
+    enough = generated(engine) + 5 * count
+    at_full_speed = slow_steps(engine, lambda: generated(engine) > enough)
     tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
-    await until(lambda: engine.status().running_count == count and generated(engine) > before + 5 * count)
-    return tasks
+    await until(lambda: engine.status().running_count == count and generated(engine) > enough)
+    together = generated(engine)  # one of them may have been first
+    await until(lambda: generated(engine) > together + 2 * count)
+    return CallsUnderWay(tasks, at_full_speed)
 
 
 async def test_a_stop_token_ends_the_call_and_is_its_last_token(engine_of):
@@ -92,6 +120,7 @@ async def test_interrupt_ends_named_calls_with_the_tokens_they_have(engine_of):
     ended = await tasks[1]
     assert ended.reason is FinishReason.INTERRUPTED
     assert 0 < len(ended.tokens) < 240
+    tasks.hurry()
     whole = await collect(engine, make_call("t1", prompt_ids(1, 8), max_new_token_count=240))
     np.testing.assert_array_equal(ended.tokens, whole.tokens[: len(ended.tokens)])
     assert (await tasks[0]).reason is FinishReason.LENGTH
@@ -113,10 +142,13 @@ async def test_closing_a_stream_early_frees_its_slot(engine_of):
     stream = engine.generate(make_call("left", max_new_token_count=240))
     await anext(stream)
     await stream.aclose()
+    at_full_speed = slow_steps(engine, lambda: True)
     task = asyncio.create_task(collect(engine, make_call("cancelled", max_new_token_count=240)))
     await until(lambda: engine.status().running_count == 1)
     task.cancel()
     await until(lambda: engine.status().running_count == 0)
+    assert generated(engine) < 2 * 240, "it was dropped, not finished"
+    at_full_speed.set()
     assert len((await collect(engine, make_call("next"))).tokens) == 40
 
 
@@ -131,6 +163,7 @@ async def test_pause_holds_running_calls_and_resume_continues_them(engine_of):
     await until(lambda: engine.status().waiting_count == 1)
     assert engine.status().decode_step_total == held.decode_step_total
     assert engine.status().running_count == 2
+    tasks.hurry()
     await engine.resume()
     assert {len((await t).tokens) for t in tasks} == {240}
     assert len((await late).tokens) == 40
@@ -161,6 +194,7 @@ async def test_load_with_kept_kv_splits_chunks_at_the_swap_and_stamps_the_oldest
     at_swap = generated(engine)
     await until(lambda: generated(engine) > at_swap + 9)
     await engine.load(model_folder("qwen2", seed=2), 6, OnNewVersion.KEEP_KV)
+    tasks.hurry()
     rollouts = [await t for t in tasks]
     for rollout in rollouts:
         versions = [c.policy_version for c in rollout.chunks]
@@ -175,10 +209,12 @@ async def test_load_with_kept_kv_splits_chunks_at_the_swap_and_stamps_the_oldest
 async def test_drain_swaps_after_the_running_calls_and_before_the_waiting_ones(engine_of, model_folder):
     engine = await engine_of(slots=2, version=4)
     folder = model_folder("qwen2", seed=1)
-    await engine.stage(folder)  # so that the load is asked for while the calls run, however busy the machine is
+    await engine.stage(folder)  # so that the load is asked for before the calls that wait
     tasks = await start_calls(engine, 2)
     load = asyncio.create_task(engine.load(folder, 5, OnNewVersion.DRAIN))
     waiting = [asyncio.create_task(collect(engine, make_call(f"w{i}"))) for i in range(3)]
+    await until(lambda: engine.status().waiting_count == 3)
+    tasks.hurry()
     await load
     for task in tasks:
         assert {c.policy_version for c in (await task).chunks} == {4}
@@ -189,7 +225,7 @@ async def test_drain_swaps_after_the_running_calls_and_before_the_waiting_ones(e
 
 async def test_concurrent_loads_follow_each_other_in_order(engine_of, model_folder):
     engine = await engine_of()
-    await start_calls(engine, 2)
+    (await start_calls(engine, 2)).hurry()
     modes = (OnNewVersion.KEEP_KV, OnNewVersion.DRAIN, OnNewVersion.INTERRUPT, OnNewVersion.KEEP_KV)
     loads = [engine.load(model_folder("qwen2", seed=i % 3), i, mode) for i, mode in enumerate(modes, start=1)]
     await asyncio.gather(*loads)
@@ -226,7 +262,7 @@ async def test_foreign_weights_are_refused_and_the_old_ones_keep_serving(
     engine_of, model_folder, tmp_path, damage, message
 ):
     engine = await engine_of()
-    task = (await start_calls(engine, 1))[0]
+    tasks = await start_calls(engine, 1)
     folder = tmp_path / "policy"
     shutil.copytree(model_folder("qwen2", seed=1), folder)
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -235,7 +271,8 @@ async def test_foreign_weights_are_refused_and_the_old_ones_keep_serving(
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(EngineError, match=message):
         await engine.load(folder, 1, OnNewVersion.INTERRUPT)
-    rollout = await task
+    tasks.hurry()
+    rollout = await tasks[0]
     assert (rollout.reason, len(rollout.tokens)) == (FinishReason.LENGTH, 240)
     assert {c.policy_version for c in rollout.chunks} == {0}
 
@@ -268,9 +305,16 @@ async def test_a_preempted_call_survives_a_kept_kv_swap_with_honest_stamps(engin
     engine = await engine_of(slots=4, kv_token_capacity=400)
     await asyncio.gather(*(collect(engine, make_call(f"s{i}", max_new_token_count=20)) for i in range(4)))
     calls = [make_call(f"t{i}", prompt_ids(i, 8), max_new_token_count=180) for i in range(4)]
+
+    def preempted() -> bool:
+        return any(sequence.started for sequence in list(engine._worker.waiting))
+
+    at_full_speed = slow_steps(engine, preempted)
     tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
-    await until(lambda: engine.status().waiting_count > 0 and engine.status().reprefill_token_total == 0)
+    await until(preempted)
     await engine.load(model_folder("qwen2", seed=1), 1, OnNewVersion.KEEP_KV)
+    assert engine.status().reprefill_token_total == 0
+    at_full_speed.set()
     for call, rollout in zip(calls, await asyncio.gather(*tasks), strict=True):
         assert len(rollout.tokens) == 180
         ids = np.concatenate((call.context_ids, rollout.tokens))
