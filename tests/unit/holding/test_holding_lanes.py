@@ -106,5 +106,5 @@ async def test_an_item_submitted_in_the_moment_a_runner_ends_is_not_forgotten():
             if number:
                 await asyncio.sleep(0)
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await asyncio.gather(*(submit_in_a_chain(number) for number in range(3)))

@@ -81,10 +81,10 @@ def test_arithmetic_is_exact(expression: str, result: str) -> None:
     ],
 )
 def test_everything_else_is_refused_at_once(expression: str) -> None:
-    start = time.monotonic()
+    start = time.thread_time()  # the work itself: a busy machine may hold anybody up
     with pytest.raises(ArithmeticRefused):
         evaluate(expression)
-    assert time.monotonic() - start < 1.0
+    assert time.thread_time() - start < 1.0
 
 
 @given(st.text(alphabet="0123456789+-*/%^(). e", max_size=60))
