@@ -44,7 +44,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 """A run that never ends by itself: two generators, evaluations on the way."""
 
 
-def until(condition: Callable[[], bool], what: Callable[[], str], seconds: float = 180.0) -> None:
+def until(condition: Callable[[], bool], what: Callable[[], str], seconds: float = 300.0) -> None:
     """Look twice a second; ``what`` says what has been waited for, and what was seen last."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -99,8 +99,11 @@ def running_mesh(parent: Path) -> Iterator[Mesh]:
         )
         try:
             until(
-                lambda: process.poll() is not None or (mesh.folder / "metrics.jsonl").exists(),
-                lambda: f"the first train step:\n{(parent / 'up.log').read_text()}",
+                lambda: (
+                    process.poll() is not None
+                    or ((mesh.folder / "metrics.jsonl").exists() and bool(mesh.endpoints("gateway")))
+                ),
+                lambda: f"the first train step and the gateway:\n{(parent / 'up.log').read_text()}",
             )
             assert process.poll() is None, (parent / "up.log").read_text()
             yield mesh

@@ -13,7 +13,9 @@ from .live import Mesh, Notifications, Prometheus, running_mesh, until, watching
 from .rule_files import recorded
 
 PATIENCE = "3s"
-SETTLE_SECONDS = 240.0
+SETTLE_SECONDS = 400.0
+
+pytestmark = pytest.mark.timeout(1200)  # every deadline inside of a test passes first
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,6 @@ def has_data(prometheus: Prometheus, expression: str) -> bool:
     return any(not math.isnan(value) for _, value in prometheus.ask(expression))
 
 
-@pytest.mark.timeout(600)
 def test_every_panel_shows_data(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
     mesh, prometheus, _ = watched
     queries = panel_queries()
@@ -49,7 +50,6 @@ def test_every_panel_shows_data(watched: tuple[Mesh, Prometheus, Notifications])
     print(f"\n{len(queries)} of {len(queries)} queries of {len(panels)} panels return data from a live mesh")
 
 
-@pytest.mark.timeout(600)
 def test_every_recording_rule_yields_a_number(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
     _, prometheus, _ = watched
     waiting = set(recorded())
@@ -102,7 +102,6 @@ def until_one(prometheus: Prometheus, rule: str, right: Callable[[float], bool])
     )
 
 
-@pytest.mark.timeout(400)
 def test_a_paused_mesh_is_reported_and_its_resumption_too(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
     mesh, _, receiver = watched
     seen = len(receiver.notes)
@@ -115,7 +114,6 @@ def test_a_paused_mesh_is_reported_and_its_resumption_too(watched: tuple[Mesh, P
     )
 
 
-@pytest.mark.timeout(400)
 def test_a_killed_leader_is_reported_until_another_one_leads(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
     mesh, prometheus, receiver = watched
     # A scrape that stalled for longer than the patience may have been reported before, and its end too.
