@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import load
 
 from rollmesh.store import EmbeddedServer
 
 from .test_kills import assert_every_batch_counts_once, last_weights
-from .trainer_run import TrainerRun, opened_run, write_run_file
+from .trainer_run import START_SECONDS, TrainerRun, opened_run, write_run_file
 
 STEPS = 4
 
 
+@pytest.mark.timeout(900)
 async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
@@ -32,7 +34,7 @@ async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
             run.process = None
             assert gang.wait(120) == 1, "a crash is worth another try"
             run.start(ranks=2)
-            await run.until_finished()
+            await run.until_finished(START_SECONDS)
         await assert_every_batch_counts_once(run, {})
         found = load(await last_weights(run))
     for name, weights in expected.items():

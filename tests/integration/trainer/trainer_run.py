@@ -30,6 +30,8 @@ from ..warm import TRAINER, WarmProcess, template
 
 GROUPS, MEMBERS, VOCABULARY = 2, 3, 32
 SECRET = "0123456789abcdef0123456789abcdef"
+START_SECONDS = 240.0
+"""A gang is three processes with all their imports: a minute on cores that have six times as much to do."""
 
 
 def write_tiny_model(folder: Path) -> None:
@@ -191,7 +193,7 @@ class TrainerRun:
         async def announced() -> bool:
             return await self.store.latest_policy() is not None
 
-        await self.until("the initial policy", announced, pause=0.05)
+        await self.until("the initial policy", announced, START_SECONDS, pause=0.05)
         await self.feed(steps)
         task = asyncio.create_task(self.cut_forever())
         try:
