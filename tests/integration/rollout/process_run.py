@@ -32,7 +32,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.recipes.countdown.tokenizer import VOCABULARY_SIZE, save_tokenizer, stop_token_ids
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
-from rollmesh.types import Batch, Chunk, GenerationCall, Prompt, SamplingParams
+from rollmesh.types import Batch, Chunk, GenerationCall, PolicyRecord, Prompt, SamplingParams
 
 from ..warm import GENERATOR, WarmProcess, template
 
@@ -97,6 +97,7 @@ class ProcessRun:
     store: TrajectoryStore
     checkpoints: CheckpointStore
     session: str = ""
+    policies: list[PolicyRecord] = field(default_factory=list)
     batches: list[Batch] = field(default_factory=list)
     processes: dict[str, subprocess.Popen[bytes] | WarmProcess] = field(default_factory=dict)
 
@@ -141,24 +142,28 @@ class ProcessRun:
         await self.store.init_run(run_limits(self.config))
         self.session = await self.store.open_trainer_session("test")
         await self.store.reassert_training(self.session, 0, 0, [], [], Cursor())
-        await self.publish(0)
+        self.write_policies()
+        await self.store.announce_policy(self.session, self.policies[0])
 
-    async def publish(self, step: int) -> None:
+    def write_policies(self) -> None:
+        """Write those of all steps: while one was written, the rollouts that a test looks for could come to an end."""
         model = self.folder / "model"
         ids = np.arange(2, 22)
         with torch.inference_mode():
             network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
             logprobs = torch.log_softmax(network(torch.from_numpy(ids)[None]).logits[0], dim=-1)
         own = logprobs[np.arange(len(ids) - 1), ids[1:]].tolist()
-        record = self.checkpoints.publish(
-            session=self.session,
-            policy_version=step,
-            train_step=step,
-            parent=step - 1 if step else None,
-            write=lambda folder: [shutil.copy(file, folder) for file in model.iterdir()] and None,
-            canary=[CanarySequence(token_ids=ids.tolist(), logprobs=own)],
-        )
-        await self.store.announce_policy(self.session, record)
+        self.policies = [
+            self.checkpoints.publish(
+                session=self.session,
+                policy_version=step,
+                train_step=step,
+                parent=step - 1 if step else None,
+                write=lambda folder: [shutil.copy(file, folder) for file in model.iterdir()] and None,
+                canary=[CanarySequence(token_ids=ids.tolist(), logprobs=own)],
+            )
+            for step in range(self.config.trainer.train_steps + 1)
+        ]
 
     async def train(self, step: int, meanwhile: Callable[[], Awaitable[None]] | None = None) -> Batch:
         """Claim, confirm, report, publish: a train step with something else in place of the training."""
@@ -174,7 +179,7 @@ class ProcessRun:
             await meanwhile()
         await self.store.confirm_batch_file(self.session, step, f"digest-{step}")
         await self.store.report_trained(self.session, step)
-        await self.publish(step)
+        await self.store.announce_policy(self.session, self.policies[step])
         self.batches.append(found[0])
         return found[0]
 

@@ -90,6 +90,8 @@ async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout
     sections = {
         "rollout": {"max_new_tokens": 128, "partial_save_tokens": partial_save_tokens},
         "schedule": {"groups_per_batch": 4, "group_size": 4, "pool_size": 16},
+        # The worker loses nothing but what the kill costs it, however long the machine stalls before.
+        "store": {"session_ttl_seconds": 60.0},
     }
     async with (
         process_run(tmp_path / "hung", server, **sections) as run,
