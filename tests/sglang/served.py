@@ -96,7 +96,8 @@ class Served:
 
     def __init__(self, server: SglangServer, policies: Policies) -> None:
         self.server, self.policies = server, policies
-        limits = httpx.Limits(max_connections=_MOST_REQUESTS + 8)
+        # None is kept: the server closes one that was idle for 5 s, perhaps just when the next request is sent.
+        limits = httpx.Limits(max_connections=_MOST_REQUESTS + 8, max_keepalive_connections=0)
         self._http = httpx.Client(base_url=server.url, timeout=_SECONDS, limits=limits)
         self._pool = ThreadPoolExecutor(_MOST_REQUESTS)
 

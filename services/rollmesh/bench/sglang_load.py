@@ -24,6 +24,8 @@ _PROMPT_TOKENS = 64
 _SHORTEST, _LONGEST = 128, 384
 CONTEXT = _PROMPT_TOKENS + _LONGEST + 64
 _SERVER_SECONDS = 600.0
+_IDLE_CONNECTION_SECONDS = 3.0
+"""Less than the 5 s after which the server itself closes an idle connection, perhaps just when it is used again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,9 @@ class BareServer:
 
     def __init__(self, url: str, key: str | None) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=2 * IN_FLIGHT)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=2 * IN_FLIGHT, keepalive_expiry=_IDLE_CONNECTION_SECONDS
+        )
         self.client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=_SERVER_SECONDS)
 
     async def generate(self, job: Job, cache_key: str) -> int:
