@@ -40,7 +40,8 @@ async def running_store(config: RunConfig, folder: RunFolder, *, owner: bool = F
         return
     server = embedded_server(config, folder)
     ours = await asyncio.to_thread(server.start)
-    watch = asyncio.create_task(_keep_up(server), name="watch-redis") if ours or owner else None
+    stopping = asyncio.Event()
+    watch = asyncio.create_task(_keep_up(server, stopping), name="watch-redis") if ours or owner else None
     try:
         async with connected_store(config, server.url) as store:
             try:
@@ -50,10 +51,12 @@ async def running_store(config: RunConfig, folder: RunFolder, *, owner: bool = F
                     await _announce_stop(store)
     finally:
         if watch is not None:
-            watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            # Not cancelled: a start that is under way goes on in its thread, and would leave a server behind the stop.
+            stopping.set()
+            try:
                 await watch
-            await asyncio.to_thread(server.stop)
+            finally:
+                await asyncio.to_thread(server.stop)
 
 
 @contextlib.asynccontextmanager
@@ -84,11 +87,13 @@ async def _announce_stop(store: TrajectoryStore) -> None:
             await store.mark_clean_shutdown()
 
 
-async def _keep_up(server: EmbeddedServer) -> None:
-    """Start the server again whenever it is gone: its append-only file brings the queue back."""
+async def _keep_up(server: EmbeddedServer, stopping: asyncio.Event) -> None:
+    """Start the server again whenever it is gone, until ``stopping``: its append-only file brings the queue back."""
     log = get_logger("redis")
-    while True:
-        await asyncio.sleep(_WATCH_SECONDS)
+    while not stopping.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), _WATCH_SECONDS)
+            return
         try:
             if server.pid is None:
                 log.warning("embedded_redis_gone", folder=str(server.folder))

@@ -1,18 +1,23 @@
 """The launcher waits an outage of Redis out, as the services do."""
 
 import asyncio
+import contextlib
+import fcntl
 import io
+import os
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
 from rich.console import Console
+from structlog.testing import capture_logs
 
 from rollmesh.config import RunConfig
 from rollmesh.launcher.local_mesh import local_mesh
 from rollmesh.launcher.redis import embedded_server, running_store
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.store import TrajectoryStore
+from rollmesh.store import EmbeddedServer, TrajectoryStore
 
 
 def config(folder: Path) -> RunConfig:
@@ -24,6 +29,16 @@ def config(folder: Path) -> RunConfig:
 def leave_servers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher would start a server again that a test has killed, at a moment that the test does not choose."""
     monkeypatch.setattr("rollmesh.launcher.redis._WATCH_SECONDS", 3600.0)
+
+
+def kill_and_hold_back(server: EmbeddedServer) -> int:
+    """A descriptor that holds the dead server's lock, as its last threads would: until it is closed no other starts."""
+    lock = os.open(server.folder / "lock", os.O_WRONLY)
+    while True:
+        server.kill()
+        with contextlib.suppress(BlockingIOError):  # a successor was faster
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
 
 
 async def test_waiting_goes_on_through_an_outage_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +85,23 @@ async def test_a_server_that_a_killed_launcher_left_behind_is_kept_up_and_stoppe
         assert left.pid is None
     finally:
         await asyncio.to_thread(left.stop)
+
+
+async def test_the_end_waits_for_a_server_that_is_being_started_again_and_stops_it(tmp_path: Path) -> None:
+    run, folder = config(tmp_path), RunFolder(tmp_path)
+    server = embedded_server(run, folder)
+    with capture_logs() as lines:
+        async with running_store(run, folder):
+            release = threading.Timer(4.0, os.close, [await asyncio.to_thread(kill_and_hold_back, server)])
+            lines.clear()
+            async with asyncio.timeout(60):
+                while not any(line["event"] == "embedded_redis_gone" for line in lines):
+                    await asyncio.sleep(0.01)
+            release.start()
+        waited = release.finished.is_set()
+        release.join()
+    assert waited
+    assert server.pid is None
 
 
 async def test_a_command_that_only_looks_leaves_the_server_of_a_run_alone(tmp_path: Path) -> None:
