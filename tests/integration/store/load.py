@@ -67,13 +67,17 @@ class Worker:
     """Finished trajectories of dead workers, taken over for scoring."""
 
     async def run(self) -> None:
-        await self.start()
+        alive = False
         while True:
             try:
+                if not alive:
+                    # A session may end before its first heartbeat: then the next one is opened.
+                    await self.start()
+                    await self.register()
+                    alive = True
                 await self.step()
             except SessionLost:
-                await self.start()
-                await self.register()
+                alive = False
             except (StoreUnavailable, Conflict):
                 await asyncio.sleep(0.01)
 
