@@ -25,6 +25,9 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.security import OPEN, PortSecurity
 
 PROBES = frozenset({"/healthz", "/readyz"})
+_IDLE_CONNECTION_SECONDS = 75
+"""Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s, nginx 60 s): the side that sends the next
+request has to be the one that closes first, or a request meets a connection that is just being closed."""
 
 
 def admin_app(metrics: Metrics, health: Health, security: PortSecurity = OPEN) -> FastAPI:
@@ -90,6 +93,7 @@ async def http_server(
             access_log=False,
             lifespan="off",
             server_header=False,
+            timeout_keep_alive=_IDLE_CONNECTION_SECONDS,
             timeout_graceful_shutdown=grace_seconds,
         )
         use_tls(config, security)

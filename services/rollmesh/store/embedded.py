@@ -101,7 +101,8 @@ class EmbeddedServer:
                 self._check_deadline(deadline)
                 time.sleep(_POLL_SECONDS)
             if self._process is not None:
-                self._process.wait()  # collect the one that has died: it held the lock
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_START_SECONDS)  # collect the one that has died: it held the lock
             self._process = self._spawn(lock.fileno())
         while not self._answers():
             if self._process.poll() is not None:
