@@ -19,7 +19,7 @@ from rollmesh.gateway.openai.flow import Answer, Delta
 from rollmesh.gateway.openai.http import CLIENT_CLOSED, EventStream, as_openai, unless_gone
 from rollmesh.gateway.openai.requests import ChatRequest, CompletionRequest
 from rollmesh.gateway.openai.service import OpenAiService
-from rollmesh.gateway.openai.session_lookup import find_session
+from rollmesh.gateway.openai.session_lookup import active_session
 
 SESSION_HEADER = "X-Rollmesh-Session"
 _RETRY_HEADER = "x-stainless-retry-count"
@@ -69,7 +69,7 @@ class Answering:
         if not session_id:
             return await service.free.start(await self._read(body))
         check_recordable(body, service.config)
-        session = find_session(service, session_id)
+        session = active_session(service, session_id)
         assert service.agents is not None
         retry = request.headers.get(_RETRY_HEADER, "0")
         ask = await self._read(body)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from rollmesh.gateway.openai.metrics import SESSION_STATES, OpenAiMetrics
 from rollmesh.gateway.openai.parts import UNWANTED, AgentGone, Part
-from rollmesh.gateway.openai.sessions import AgentSession
+from rollmesh.gateway.openai.sessions import AgentSession, EndedSession
 from rollmesh.holding.agent_mark import AgentMark, posted_outcome
 from rollmesh.holding.held import Held, LetGo, Parked
 from rollmesh.holding.program import Ending, Rollout
@@ -23,7 +23,7 @@ from rollmesh.store.types import ReleaseReason
 from rollmesh.types import RewardOutcome, Trajectory
 
 _REMEMBERED_SESSIONS = 4096
-"""Ended sessions that still answer how they ended."""
+"""Ended sessions whose ids, counts and marks are kept."""
 
 
 class Desk:
@@ -35,13 +35,13 @@ class Desk:
         self.wake_worker: Callable[[], None] = _nothing
         """Called when somebody waits for a trajectory."""
         self._sessions: dict[str, AgentSession] = {}
-        self._ended: OrderedDict[str, AgentSession] = OrderedDict()
+        self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._parts: dict[str, Part] = {}
         self._waiting: deque[asyncio.Future[AgentSession]] = deque()
         self._log = get_logger("agents")
 
-    def find(self, session_id: str) -> AgentSession | None:
-        """A session, one that has ended not long ago included."""
+    def find(self, session_id: str) -> AgentSession | EndedSession | None:
+        """Find a session among the active and the recently ended ones."""
         return self._sessions.get(session_id) or self._ended.get(session_id)
 
     @property
@@ -96,7 +96,7 @@ class Desk:
                 part.give_up(how)
             self._parts.pop(part.trajectory_id, None)
         self._sessions.pop(session.session_id, None)
-        self._ended[session.session_id] = session
+        self._ended[session.session_id] = EndedSession.of(session)
         while len(self._ended) > _REMEMBERED_SESSIONS:
             self._ended.popitem(last=False)
         self._log.info("agent_session_ended", session=session.session_id, how=how, trajectories=len(session.parts))

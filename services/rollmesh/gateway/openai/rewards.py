@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from rollmesh.gateway.openai.desk import Desk
 from rollmesh.gateway.openai.errors import OpenAiError, busy, gone, invalid
 from rollmesh.gateway.openai.parts import Part
 from rollmesh.gateway.openai.requests import RewardRequest
-from rollmesh.gateway.openai.sessions import AgentSession
+from rollmesh.gateway.openai.sessions import AgentSession, EndedSession, session_ended
+from rollmesh.holding.agent_mark import AgentMark
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, SegmentSource
 
 _HOLD_SECONDS = 60.0
@@ -27,9 +29,6 @@ class Rewards:
 
     async def post(self, session: AgentSession, request: RewardRequest) -> None:
         """Record the reward; the same one again changes nothing, another one is an error."""
-        if session.ended == "rewarded":
-            self._check_same(session, request)
-            return
         session.check()
         if session.lock.locked():
             raise busy(f"session {session.session_id}: a call of it is under way", "session_busy")
@@ -38,8 +37,9 @@ class Rewards:
             await self._post(session, request)
 
     async def _post(self, session: AgentSession, request: RewardRequest) -> None:
-        if any(part.mark.ended for part in session.parts):
-            self._check_same(session, request)
+        marks = [part.mark for part in session.parts]
+        if any(mark.ended for mark in marks):
+            _check_same(session.session_id, marks, request)
         parts = [part for part in session.parts if _sampled(part) or part.mark.ended]
         if not parts:
             raise invalid(
@@ -70,25 +70,33 @@ class Rewards:
         full = part.finish_reason == "length" and part.held.token_count >= self._budget
         return (FinishReason.LENGTH if full else FinishReason.ENVIRONMENT).value
 
-    def _check_same(self, session: AgentSession, request: RewardRequest) -> None:
-        """A client that did not get the answer posts again; nobody changes a reward."""
-        mark = next(part.mark for part in reversed(session.parts) if part.mark.ended)
-        outcome = _outcome(request)
-        same = mark.ask_verifier == request.verify and (
-            mark.outcome is outcome
-            or (
-                mark.outcome is not None
-                and outcome is not None
-                and (mark.outcome.kind, mark.outcome.value) == (outcome.kind, outcome.value)
-            )
+
+def check_repeated(session: EndedSession, request: RewardRequest) -> None:
+    """Accept the reward of an ended session again; OpenAiError for another one, or when it ended without a reward."""
+    if session.ended != "rewarded":
+        raise session_ended(session.session_id, session.ended)
+    _check_same(session.session_id, session.marks, request)
+
+
+def _check_same(session_id: str, marks: Sequence[AgentMark], request: RewardRequest) -> None:
+    """A client that did not get the answer posts again; a recorded reward never changes."""
+    mark = next(mark for mark in reversed(marks) if mark.ended)
+    outcome = _outcome(request)
+    same = mark.ask_verifier == request.verify and (
+        mark.outcome is outcome
+        or (
+            mark.outcome is not None
+            and outcome is not None
+            and (mark.outcome.kind, mark.outcome.value) == (outcome.kind, outcome.value)
         )
-        if not same:
-            raise OpenAiError(
-                422,
-                f"session {session.session_id} has its reward already, and it is another one",
-                param="reward",
-                code="already_rewarded",
-            )
+    )
+    if not same:
+        raise OpenAiError(
+            422,
+            f"session {session_id} has its reward already, and it is another one",
+            param="reward",
+            code="already_rewarded",
+        )
 
 
 def _sampled(part: Part) -> bool:

@@ -24,9 +24,10 @@ from rollmesh.gateway.openai.desk import Desk
 from rollmesh.gateway.openai.errors import OpenAiError, gone, too_many
 from rollmesh.gateway.openai.http import OpenAiRoute, unless_gone
 from rollmesh.gateway.openai.requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
+from rollmesh.gateway.openai.rewards import check_repeated
 from rollmesh.gateway.openai.service import OpenAiService
 from rollmesh.gateway.openai.session_lookup import agents_of, find_session
-from rollmesh.gateway.openai.sessions import AgentSession
+from rollmesh.gateway.openai.sessions import AgentSession, EndedSession
 
 _LOOK_SECONDS = 1.0
 """How often an agent that waits for a prompt is told whether the run has ended."""
@@ -106,13 +107,17 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
 
     @api.get("/sessions/{session_id}")
     async def session(session_id: SessionId) -> dict[str, Any]:
-        """A session as it is."""
-        return find_session(service, session_id).describe(run, with_task=True)
+        """Show a session; one that has ended is shown without its task."""
+        found = find_session(service, session_id)
+        return found.describe(run) if isinstance(found, EndedSession) else found.describe(run, with_task=True)
 
     @api.post("/sessions/{session_id}/reward")
     async def reward(session_id: SessionId, body: RewardRequest) -> dict[str, Any]:
         """Finish and score the session's trajectories; the same reward again changes nothing."""
         found = find_session(service, session_id)
+        if isinstance(found, EndedSession):
+            check_repeated(found, body)
+            return found.describe(run)
         # Not cut off when the client hangs up: half a reward helps nobody, and posting again is harmless.
         await agents_of(service).rewards.post(found, body)
         return found.describe(run, with_task=False)
@@ -121,7 +126,8 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
     async def give_up(session_id: SessionId) -> Response:
         """Give a session up; its tokens are dropped and its prompt waits for another one."""
         found = find_session(service, session_id)
-        agents_of(service).desk.end(found, "given_up")
+        if isinstance(found, AgentSession):
+            agents_of(service).desk.end(found, "given_up")
         return Response(status_code=204)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollmesh.gateway.openai.errors import OpenAiError, invalid, unavailable
 from rollmesh.gateway.openai.service import Agents, OpenAiService
-from rollmesh.gateway.openai.sessions import AgentSession
+from rollmesh.gateway.openai.sessions import AgentSession, EndedSession, session_ended
 
 
 def agents_of(service: OpenAiService) -> Agents:
@@ -19,8 +19,16 @@ def agents_of(service: OpenAiService) -> Agents:
     return service.agents
 
 
-def find_session(service: OpenAiService, session_id: str) -> AgentSession:
-    """The session; OpenAiError when there is none."""
+def active_session(service: OpenAiService, session_id: str) -> AgentSession:
+    """Find a session that a call can continue; OpenAiError when it has ended or is unknown."""
+    session = find_session(service, session_id)
+    if isinstance(session, EndedSession):
+        raise session_ended(session_id, session.ended)
+    return session
+
+
+def find_session(service: OpenAiService, session_id: str) -> AgentSession | EndedSession:
+    """Find a session, ended ones included; OpenAiError when it is unknown."""
     agents = agents_of(service)
     session = agents.desk.find(session_id)
     if session is not None:

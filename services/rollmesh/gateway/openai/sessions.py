@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollmesh.gateway.openai.errors import gone
+from rollmesh.gateway.openai.errors import OpenAiError, gone
 from rollmesh.gateway.openai.parts import Part
+from rollmesh.holding.agent_mark import AgentMark
 from rollmesh.tasks.sources.agent import AgentTask, task_of
 from rollmesh.types import Int32Array, Prompt
 
@@ -62,10 +64,7 @@ class AgentSession:
     def check(self) -> None:
         """Raise OpenAiError when the session has ended."""
         if self.ended:
-            raise gone(
-                f"session {self.session_id} has ended: {_ENDS[self.ended]}; open another one: POST /v1/sessions",
-                "session_ended",
-            )
+            raise session_ended(self.session_id, self.ended)
 
     def describe(self, run: str, *, with_task: bool) -> dict[str, Any]:
         """The session as the API shows it."""
@@ -88,6 +87,38 @@ class AgentSession:
             body["prompt_token_ids"] = _ids(self.prompt.token_ids)
             body["task"] = dict(task.metadata)
         return body
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedSession:
+    """Ids, counts and marks of an ended session; its tokens and its task are released."""
+
+    session_id: str
+    ended: str
+    """rewarded, given_up, idle or lost."""
+    marks: tuple[AgentMark, ...]
+    """One per trajectory of the session."""
+    description: Mapping[str, Any]
+    """The session as the API showed it last, without its task and the name of the run."""
+
+    @classmethod
+    def of(cls, session: AgentSession) -> EndedSession:
+        """Keep of a session that has just ended only what later requests ask for."""
+        return cls(
+            session_id=session.session_id,
+            ended=session.ended,
+            marks=tuple(part.mark for part in session.parts),
+            description={**session.describe("", with_task=False), "idle_seconds_left": 0.0},
+        )
+
+    def describe(self, run: str) -> dict[str, Any]:
+        """Return the session as the API shows it."""
+        return {**self.description, "model": run}
+
+
+def session_ended(session_id: str, how: str) -> OpenAiError:
+    """Make the error for a call in a session that has ended."""
+    return gone(f"session {session_id} has ended: {_ENDS[how]}; open another one: POST /v1/sessions", "session_ended")
 
 
 _ENDS = {
