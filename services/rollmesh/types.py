@@ -74,12 +74,16 @@ class OutcomeKind(StrEnum):
     VERIFIER_ERROR = "verifier_error"
 
 
+LOWEST_TEMPERATURE = 1e-3
+"""Smallest softmax temperature above 0: below it a float32 logit divided by it overflows."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn."""
 
     temperature: float = 1.0
-    """Softmax temperature; 0 is greedy, for evaluation only."""
+    """Softmax temperature, at least ``LOWEST_TEMPERATURE``; 0 is greedy, for evaluation only."""
     top_p: float = 1.0
     """Nucleus mass; 1 keeps the full vocabulary (training requires 1)."""
     top_k: int = 0

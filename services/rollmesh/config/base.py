@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from rollmesh.types import LOWEST_TEMPERATURE
 
 
 class Section(BaseModel):
@@ -12,3 +16,13 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+def _greedy_or_resolvable(temperature: float) -> float:
+    if 0 < temperature < LOWEST_TEMPERATURE:
+        raise ValueError(f"expected 0 (greedy) or at least {LOWEST_TEMPERATURE}")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_greedy_or_resolvable)]
+"""Softmax temperature; 0 is greedy."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rollmesh.config.base import Section
+from rollmesh.types import LOWEST_TEMPERATURE
 
 
 class CountdownSource(Section):
@@ -146,7 +147,7 @@ class RolloutConfig(Section):
     """Most turns of a multi-turn rollout."""
     max_new_tokens: int = Field(default=512, ge=1)
     """Token budget of a response, environment tokens included."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, ge=LOWEST_TEMPERATURE)
     """Softmax temperature of training rollouts; 0 is for evaluation only."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Must be 1 for training: the logprobs are over the full vocabulary."""

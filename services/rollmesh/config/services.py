@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
-from rollmesh.config.base import Section
+from rollmesh.config.base import Section, Temperature
 from rollmesh.config.security import StoreTlsConfig
 
 
@@ -261,7 +261,7 @@ class EvalConfig(Section):
     """Prompts of one evaluation: the same ones each time."""
     samples_per_prompt: int = Field(default=1, ge=1)
     """Answers per prompt."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: Temperature = 1.0
     """Softmax temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass."""

@@ -98,7 +98,11 @@ def _add_errors(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         hint = "see /api/v1/docs" if error.status_code in (404, 405) else None
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return _answer(request, error.status_code, message, None, hint, error.headers)
+        headers = error.headers
+        if error.status_code == 405:
+            # The router names the methods of the first route of a path only.
+            headers = {"Allow": ", ".join(sorted(_methods(request, (headers or {}).get("Allow", ""))))}
+        return _answer(request, error.status_code, message, None, hint, headers)
 
     @app.exception_handler(RollmeshError)
     async def run_error(request: Request, error: RollmeshError) -> Response:
@@ -115,6 +119,13 @@ def _add_errors(app: FastAPI) -> None:
         return _answer(request, 500, "an error inside the gateway; its log has the trace", None, None)
 
 
+def _methods(request: Request, first: str) -> set[str]:
+    """HTTP methods of all operations at the requested path; ``first`` are those of the route that refused it."""
+    path = getattr(request.scope.get("route"), "path_format", "")
+    operations = request.app.openapi()["paths"].get(path, {})
+    return {method.upper() for method in operations} or {first}
+
+
 def _answer(
     request: Request,
     status: int,
@@ -128,7 +139,8 @@ def _answer(
 
 
 def _describe(app: FastAPI) -> None:
-    """OpenAPI as it is: wrong parameters are answered with 400 and an ErrorBody, and events have schemas, too."""
+    """Complete FastAPI's OpenAPI document: wrong parameters are answered with 400, bodies are bounded, events have
+    schemas."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -136,14 +148,14 @@ def _describe(app: FastAPI) -> None:
             return app.openapi_schema
         document = made()
         for operation in _operations(document):
-            if operation["responses"].pop("422", None) is not None:
-                operation["responses"].setdefault(
-                    "400",
-                    {
-                        "description": "A parameter or the body is wrong.",
-                        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}},
-                    },
-                )
+            responses = operation["responses"]
+            if "HTTPValidationError" in str(responses.get("422", "")):
+                del responses["422"]
+                responses.setdefault("400", _error_response("A parameter or the body is wrong."))
+            if "requestBody" in operation:
+                content = responses["400"]["content"]
+                responses["408"] = {"description": "The body did not arrive in time.", "content": content}
+                responses["413"] = {"description": "The body is over gateway.max_request_bytes.", "content": content}
         schemas = document["components"]["schemas"]
         for model in (SnapshotEvent, TickEvent):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
@@ -154,6 +166,11 @@ def _describe(app: FastAPI) -> None:
         return document
 
     app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _error_response(description: str) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/ErrorBody"}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 def _operations(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

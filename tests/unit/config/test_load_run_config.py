@@ -40,7 +40,7 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
         ({"trainer": {"train_steps": "many"}}, ["trainer.train_steps", "'many'"]),
         ({"schedule": {"group_size": 1}}, ["schedule.group_size=1", "at least 2"]),
         ({"rollout": {"top_p": 0.9}}, ["rollout.top_p=0.9", "evaluation.top_p"]),
-        ({"rollout": {"temperature": 0}}, ["rollout.temperature", "greater than 0"]),
+        ({"rollout": {"temperature": 0}}, ["rollout.temperature", "greater than or equal to 0.001"]),
         ({"trainer": {"algorithm": {"old_logprobs": "stage_end"}}}, ["stage_end", "copris_paper"]),
         (
             {

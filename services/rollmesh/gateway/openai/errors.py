@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from rollmesh.errors import RollmeshError
+
+
+class ErrorFields(BaseModel):
+    """The fields of an error in OpenAI's API."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAiErrorBody(BaseModel):
+    """The body of every answer below /v1 with a status of 400 or more."""
+
+    error: ErrorFields
 
 
 class OpenAiError(RollmeshError):

@@ -7,8 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from rollmesh.config.base import Temperature
+
 MOST_CHOICES = 32
 MOST_STOPS = 16
+MOST_INT32 = 2**31 - 1
+"""Largest token count that the generation protocol carries."""
 _NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "tools": (_NOTHING, "describe the tools in a message and read the calls from the answer's text"),
@@ -45,6 +49,7 @@ def _whole_characters(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_whole_characters)]
+TokenCount = Annotated[int, Field(ge=1, le=MOST_INT32)]
 
 
 class Closed(BaseModel):
@@ -105,11 +110,11 @@ class SamplingRequest(Closed):
 
     model: str
     """Name of the run, or ``run@version`` for one policy version."""
-    temperature: float | None = Field(default=None, ge=0, le=10)
+    temperature: Annotated[Temperature, Field(le=10)] | None = None
     """Softmax temperature; 0 is greedy. Default 1, in a session the run's."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Nucleus mass; not in a session."""
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=0, le=MOST_INT32)
     """Most likely tokens kept, 0 keeps all; not in a session. (Not part of OpenAI's API.)"""
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     """Answers; 1 in a session."""
@@ -156,9 +161,9 @@ class ChatRequest(SamplingRequest):
 
     messages: list[Message] = Field(min_length=1)
     """The conversation so far."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: TokenCount | None = None
     """Most tokens of the answer; default: what the context leaves."""
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: TokenCount | None = None
     """Another name for max_tokens."""
     logprobs: bool | None = None
     """Send the log-probability of each token (over the full vocabulary, at the temperature it was sampled at)."""
@@ -182,7 +187,7 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Text | Annotated[list[int], Field(min_length=1)]
     """Text to go on with, or its token ids (exact, whatever a tokenizer would make of the text)."""
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: TokenCount | None = None
     """Most tokens of the answer; default 16, as in OpenAI's API."""
     logprobs: int | None = Field(default=None, ge=0, le=0)
     """0 sends the log-probability of each token; those of other tokens are not known."""

@@ -21,7 +21,7 @@ from fastapi import APIRouter, Depends, Path, Request, Response
 from rollmesh.gateway.auth import Check
 from rollmesh.gateway.openai.answering import SESSION_HEADER, Answering
 from rollmesh.gateway.openai.desk import Desk
-from rollmesh.gateway.openai.errors import OpenAiError, gone, too_many
+from rollmesh.gateway.openai.errors import OpenAiError, OpenAiErrorBody, gone, too_many
 from rollmesh.gateway.openai.http import OpenAiRoute, unless_gone
 from rollmesh.gateway.openai.requests import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.gateway.openai.rewards import check_repeated
@@ -33,7 +33,7 @@ _LOOK_SECONDS = 1.0
 """How often an agent that waits for a prompt is told whether the run has ended."""
 
 SessionId = Annotated[str, Path(description="Session id.", min_length=1, max_length=100)]
-_HEADER = {
+_CALL = {
     "parameters": [
         {
             "name": SESSION_HEADER,
@@ -42,25 +42,34 @@ _HEADER = {
             "schema": {"type": "string"},
             "description": "Session that records the call.",
         }
-    ]
+    ],
+    "responses": {"200": {"content": {"application/json": {"schema": {}}, "text/event-stream": {}}}},
 }
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text}
-    for status, text in {
-        400: "The request is wrong: `error.param` names the field.",
-        401: "The token is missing or wrong.",
-        409: "Another call of the session is under way.",
-        410: "The session or the run has ended.",
-        429: "No prompt right now: try again after `Retry-After` seconds.",
-        503: "Not now: try again after `Retry-After` seconds.",
-    }.items()
+_ERRORS = {
+    400: "The request is wrong: `error.param` names the field.",
+    401: "The token is missing or wrong.",
+    404: "The model or the session is not known here.",
+    409: "Another call of the session is in progress.",
+    410: "The session or the run has ended.",
+    422: "The session has another reward already.",
+    429: "No prompt right now: try again after `Retry-After` seconds.",
+    502: "The generators failed.",
+    503: "Not now: try again after `Retry-After` seconds.",
 }
+
+
+_CALL_ERRORS = (404, 409, 410, 502)
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI entries of the errors that an operation answers with, besides those of every operation."""
+    return {status: {"model": OpenAiErrorBody, "description": _ERRORS[status]} for status in (400, 401, *statuses, 503)}
 
 
 def openai_router(service: OpenAiService, check: Check) -> APIRouter:
     """Chat, completions and models; every call needs the token."""
     api = APIRouter(
-        prefix="/v1", tags=["openai"], dependencies=[Depends(check)], route_class=OpenAiRoute, responses=_ERRORS
+        prefix="/v1", tags=["openai"], dependencies=[Depends(check)], route_class=OpenAiRoute, responses=_errors()
     )
     answering = Answering(service)
 
@@ -72,7 +81,7 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
         names = [run, *(f"{run}@{version}" for version in sorted(serving))]
         return {"object": "list", "data": [_model(name) for name in names], "rollmesh": _newest(newest, serving)}
 
-    @api.get("/models/{model}")
+    @api.get("/models/{model}", responses=_errors(404))
     async def model(model: str) -> dict[str, Any]:
         """One model."""
         serving, _ = await service.policies()
@@ -81,12 +90,12 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
             raise OpenAiError(404, f"model: {model!r} is not served here", param="model", code="model_not_found")
         return _model(model)
 
-    @api.post("/chat/completions", openapi_extra=_HEADER)
+    @api.post("/chat/completions", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
     async def chat(request: Request, body: ChatRequest) -> Response:
         """An answer to a conversation, rendered with the model's own chat template."""
         return await answering.answer(request, body, "chat")
 
-    @api.post("/completions", openapi_extra=_HEADER)
+    @api.post("/completions", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """A text, or its token ids, continued."""
         return await answering.answer(request, body, "completions")
@@ -98,20 +107,20 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
 def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
     run = service.config.name
 
-    @api.post("/sessions", status_code=201)
+    @api.post("/sessions", status_code=201, responses=_errors(410, 429))
     async def open_session(request: Request, body: SessionRequest | None = None) -> dict[str, Any]:
         """A prompt to work on; waits while the run is paused or its pool is full."""
         wait = (body or SessionRequest()).wait_seconds
         session = await unless_gone(request, _opened(service, agents_of(service).desk, wait), service.farewell)
         return session.describe(run, with_task=True)
 
-    @api.get("/sessions/{session_id}")
+    @api.get("/sessions/{session_id}", responses=_errors(404))
     async def session(session_id: SessionId) -> dict[str, Any]:
         """Show a session; one that has ended is shown without its task."""
         found = find_session(service, session_id)
         return found.describe(run) if isinstance(found, EndedSession) else found.describe(run, with_task=True)
 
-    @api.post("/sessions/{session_id}/reward")
+    @api.post("/sessions/{session_id}/reward", responses=_errors(404, 409, 410, 422))
     async def reward(session_id: SessionId, body: RewardRequest) -> dict[str, Any]:
         """Finish and score the session's trajectories; the same reward again changes nothing."""
         found = find_session(service, session_id)
@@ -122,7 +131,7 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
         await agents_of(service).rewards.post(found, body)
         return found.describe(run, with_task=False)
 
-    @api.delete("/sessions/{session_id}", status_code=204)
+    @api.delete("/sessions/{session_id}", status_code=204, responses=_errors(404))
     async def give_up(session_id: SessionId) -> Response:
         """Give a session up; its tokens are dropped and its prompt waits for another one."""
         found = find_session(service, session_id)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from rollmesh.errors import DataError
-from rollmesh.types import GenerationCall, Int32Array, SamplingParams
+from rollmesh.types import LOWEST_TEMPERATURE, GenerationCall, Int32Array, SamplingParams
 
 
 def check_call(call: GenerationCall, *, vocab_size: int, longest: int) -> int:
@@ -42,8 +42,9 @@ def check_ids(ids: Int32Array, vocab_size: int, name: str) -> None:
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise DataError(f"sampling.temperature={sampling.temperature}: expected a finite number of at least 0")
+    temperature = sampling.temperature
+    if not (math.isfinite(temperature) and (temperature == 0 or temperature >= LOWEST_TEMPERATURE)):
+        raise DataError(f"sampling.temperature={temperature}: expected 0 or a number of at least {LOWEST_TEMPERATURE}")
     if not 0 < sampling.top_p <= 1:
         raise DataError(f"sampling.top_p={sampling.top_p}: expected more than 0 and at most 1")
     if sampling.top_k < 0:
