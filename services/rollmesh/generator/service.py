@@ -21,7 +21,15 @@ from rollmesh.runtime.tracing import tracer
 from rollmesh.types import Chunk
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
-from rollmesh.wire.generation_messages import ERROR_KEY, VersionNeed, chunk_to_pb, request_from_pb, status_of
+from rollmesh.wire.generation_messages import (
+    ERROR_KEY,
+    VersionNeed,
+    check_ids,
+    check_version,
+    chunk_to_pb,
+    request_from_pb,
+    status_of,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -94,21 +102,22 @@ class GenerationService(stubs.GenerationServiceServicer):
 
     async def Interrupt(self, request: pb.InterruptRequest, context: Context) -> pb.InterruptResponse:
         """End running calls gracefully."""
+        await _checked(context, lambda: check_ids(request.trajectory_ids, "trajectory_ids"))
         count = await self._run(context, self._engine.interrupt(list(request.trajectory_ids) or None))
         return pb.InterruptResponse(interrupted_count=count)
 
     async def Acknowledge(self, request: pb.AcknowledgeRequest, context: Context) -> pb.AcknowledgeResponse:
         """Note what callers have made durable."""
-        try:
-            self._check_instance(request.instance_id)
-        except GenerationRefused as error:
-            await _abort(context, error)
+        trajectory_ids = [each.trajectory_id for each in request.acknowledgements]
+        await _checked(context, lambda: check_ids(trajectory_ids, "acknowledgements"))
+        await _checked(context, lambda: self._check_instance(request.instance_id))
         for each in request.acknowledgements:
             self._acknowledgements.acknowledge(each.trajectory_id, each.context_token_count)
         return pb.AcknowledgeResponse()
 
     async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Context) -> pb.LoadPolicyResponse:
         """Load one version now."""
+        await _checked(context, lambda: check_version(request.policy_version))
         version = await self._run(context, self._load_policy(request.policy_version))
         return pb.LoadPolicyResponse(policy_version=version)
 
@@ -199,6 +208,14 @@ def _check_version(chunk: Chunk, need: VersionNeed) -> None:
     wrong = chunk.policy_version < need.min_policy_version or pinned not in (None, chunk.policy_version)
     if wrong and len(chunk.token_ids):
         raise PreconditionFailed(f"policy version {chunk.policy_version} came into service while the call waited")
+
+
+async def _checked(context: Context, check: Callable[[], None]) -> None:
+    """End the call with the error that ``check`` raises."""
+    try:
+        check()
+    except (DataError, GenerationRefused) as error:
+        await _abort(context, error)
 
 
 async def _abort(context: Context, error: DataError | EngineError | GenerationRefused) -> NoReturn:

@@ -13,6 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rollmesh.runtime.auth import Tokens
+from rollmesh.runtime.grpc_requests import RequestInterceptor
 from rollmesh.runtime.security import OPEN, PortSecurity
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -74,7 +75,7 @@ def create_server(
 ) -> grpc.aio.Server:
     """A server with the mesh's limits; the caller adds servicers, opens a port by ``security.bind`` and starts it."""
     hooks = [BearerTokenInterceptor(security.tokens)] if security.tokens is not None else []
-    return grpc.aio.server(interceptors=[*hooks, *interceptors], options=_OPTIONS)
+    return grpc.aio.server(interceptors=[*hooks, RequestInterceptor(), *interceptors], options=_OPTIONS)
 
 
 def create_channel(address: str, security: PortSecurity = OPEN) -> grpc.aio.Channel:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -20,6 +21,7 @@ from starlette.middleware.base import RequestResponseEndpoint
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.certificate_metrics import CertificateCollector
 from rollmesh.runtime.health import Health
+from rollmesh.runtime.http_protocol import HEAD_SECONDS, HttpProtocol
 from rollmesh.runtime.https import VERIFIED, use_tls
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.security import OPEN, PortSecurity
@@ -79,15 +81,22 @@ def listen(host: str, port: int, field: str) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def http_server(
-    app: FastAPI, listener: socket.socket, security: PortSecurity = OPEN, *, grace_seconds: int | None = None
+    app: FastAPI,
+    listener: socket.socket,
+    security: PortSecurity = OPEN,
+    *,
+    grace_seconds: int | None = None,
+    head_seconds: float = HEAD_SECONDS,
 ) -> AsyncIterator[int]:
     """Serve an application inside the running loop; yields the bound port.
 
-    At the end requests that are being answered have ``grace_seconds``; null is as long as they take.
+    At the end requests that are being answered have ``grace_seconds``; null is as long as they take. A client has
+    ``head_seconds`` for the request line and the headers of each request.
     """
     with contextlib.closing(listener):
         config = uvicorn.Config(
             app,
+            http=partial(HttpProtocol, head_seconds=head_seconds),  # type: ignore[arg-type]  # a factory is enough
             log_config=None,  # its warnings go the way of all libraries'
             log_level="warning",
             access_log=False,

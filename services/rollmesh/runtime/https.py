@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from rollmesh.runtime.http_protocol import HttpProtocol
 from rollmesh.runtime.security import PortSecurity
 
 _FAREWELL_SECONDS = 1.0
@@ -28,7 +28,7 @@ def use_tls(config: uvicorn.Config, security: PortSecurity) -> None:
     config.ssl = security.tls.server_context()
 
 
-class _TellsCertificates(H11Protocol):
+class _TellsCertificates(HttpProtocol):
     """HTTP/1.1 whose requests say whether their connection has a verified client certificate."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

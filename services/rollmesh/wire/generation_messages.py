@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -23,6 +23,12 @@ from rollmesh.wire.codec import (
 
 ERROR_KEY = "rollmesh-error"
 """Trailing metadata with the error's class: a refusal on purpose and a broken connection share gRPC codes."""
+
+MOST_ID_CHARACTERS = 512
+MOST_IDS = 16_384
+"""Ids in one request."""
+MOST_VERSION = 2**53 - 1
+"""Largest integer that Redis scripts keep exact."""
 
 _ERRORS: dict[str, type[DataError | EngineError | GenerationRefused]] = {
     e.__name__: e for e in (DataError, EngineError, GenerationRefused)
@@ -58,6 +64,11 @@ def request_to_pb(call: GenerationCall, need: VersionNeed, unacknowledged_token_
 
 def request_from_pb(request: pb.GenerateRequest) -> tuple[GenerationCall, VersionNeed]:
     """Decode a call; DataError names the field that is wrong."""
+    for name in ("trajectory_id", "group_id", "instance_id"):
+        check_id(getattr(request, name), name)
+    for name in ("min_policy_version", "pinned_policy_version_plus_one", "unacknowledged_token_limit"):
+        if getattr(request, name) < 0:
+            raise DataError(f"{name}={getattr(request, name)}: expected at least 0")
     call = GenerationCall(
         trajectory_id=request.trajectory_id,
         context_ids=ids_from_pb(request.context_ids, "context_ids"),
@@ -74,6 +85,26 @@ def request_from_pb(request: pb.GenerateRequest) -> tuple[GenerationCall, Versio
         pinned_policy_version=pinned - 1 if pinned else None,
     )
     return call, need
+
+
+def check_id(value: str, name: str) -> None:
+    """Raise DataError for an id that is longer than any that the mesh makes."""
+    if len(value) > MOST_ID_CHARACTERS:
+        raise DataError(f"{name}: {len(value)} characters, expected at most {MOST_ID_CHARACTERS}")
+
+
+def check_ids(values: Sequence[str], name: str) -> None:
+    """Raise DataError for more ids than a generator has calls, or for an id that is too long."""
+    if len(values) > MOST_IDS:
+        raise DataError(f"{name}: {len(values)} ids, expected at most {MOST_IDS}")
+    for value in values:
+        check_id(value, name)
+
+
+def check_version(version: int) -> None:
+    """Raise DataError for a number that is no policy version."""
+    if not 0 <= version <= MOST_VERSION:
+        raise DataError(f"policy_version={version}: expected 0 to {MOST_VERSION}")
 
 
 def chunk_to_pb(chunk: Chunk) -> pb.GenerateResponse:

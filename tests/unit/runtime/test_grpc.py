@@ -4,6 +4,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rollmesh.runtime.auth import Tokens
 from rollmesh.runtime.grpc import HealthReporter, call_metadata, create_channel, create_server
+from rollmesh.runtime.grpc_requests import RequestInterceptor
 from rollmesh.runtime.security import PortSecurity
 from rollmesh.v1 import reward_service_pb2, reward_service_pb2_grpc
 
@@ -33,3 +34,45 @@ async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open(
     finally:
         await channel.close()
         await server.stop(None)
+
+
+class Failing(reward_service_pb2_grpc.RewardServiceServicer):
+    async def Score(self, request, context):
+        if request.items:
+            raise ZeroDivisionError("a fault of the service")
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "items: empty")
+        yield
+
+
+async def test_refused_requests_have_their_status_and_share_a_log_line_a_second(capsys) -> None:
+    now = 100.0
+    server = grpc.aio.server(interceptors=[RequestInterceptor(lambda: now)])
+    reward_service_pb2_grpc.add_RewardServiceServicer_to_server(Failing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = create_channel(f"127.0.0.1:{port}")
+    method = "/rollmesh.v1.RewardService/Score"
+
+    async def ask(data: bytes) -> grpc.StatusCode:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await channel.unary_stream(method)(data).read()
+        return refused.value.code()
+
+    empty = reward_service_pb2.ScoreRequest().SerializeToString()
+    full = reward_service_pb2.ScoreRequest(items=[reward_service_pb2.ScoreItem()]).SerializeToString()
+    try:
+        assert {await ask(b"\xff\xff") for _ in range(20)} == {grpc.StatusCode.INVALID_ARGUMENT}
+        assert {await ask(empty) for _ in range(20)} == {grpc.StatusCode.INVALID_ARGUMENT}
+        assert {await ask(full) for _ in range(20)} == {grpc.StatusCode.INTERNAL}
+        now += 1.0
+        await ask(empty)
+    finally:
+        await channel.close()
+        await server.stop(None)
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "request_refused" in line or "request_failed" in line
+    ]
+    assert len(lines) == 3, lines
+    assert "malformed" in lines[0] and "suppressed=0" in lines[0]
+    assert "request_failed" in lines[1]
+    assert "suppressed=39" in lines[2] and "items: empty" in lines[2]
