@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from rollmesh.checkpoints.reasons import PASSING
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, Conflict
@@ -69,20 +70,25 @@ class Publisher:
         self._log = get_logger("publisher")
 
     async def publish(self, train_step: int) -> PolicyRecord:
-        """Publish and announce the weights of ``train_step``, unless that step has been published; idempotent."""
+        """Publish and announce the weights of ``train_step``, unless that step has been published; idempotent.
+
+        A newest policy that was damaged since is refused by every generator, so the same weights are published as the
+        next version.
+        """
         newest = await self._session.patiently("latest_policy", self._session.store.latest_policy)
         if newest is not None:
             self._crew.shelf.update([newest])
             self._metrics.policy_version.set(newest.policy_version)
             if newest.train_step > train_step:
                 return newest
-            if newest.train_step == train_step and self._progress.published(newest.path):
+            published = self._progress.published(newest.path)
+            if newest.train_step == train_step and published and not await self._damaged(newest):
                 return newest
         version = newest.policy_version + 1 if newest else 0
         record = await self._whole_folder(version, train_step)
         if record is None:
             parent = newest.policy_version if newest else None
-            if newest is not None and newest.train_step == train_step:
+            if newest is not None and newest.train_step == train_step and not published:
                 parent = self._progress.rolled_back_to
             record = await self._patience.with_room(
                 "publish", lambda: self._in_thread(lambda: self._write(version, train_step, parent))
@@ -109,6 +115,17 @@ class Publisher:
         self._log.info(
             "policy_announced", policy_version=record.policy_version, train_step=record.train_step, path=record.path
         )
+
+    async def _damaged(self, record: PolicyRecord) -> bool:
+        """Whether a published folder is not what was announced; False while the store cannot tell."""
+        try:
+            await asyncio.to_thread(self._checkpoints.open, record)
+        except CheckpointError as error:
+            self._log.error(
+                "policy_damaged", policy_version=record.policy_version, reason=error.reason, message=str(error)
+            )
+            return error.reason not in PASSING
+        return False
 
     async def _whole_folder(self, version: int, train_step: int) -> PolicyRecord | None:
         for record in await asyncio.to_thread(self._checkpoints.complete_policies):

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -124,6 +125,44 @@ async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
             await run.until_finished()
         assert [r.train_step for r in await run.store.policies()] == [0, 1, 2, 3, 4]
         assert run.checkpoints.ledger().committed_step == 4
+
+
+@pytest.mark.parametrize("damage", ["byte", "manifest", "gone"])
+async def test_a_newest_policy_that_was_damaged_at_rest_is_published_again_as_the_next_version(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, damage: str
+) -> None:
+    config = write_run_file(tmp_path / "run", tiny_model, server)
+    async with opened_run(config) as run:
+        process = run.start()
+        async with run.fed(4):
+            await run.until("version 2", lambda: _announced(run.folder, 2))
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(120) == 0
+            newest = (await run.store.policies())[-1]
+            folder = run.checkpoints.root / newest.path
+            weights = load_file(folder / "model.safetensors")
+            if damage == "byte":
+                _flip_last_byte(folder / "model.safetensors")
+            elif damage == "manifest":
+                _flip_last_byte(folder / "manifest.json")
+            else:
+                shutil.rmtree(folder)
+            run.start()
+            await run.until_finished()
+        policies = await run.store.policies()
+        repaired = policies[newest.policy_version + 1]
+        assert (repaired.train_step, policies[-1].train_step) == (newest.train_step, 4)
+        opened = run.checkpoints.open(repaired)
+        assert opened.manifest.parent == newest.policy_version
+        again = load_file(opened.folder / "model.safetensors")
+        assert weights.keys() == again.keys()
+        assert all(np.array_equal(weights[name], again[name]) for name in weights)
+
+
+def _flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 async def test_what_the_queue_knows_of_the_steps_outlives_the_folder_of_a_trainer_that_was_killed(
