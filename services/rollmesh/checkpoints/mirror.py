@@ -17,15 +17,15 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, batch_path
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState
-from rollmesh.checkpoints.durable import confined, make_folder, regular_files, remove_tree
-from rollmesh.checkpoints.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, parse_manifest
+from rollmesh.checkpoints.durable import confined, make_folder, regular_files, remove_tree, sha256_of, sync_folder
+from rollmesh.checkpoints.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, ManifestFile, parse_manifest
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest
 from rollmesh.checkpoints.reasons import Reason
@@ -209,10 +209,17 @@ class ObjectMirror:
 
     def fetch_state(self, state: CommittedState) -> None:
         """Have the files of a state here; whether they are sound shows when they are loaded."""
+        self._pull_state(state, lambda file, path: _size(path) == file.size_bytes)
+
+    def fetch_state_again(self, state: CommittedState) -> None:
+        """Pull the files of a state whose local copies are damaged."""
+        self._pull_state(state, lambda file, path: _size(path) == file.size_bytes and sha256_of(path) == file.sha256)
+
+    def _pull_state(self, state: CommittedState, is_here: Callable[[ManifestFile, Path], bool]) -> None:
         path = f"{committed.FOLDER}/{state.folder.name}"
         with self._one_at_a_time(state.folder.name):
-            wanted = [(f"{path}/{f.path}", confined(state.folder, f.path), f.size_bytes) for f in state.record.files]
-            self.objects.get_all([(key, file) for key, file, size in wanted if _size(file) != size])
+            wanted = [(f"{path}/{file.path}", file, confined(state.folder, file.path)) for file in state.record.files]
+            self.objects.get_all([(key, target) for key, file, target in wanted if not is_here(file, target)])
 
     def prune_states(self, *, keep_last: int, session: str) -> list[str]:
         """``committed.prune_states`` in the bucket."""
@@ -249,6 +256,7 @@ class ObjectMirror:
             self.objects.get_all([*pairs, (f"{record.path}/{MANIFEST_FILE}", temporary / MANIFEST_FILE)])
             remove_tree(folder, first=[MANIFEST_FILE])
             os.replace(temporary, folder)
+            sync_folder(folder.parent)
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.objects.url}/{record.path}: {error}", reason=Reason.MISSING) from error
         finally:

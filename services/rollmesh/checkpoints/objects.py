@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from rollmesh.checkpoints.durable import make_folder
+from rollmesh.checkpoints.durable import make_folder, sync_file, sync_folder
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.runtime.logging import get_logger
@@ -43,12 +43,14 @@ class ObjectStore:
         self._patience = patience_seconds
 
     def get(self, key: str, target: Path) -> None:
-        """Copy an object to a file, which appears only when complete; FileNotFoundError when there is no such one."""
+        """Copy an object to a file, which appears only when complete and flushed; FileNotFoundError if missing."""
         make_folder(target.parent)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
             self._patiently(f"reading {key}", lambda: self._files.get_file(self._at(key), str(temporary)))
+            sync_file(temporary)
             os.replace(temporary, target)
+            sync_folder(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
 

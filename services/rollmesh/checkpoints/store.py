@@ -237,9 +237,15 @@ class CheckpointStore:
         """Fill ``tensors`` in place from a committed state; returns its ``extra``."""
         from rollmesh.checkpoints.states import load_state
 
-        if self.mirror is not None:
-            self.mirror.fetch_state(state)
-        return load_state(state, tensors)
+        if self.mirror is None:
+            return load_state(state, tensors)
+        self.mirror.fetch_state(state)
+        try:
+            return load_state(state, tensors)
+        except CheckpointError:
+            # The local copy may have been damaged since. All ranks are here: load_state fails on every one of them.
+            self.mirror.fetch_state_again(state)
+            return load_state(state, tensors)
 
     def committed_states(self) -> list[CommittedState]:
         """Committed trainer states, newest first."""

@@ -302,6 +302,36 @@ def test_a_state_is_loaded_on_another_node_and_counts_only_when_all_of_it_got_th
     assert (ledger.committed_step, dict(ledger.damaged), sorted(ledger.groups)) == (2, {}, [1, 2])
 
 
+def test_a_damaged_copy_of_a_state_is_pulled_again(node: Node) -> None:
+    save(node("trainer"), 1)
+    store = node("other")
+    state = store.latest_committed()
+    assert state is not None
+    empty = {name: torch.zeros_like(t) for name, t in tensors(1).items()}
+    store.load_state(state, empty)
+    (file,) = state.folder.glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    again = {name: torch.zeros_like(t) for name, t in tensors(1).items()}
+    assert store.load_state(state, again) == {"lr_step": 1}
+    assert all(torch.equal(again[name], t) for name, t in tensors(1).items())
+    assert file.read_bytes() == content
+
+
+def test_a_state_that_is_damaged_in_the_bucket_is_refused_with_the_reason(node: Node) -> None:
+    writer = node("trainer")
+    save(writer, 1)
+    (key,) = (key for key in objects(writer).sizes("states") if key.endswith(".safetensors"))
+    content = objects(writer).read(key, 1 << 20)
+    objects(writer).write(key, content[:-1] + bytes([content[-1] ^ 1]))
+    store = node("other")
+    state = store.latest_committed()
+    assert state is not None
+    with pytest.raises(CheckpointError) as refused:
+        store.load_state(state, {name: torch.zeros_like(t) for name, t in tensors(1).items()})
+    assert refused.value.reason == Reason.TAMPERED
+
+
 def test_nodes_agree_on_the_identity_of_the_store(node: Node) -> None:
     assert node("trainer").lineage() == node("gateway").lineage() != ""
 
