@@ -16,28 +16,32 @@ from rollmesh.generator.engines.torch.architecture import Rope
 
 
 def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
-    """Angular frequency of each pair, float64 [head_size / 2].
+    """Compute the angular frequency of each pair, float32 [head_size / 2].
 
-    ``llama3`` is the scaling of the Llama 3.1 release: wavelengths beyond the original context are stretched by
-    ``factor``, short ones are kept, those between are interpolated.
+    Same float32 operations in the same order as transformers, so that every bit agrees with the trainer's: a last bit
+    of a frequency grows with the position into 5e-4 nats within 6,500 tokens. ``llama3`` is the scaling of the Llama
+    3.1 release: wavelengths beyond the original context are stretched by ``factor``, short ones are kept, those between
+    are interpolated.
     """
-    exponent = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
-    frequency = rope.theta**-exponent
+    exponent = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    frequency = 1.0 / (rope.theta**exponent)
     if rope.kind == "default":
         return frequency
-    turns = rope.original_context * frequency / (2 * math.pi)
-    smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    return frequency * (1 / rope.factor + (1 - 1 / rope.factor) * smooth.clamp(0.0, 1.0))
+    context, low, high = rope.original_context, rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / frequency
+    scaled = torch.where(wavelength > context / low, frequency / rope.factor, frequency)
+    smooth = (context / wavelength - low) / (high - low)
+    between = (1 - smooth) * scaled / rope.factor + smooth * scaled
+    return torch.where((wavelength >= context / high) & (wavelength <= context / low), between, scaled)
 
 
 def rotation_table(rope: Rope, head_size: int, positions: int, device: torch.device) -> Tensor:
-    """exp(i * position * frequency), complex64 [positions, 1, head_size / 2].
+    """Compute exp(i * position * frequency), complex64 [positions, 1, head_size / 2].
 
     The angle is a float32 product as in Hugging Face's modules, so that long contexts agree with the trainer.
     """
-    frequency = inverse_frequencies(rope, head_size).float()
-    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency[None, :]
-    return torch.polar(torch.ones_like(angle), angle).unsqueeze(1).to(device)
+    angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_size)[None, :]
+    return torch.complex(angle.cos(), angle.sin()).unsqueeze(1).to(device)
 
 
 def pair_order(head_size: int) -> Tensor:

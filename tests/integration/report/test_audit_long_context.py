@@ -1,0 +1,100 @@
+"""The audit's judgement of a correct engine, at positions where a wrong last bit of a RoPE frequency shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from rollmesh.generator.engines.torch.engine import TorchEngine
+from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.report.rescore import gaps_of_version
+from rollmesh.report.verdict import LOGPROB_BOUNDS
+from rollmesh.trainer.scorer import PolicyScorer
+from rollmesh.types import GenerationCall, Prompt, SamplingParams, Segment, Trajectory
+
+VOCAB = 61
+POSITIONS = 8192
+TOKENS = 96
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": POSITIONS,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+
+
+def write_model(folder: Path, config: PretrainedConfig) -> Path:
+    """A random model that attends far back: its keys and queries are large."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(16.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**_SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 10_000.0}),
+        LlamaConfig(**_SHAPE, rope_parameters=dict(_LLAMA3)),
+    ],
+    ids=["default", "llama3"],
+)
+async def test_a_correct_engine_passes_the_audit_at_8k_positions(tmp_path, config):
+    folder = write_model(tmp_path / "policy", config)
+    prompt = np.random.default_rng(3).integers(0, VOCAB, POSITIONS - TOKENS).astype(np.int32)
+    call = GenerationCall(
+        trajectory_id="t",
+        context_ids=prompt,
+        prompt_token_count=len(prompt),
+        max_new_token_count=TOKENS,
+        sampling=SamplingParams(seed=1),
+        chunk_token_count=TOKENS,
+    )
+    engine = TorchEngine(TorchEngineOptions(slots=1, max_context_tokens=POSITIONS, device="cpu"))
+    try:
+        await engine.start(folder, 0)
+        chunks = [chunk async for chunk in engine.generate(call)]
+    finally:
+        await engine.aclose()
+    segments = tuple(
+        Segment(
+            token_ids=chunk.token_ids,
+            behavior_logprobs=chunk.behavior_logprobs,
+            policy_version=chunk.policy_version,
+            kv_min_version=chunk.kv_min_version,
+            temperature=1.0,
+        )
+        for chunk in chunks
+        if len(chunk.token_ids)
+    )
+    trajectory = Trajectory(
+        trajectory_id="t",
+        group_id="g",
+        member_index=0,
+        prompt=Prompt(prompt_id="p", token_ids=prompt, verifier="exact"),
+        birth_version=0,
+        segments=segments,
+    )
+    scorer = PolicyScorer.from_folder(folder, device="cpu", tokens_per_microbatch=POSITIONS)
+    gaps = gaps_of_version(scorer, 0, [trajectory])
+    assert len(gaps.values) == TOKENS
+    assert gaps.values.max() <= LOGPROB_BOUNDS["float32"]
