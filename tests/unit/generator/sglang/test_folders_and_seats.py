@@ -44,6 +44,8 @@ def test_a_folder_tells_its_sizes_and_its_tensors(tmp_path):
     [
         ({"hidden_size": 16}, "hidden_size is 16, the running policy has 8"),
         ({"rope_theta": 1e6}, "rope_theta is 1000000.0, the running policy has None"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, the running policy has None"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu, the running policy has None"),
         ({"shapes": {"model.norm.weight": [8]}}, "no tensor model.embed_tokens.weight"),
         ({"shapes": {**SHAPES, "model.norm.weight": [7]}}, r"shape \[7\], the running policy has \[8\]"),
         ({"shapes": {**SHAPES, "lm_head.weight": [50, 8]}}, "tensor lm_head.weight, which"),
@@ -52,6 +54,14 @@ def test_a_folder_tells_its_sizes_and_its_tensors(tmp_path):
 def test_another_architecture_is_told_by_its_first_difference(tmp_path, changes, message):
     running = read_folder(write_folder(tmp_path / "a"))
     assert re.search(message, difference(running, read_folder(write_folder(tmp_path / "b", **changes))))
+
+
+def test_rope_scaling_and_rope_parameters_that_differ_are_refused(tmp_path):
+    linear = {"rope_type": "linear", "factor": 2.0}
+    both = write_folder(tmp_path / "a", rope_scaling=linear, rope_parameters={"rope_type": "default"})
+    with pytest.raises(EngineError, match="rope_scaling=.*rope_parameters=.*keep one of them"):
+        read_folder(both)
+    read_folder(write_folder(tmp_path / "b", rope_scaling=linear, rope_parameters=linear))
 
 
 def test_damaged_folders_are_engine_errors(tmp_path):

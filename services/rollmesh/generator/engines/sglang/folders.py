@@ -30,10 +30,14 @@ _ARCHITECTURE_KEYS = (
     "rope_theta",
     "rope_scaling",
     "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
     "rms_norm_eps",
     "sliding_window",
     "use_sliding_window",
+    "max_window_layers",
     "layer_types",
+    "hidden_act",
 )
 _LONGEST_HEADER_BYTES = 100_000_000
 
@@ -54,6 +58,7 @@ class PolicyFolder:
 def read_folder(path: Path) -> PolicyFolder:
     """Read config.json and the headers of the weight files; EngineError names what is wrong."""
     config = _read_json(path / "config.json")
+    _refuse_ambiguous(config, path)
     tensors: dict[str, tuple[int, ...]] = {}
     files = sorted(path.glob("*.safetensors"))
     if not files:
@@ -71,6 +76,16 @@ def read_folder(path: Path) -> PolicyFolder:
         architecture={key: config[key] for key in _ARCHITECTURE_KEYS if key in config},
         tensors=tensors,
     )
+
+
+def _refuse_ambiguous(config: Mapping[str, Any], path: Path) -> None:
+    """Raise EngineError when the two keys of rotary embedding differ: libraries disagree on which one counts."""
+    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    if scaling and parameters and scaling != parameters:
+        raise EngineError(
+            f"{path / 'config.json'}: rope_scaling={scaling} and rope_parameters={parameters}: keep one of them; the "
+            "trainer takes rope_scaling"
+        )
 
 
 def difference(running: PolicyFolder, other: PolicyFolder) -> str:

@@ -11,6 +11,10 @@ from typing import Any
 from rollmesh.errors import EngineError
 
 _FAMILIES = ("qwen2", "qwen3", "llama")
+_ORIGINAL_CONTEXT = "original_max_position_embeddings"
+_ABSENT_KV_HEADS: Mapping[str, int | None] = {"qwen2": 32, "qwen3": 32, "llama": None}
+_ABSENT_HEAD_SIZE: Mapping[str, int | None] = {"qwen2": None, "qwen3": 128, "llama": None}
+"""Values that transformers gives to a key that config.json lacks; None derives them from the other sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +81,11 @@ def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
         raise EngineError(f"config.model_type={family!r}: the torch engine serves {', '.join(_FAMILIES)}")
     _refuse_unsupported(config)
     heads = _integer(config, "num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
+    kv_heads = config.get("num_key_value_heads", _ABSENT_KV_HEADS[family]) or heads
     if heads % kv_heads:
         raise EngineError(f"config.num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
     hidden = _integer(config, "hidden_size")
-    head_size = config.get("head_dim") or hidden // heads
+    head_size = config.get("head_dim", _ABSENT_HEAD_SIZE[family]) or hidden // heads
     if head_size % 2:
         raise EngineError(f"config.head_dim={head_size}: rotary embedding needs an even number")
     attention_bias = bool(config.get("attention_bias", False))
@@ -119,6 +123,9 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise EngineError(f"config.hidden_act={activation!r}: only silu is supported")
     if config.get("use_sliding_window"):
         raise EngineError("config.use_sliding_window=true: sliding-window attention is not supported")
+    other = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
+    if other:
+        raise EngineError(f"config.layer_types: {other[0]!r} is not supported, only full_attention is")
     if config.get("mlp_bias"):
         raise EngineError("config.mlp_bias=true is not supported")
     if config.get("quantization_config"):
@@ -126,16 +133,21 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
-    # transformers 5 writes rope_parameters; 4 writes rope_theta beside an optional rope_scaling.
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    """Read the rotary embedding as transformers does: where both keys are present, ``rope_scaling`` counts."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    scaling = config.get(key) or {}
+    nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
+    if nested:
+        raise EngineError(f"config.{key}.{nested[0]}: rotary embeddings that differ by layer are not supported")
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if float(scaling.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise EngineError("config.rope_parameters.partial_rotary_factor: only 1.0 is supported")
+    for origin, values in ((f"config.{key}", scaling), ("config", config)):
+        if float(values.get("partial_rotary_factor") or 1.0) != 1.0:
+            raise EngineError(f"{origin}.partial_rotary_factor: only 1.0 is supported")
     if kind == "default":
         return Rope(theta=theta)
     if kind != "llama3":
-        raise EngineError(f"config.rope_parameters.rope_type={kind!r}: only default and llama3 are supported")
+        raise EngineError(f"config.{key}.rope_type={kind!r}: only default and llama3 are supported")
     try:
         return Rope(
             theta=theta,
@@ -143,10 +155,10 @@ def _rope(config: Mapping[str, Any]) -> Rope:
             factor=float(scaling["factor"]),
             low_freq_factor=float(scaling["low_freq_factor"]),
             high_freq_factor=float(scaling["high_freq_factor"]),
-            original_context=int(scaling["original_max_position_embeddings"]),
+            original_context=int(config.get(_ORIGINAL_CONTEXT) or scaling[_ORIGINAL_CONTEXT]),
         )
     except KeyError as error:
-        raise EngineError(f"config.rope_parameters.{error.args[0]} is missing") from error
+        raise EngineError(f"config.{key}.{error.args[0]} is missing") from error
 
 
 def _integer(config: Mapping[str, Any], key: str) -> int:
