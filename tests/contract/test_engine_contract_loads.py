@@ -214,6 +214,17 @@ async def test_the_versions_of_a_call_never_fall(engine, models):
     fresh.check_pure(models)
 
 
+async def test_a_version_that_falls_and_rises_again_under_running_calls_ends_them(engine, models):
+    await engine.load(models[1], 1, OnNewVersion.KEEP_KV)
+    running = await start_calls(engine, 3)
+    await engine.load(models[0], 0, OnNewVersion.KEEP_KV)
+    await until(lambda: all(task.done() or 0 in rollout.versions for rollout, task in running.pairs()))
+    await engine.load(models[1], 1, OnNewVersion.KEEP_KV)
+    for rollout in await running.end():
+        assert (set(rollout.versions), rollout.reason) == ({1}, FinishReason.INTERRUPTED)
+        rollout.check_pure(models)
+
+
 @pytest.mark.parametrize("damage", [_truncate, _widen, _no_weights, _no_config, _other_model])
 async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_go_on(engine, models, tmp_path, damage):
     running = await start_calls(engine, 2)

@@ -20,7 +20,8 @@ class OnNewVersion(StrEnum):
     INTERRUPT = "interrupt"
     """Running calls end as ``interrupted`` with the tokens they have; their KV is dropped."""
     KEEP_KV = "keep_kv"
-    """Weights swap under running calls; chunks split at the swap and carry the older kv_min_version."""
+    """Weights swap under running calls; chunks split at the swap and carry the older kv_min_version. A call that has met
+    a newer version than the new one ends as ``interrupted``: the versions of one call never fall."""
     DRAIN = "drain"
     """New calls wait; weights swap once the running ones have finished."""
 

@@ -280,7 +280,7 @@ class SglangEngine:
             if state.on_trial is not None and seat.slicing:
                 seat.refused.add(state.on_trial)
             if seat.kv_min:
-                seat.kv_min[version] = version if plan.flush else seat.kv_min.get(before, before)
+                seat.kv_min[version] = version if plan.flush else min(version, seat.kv_min.get(before, before))
         state.load_count += 1
         if state.paused:
             state.on_trial = version if version != state.in_service else None

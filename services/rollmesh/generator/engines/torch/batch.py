@@ -99,7 +99,7 @@ class Batch:
             cached = len(context) - 1
             slot = self._slots.occupy(sequence, int(context[-1]), cached, self._step)
             self.cache.add(slot, cached)
-            sequence.kv_min_version = self.policy_version
+            sequence.kv_min_version = sequence.newest_version = self.policy_version
             key = context.tobytes()
             donor = next(iter(self._donors.get(key, ())), None)
             if donor is None:
@@ -188,11 +188,14 @@ class Batch:
     def swap(self, policy_version: int) -> None:
         """Close every open chunk under the old version; tokens from here on carry the new one.
 
-        Running calls keep their cache and its kv_min_version. The cached prompts are of the old version, so no call
-        that starts from now on may copy them.
+        Running calls keep their cache and its kv_min_version; a call that has met a newer version than the new one ends
+        as interrupted. The cached prompts are of the old version, so no call that starts from now on may copy them.
         """
         for sequence in self._slots.running():
-            if self._slots.undelivered(sequence.slot, self._step):
+            undelivered = self._slots.undelivered(sequence.slot, self._step)
+            if policy_version < (self.policy_version if undelivered else sequence.newest_version):
+                self._finish(sequence, FinishReason.INTERRUPTED)
+            elif undelivered:
                 self._emit(sequence, self._chunk(sequence, None))
         if self._order is not None:
             self._slots.refresh(self._order)
@@ -232,7 +235,10 @@ class Batch:
         return [tier.slots[i] for i in np.flatnonzero(lengths >= tier.width)]
 
     def _chunk(self, sequence: Sequence, reason: FinishReason | None) -> Chunk:
-        return self._slots.take_chunk(sequence, self._step, self.policy_version, reason)
+        chunk = self._slots.take_chunk(sequence, self._step, self.policy_version, reason)
+        if len(chunk.token_ids):
+            sequence.newest_version = self.policy_version
+        return chunk
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._emit(sequence, self._chunk(sequence, reason))

@@ -31,6 +31,8 @@ class Sequence:
     """Tokens already delivered, for a new prefill after a preemption."""
     written_count: int = 0
     kv_min_version: int = 0
+    newest_version: int = -1
+    """Newest policy version of its tokens and its cache; versions of one call never fall below it."""
     cached_token_count: int = 0
     """Prompt tokens copied from another call's cache, reported with the next chunk."""
 

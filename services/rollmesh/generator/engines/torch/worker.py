@@ -245,6 +245,7 @@ class Worker:
         if swap.mode is OnNewVersion.INTERRUPT:
             self.batch.interrupt(self.batch.running())
             self._end_waiting([s for s in self.waiting if s.started])
+        self._end_waiting([s for s in self.waiting if s.newest_version > swap.policy_version])
         self.batch.swap(swap.policy_version)
         self.batch.model.swap(swap.weights)
         self._deliver()
