@@ -90,9 +90,46 @@ CHEATS = {
 }
 
 
-@pytest.mark.parametrize("code", CHEATS.values(), ids=CHEATS.keys())
-def test_cheating_at_calls_earns_nothing(code: str) -> None:
+ASSERT_CHEATS = {
+    "patches json.dumps": (
+        "import json\njson.dumps = lambda value, *_, **__: '{\"value\": null}'\ndef add(a, b): return 'wrong'"
+    ),
+    "writes reports in the name of the runner": (
+        "import os, sys\nframe = sys._getframe()\n"
+        "while frame and 'nonce' not in frame.f_locals and 'job' not in frame.f_locals: frame = frame.f_back\n"
+        "nonce = frame.f_locals.get('nonce', '') if frame else ''\n"
+        "for n in range(3, 9):\n    for test in range(2):\n"
+        "        line = f'{nonce} {test} {{\"value\": null}}\\n'.lstrip()\n"
+        "        try: os.write(n, line.encode())\n        except OSError: pass\n"
+        "def add(a, b): pass"
+    ),
+    "is equal to all": (
+        "class Any:\n    def __eq__(self, other): return True\n    def __sub__(self, other): return 0\n"
+        "    def __abs__(self): return 0\ndef add(a, b): return Any()"
+    ),
+    "replaces the built-in functions": (
+        "import builtins\nbuiltins.bool = builtins.abs = lambda *_: True\n"
+        "builtins.exec = builtins.eval = lambda *_: 3\n"
+        "def add(a, b): pass"
+    ),
+}
+
+
+@pytest.mark.parametrize("code", [*CHEATS.values(), *ASSERT_CHEATS.values()], ids=[*CHEATS, *ASSERT_CHEATS])
+def test_cheating_at_calls_and_asserts_earns_nothing(code: str) -> None:
     assert run(code, ADD).value == 0.0
+    assert run(code, ASSERTED).value == 0.0
+
+
+def test_what_asserts_expect_is_not_in_the_process_that_runs_the_answer() -> None:
+    secret = "the-expected-text"
+    code = (
+        "import sys\ndef add(a, b):\n    frame, seen = sys._getframe(), ''\n"
+        "    while frame: seen += repr(frame.f_locals); frame = frame.f_back\n"
+        "    i = seen.find('detcepxe'[::-1] + '-text') - 1\n    return seen[i - 3:i + 14] if i > 0 else 'the-' + 'not there'"
+    )
+    assert run(code, {"tests": [f"assert add(1, 2) == {secret!r}"]}).value == 0.0
+    assert run(code, {"tests": ["assert add(1, 2) == 'the-not there'"]}).value == 1.0
 
 
 POISON = {
@@ -196,8 +233,10 @@ def test_what_code_can_see_and_use_is_little(monkeypatch: pytest.MonkeyPatch) ->
         ({}, "needs a list 'tests', got NoneType"),
         ({"tests": []}, "needs a list 'tests'"),
         ({"tests": "[1"}, "field 'tests' is no JSON"),
-        ({"tests": [7]}, r"tests\[0\]: expected a statement"),
-        ({"tests": [{"input": "1"}]}, r"tests\[0\]: expected a statement"),
+        ({"tests": [7]}, r"tests\[0\]: expected a text with asserts"),
+        ({"tests": [{"input": "1"}]}, r"tests\[0\]: expected a text with asserts"),
+        ({"tests": ["import math"]}, "no text of field 'tests' holds an assert"),
+        ({"tests": ["assert f(1) == 1", "assert f(1) == g(1)"]}, r"tests\[1\]: 'f\(1\) == g\(1\)' compares values"),
         ({"tests": [{"input": 1, "output": "2"}]}, r"tests\[0\]: input and output must be text"),
         ({"tests": [{"args": [1], "expected": 2}]}, "need the field 'entry_point'"),
         ({"tests": [{"args": 1, "expected": 2}], "entry_point": "f"}, r"tests\[0\]: args must be a list"),

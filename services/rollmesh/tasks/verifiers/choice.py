@@ -9,12 +9,16 @@ from typing import Any
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.verifiers.extraction import TAIL_CHARACTERS, last_boxed, last_tag, reference_text
 
+_NO_PRONOUN = r"(?!I[ \t]+[a-z])"
+"""A letter I before a word is the pronoun."""
+
 
 class ChoiceVerifier:
     """1 when the chosen letter is the reference, else 0.
 
-    The choice is looked for in ``<answer>...</answer>``, then ``\\boxed{...}``, then the last "answer is X" or
-    "answer: X", then the last letter that stands alone. The reference is a letter, or an index from 0.
+    Searched in this order: ``<answer>...</answer>``, ``\\boxed{...}``, the end of the response. In a marked answer a
+    label at its beginning (``B.``, ``(B)``) counts first; then the last "answer is X" or "answer: X"; then the last
+    letter that stands alone. The pronoun I is no choice. The reference is a letter, or an index from 0.
     """
 
     timeout_means_wrong = False
@@ -24,9 +28,10 @@ class ChoiceVerifier:
         if not letters.isalpha() or not letters.isupper() or len(set(letters)) != len(letters):
             raise ConfigError(f"reward.options.letters: {letters!r} must be distinct capital letters")
         self._letters = letters
-        one = f"[(*\\[{{]*([{letters}])(?![A-Za-z0-9])"
-        self._said = re.compile(rf"(?i:answer(?:\s+is)?)\s*:?\s*{one}")
-        self._alone = re.compile(f"(?<![A-Za-z0-9'])([{letters}])(?![A-Za-z0-9'])")
+        alone = f"{_NO_PRONOUN}([{letters}])(?![A-Za-z0-9'\u2019])"
+        self._label = re.compile(rf"[\s(*\[{{]*([{letters}])\s*(?:[]).,:;*}}\n]|$)")
+        self._said = re.compile(rf"(?i:answer(?:\s+is)?\s*:?\s*(?:option|choice)?)\s*[(*\[{{]*{alone}")
+        self._alone = re.compile(f"(?<![A-Za-z0-9'\u2019]){alone}")
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
         """Score one response against ``answer``; raises VerifierError when that names no choice."""
@@ -46,13 +51,15 @@ class ChoiceVerifier:
     def _chosen(self, response: str) -> str | None:
         for marked in (last_tag(response, "answer"), last_boxed(response)):
             if marked is not None:
-                return self._last(self._alone, marked)
-        tail = response[-TAIL_CHARACTERS:]
-        return self._last(self._said, tail) or self._last(self._alone, tail)
+                label = self._label.match(marked)
+                return label[1] if label is not None else self._last_letter(marked)
+        return self._last_letter(response[-TAIL_CHARACTERS:])
 
-    @staticmethod
-    def _last(pattern: re.Pattern[str], text: str) -> str | None:
-        found = None
-        for match in pattern.finditer(text):
-            found = match[1]
-        return found
+    def _last_letter(self, text: str) -> str | None:
+        for pattern in (self._said, self._alone):
+            found = None
+            for match in pattern.finditer(text):
+                found = match
+            if found is not None:
+                return found[1]
+        return None

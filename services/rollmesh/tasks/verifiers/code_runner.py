@@ -1,14 +1,22 @@
 """Runs inside the sandbox, by itself and with nothing but the standard library: load an answer, answer its calls.
 
-Reads one JSON object from standard input: {"code": text, "entry_point": text, "calls": [...], "statements": [...],
-"nonce": text}. Writes one line per finished test to a private copy of standard output: the nonce, the test's number
-and a JSON result. What is expected is never sent here, so it cannot be looked up.
+Reads one JSON object from standard input: {"code": text, "entry_point": text, "calls": [...], "scripts": [[step, ...],
+...]}. Writes one line per finished test to a private copy of standard output: the test's number and a JSON result.
+
+Nothing that is expected is ever sent here. An answer that takes this process over can report any value, as it could by
+returning it; whether the value is right is decided elsewhere.
 """
 
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from fractions import Fraction
+from itertools import islice
 from typing import Any
+
+LONGEST_ITERATOR = 100_000
 
 
 def main() -> None:
@@ -20,21 +28,20 @@ def main() -> None:
     os.dup2(quiet, 1)
     sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
-    nonce = job.pop("nonce")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(job["code"], "answer", "exec"), namespace)
-    tests = [*(("call", call) for call in job["calls"]), *(("run", code) for code in job["statements"])]
-    for number, (kind, test) in enumerate(tests):
+    tests = [*((call, None) for call in job["calls"]), *((None, script) for script in job["scripts"])]
+    for number, (call, script) in enumerate(tests):
         value = None
         try:
-            if kind == "call":
-                value = find(namespace, job["entry_point"])(*test["args"], **test["kwargs"])
+            if call is not None:
+                value = find(namespace, job["entry_point"])(*call["args"], **call["kwargs"])
             else:
-                exec(compile(test, "test", "exec"), namespace)
+                value = run_script(namespace, script)
             result = json.dumps({"value": value})
         except (Exception, SystemExit) as error:
             result = json.dumps({"error": f"{type(error).__name__}: {error}"[:200]})
-        report.write(f"{nonce} {number} {result}\n")
+        report.write(f"{number} {result}\n")
         report.flush()
 
 
@@ -42,6 +49,51 @@ def find(namespace: dict[str, Any], entry_point: str) -> Any:
     """The function, or the method of a fresh instance for Class.method."""
     owner, _, method = entry_point.rpartition(".")
     return getattr(namespace[owner](), method) if owner else namespace[method]
+
+
+def run_script(namespace: dict[str, Any], script: list[list[str]]) -> list[Any]:
+    """Run the steps of one test; the values of its expressions, in order."""
+    values = []
+    for kind, code in script:
+        if kind == "run":
+            exec(compile(code, "test", "exec"), namespace)
+        else:
+            values.append(plain(eval(compile(code, "test", "eval"), namespace)))
+    return values
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON that keeps its type; objects of other types only say that they are there."""
+    for kind, write in _WRITERS:
+        if isinstance(value, kind):
+            return write(value)
+    if hasattr(value, "__iter__") and not isinstance(value, type):
+        items = plain_items(islice(value, LONGEST_ITERATOR + 1))
+        if len(items) <= LONGEST_ITERATOR:
+            return {"iterator": items}
+    return {"other": type(value).__name__}
+
+
+def plain_items(values: Iterable[Any]) -> list[Any]:
+    """Each value as JSON."""
+    return [plain(value) for value in values]
+
+
+_WRITERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    ((bool, str, type(None)), lambda value: value),
+    (int, int),
+    (float, float),
+    (list, plain_items),
+    (tuple, lambda value: {"tuple": plain_items(value)}),
+    (set, lambda value: {"set": plain_items(value)}),
+    (frozenset, lambda value: {"frozenset": plain_items(value)}),
+    (dict, lambda value: {"dict": [plain_items(pair) for pair in value.items()]}),
+    ((bytes, bytearray), lambda value: {"bytes": value.hex()}),
+    (complex, lambda value: {"complex": [value.real, value.imag]}),
+    (range, lambda value: {"range": [value.start, value.stop, value.step]}),
+    (Decimal, lambda value: {"decimal": str(value)}),
+    (Fraction, lambda value: {"fraction": str(value)}),
+)
 
 
 if __name__ == "__main__":

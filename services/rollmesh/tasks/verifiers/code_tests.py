@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmesh.errors import VerifierError
+from rollmesh.tasks.verifiers.code_asserts import AssertTest, split_asserts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +35,20 @@ class CodeTests:
 
     entry_point: str
     calls: tuple[CallTest, ...]
-    statements: tuple[str, ...]
-    """Python statements, usually ``assert``; an answer that knows of them could fool them."""
+    asserts: tuple[AssertTest, ...]
+    """Python statements, split; their comparisons are made outside the sandbox."""
     programs: tuple[ProgramTest, ...]
 
     def __len__(self) -> int:
-        return len(self.calls) + len(self.statements) + len(self.programs)
+        return len(self.calls) + sum(bool(test.checks) for test in self.asserts) + len(self.programs)
 
 
 def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
     """Read ``tests`` (a list, or its JSON text) and ``entry_point`` of a prompt's metadata.
 
-    A test is a statement (text), ``{"input", "output"}`` for a program, or ``{"args", "kwargs", "expected"}`` for a
-    call of ``entry_point`` (``function`` or ``Class.method``). Raises VerifierError naming what is wrong.
+    A test is a text with ``assert`` statements, ``{"input", "output"}`` for a program, or ``{"args", "kwargs",
+    "expected"}`` for a call of ``entry_point`` (``function`` or ``Class.method``). A text without an assert is set-up
+    for the texts after it and not counted. Raises VerifierError naming the test that is wrong.
     """
     tests = metadata.get("tests")
     if isinstance(tests, str):
@@ -58,23 +60,26 @@ def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
         raise VerifierError(f"python_code: the prompt's metadata needs a list 'tests', got {type(tests).__name__}")
     entry_point = metadata.get("entry_point", "")
     calls: list[CallTest] = []
-    statements: list[str] = []
+    asserts: list[AssertTest] = []
     programs: list[ProgramTest] = []
     for number, test in enumerate(tests):
         where = f"python_code: tests[{number}]"
         if isinstance(test, str):
-            statements.append(test)
+            asserts.append(split_asserts(test, str(entry_point), where))
         elif isinstance(test, Mapping) and {"input", "output"} <= set(test):
             programs.append(ProgramTest(stdin=_lines(test["input"], where), stdout=_lines(test["output"], where)))
         elif isinstance(test, Mapping) and "expected" in test:
             calls.append(_call(test, where))
         else:
-            raise VerifierError(f"{where}: expected a statement, input and output, or args and expected")
+            raise VerifierError(f"{where}: expected a text with asserts, input and output, or args and expected")
     if calls and not (isinstance(entry_point, str) and entry_point):
         raise VerifierError("python_code: tests with args need the field 'entry_point' (function or Class.method)")
-    return CodeTests(
-        entry_point=str(entry_point), calls=tuple(calls), statements=tuple(statements), programs=tuple(programs)
+    found = CodeTests(
+        entry_point=str(entry_point), calls=tuple(calls), asserts=tuple(asserts), programs=tuple(programs)
     )
+    if not len(found):
+        raise VerifierError("python_code: no text of field 'tests' holds an assert")
+    return found
 
 
 def same_value(expected: Any, got: Any) -> bool:

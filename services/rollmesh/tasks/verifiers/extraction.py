@@ -14,8 +14,16 @@ Extractor = Callable[[str], str | None]
 TAIL_CHARACTERS = 20_000
 """An answer stands at the end: only so much of a response is searched."""
 
-_NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:[eE][-+]?\d{1,3})?(?:\s?/\s?\d+)?|[-+]?\.\d+")
+_SIGN = r"(?:(?<![\w)\]}.])[-+\u2212])?"
+_CANDIDATE = re.compile(
+    rf"{_SIGN}(?:[0-9][0-9.,]*[0-9]|[0-9]|\.[0-9]+)(?:[eE][-+]?[0-9]+)?(?:\s?/\s?[0-9]+(?:[.,][0-9]+)*)*"
+)
+"""Characters that belong together; whether they are one number is for ``_NUMBER`` to say."""
+_NUMBER = re.compile(
+    r"[-+\u2212]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?(?:\s?/\s?0*[1-9][0-9]*)?|\.[0-9]+)"
+)
 _LONGEST_NUMBER = 400
+_BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
 def make_extractor(how: str) -> Extractor:
@@ -37,33 +45,39 @@ def make_extractor(how: str) -> Extractor:
 
 
 def last_number(response: str) -> str | None:
-    """The last number, with thousands separators, exponent or denominator."""
+    """The last number, with thousands separators, exponent or denominator.
+
+    A sign belongs to a number only where nothing is subtracted from (``3-6`` ends with 6). ``1,2``, ``1.2.3`` and
+    ``7/0`` are no numbers, nor are their parts.
+    """
     found = None
-    for match in _NUMBER.finditer(response[-TAIL_CHARACTERS:]):
-        found = match
-    return found[0] if found is not None and len(found[0]) <= _LONGEST_NUMBER else None
+    for match in _CANDIDATE.finditer(response[-TAIL_CHARACTERS:]):
+        if len(match[0]) <= _LONGEST_NUMBER and _NUMBER.fullmatch(match[0]):
+            found = match[0]
+    return found.replace("\u2212", "-") if found is not None else None
 
 
 def last_boxed(response: str) -> str | None:
-    r"""The content of the last ``\boxed{...}`` with balanced braces."""
+    r"""The content of the last ``\boxed{...}`` with balanced braces; one that never closes does not count."""
     tail = response[-TAIL_CHARACTERS:]
-    opening = "\\boxed{"
-    start = tail.rfind(opening)
-    if start < 0:
-        return None
-    depth = 1
-    for at in range(start + len(opening), len(tail)):
-        depth += (tail[at] == "{") - (tail[at] == "}")
-        if depth == 0:
-            return tail[start + len(opening) : at].strip()
-    return None
+    found = None
+    openings: list[int | None] = []  # where the content of each open brace begins; None for a brace of another kind
+    for match in _BRACE.finditer(tail):
+        if match[0] != "}":
+            openings.append(match.end() if len(match[0]) > 1 else None)
+        elif openings and (start := openings.pop()) is not None and (found is None or start > found[0]):
+            found = (start, match.start())
+    return tail[found[0] : found[1]].strip() if found is not None else None
 
 
 def last_tag(response: str, name: str) -> str | None:
     """The content of the last closed ``<name>...</name>``."""
-    end = response.rfind(f"</{name}>")
-    start = response.rfind(f"<{name}>", 0, end) if end >= 0 else -1
-    return response[start + len(name) + 2 : end].strip() if start >= 0 else None
+    opening, closing = f"<{name}>", f"</{name}>"
+    start = response.rfind(opening, 0, max(0, response.rfind(closing)))
+    if start < 0:
+        return None
+    start += len(opening)
+    return response[start : response.find(closing, start)].strip()
 
 
 def references(metadata: Mapping[str, Any], verifier: str) -> list[str]:

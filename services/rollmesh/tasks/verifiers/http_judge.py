@@ -14,11 +14,13 @@ from typing import Any, Literal
 import httpx
 
 from rollmesh.errors import ConfigError, VerifierError
+from rollmesh.tasks.verifiers.extraction import last_number
 from rollmesh.tasks.verifiers.protocol import RewardParts
 
 LARGEST_REPLY_BYTES = 1 << 20
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
+_DENOMINATOR = re.compile(r"\s*(?:/|\bout of\b)\s*[0-9]+(?:\.[0-9]+)?", re.IGNORECASE)
 
 
 class HttpJudgeVerifier:
@@ -26,7 +28,8 @@ class HttpJudgeVerifier:
 
     ``format: score`` posts ``{"prompt", "response", "metadata"}`` and expects ``{"score": number, "parts": {...}}``.
     ``format: chat`` asks an OpenAI-compatible ``/chat/completions`` endpoint: ``template`` is filled with {prompt},
-    {response} and {answer}, and ``score_pattern`` finds the number in what the model writes (its last match, group 1).
+    {response} and {answer}, and ``score_pattern`` finds the number in the model's reply (its last match, group 1).
+    Without a pattern the last number counts, and of ``8/10`` or ``8 out of 10`` the 8.
     Connection errors and the replies 408, 425, 429 and 5xx are tried again, within ``timeout_seconds`` overall.
     """
 
@@ -44,7 +47,7 @@ class HttpJudgeVerifier:
         api_key_env: str | None = None,
         model: str = "",
         template: str = "",
-        score_pattern: str = r"(-?\d+(?:\.\d+)?)",
+        score_pattern: str = "",
         concurrency: int = 64,
     ) -> None:
         """``scale`` multiplies the number; ``api_key_env`` names the variable that holds a bearer token.
@@ -59,12 +62,7 @@ class HttpJudgeVerifier:
         self._scale = scale
         self._model = model
         self._template = template
-        try:
-            self._score_pattern = re.compile(score_pattern)
-        except re.error as error:
-            raise ConfigError(f"reward.options.score_pattern: {score_pattern!r}: {error}") from error
-        if self._score_pattern.groups < 1:
-            raise ConfigError(f"reward.options.score_pattern: {score_pattern!r} needs a group around the number")
+        self._score_pattern = _compiled(score_pattern) if score_pattern else None
         self._headers = {**(headers or {}), **_authorization(api_key_env)}
         self.concurrency = concurrency
         """Most calls of ``verify_async`` at once."""
@@ -148,12 +146,27 @@ class HttpJudgeVerifier:
             ) from error
 
     def _number_in(self, text: str) -> float:
+        if self._score_pattern is None:
+            number = last_number(_DENOMINATOR.sub("", text))
+            if number is None:
+                raise ValueError(f"no number in {text[:80]!r}")
+            return float(number.replace(",", ""))
         found = None
         for match in self._score_pattern.finditer(text):
             found = match
         if found is None:
             raise ValueError(f"{self._score_pattern.pattern!r} does not match {text[:80]!r}")
         return float(found[1])
+
+
+def _compiled(score_pattern: str) -> re.Pattern[str]:
+    try:
+        pattern = re.compile(score_pattern)
+    except re.error as error:
+        raise ConfigError(f"reward.options.score_pattern: {score_pattern!r}: {error}") from error
+    if pattern.groups < 1:
+        raise ConfigError(f"reward.options.score_pattern: {score_pattern!r} needs a group around the number")
+    return pattern
 
 
 def _check_options(

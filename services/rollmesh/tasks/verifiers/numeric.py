@@ -52,5 +52,4 @@ def _number(text: str) -> Fraction | None:
     if found is None:
         return None
     numerator, slash, denominator = found.replace(",", "").replace(" ", "").partition("/")
-    below = Fraction(denominator) if slash else Fraction(1)
-    return Fraction(numerator) / below if below else None
+    return Fraction(numerator) / (Fraction(denominator) if slash else 1)

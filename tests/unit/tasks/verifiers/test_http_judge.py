@@ -101,6 +101,27 @@ async def test_a_chat_model_is_asked_with_the_template_and_its_last_number_count
     assert reward.value == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize(
+    ("content", "score"),
+    [
+        ("Score: 8/10", 8.0),
+        ("**8**/10", 8.0),
+        ("8 / 10.", 8.0),
+        ("I give 7.5 out of 10", 7.5),
+        ("Out of 10: 6", 6.0),
+        ("Rating (1-10): [[7]]", 7.0),
+        ("1,000 points", 1000.0),
+        ("-3", -3.0),
+    ],
+)
+async def test_the_scale_that_a_chat_model_names_is_not_its_score(
+    judge: JudgeServer, content: str, score: float
+) -> None:
+    judge.answer = lambda number, body: (200, {}, json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+    reward = await judged(judge, format="chat", model="m", template="{response}")
+    assert reward.value == score
+
+
 async def test_overload_and_server_errors_are_tried_again(judge: JudgeServer) -> None:
     replies: list[Reply] = [(503, {}, b"busy"), (429, {"Retry-After": "0.05"}, b""), (200, {}, b'{"score": 1}')]
     judge.answer = lambda number, body: replies[number - 1]

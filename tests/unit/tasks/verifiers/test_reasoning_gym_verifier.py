@@ -54,3 +54,16 @@ def test_metadata_that_the_source_did_not_write_is_an_error(change: dict[str, An
 def test_missing_metadata_is_an_error() -> None:
     with pytest.raises(VerifierError, match="metadata has no field 'task'"):
         build_verifier("reasoning_gym", {}).verify("1", {})
+
+
+@pytest.mark.parametrize("task", ["boxnet", "game_of_life", "prime_factorization", "coin_flip"])
+@pytest.mark.parametrize("answer", ["1e999", "0 x", "{}", "[[]]", '{"a": 1}', "٣", "9" * 5000])
+def test_an_answer_that_the_task_cannot_read_is_wrong_and_no_error(task: str, answer: str) -> None:
+    assert float(build_verifier("reasoning_gym", {}).verify(answer, metadata_of(task))) < 0.5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("answer", ["nan", "NaN", "-nan", "nan + nani", "nanj"])
+def test_not_a_number_is_no_right_number(answer: str) -> None:
+    verifier = build_verifier("reasoning_gym", {})
+    for task in ("complex_arithmetic", "chain_sum", "decimal_arithmetic"):
+        assert float(verifier.verify(answer, metadata_of(task))) == 0.0  # type: ignore[arg-type]

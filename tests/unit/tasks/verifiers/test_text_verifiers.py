@@ -34,6 +34,9 @@ def score(name: str, response: str, answer: Any, **options: Any) -> float:
         ("boxed", r"so \boxed{1} and \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
         ("boxed", r"\boxed{never closed", None),
         ("boxed", "nothing", None),
+        ("boxed", r"\boxed{4}, or was it \boxed{", "4"),
+        ("boxed", r"\boxed{\boxed{5}}", "5"),
+        ("tag:answer", "<answer>4</answer> and a stray </answer>", "4"),
         ("tag:answer", "<answer>a</answer> then <answer> b </answer>", "b"),
         ("tag:answer", "<answer>open", None),
         ("tag:answer", "closed</answer>", None),
@@ -99,6 +102,52 @@ def test_numeric(response: str, answer: Any, options: dict[str, Any], expected: 
     assert score("numeric", response, answer, **options) == expected
 
 
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("(1,2)", 12, 0.0),
+        ("(1,2)", 2, 0.0),
+        ("1, 2", 2, 1.0),
+        ("1,23", 123, 0.0),
+        ("1,234,567", 1234567, 1.0),
+        ("1.2.3", 0.3, 0.0),
+        ("3-6", -6, 0.0),
+        ("3-6", 6, 1.0),
+        ("x-6", -6, 0.0),
+        ("(2)-6", -6, 0.0),
+        ("3 - 6", -6, 0.0),
+        ("x = -6", -6, 1.0),
+        ("[-6]", -6, 1.0),
+        ("\u22126", -6, 1.0),
+        ("\u22126", 6, 0.0),
+        ("It is 42; a slope of 7/0 does not exist", 42, 1.0),
+        ("42, not 1,2", 42, 1.0),
+        ("3/4/2024", 2024, 0.0),
+        ("5/00", 5, 0.0),
+        ("1e9999", 9, 0.0),
+    ],
+)
+def test_parts_of_numbers_and_of_differences_are_no_numbers(response: str, answer: Any, expected: float) -> None:
+    assert score("numeric", response, answer) == expected
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(0, 10**9))
+def test_a_difference_ends_with_what_is_subtracted(first: int, second: int) -> None:
+    assert make_extractor("last_number")(f"{first}-{second}") == str(second)
+    assert make_extractor("last_number")(f"it is {first}, {-second}") == str(-second)
+
+
+@given(st.integers(-(10**30), 10**30))
+def test_thousands_separators_change_no_number(number: int) -> None:
+    assert score("numeric", f"= {number:,}", str(number), tolerance=0, absolute_tolerance=0) == 1.0
+
+
+@given(st.lists(st.integers(0, 99), min_size=2, max_size=4))
+def test_a_list_without_spaces_is_not_one_number(numbers: list[int]) -> None:
+    text = ",".join(map(str, numbers))
+    assert score("numeric", f"({text})", text.replace(",", "")) == 0.0
+
+
 @given(st.integers(-(10**30), 10**30))
 def test_every_whole_number_equals_itself_and_not_its_neighbour(number: int) -> None:
     verifier = build_verifier("numeric", {"tolerance": 0, "absolute_tolerance": 0})
@@ -123,10 +172,44 @@ def test_every_whole_number_equals_itself_and_not_its_neighbour(number: int) -> 
         ("Because I'm sure", "B", 0.0),
         ("", "A", 0.0),
         ("I'd say A", "A", 1.0),
+        ("Because I'm sure: (B).", "B", 1.0),
+        ("<answer>B, since A is wrong</answer>", "B", 1.0),
+        ("<answer>the answer is C, as A is not</answer>", "C", 1.0),
+        ("the answer is option C", "C", 1.0),
     ],
 )
 def test_choice(response: str, answer: Any, expected: float) -> None:
     assert score("choice", response, answer, letters="ABCD") == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("Option C. I am confident.", "C"),
+        ("<answer>B. Because I think so</answer>", "B"),
+        ("<answer>B because I think so</answer>", "B"),
+        (r"\boxed{(B) I think}", "B"),
+        ("Answer: I think B", "B"),
+        ("C, and that\u2019s all I know", "C"),
+        ("I", "I"),
+        ("The answer is (I).", "I"),
+        ("<answer>I</answer>", "I"),
+    ],
+)
+def test_the_pronoun_is_not_the_ninth_choice(response: str, answer: str) -> None:
+    assert score("choice", response, answer) == 1.0
+
+
+@given(
+    st.sampled_from("ABCDEFGH"), st.sampled_from(["I am sure.", "I think so.", "Because I know it.", "I'd bet on it."])
+)
+def test_what_follows_the_label_in_a_marked_answer_does_not_choose(letter: str, rest: str) -> None:
+    for marked in (
+        f"<answer>{letter}. {rest}</answer>",
+        f"<answer>({letter}) {rest}</answer>",
+        f"Option {letter}. {rest}",
+    ):
+        assert score("choice", marked, letter) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,177 @@
+"""Asserts split into values that the answer computes and comparisons made outside of its process."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.errors import VerifierError
+from rollmesh.tasks.verifiers.code_asserts import split_asserts
+from rollmesh.tasks.verifiers.code_runner import plain, run_script
+from rollmesh.tasks.verifiers.code_values import read_value
+
+ANSWER = """
+import math
+from collections import OrderedDict
+class Everything:
+    def __eq__(self, other): return True
+    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = __eq__
+    __hash__ = None
+    def __sub__(self, other): return 0
+    def startswith(self, text): return True
+class Stack:
+    def __init__(self): self.items = []
+    def push(self, item): self.items.append(item)
+    def pop(self): return self.items.pop()
+    def __len__(self): return len(self.items)
+def double(x): return 2 * x
+def fake(x): return Everything()
+def numbers(n): yield from range(n)
+def sort(items): items.sort()
+def ordered(): return OrderedDict(a=1)
+def sum(a, b): return a - b
+def encode(text): return text[::-1]
+decode = encode
+"""
+
+
+def passes(text: str, entry_point: str = "double") -> bool:
+    """What a test is worth for the answer above, over the same JSON as between the processes."""
+    test = split_asserts(text, entry_point, "tests[0]")
+    namespace: dict[str, Any] = {}
+    exec(ANSWER, namespace)
+    script = json.loads(json.dumps(test.steps))
+    reported = json.loads(json.dumps(run_script(namespace, script)))
+    return test.passes([read_value(value) for value in reported])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "assert double(2) == 4",
+        "assert 4 == double(2), 'a message'",
+        "assert double(2) != 5 and 3 < double(2) <= 4",
+        "assert double((1, 2)) == (1, 2, 1, 2)",
+        "assert set(double([1, 2])) == {1, 2}",
+        "assert abs(double(0.5) - 1.0) < 1e-6",
+        "import math\nassert math.isclose(double(0.5), 1.0, rel_tol=1e-3)",
+        "assert double(math.pi) == 2 * math.pi",
+        "assert double(0) == 0 or double(0) is None",
+        "assert double('ab').startswith('aba')",
+        "assert ','.join(double(['a'])) == 'a,a'",
+        "assert list(numbers(3)) == [0, 1, 2]",
+        "assert numbers(3) != [0, 1, 2]",
+        "assert all(a == b for a, b in zip(numbers(2), [0, 1]))",
+        "assert [x for x in numbers(9) if x > 6] == [7, 8]",
+        "g = numbers(2)\nassert next(g) == 0\nassert next(g) == 1",
+        "assert ordered() == {'a': 1} and isinstance(ordered(), dict)",
+        "assert type(double(1)) is int",
+        "assert Counter(double('ab')) == Counter(a=2, b=2)",
+        "x = [3, 1]\nsort(x)\nassert x == [1, 3]",
+        "text = 'abc'\nassert decode(encode(text)) == text",
+        "expected = [2, 4]\nassert [double(1), double(2)] == expected",
+        "s = Stack()\ns.push(7)\nassert len(s) == 1\nassert s.pop() == 7\nassert not len(s)",
+        "assert isinstance(Stack(), Stack)",
+        "assert sum(10, 15) == -5",
+        "for x, y in [(1, 2), (2, 4)]:\n    assert double(x) == y",
+        "cases = [('a', 'aa')]\nfor x, y in cases:\n    result = double(x)\n    assert result == y",
+        "for i in range(5): assert double(i) == i + i",
+        "METADATA = {}\ndef check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 4, 'x'\n",
+        "def check(candidate):\n    assert candidate(1) == 2\ncheck(double)",
+        "assert True",
+    ],
+)
+def test_a_right_answer_passes_each_form_that_data_sets_use(text: str) -> None:
+    assert passes(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "assert double(2) == 5",
+        "assert fake(1) == 4",
+        "assert 4 == fake(1)",
+        "assert fake(1) in (1, 2)",
+        "assert 2 in fake(1)",
+        "assert fake(1) < 5",
+        "assert abs(fake(1) - 0.5) < 1e-6",
+        "assert fake(1).startswith('a')",
+        "assert max(fake(1), 5) == 5",
+        "assert double(0)",
+        "assert not double(1)",
+        "assert double('x') + 1 == 2",
+        "for x, y in [(1, 2), (2, 5)]:\n    assert double(x) == y",
+        "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 5\n",
+    ],
+)
+def test_a_wrong_answer_and_an_object_that_equals_everything_fail(text: str) -> None:
+    assert not passes(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("assert", "is not Python"),
+        ("assert double(1) == double(2)", "compares values that all come from the answer"),
+        ("assert math.isclose(double(1), double(2))", "compares values that all come from the answer"),
+        ("def same(a, b): return a == b\nassert same(double(1), 2)", "'same' is the test's own"),
+        ("import helper\nassert helper.same(double(1), 2)", "'helper' is the test's own"),
+        ("try:\n    double(1)\n    assert False\nexcept ValueError:\n    pass", "inside of another statement"),
+        ("while True:\n    assert double(1) == 2", "inside of another statement"),
+        ("for i in range(10**9):\n    assert double(i) == i", "inside of another statement"),
+        ("assert all(double(i) == i for i in range(3))", "depends on the loop variable 'i'"),
+        ("assert eval('double(1) == 2')", "is a built-in name that tests cannot use"),
+        ("assert (lambda x: x == 2)(double(1))", "cannot be called outside"),
+        ("assert double(1) == ().__class__", "cannot be evaluated outside"),
+        ("assert math.__loader__ == double(1)", "cannot be evaluated outside"),
+        ("assert '{0.__class__}'.format(1) == double(1)", "cannot be called outside"),
+    ],
+)
+def test_a_form_that_cannot_be_split_is_refused_with_the_test_that_has_it(text: str, reason: str) -> None:
+    with pytest.raises(VerifierError, match="tests\\[0\\]: ") as refused:
+        split_asserts(text, "double", "tests[0]")
+    assert reason in str(refused.value)
+
+
+def test_expected_values_are_in_no_step() -> None:
+    text = "limit = 777\nx = 5\nassert double(x) == 778\nassert double(x) < limit\nassert abs(double(x) - 779) < 780"
+    steps = split_asserts(text, "double", "tests[0]").steps
+    assert steps == (("run", "x = 5"), ("value", "double(x)"), ("value", "double(x)"), ("value", "double(x)"))
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+    | st.decimals(allow_nan=False) | st.fractions() | st.complex_numbers(allow_nan=False),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text() | st.integers(), inner)
+    | st.frozensets(st.integers() | st.text()) | st.sets(st.tuples(st.integers(), st.text())),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(PLAIN)
+def test_every_plain_value_arrives_as_it_is(value: Any) -> None:
+    arrived = read_value(json.loads(json.dumps(plain(value))))
+    assert arrived == value
+    assert repr(arrived) == repr(value) or isinstance(value, set | frozenset | dict | list | tuple)
+
+
+@given(st.recursive(st.integers() | st.text() | st.booleans() | st.none(), st.lists), st.integers())
+def test_an_assert_holds_exactly_for_the_value_it_names(value: Any, other: int) -> None:
+    test = split_asserts(f"assert f(1) == {value!r}", "f", "tests[0]")
+    assert test.passes([value])
+    assert test.passes([other]) == (other == value)
+    assert not test.passes([object()])
+
+
+def test_a_report_that_no_runner_writes_proves_nothing() -> None:
+    test = split_asserts("assert f(1) == 1", "f", "tests[0]")
+    for values in ([], [None], [{}], [Decimal(2)], [Fraction(1, 2)]):
+        assert not test.passes(values)
+    with pytest.raises(KeyError):
+        read_value({"__import__": "os"})
