@@ -28,7 +28,6 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.network import advertised, bind_host, host_port
 from rollmesh.runtime.security import PortSecurity
 from rollmesh.text import Tokenizer
-from rollmesh.v1 import reward_service_pb2_grpc as stubs
 
 _BEAT_SECONDS = 2.0
 _DEADLINE_SECONDS = 30.0
@@ -66,7 +65,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             on_hopeless=lambda error: None if config.reward.on_error == "fixed" else _fail(failure, error),
         )
         server = create_server(security)
-        stubs.add_RewardServiceServicer_to_server(RewardService(scoring), server)  # type: ignore[no-untyped-call]
+        RewardService(scoring).add_to(server)
         reporter = HealthReporter(server, SERVICE_NAME)
         address = advertised(config, security.bind(server, host_port(host, config.network.grpc_port)))
         await server.start()

@@ -1,4 +1,8 @@
-"""RewardService over gRPC."""
+"""RewardService over gRPC.
+
+Requests arrive as bytes, and their items leave as bytes for the worker processes, which alone decode them. A message
+that is large when decoded costs this process no more than its bytes, whether it is scored or refused.
+"""
 
 from __future__ import annotations
 
@@ -9,37 +13,68 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from rollmesh.errors import DataError
 from rollmesh.reward.scoring import Scoring
 from rollmesh.runtime.tracing import tracer
 from rollmesh.v1 import reward_service_pb2 as pb
-from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.wire.codec import outcome_to_pb
+from rollmesh.wire.reward_messages import ScoreItemHead, score_item_head, score_items
 
 SERVICE_NAME = "rollmesh.v1.RewardService"
 MOST_ITEMS = 100_000
 """Answers in the service at once; more are refused, so that a flood is felt by its sender."""
+MOST_BYTES = 1 << 30
+"""Bytes of answers in the service at once."""
 
 
-class RewardService(stubs.RewardServiceServicer):
+class RewardService:
     """Scores answers; each outcome leaves as soon as it is there."""
 
-    def __init__(self, scoring: Scoring, most_items: int = MOST_ITEMS) -> None:
+    def __init__(self, scoring: Scoring, most_items: int = MOST_ITEMS, most_bytes: int = MOST_BYTES) -> None:
         self._scoring = scoring
         self._most_items = most_items
+        self._most_bytes = most_bytes
         self._item_count = 0
+        self._byte_count = 0
 
-    async def Score(
-        self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register with ``server``."""
+        method: grpc.RpcMethodHandler[bytes, pb.ScoreResponse] = grpc.unary_stream_rpc_method_handler(
+            self.score, response_serializer=pb.ScoreResponse.SerializeToString
+        )
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Score": method}),))
+
+    async def score(
+        self, request: bytes, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.ScoreResponse]:
-        """Score every item; RESOURCE_EXHAUSTED when the service is full. A cancelled call is not scored further."""
-        count = len(request.items)
-        if self._item_count + count > self._most_items:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"items: {self._item_count} of {self._most_items} are in the service",
-            )
-        self._item_count += count
-        tasks = [asyncio.create_task(self._one(index, item)) for index, item in enumerate(request.items)]
+        """Score every item of an encoded ScoreRequest.
+
+        INVALID_ARGUMENT for bytes that are none, RESOURCE_EXHAUSTED when the service is full. A cancelled call is not
+        scored further.
+        """
+        # Refusals set a status and return: an exception would keep this frame, and the request, in a reference cycle.
+        free_items, byte_count = self._most_items - self._item_count, len(request)
+        if self._byte_count + byte_count > self._most_bytes:
+            context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            context.set_details(f"bytes: {self._byte_count} of {self._most_bytes} are in the service")
+            return
+        try:
+            items = score_items(request, MOST_ITEMS)
+            heads = [score_item_head(item) for item in items] if len(items) <= free_items else []
+        except DataError as error:
+            context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
+            context.set_details(f"items: {error}")
+            return
+        if len(items) > free_items:
+            context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
+            context.set_details(f"items: {self._item_count} of {self._most_items} are in the service")
+            return
+        self._item_count += len(items)
+        self._byte_count += byte_count
+        tasks = [
+            asyncio.create_task(self._one(index, head, item))
+            for index, (head, item) in enumerate(zip(heads, items, strict=True))
+        ]
         try:
             for scored in asyncio.as_completed(tasks):
                 yield await scored
@@ -47,12 +82,14 @@ class RewardService(stubs.RewardServiceServicer):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._item_count -= count
+            self._item_count -= len(items)
+            self._byte_count -= byte_count
 
-    async def _one(self, index: int, item: pb.ScoreItem) -> pb.ScoreResponse:
-        verifier = item.prompt.verifier
-        span = tracer().span("score", item.traceparent, kind="server", trajectory=item.trajectory_id, verifier=verifier)
+    async def _one(self, index: int, head: ScoreItemHead, item: bytes) -> pb.ScoreResponse:
+        span = tracer().span(
+            "score", head.traceparent, kind="server", trajectory=head.trajectory_id, verifier=head.verifier
+        )
         with span:
-            outcome = await self._scoring.score(verifier, item.SerializeToString())
+            outcome = await self._scoring.score(head.verifier, item)
             span.set(outcome=outcome.kind.value, reward=outcome.value)
         return pb.ScoreResponse(item_index=index, outcome=outcome_to_pb(outcome))

@@ -20,6 +20,15 @@ from rollmesh.wire.codec import (
     prompt_to_pb,
     tensor_to_pb,
 )
+from rollmesh.wire.fields import bytes_fields
+
+_ITEMS = pb.ScoreRequest.ITEMS_FIELD_NUMBER
+_TRAJECTORY_ID = pb.ScoreItem.TRAJECTORY_ID_FIELD_NUMBER
+_PROMPT = pb.ScoreItem.PROMPT_FIELD_NUMBER
+_TRACEPARENT = pb.ScoreItem.TRACEPARENT_FIELD_NUMBER
+_VERIFIER = trajectory_pb2.Prompt.VERIFIER_FIELD_NUMBER
+_MOST_FIELDS = 64
+"""Fields of one item, and of one prompt; our own encoder writes each field once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,38 @@ def score_item_from_bytes(data: bytes) -> ScoreItem:
         response_ids=ids_from_pb(message.response_ids, "response_ids"),
         finish_reason=finish_from_pb(message.finish_reason),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreItemHead:
+    """The fields of an encoded item that decide where it is scored."""
+
+    trajectory_id: str
+    verifier: str
+    traceparent: str
+
+
+def score_items(request: bytes, most: int) -> list[bytes]:
+    """The encoded items of a ScoreRequest; raises DataError when it is none, or has more than ``most`` fields."""
+    return [content for number, content in bytes_fields(request, most) if number == _ITEMS]
+
+
+def score_item_head(item: bytes) -> ScoreItemHead:
+    """Read the head of one encoded item; raises DataError when it is none."""
+    found = {_TRAJECTORY_ID: b"", _TRACEPARENT: b""}
+    verifier = b""
+    for number, content in bytes_fields(item, _MOST_FIELDS):
+        found[number] = content
+        if number == _PROMPT:
+            verifier = dict(bytes_fields(content, _MOST_FIELDS)).get(_VERIFIER, verifier)
+    try:
+        return ScoreItemHead(
+            trajectory_id=found[_TRAJECTORY_ID].decode(),
+            verifier=verifier.decode(),
+            traceparent=found[_TRACEPARENT].decode(),
+        )
+    except UnicodeDecodeError as error:
+        raise DataError(f"score item: {error}") from error
 
 
 def outcome_to_bytes(outcome: RewardOutcome) -> bytes:

@@ -308,7 +308,7 @@ async def test_a_full_service_refuses_and_says_so(tmp_path: Path) -> None:
             return RewardOutcome(kind=SCORED, value=1.0)
 
     server = create_server()
-    stubs.add_RewardServiceServicer_to_server(RewardService(Never(), most_items=2), server)  # type: ignore[no-untyped-call, arg-type]
+    RewardService(Never(), most_items=2).add_to(server)  # type: ignore[arg-type]
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with create_channel(address) as channel:

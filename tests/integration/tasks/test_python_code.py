@@ -126,7 +126,8 @@ def test_what_asserts_expect_is_not_in_the_process_that_runs_the_answer() -> Non
     code = (
         "import sys\ndef add(a, b):\n    frame, seen = sys._getframe(), ''\n"
         "    while frame: seen += repr(frame.f_locals); frame = frame.f_back\n"
-        "    i = seen.find('detcepxe'[::-1] + '-text') - 1\n    return seen[i - 3:i + 14] if i > 0 else 'the-' + 'not there'"
+        "    i = seen.find('detcepxe'[::-1] + '-text') - 1\n"
+        "    return seen[i - 3:i + 14] if i > 0 else 'the-' + 'not there'"
     )
     assert run(code, {"tests": [f"assert add(1, 2) == {secret!r}"]}).value == 0.0
     assert run(code, {"tests": ["assert add(1, 2) == 'the-not there'"]}).value == 1.0
