@@ -7,10 +7,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rollmesh.checkpoints.reasons import PASSING
+from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.config.data import PythonSource
 from rollmesh.config.recipes import resolve_model
-from rollmesh.errors import ConfigError, DataError
+from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import audit_run
 from rollmesh.report.html import write_report
 from rollmesh.report.ledger import QueueAccount
@@ -51,6 +53,32 @@ async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccou
         forgotten_drops=await store.forgotten_drops(),
         policies=tuple(await store.policies()),
     )
+
+
+async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
+    """The last thing that the trainer still has to do before the run is closed; empty when the run is over.
+
+    Redis alone does not end a run: the audit reads the trainer state of the last step from disk.
+    """
+    view, steps = await store.view(), config.trainer.train_steps
+    if not view.trained_enough or view.policy_train_step < steps:
+        return "the last step was announced"
+    if await store.rollback_request() is not None:
+        return "a rollback was carried out"
+    if await asyncio.to_thread(_committed_on_disk, config) < steps:
+        return "the trainer state of the last step was on disk"
+    return ""
+
+
+def _committed_on_disk(config: RunConfig) -> int:
+    """Train step of the newest trainer state in the checkpoint store; -1 without one, or without an answer."""
+    try:
+        state = CheckpointStore.from_config(config).latest_committed()
+    except CheckpointError as error:
+        if error.reason not in PASSING:
+            raise
+        return -1
+    return -1 if state is None else state.train_step
 
 
 def _epoch_size(config: RunConfig) -> int | None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import StoreUnavailable
-from rollmesh.launcher.closing import queue_account
+from rollmesh.launcher.closing import missing_at_the_end, queue_account
 from rollmesh.launcher.evaluating import evaluate_version, finish_evaluations
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
@@ -63,17 +63,13 @@ async def _train(mesh: LocalMesh) -> None:
 
 
 async def _trained(mesh: LocalMesh) -> bool:
-    """Whether every step is trained, its policy announced and no rollback asked for; until then there is a trainer."""
+    """Whether the trainer has nothing left to do; until then there is a trainer."""
     # In this order: a trainer that ends between the two looks has done its work.
     ended = mesh.supervisor.finished(_TRAINER)
-    view = await mesh.store.view()
-    announced = view.trained_enough and view.policy_train_step >= mesh.config.trainer.train_steps
-    rollback = await mesh.store.rollback_request()
-    if announced and rollback is None:
-        return True
-    if ended:
-        # Somebody sent it SIGTERM, Redis came back without its last reports, or the request came after its last look.
-        wanted = "a rollback was carried out" if announced else "the last step was announced"
-        mesh.progress.note(f"the trainer has ended before {wanted}: starting it again")
+    missing = await missing_at_the_end(mesh.store, mesh.config)
+    if missing and ended:
+        # Somebody sent it SIGTERM, Redis came back without its last reports, the request came after its last look, or
+        # its newest state was damaged.
+        mesh.progress.note(f"the trainer has ended before {missing}: starting it again")
         mesh.supervisor.start_again(_TRAINER)
-    return False
+    return not missing
