@@ -85,9 +85,25 @@ def new_record(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedStates:
+    """Every trainer state that was committed, sound or not."""
+
+    sound: list[CommittedState]
+    """States that may be loaded, newest first."""
+    unsound: dict[str, str]
+    """Folder name and reason of states with a torn or forged COMMITTED, or with a file of another size."""
+
+
 def committed_states(root: Path, secret: bytes) -> list[CommittedState]:
     """States whose COMMITTED is sound and whose files have the promised sizes, newest first."""
-    found: list[CommittedState] = []
+    return judge_states(root, secret).sound
+
+
+def judge_states(root: Path, secret: bytes) -> JudgedStates:
+    """Tell sound states from unsound ones; a folder without COMMITTED was never a state."""
+    sound: list[CommittedState] = []
+    unsound: dict[str, str] = {}
     for folder in _folders(root):
         try:
             record = _read_record(folder, secret)
@@ -95,10 +111,12 @@ def committed_states(root: Path, secret: bytes) -> list[CommittedState]:
                 size = confined(folder, file.path).lstat().st_size
                 if size != file.size_bytes:
                     raise CheckpointError(f"{folder / file.path}: {size} bytes", reason=Reason.TRUNCATED)
-        except (CheckpointError, OSError):
+        except (CheckpointError, OSError) as error:
+            if (folder / COMMITTED_FILE).exists():
+                unsound[folder.name] = str(error)
             continue
-        found.append(CommittedState(folder=folder, record=record))
-    return newest_first(found)
+        sound.append(CommittedState(folder=folder, record=record))
+    return JudgedStates(sound=newest_first(sound), unsound=unsound)
 
 
 def newest_first(states: Iterable[CommittedState]) -> list[CommittedState]:

@@ -23,7 +23,7 @@ from typing import BinaryIO
 
 from rollmesh.checkpoints import batches, committed, policies
 from rollmesh.checkpoints.batches import BatchFooter, batch_path
-from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState
+from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
 from rollmesh.checkpoints.durable import confined, make_folder, regular_files, remove_tree, sha256_of, sync_folder
 from rollmesh.checkpoints.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, ManifestFile, parse_manifest
 from rollmesh.checkpoints.objects import ObjectStore
@@ -85,14 +85,19 @@ class ObjectMirror:
             self._pull_policy(record, folder)
 
     def manifests(self) -> list[FoundManifest]:
-        """Every manifest of the bucket."""
+        """Every manifest of the bucket, and every announced folder without one."""
         sizes = self.objects.sizes(policies.FOLDER)
-        paths = sorted(key.rpartition("/")[0] for key in sizes if key.endswith("/" + MANIFEST_FILE))
+        announced = {key.rpartition("/")[0] for key in sizes if key.endswith("/" + ANNOUNCED_FILE)}
+        written = {key.rpartition("/")[0] for key in sizes if key.endswith("/" + MANIFEST_FILE)}
         found = []
-        for path in paths:
-            with contextlib.suppress(FileNotFoundError):  # pruned in between
-                data = self.objects.read(f"{path}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES + 1)
-                found.append(FoundManifest(path=path, data=data, announced=f"{path}/{ANNOUNCED_FILE}" in sizes))
+        for path in sorted(announced | written):
+            data = None
+            if path in written:
+                try:
+                    data = self.objects.read(f"{path}/{MANIFEST_FILE}", MAX_MANIFEST_BYTES + 1)
+                except FileNotFoundError:  # pruned in between
+                    continue
+            found.append(FoundManifest(path=path, data=data, announced=path in announced))
         return found
 
     def prune_policies(
@@ -102,6 +107,7 @@ class ObjectMirror:
         paths = [f"{policies.FOLDER}/{name}" for name in self._folders(policies.FOLDER)]
         removed = policies.prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
         for path in removed:
+            self.objects.delete([f"{path}/{ANNOUNCED_FILE}"])  # announced without a manifest means damage
             self._delete_folder(path, first=MANIFEST_FILE)
         return removed
 
@@ -192,20 +198,29 @@ class ObjectMirror:
         """Upload a state that is committed here, COMMITTED last."""
         self._push_folder(f"{committed.FOLDER}/{state.folder.name}", last=COMMITTED_FILE)
 
-    def states(self) -> list[CommittedState]:
-        """Committed states of the bucket whose files have the promised sizes, newest first."""
+    def states(self) -> JudgedStates:
+        """Committed states of the bucket, told from those that are unsound there."""
         sizes = self.objects.sizes(committed.FOLDER)
-        found = []
+        sound: list[CommittedState] = []
+        unsound: dict[str, str] = {}
         for key in sizes:
             folder, _, name = key.rpartition("/")
-            if name != COMMITTED_FILE or not policies.is_folder_name(folder.rpartition("/")[2]):
+            label = folder.rpartition("/")[2]
+            if name != COMMITTED_FILE or not policies.is_folder_name(label):
                 continue
-            with contextlib.suppress(FileNotFoundError, CheckpointError):
+            with contextlib.suppress(FileNotFoundError):  # pruned in between
                 data = self.objects.read(key, _MAX_RECORD_BYTES)
-                record = committed.parse_record(data, f"{self.objects.url}/{key}", self._secret)
-                if all(sizes.get(f"{folder}/{file.path}") == file.size_bytes for file in record.files):
-                    found.append(CommittedState(folder=confined(self._root, folder), record=record))
-        return committed.newest_first(found)
+                try:
+                    record = committed.parse_record(data, f"{self.objects.url}/{key}", self._secret)
+                except CheckpointError as error:
+                    unsound[label] = str(error)
+                    continue
+                wrong = [f.path for f in record.files if sizes.get(f"{folder}/{f.path}") != f.size_bytes]
+                if wrong:
+                    unsound[label] = f"{self.objects.url}/{folder}: missing or of another size: {', '.join(wrong)}"
+                else:
+                    sound.append(CommittedState(folder=confined(self._root, folder), record=record))
+        return JudgedStates(sound=committed.newest_first(sound), unsound=unsound)
 
     def fetch_state(self, state: CommittedState) -> None:
         """Have the files of a state here; whether they are sound shows when they are loaded."""
@@ -227,7 +242,7 @@ class ObjectMirror:
         folders = {
             name: f"{committed.FOLDER}/{name}/{COMMITTED_FILE}" in sizes for name in self._folders(committed.FOLDER)
         }
-        removed = committed.prunable(folders, self.states(), keep_last=keep_last, session=session)
+        removed = committed.prunable(folders, self.states().sound, keep_last=keep_last, session=session)
         for name in removed:
             self._delete_folder(f"{committed.FOLDER}/{name}", first=COMMITTED_FILE)
         return removed

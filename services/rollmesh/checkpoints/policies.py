@@ -158,8 +158,32 @@ class FoundManifest:
 
     path: str
     """Path of its folder, relative to the store."""
-    data: bytes
+    data: bytes | None
+    """None where an announced folder has no readable manifest."""
     announced: bool
+
+    def manifest(self, secret: bytes) -> Manifest:
+        """Its content; raises CheckpointError unless it is complete and sealed with this secret."""
+        if self.data is None:
+            raise CheckpointError(f"{self.path}/{MANIFEST_FILE}: missing", reason=Reason.TORN)
+        manifest = parse_manifest(self.data, self.path)
+        manifest.check_signature(secret)
+        return manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsoundPolicy:
+    """A folder that was published and holds no sound policy any more."""
+
+    path: str
+    """Path of the folder, relative to the store."""
+    train_step: int
+    """As its name has it."""
+    policy_version: int | None
+    """As its manifest claims; None where that cannot be read."""
+    announced: bool
+    """Whether the registry accepted it."""
+    reason: str
 
 
 def complete_records(root: Path, secret: bytes, *, announced_only: bool = False) -> list[PolicyRecord]:
@@ -168,7 +192,7 @@ def complete_records(root: Path, secret: bytes, *, announced_only: bool = False)
     Of two folders that claim one version, the announced one counts, then the newer one. Folders without a valid
     manifest were never policies and are passed over; ``announced_only`` also passes over those without the marker.
     """
-    return sound_records(_manifests(root), secret, announced_only=announced_only)
+    return sound_records(found_manifests(root), secret, announced_only=announced_only)
 
 
 def sound_records(
@@ -178,15 +202,14 @@ def sound_records(
     best: dict[int, tuple[bool, datetime, PolicyRecord]] = {}
     for found in manifests:
         try:
-            manifest = parse_manifest(found.data, found.path)
-            manifest.check_signature(secret)
+            manifest = found.manifest(secret)
         except CheckpointError:
             continue
         record = PolicyRecord(
             policy_version=manifest.policy_version,
             train_step=manifest.train_step,
             path=found.path,
-            manifest_digest=hashlib.sha256(found.data).hexdigest(),
+            manifest_digest=hashlib.sha256(found.data or b"").hexdigest(),
         )
         entry = (found.announced, manifest.create_time, record)
         known = best.get(manifest.policy_version)
@@ -195,11 +218,37 @@ def sound_records(
     return [best[version][2] for version in sorted(best)]
 
 
-def _manifests(root: Path) -> Iterator[FoundManifest]:
+def unsound_policies(manifests: Iterable[FoundManifest], secret: bytes) -> list[UnsoundPolicy]:
+    """The manifests that ``sound_records`` passes over, with the reason."""
+    unsound: list[UnsoundPolicy] = []
+    for found in manifests:
+        try:
+            found.manifest(secret)
+        except CheckpointError as error:
+            claimed = None
+            with contextlib.suppress(CheckpointError):
+                claimed = parse_manifest(found.data or b"", found.path).policy_version
+            step = int(found.path.rpartition("/")[2].partition("-")[0])
+            unsound.append(
+                UnsoundPolicy(
+                    path=found.path,
+                    train_step=step,
+                    policy_version=claimed,
+                    announced=found.announced,
+                    reason=str(error),
+                )
+            )
+    return unsound
+
+
+def found_manifests(root: Path) -> Iterator[FoundManifest]:
+    """Every manifest below ``root``, and every announced folder without one."""
     for folder in _folders(root):
+        announced = (folder / ANNOUNCED_FILE).exists()
+        data = None
         with contextlib.suppress(CheckpointError):
             data = _read_manifest(folder)
-            announced = (folder / ANNOUNCED_FILE).exists()
+        if data is not None or announced:
             yield FoundManifest(path=f"{FOLDER}/{folder.name}", data=data, announced=announced)
 
 
@@ -215,7 +264,7 @@ def prune(
     paths = [f"{FOLDER}/{folder.name}" for folder in _folders(root)]
     removed = prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
     for path in removed:
-        remove_tree(root / path, first=[MANIFEST_FILE])
+        remove_tree(root / path, first=[ANNOUNCED_FILE, MANIFEST_FILE])  # announced without a manifest means damage
     return removed
 
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rollmesh.checkpoints import batches, committed, ledger, policies
 from rollmesh.checkpoints.batches import BatchFooter, StepSettings
-from rollmesh.checkpoints.committed import CommittedState
+from rollmesh.checkpoints.committed import CommittedState, JudgedStates
 from rollmesh.checkpoints.durable import make_folder, remove_tree
 from rollmesh.checkpoints.ledger import Ledger
 from rollmesh.checkpoints.manifest import MANIFEST_FILE, CanarySequence, Manifest
 from rollmesh.checkpoints.mirror import ObjectMirror
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.policies import PolicyDraft, VerifiedPolicy
+from rollmesh.checkpoints.policies import PolicyDraft, UnsoundPolicy, VerifiedPolicy
 from rollmesh.checkpoints.sealing import lineage, run_secret
 from rollmesh.config import RunConfig
 from rollmesh.config.services import CheckpointConfig
@@ -138,6 +138,11 @@ class CheckpointStore:
         if self.mirror is None or (self.root / record.path).exists():
             policies.mark_announced(self.root, record)
 
+    def unsound_policies(self) -> list[UnsoundPolicy]:
+        """Folders that hold no sound policy although a manifest was written or the registry accepted them."""
+        found = policies.found_manifests(self.root) if self.mirror is None else self.mirror.manifests()
+        return policies.unsound_policies(found, self._secret)
+
     def complete_policies(self, *, announced_only: bool = False) -> list[PolicyRecord]:
         """Records of all complete folders, one per version, ascending; only for a trainer that recovers."""
         if self.mirror is not None:
@@ -249,9 +254,19 @@ class CheckpointStore:
 
     def committed_states(self) -> list[CommittedState]:
         """Committed trainer states, newest first."""
+        return self.judged_states().sound
+
+    def judged_states(self) -> JudgedStates:
+        """Committed trainer states, and those that were committed and are unsound now."""
         if self.mirror is not None:
             return self.mirror.states()
-        return committed.committed_states(self.root, self._secret)
+        return committed.judge_states(self.root, self._secret)
+
+    def verify_state(self, state: CommittedState) -> None:
+        """Compare every file of a state with its digest; raises CheckpointError with the reason."""
+        if self.mirror is not None:
+            self.mirror.fetch_state(state)
+        committed.verify_files(state)
 
     def latest_committed(self) -> CommittedState | None:
         """The newest committed trainer state: it decides what is consumed."""

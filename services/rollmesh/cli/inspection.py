@@ -113,7 +113,8 @@ def explain(
 def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     """Check a run: nothing lost, nothing trained twice, no staleness violation, every logprob reproducible.
 
-    Every pure segment is scored again with the checkpoint it names. Exit status 1 when something does not hold.
+    Every pure segment is scored again with the checkpoint it names. Exit status 1 when something does not hold, or
+    when less than half of the policy's tokens could be scored again (the verdict is incomplete then).
     """
     from rollmesh.launcher.closing import queue_account
     from rollmesh.report.audit import audit_run, print_audit
@@ -133,7 +134,7 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     with clear_errors():
         result = audit_run(folder, account, console)
     if as_json:
-        typer.echo(json.dumps(asdict(result)))
+        typer.echo(result.to_json(indent=None))
     else:
         print_audit(result, console)
     if not result.green:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,26 +19,31 @@ from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config.services import CheckpointConfig
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
+from rollmesh.report.findings import CommittedSteps, Findings, problems, unchecked
 from rollmesh.report.ledger import (
     QueueAccount,
     StalenessRule,
-    Trained,
     lost_groups,
     read_batches,
     train_steps_of_versions,
 )
+from rollmesh.report.published import PublishedPolicies
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.rescore import PRUNED, ExactScorer, Scorer, rescore
+from rollmesh.report.rescore import ExactScorer, Scorer, rescore
 from rollmesh.report.series import train_series
-from rollmesh.report.verdict import AUDIT_FILE, DECIDING_DTYPES, AuditResult, Rescoring
+from rollmesh.report.verdict import AUDIT_FILE, AuditResult, AuditVerdict
 from rollmesh.runtime.imports import many_imports
+from rollmesh.types import PolicyRecord
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SECRET_VARIABLE = "ROLLMESH_CHECKPOINTS__SECRET"
-_NAMED = 5
-"""Ids that a problem spells out; the rest is counted."""
+_VERDICT_STYLES = {
+    AuditVerdict.GREEN: "bold green",
+    AuditVerdict.NOT_GREEN: "bold red",
+    AuditVerdict.INCOMPLETE: "bold yellow",
+}
 
 
 def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: Console | None = None) -> AuditResult:
@@ -93,7 +97,7 @@ def print_audit(result: AuditResult, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rollmesh.report.words import audit_claims, gap
+    from rollmesh.report.words import audit_claims, gap, verdict_line
 
     if result.rescoring is not None and result.rescoring.versions:
         table = Table(box=None, title="re-scored by policy version", title_justify="left")
@@ -108,69 +112,87 @@ def print_audit(result: AuditResult, console: Console) -> None:
     if result.off_policy_token_share is not None:
         lines.append(Text(f"- {100 * result.off_policy_token_share:.1f}% of the tokens in the loss are off-policy"))
     lines.extend(Text(f"! {problem}", style="red") for problem in result.problems)
+    lines.extend(Text(f"? {reason}", style="yellow") for reason in result.unchecked)
     for line in lines:
         console.print(line, soft_wrap=not console.is_terminal)
-    verdict = Text("audit green", style="bold green") if result.green else Text("audit NOT green", style="bold red")
-    console.print(verdict)
+    console.print(Text(verdict_line(result), style=_VERDICT_STYLES[result.verdict]), soft_wrap=not console.is_terminal)
 
 
 def _audit(
     folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None, progress: Console | None
 ) -> AuditResult:
-    newest = store.latest_committed()
-    committed = newest.train_step if newest is not None else -1
+    registry = None if account is None else account.policies
+    steps = _committed_steps(folder, store, registry or ())
     train_steps = known_train_steps(folder, store, account)
     rule = _staleness_rule(folder)
     with _progress(progress) as stage:
-        read = stage("reading batch files", max(committed, 0))
-        trained, damaged = read_batches(store, committed, rule, train_steps, read)
+        read = stage("reading batch files", max(steps.committed, 0))
+        trained, damaged = read_batches(store, steps.committed, rule, train_steps, read)
         rescoring = rescore(
             store,
             trained,
+            PublishedPolicies(store, registry, train_steps),
             dtype=_dtype(folder),
             train_steps=train_steps,
             load=_load_scorer,
-            load_exact=_load_exact_scorer if _dtype(folder) in DECIDING_DTYPES else None,
+            load_exact=_load_exact_scorer if _dtype(folder) == "float32" else None,
             advance=stage("re-scoring policy versions", len(trained.pure_segments)),
         )
-    findings = _Findings(
-        committed=committed,
+    findings = Findings(
+        steps=steps,
         trained=trained,
         damaged=damaged,
         rule=rule,
         lost=None if account is None else lost_groups(account, trained.steps_of_group),
         rescoring=rescoring,
         config_problem=folder.config_problem,
+        on_new_version=None if folder.config is None else folder.config.generator.on_new_version,
     )
     return _result(folder, findings, account)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Findings:
-    committed: int
-    trained: Trained
-    damaged: Mapping[int, str]
-    rule: StalenessRule
-    lost: tuple[str, ...] | None
-    rescoring: Rescoring
-    config_problem: str | None
+def _committed_steps(folder: RecordedRun, store: CheckpointStore, registry: Sequence[PolicyRecord]) -> CommittedSteps:
+    judged = store.judged_states()
+    unsound = dict(judged.unsound)
+    if judged.sound:
+        newest = judged.sound[0]
+        try:
+            store.verify_state(newest)
+        except CheckpointError as error:
+            # A run that goes on may have pruned it meanwhile.
+            if any(state.folder == newest.folder for state in store.committed_states()):
+                unsound[newest.folder.name] = str(error)
+    announced = [record.train_step for record in (*registry, *store.complete_policies(announced_only=True))]
+    announced += [policy.train_step for policy in store.unsound_policies() if policy.announced]
+    config = folder.config
+    return CommittedSteps(
+        committed=judged.sound[0].train_step if judged.sound else -1,
+        announced=max(announced, default=-1),
+        state_every_steps=1 if config is None else config.checkpoints.state_every_steps,
+        train_steps=None if config is None else config.trainer.train_steps,
+        unsound=unsound,
+    )
 
 
-def _result(folder: RecordedRun, found: _Findings, account: QueueAccount | None) -> AuditResult:
+def _result(folder: RecordedRun, found: Findings, account: QueueAccount | None) -> AuditResult:
     trained = found.trained
-    problems = tuple(_problems(found))
+    wrong, missing = tuple(problems(found)), tuple(unchecked(found))
+    committed = found.steps.committed
     counted = trained.staleness.total()
     dropped = {} if account is None else account.dropped
     return AuditResult(
         run=folder.config.name if folder.config is not None else folder.path.resolve().name,
-        committed_step=found.committed,
-        batch_files=max(found.committed, 0) - sum(step <= found.committed for step in found.damaged),
+        committed_step=committed,
+        announced_step=found.steps.announced,
+        unsound_states=dict(found.steps.unsound),
+        batch_files=max(committed, 0) - sum(step <= committed for step in found.damaged),
         damaged=dict(found.damaged),
         groups=trained.groups,
         trajectories=trained.trajectories,
         trained_tokens=trained.loss_tokens,
         policy_versions=tuple(sorted(trained.versions)),
         trained_twice=trained.trained_twice(),
+        trajectories_twice={t: tuple(groups) for t, groups in trained.trajectories_twice.items()},
         off_policy_token_share=trained.off_policy_tokens / trained.loss_tokens if trained.loss_tokens else None,
         max_staleness=found.rule.max_staleness,
         largest_staleness=max(trained.staleness, default=None),
@@ -184,50 +206,10 @@ def _result(folder: RecordedRun, found: _Findings, account: QueueAccount | None)
         dropped=dict(sorted(Counter(why for g, why in dropped.items() if g not in trained.steps_of_group).items())),
         dropped_and_trained=tuple(sorted(dropped.keys() & trained.steps_of_group.keys())),
         rescoring=found.rescoring,
-        problems=problems,
-        green=not problems,
+        problems=wrong,
+        unchecked=missing,
+        green=not (wrong or missing),
     )
-
-
-def _problems(found: _Findings) -> Iterator[str]:
-    """Everything that does not hold, in plain words."""
-    trained = found.trained
-    if found.committed < 1 or not trained.groups:
-        yield "nothing has been trained and committed, so there is nothing to vouch for"
-    for step, reason in found.damaged.items():
-        yield f"train step {step} has no sound batch file: {reason}"
-    twice = trained.trained_twice()
-    if twice:
-        named = ", ".join(f"{g} at steps {' and '.join(map(str, s))}" for g, s in list(twice.items())[:_NAMED])
-        yield f"{len(twice)} group(s) were trained more than once: {named}"
-    if found.rule.max_staleness is None:
-        yield f"the staleness bound is not known, so nothing was held against it: {found.config_problem}"
-    if trained.violations:
-        yield (
-            f"{len(trained.violations)} trajectories exceed the staleness bound of {found.rule.max_staleness}: "
-            f"{_some(trained.violations)}"
-        )
-    if trained.unknown:
-        yield f"{trained.unknown} trajectories hold tokens of a policy version whose train step nothing names"
-    if found.lost:
-        yield f"{len(found.lost)} admitted group(s) are lost: {_some(found.lost)}"
-    yield from _rescoring_problems(found.rescoring)
-
-
-def _rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
-    if rescoring.skipped_segments and not rescoring.segments:
-        yield (
-            f"none of {rescoring.skipped_segments} segments could be scored again, so no log-probability is vouched "
-            "for: their checkpoints are gone (checkpoints.keep_last) or refused"
-        )
-    for version in rescoring.versions:
-        if version.skipped and version.skipped != PRUNED:
-            yield f"policy version {version.policy_version}: {version.skipped}"
-        elif rescoring.dtype in DECIDING_DTYPES and version.over_bound:
-            yield (
-                f"policy version {version.policy_version}: {version.over_bound} behavior_logprob(s) are up to "
-                f"{version.largest_gap:.3g} nats from its checkpoint (bound {rescoring.bound:g})"
-            )
 
 
 def _lost_note(account: QueueAccount | None, seen: Cursor) -> str:
@@ -248,11 +230,6 @@ def _lost_note(account: QueueAccount | None, seen: Cursor) -> str:
 def _forgotten(account: QueueAccount | None, seen: Cursor) -> bool:
     cursor = None if account is None else account.cursor
     return cursor is not None and (cursor.epoch, cursor.index) < (seen.epoch, seen.index)
-
-
-def _some(ids: tuple[str, ...] | list[str]) -> str:
-    rest = len(ids) - _NAMED
-    return ", ".join(ids[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def _staleness_rule(folder: RecordedRun) -> StalenessRule:

@@ -13,6 +13,7 @@ from rollmesh.report.plots.comparison import comparison_plot
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import evaluation_points, train_series
 from rollmesh.report.summary import RunSummary, summarise
+from rollmesh.report.verdict import AuditVerdict
 from rollmesh.report.words import NOISE_STANDARD_ERRORS, count, duration, percent
 
 if TYPE_CHECKING:
@@ -238,7 +239,8 @@ def _notes(arms: Sequence[Arm]) -> list[str]:
         "not finished": lambda run: not run.finished,
         "not evaluated before and after training": lambda run: _score(run) is None,
         "not audited": lambda run: run.audit is None,
-        "audit NOT green": lambda run: run.audit is not None and not run.audit.green,
+        "audit NOT green": lambda run: run.audit is not None and run.audit.verdict is AuditVerdict.NOT_GREEN,
+        "audit incomplete": lambda run: run.audit is not None and run.audit.verdict is AuditVerdict.INCOMPLETE,
     }
     for kind, applies in kinds.items():
         concerned = [f"{label} seed {run.seed}" for label, run in runs if applies(run)]
@@ -257,7 +259,7 @@ def _run_cells(run: RunSummary) -> list[str]:
         count(run.trained_tokens) or "",
         percent(run.off_policy_share) or "",
         "" if run.mean_staleness is None else f"{run.mean_staleness:.2f}",
-        "none" if run.audit is None else ("green" if run.audit.green else "NOT green"),
+        "none" if run.audit is None else run.audit.verdict.value,
     ]
 
 

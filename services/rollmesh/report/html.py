@@ -153,7 +153,7 @@ def _audit_card(audit: AuditResult | None) -> tuple[str, str, str]:
     if audit is None:
         return "none", "audit", "not run on this folder"
     lost = f"lost {len(audit.lost)}" if audit.lost is not None else "lost not checked"
-    return "green" if audit.green else "not green", "audit", f"{lost}, trained twice {len(audit.trained_twice)}"
+    return audit.verdict.value, "audit", f"{lost}, trained twice {len(audit.trained_twice)}"
 
 
 def _version_rows(summary: RunSummary, train: TrainSeries) -> list[VersionRow]:

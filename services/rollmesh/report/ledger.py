@@ -47,6 +47,10 @@ class Trained:
     """Counts over the batch files, filled batch by batch."""
 
     steps_of_group: dict[str, list[int]] = field(default_factory=dict)
+    first_place: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Group and train step in which a trajectory was found first."""
+    trajectories_twice: dict[str, list[str]] = field(default_factory=dict)
+    """Groups of the trajectories that were found in another group too, or again in the same one."""
     groups: int = 0
     trajectories: int = 0
     loss_tokens: int = 0
@@ -62,12 +66,29 @@ class Trained:
     pure_tokens: Counter[int] = field(default_factory=Counter)
     """Their tokens, by version."""
     impure_segments: int = 0
+    impure_tokens: int = 0
     cursor: Cursor = field(default_factory=Cursor)
     """The furthest prompt cursor that a batch file has noted."""
 
     def trained_twice(self) -> dict[str, tuple[int, ...]]:
         """Groups in more than one batch file."""
         return {group_id: tuple(steps) for group_id, steps in self.steps_of_group.items() if len(steps) > 1}
+
+    @property
+    def policy_tokens(self) -> int:
+        """Tokens that a policy wrote."""
+        return self.pure_tokens.total() + self.impure_tokens
+
+    def note_ids(self, batch: Batch) -> None:
+        """Note where the groups and trajectories of a batch file are."""
+        for group in batch.groups:
+            self.steps_of_group.setdefault(group.group_id, []).append(batch.train_step)
+            for trajectory in group.trajectories:
+                place = (group.group_id, batch.train_step)
+                first = self.first_place.setdefault(trajectory.trajectory_id, place)
+                # The same group at another step is a group that was trained twice, and is counted as that.
+                if first is not place and (first[0] != group.group_id or first == place):
+                    self.trajectories_twice.setdefault(trajectory.trajectory_id, [first[0]]).append(group.group_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,26 +109,25 @@ def read_batches(
 ) -> tuple[Trained, dict[int, str]]:
     """Count over the batch files of steps 1 to ``committed``; returns (counts, reason by step without a sound file).
 
-    Later files are of steps that are not committed yet: they count for who is in a batch file, and for nothing else.
-    ``train_steps`` names the train step of every known policy version; ``advance`` is called after each file.
+    Later files are of steps that are not committed yet: they are read as a whole and count for where a group or a
+    trajectory is, and for nothing else. ``train_steps`` names the train step of every known policy version; ``advance``
+    is called after each file up to ``committed``.
     """
     trained = Trained()
     damaged: dict[int, str] = {}
-    for step in range(1, committed + 1):
+    later = [step for step in store.batch_steps() if step > committed]
+    for step in (*range(1, committed + 1), *later):
         try:
-            count_batch(trained, store.read_batch(step), rule, train_steps)
+            batch = store.read_batch(step)
             _note_cursor(trained, store.batch_footer(step).cursor)
         except CheckpointError as error:
             damaged[step] = str(error)
-        advance()
-    for step in (s for s in store.batch_steps() if s > committed):
-        try:
-            footer = store.batch_footer(step)
-            for group_id in footer.group_ids:
-                trained.steps_of_group.setdefault(group_id, []).append(step)
-            _note_cursor(trained, footer.cursor)
-        except CheckpointError as error:
-            damaged[step] = str(error)
+        else:
+            trained.note_ids(batch)
+            if step <= committed:
+                count_batch(trained, batch, rule, train_steps)
+        if step <= committed:
+            advance()
     return trained, damaged
 
 
@@ -115,7 +135,6 @@ def count_batch(trained: Trained, batch: Batch, rule: StalenessRule, train_steps
     """Add one batch to the counts."""
     for group in batch.groups:
         trained.groups += 1
-        trained.steps_of_group.setdefault(group.group_id, []).append(batch.train_step)
         for trajectory in group.trajectories:
             trained.trajectories += 1
             _count_segments(trained, trajectory, batch.train_step)
@@ -134,6 +153,7 @@ def _count_segments(trained: Trained, trajectory: Trajectory, train_step: int) -
             trained.pure_tokens[segment.policy_version] += len(segment)
         else:
             trained.impure_segments += 1
+            trained.impure_tokens += len(segment)
 
 
 def _count_loss(

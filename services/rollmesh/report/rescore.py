@@ -12,12 +12,20 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.report.ledger import Trained
-from rollmesh.report.verdict import LOGPROB_BOUNDS, RESOLUTION_FACTOR, Rescoring, VersionGap
-from rollmesh.types import Batch, Float32Array, Float64Array, Int32Array, PolicyRecord, SegmentSource, Trajectory
+from rollmesh.report.published import PublishedPolicies
+from rollmesh.report.verdict import (
+    GAP_BOUNDS,
+    LARGEST_EXCUSED_GAP,
+    RESOLUTION_FACTOR,
+    Rescoring,
+    VersionGap,
+)
+from rollmesh.types import Batch, Float32Array, Float64Array, Int32Array, SegmentSource, Trajectory
+
+FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]
 
 PRUNED = "checkpoint pruned"
 NO_NUMBER_GAP = 1e9
@@ -31,7 +39,7 @@ _CACHED_BATCHES = 8
 class Scorer(Protocol):
     """A policy that scores sequences; ``trainer.scorer.PolicyScorer`` is one."""
 
-    def logprobs(self, sequences: list[Int32Array], temperature: float) -> list[Float32Array]:
+    def logprobs(self, sequences: list[Int32Array], temperature: float) -> list[FloatArray]:
         """Log-probability of each token given its predecessors, [tokens - 1] per sequence."""
         ...
 
@@ -40,7 +48,7 @@ class ExactScorer(Scorer, Protocol):
     """A scorer in float64, which also knows what float32 can tell apart."""
 
     def resolution(self, sequences: list[Int32Array], temperature: float) -> list[Float64Array]:
-        """How far the last float32 bit of the weights moves each log-probability, [tokens - 1] per sequence."""
+        """How far the last float32 bit of weights and frequencies moves each logprob, [tokens - 1] per sequence."""
         ...
 
 
@@ -51,11 +59,17 @@ class Gaps:
     values: Float64Array  # [tokens], nats
     resolution: Float64Array  # [tokens], nats; 0 where nobody asked
 
-    def over(self, bound: float) -> tuple[int, int]:
-        """Tokens over ``bound`` that float32 resolves, and those that it does not."""
+    def over(self, bound: float) -> tuple[int, Float64Array]:
+        """Number of tokens over ``bound`` that are the engine's, and the gaps of those that are the arithmetic's."""
         beyond = self.values > bound
-        excused = beyond & (self.values <= RESOLUTION_FACTOR * self.resolution)
-        return int((beyond & ~excused).sum()), int(excused.sum())
+        limit = np.minimum(RESOLUTION_FACTOR * self.resolution, LARGEST_EXCUSED_GAP)
+        excused = beyond & (self.values <= limit)
+        return int((beyond & ~excused).sum()), self.values[excused]
+
+    @property
+    def not_finite(self) -> int:
+        """Tokens whose logprob is no finite number."""
+        return int((self.values == NO_NUMBER_GAP).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +94,7 @@ _Work: TypeAlias = tuple[Int32Array, list[PureSegment]]
 def rescore(
     store: CheckpointStore,
     trained: Trained,
+    published: PublishedPolicies,
     *,
     dtype: str,
     train_steps: Mapping[int, int],
@@ -92,69 +107,59 @@ def rescore(
     ``load`` makes a scorer of a verified policy folder, ``load_exact`` one that computes in float64 (None: doubts are
     not looked into); ``advance`` is called after each version.
     """
-    records = {record.policy_version: record for record in store.complete_policies()}
     batches = _BatchCache(store)
+    bound = GAP_BOUNDS[dtype].token
     gaps: list[VersionGap] = []
     for version in sorted(trained.pure_segments):
-        gaps.append(
-            _rescore_version(
-                store,
-                records.get(version),
-                version,
-                trained,
-                batches,
-                load,
-                load_exact,
-                train_steps.get(version),
-                dtype,
-            )
-        )
+        found, skipped = Gaps(values=np.empty(0), resolution=np.empty(0)), ""
+        try:
+            folder = published.open(version)
+            if folder is None:
+                skipped = PRUNED
+            else:
+                exact = None if load_exact is None else partial(load_exact, folder)
+                steps = sorted(trained.pure_segments[version])
+                trajectories = (t for step in steps for t in batches.trajectories(step))
+                found = gaps_of_version(load(folder), version, trajectories, exact)
+        except CheckpointError as error:
+            skipped = f"checkpoint refused: {error}"
+        segments, tokens = trained.pure_segments[version].total(), trained.pure_tokens[version]
+        gaps.append(_version_gap(version, train_steps.get(version), segments, tokens, found, bound, skipped))
         advance()
     scored = [gap for gap in gaps if not gap.skipped]
-    worst = [gap.largest_gap for gap in scored if gap.largest_gap is not None]
+    skipped_gaps = [gap for gap in gaps if gap.skipped]
+    announced = [published.announced(gap.policy_version) for gap in scored]
     return Rescoring(
         dtype=dtype,
-        bound=LOGPROB_BOUNDS[dtype],
-        largest_gap=max(worst) if worst else None,
+        bound=bound,
+        largest_gap=max((gap.largest_gap for gap in scored if gap.largest_gap is not None), default=None),
         segments=sum(gap.segments for gap in scored),
         tokens=sum(gap.tokens for gap in scored),
+        policy_tokens=trained.policy_tokens,
         skipped_impure_segments=trained.impure_segments,
-        skipped_segments=sum(gap.segments for gap in gaps if gap.skipped),
+        skipped_impure_tokens=trained.impure_tokens,
+        skipped_segments=sum(gap.segments for gap in skipped_gaps),
+        skipped_tokens=sum(gap.tokens for gap in skipped_gaps),
         versions=tuple(gaps),
+        announced_manifests=None if None in announced else sum(map(bool, announced)),
     )
 
 
-def _rescore_version(
-    store: CheckpointStore,
-    record: PolicyRecord | None,
-    version: int,
-    trained: Trained,
-    batches: _BatchCache,
-    load: Callable[[Path], Scorer],
-    load_exact: Callable[[Path], ExactScorer] | None,
-    train_step: int | None,
-    dtype: str,
+def _version_gap(
+    version: int, train_step: int | None, segments: int, tokens: int, found: Gaps, bound: float, skipped: str
 ) -> VersionGap:
-    segments, tokens = trained.pure_segments[version].total(), trained.pure_tokens[version]
-    skipped, gaps = PRUNED, Gaps(values=np.empty(0), resolution=np.empty(0))
-    if record is not None:
-        try:
-            folder = store.open(record).folder
-            exact = None if load_exact is None else partial(load_exact, folder)
-            trajectories = (t for step in sorted(trained.pure_segments[version]) for t in batches.trajectories(step))
-            gaps, skipped = gaps_of_version(load(folder), version, trajectories, exact), ""
-        except CheckpointError as error:
-            skipped = PRUNED if getattr(error, "reason", None) == Reason.MISSING else f"checkpoint refused: {error}"
-    over_bound, unresolvable = gaps.over(LOGPROB_BOUNDS[dtype])
+    over_bound, excused = found.over(bound)
     return VersionGap(
         policy_version=version,
         train_step=train_step,
         segments=segments,
         tokens=tokens,
-        largest_gap=float(gaps.values.max()) if len(gaps.values) else None,
-        mean_gap=float(gaps.values.mean()) if len(gaps.values) else None,
+        largest_gap=float(found.values.max()) if len(found.values) else None,
+        mean_gap=float(found.values.mean()) if len(found.values) else None,
         over_bound=over_bound,
-        unresolvable=unresolvable,
+        unresolvable=len(excused),
+        largest_unresolvable=float(excused.max(initial=0.0)),
+        not_finite=found.not_finite,
         skipped=skipped,
     )
 
@@ -165,8 +170,7 @@ def gaps_of_version(
     """The gap of every token in a pure segment of ``version``.
 
     Trajectories with a gap over ``DOUBTED_GAP`` are judged by ``exact()``, if it is given, and those that stay over the
-    bound of float32 get their resolution. A logprob that is no number
-    gives ``NO_NUMBER_GAP``, never a small one.
+    bound of float32 get their resolution. A logprob that is no number gives ``NO_NUMBER_GAP``, never a small one.
     """
     by_temperature: dict[float, list[_Work]] = {}
     for trajectory in trajectories:
@@ -185,7 +189,7 @@ def gaps_of_version(
             judge = exact()
             for at, gap in zip(doubted, _gaps(judge, temperature, [work[at] for at in doubted]), strict=True):
                 gaps[at] = gap
-            bad = [at for at in doubted if gaps[at].max() > LOGPROB_BOUNDS["float32"]]
+            bad = [at for at in doubted if gaps[at].max() > GAP_BOUNDS["float32"].token]
             for at, moved in zip(bad, judge.resolution([work[at][0] for at in bad], temperature), strict=True):
                 resolved[at] = _of_segments(moved, work[at][1])
         values += gaps

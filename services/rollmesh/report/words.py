@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rollmesh.report.series import EvaluationPoint
 from rollmesh.report.summary import RunSummary
-from rollmesh.report.verdict import AuditResult, Rescoring
+from rollmesh.report.verdict import AuditResult, AuditVerdict, Rescoring
 
 NOISE_STANDARD_ERRORS = 2.0
 """A difference below so many standard errors is called noise."""
@@ -48,7 +48,7 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         ("idle slot time of generators", percent(summary.bubble_ratio)),
         ("off-policy tokens", percent(summary.off_policy_share)),
         ("staleness", _staleness(summary)),
-        ("audit", None if summary.audit is None else ("green" if summary.audit.green else "NOT GREEN")),
+        ("audit", None if summary.audit is None else summary.audit.verdict.value),
     ]
     return [(name, value) for name, value in rows if value]
 
@@ -165,18 +165,37 @@ def _audit(summary: RunSummary) -> Iterator[Sentence]:
     if audit is None:
         yield Sentence(text="No audit was run, so nothing is claimed about lost or repeated groups.")
         return
-    verdict = "The audit is green" if audit.green else "The audit is NOT green"
-    yield Sentence(text=f"{verdict}: {'; '.join(audit_claims(audit))}.", bad=not audit.green)
-    for problem in audit.problems:
+    yield Sentence(text=f"{_verdict('The audit is', audit)}: {'; '.join(audit_claims(audit))}.", bad=not audit.green)
+    for problem in (*audit.problems, *audit.unchecked):
         yield Sentence(text=problem, bad=True)
+
+
+def verdict_line(audit: AuditResult) -> str:
+    """The verdict, the share of tokens that it rests on, and the tokens whose checkpoint is gone."""
+    line, rescoring = _verdict("audit", audit), audit.rescoring
+    if rescoring is None or rescoring.scored_share is None:
+        return f"{line}: no token was scored again"
+    line += f": {percent(rescoring.scored_share)} of {rescoring.policy_tokens:,} policy tokens were scored again"
+    if rescoring.skipped_tokens:
+        share = percent(rescoring.skipped_tokens / rescoring.policy_tokens)
+        line += f"; {rescoring.skipped_tokens:,} tokens, {share}, name a checkpoint that is gone"
+    return line
+
+
+def _verdict(subject: str, audit: AuditResult) -> str:
+    words = {AuditVerdict.GREEN: "green", AuditVerdict.NOT_GREEN: "NOT green", AuditVerdict.INCOMPLETE: "INCOMPLETE"}
+    return f"{subject} {words[audit.verdict]}"
 
 
 def audit_claims(audit: AuditResult) -> list[str]:
     """What an audit counted, each with its source."""
+    checked = sum(audit.staleness_counts.values())
     claims = [
-        f"{audit.groups} groups in {audit.batch_files} batch files up to committed step {audit.committed_step}",
+        f"{audit.groups} groups in {audit.batch_files} of {max(audit.committed_step, 0)} batch files up to committed "
+        f"step {audit.committed_step}",
         f"trained twice {len(audit.trained_twice)}",
-        f"staleness violations {len(audit.staleness_violations)}"
+        f"staleness violations {len(audit.staleness_violations)} of {checked:,} trajectories in a loss"
+        + (f" ({audit.staleness_unknown:,} more not checked)" if audit.staleness_unknown else "")
         if audit.max_staleness is not None
         else "staleness not checked (the bound is not known)",
     ]
@@ -195,20 +214,35 @@ def audit_claims(audit: AuditResult) -> list[str]:
 
 
 def rescoring_claim(rescoring: Rescoring) -> str:
-    """What re-scoring covered, and how far off the worst token was."""
-    skipped = []
+    """What re-scoring covered, how far off the worst token was, and what was not checked."""
+    notes = []
     if rescoring.skipped_impure_segments:
-        skipped.append(f"{rescoring.skipped_impure_segments} keep_kv segments have no single policy")
+        share = _of_policy(rescoring.skipped_impure_tokens, rescoring)
+        notes.append(f"{rescoring.skipped_impure_segments} keep_kv segments{share} have no single policy")
     if rescoring.skipped_segments:
-        share = rescoring.skipped_segments / (rescoring.skipped_segments + rescoring.segments)
-        skipped.append(f"{rescoring.skipped_segments} segments, {percent(share)}, name a checkpoint that is gone")
-    unresolvable = sum(version.unresolvable for version in rescoring.versions)
-    if unresolvable:
-        skipped.append(f"{unresolvable} tokens over the bound lie within what float32 can tell apart there")
-    rest = f" ({', '.join(skipped)})" if skipped else ""
+        skipped = rescoring.skipped_segments / (rescoring.skipped_segments + rescoring.segments)
+        notes.append(f"{rescoring.skipped_segments} segments, {percent(skipped)}, name a checkpoint that is gone")
+    if rescoring.unresolvable:
+        largest = max(version.largest_unresolvable for version in rescoring.versions)
+        excused = 100 * rescoring.unresolvable / rescoring.tokens
+        notes.append(
+            f"{rescoring.unresolvable} tokens over the bound, {excused:.2g}% and up to {gap(largest)} nats, lie "
+            "within what float32 can tell apart there"
+        )
+    if rescoring.announced_manifests is None:
+        notes.append("manifests not compared with the registry, which was not reachable")
+    else:
+        scored = sum(not version.skipped for version in rescoring.versions)
+        notes.append(f"{rescoring.announced_manifests} of {scored} manifests compared with the registry")
+    rest = f" ({', '.join(notes)})"
     if rescoring.largest_gap is None:
         return f"no segment could be re-scored{rest}"
     return (
-        f"{rescoring.tokens:,} tokens of {rescoring.segments:,} segments re-scored with the checkpoint they name, "
-        f"largest gap {gap(rescoring.largest_gap)} nats ({rescoring.dtype}, bound {rescoring.bound:g}){rest}"
+        f"{rescoring.tokens:,} tokens of {rescoring.segments:,} segments"
+        f"{_of_policy(rescoring.tokens, rescoring)} re-scored with the checkpoint they name, largest gap "
+        f"{gap(rescoring.largest_gap)} nats ({rescoring.dtype}, bound {rescoring.bound:g}){rest}"
     )
+
+
+def _of_policy(tokens: int, rescoring: Rescoring) -> str:
+    return f", {percent(tokens / rescoring.policy_tokens)} of the policy's tokens," if rescoring.policy_tokens else ""

@@ -83,6 +83,7 @@ def make_audited_run(folder: Path) -> MadeRun:
         "model": {"path": "made"},
         "schedule": {"groups_per_batch": GROUPS, "group_size": MEMBERS},
         "trainer": {"train_steps": STEPS, "device": "cpu"},
+        "generator": {"on_new_version": "keep_kv"},
     }
     write_run_config(validate_run_config(config, "made"), folder / "config.yaml")
     run = MadeRun(folder)
@@ -94,7 +95,7 @@ def make_audited_run(folder: Path) -> MadeRun:
             run.store.write_batch(_batch(rng, policies, step), Cursor(epoch=0, index=GROUPS * step))
         tensors = {"weight": torch.full((2,), float(step))}
         run.store.save_state(session=f"s{step}", train_step=step, rollback_count=0, tensors=tensors, extra={})
-        run.store.publish(
+        record = run.store.publish(
             session=f"s{step}",
             policy_version=step,
             train_step=step,
@@ -102,6 +103,7 @@ def make_audited_run(folder: Path) -> MadeRun:
             write=_writer(policies[-1]),
             canary=[CanarySequence(token_ids=[1, 2], logprobs=[-1.0])],
         )
+        run.store.mark_announced(record)
     return run
 
 

@@ -83,7 +83,11 @@ def test_a_step_whose_weights_are_pruned_names_those_that_can_be_explained(audit
 
 
 def test_old_logprobs_that_the_training_had_and_explain_has_not_are_counted_and_named(audited: Any) -> None:
-    audited.change_config(trainer={"algorithm": {"old_logprobs": "stage_end"}}, schedule={"preset": "copris_paper"})
+    audited.change_config(
+        generator={"on_new_version": "interrupt"},
+        trainer={"algorithm": {"old_logprobs": "stage_end"}},
+        schedule={"preset": "copris_paper"},
+    )
     data = json.loads(printed(audited.folder, 4, trajectory_id="e0-6.1", as_json=True))
     tokens = data["trajectories"][0]["tokens"]
     assert [t["old_logprob_fallback"] for t in tokens] == ["stage_not_recorded"] * 5 + [""] * 5

@@ -1,0 +1,300 @@
+"""Ways to a green audit of a run that has not earned it: each of them is red or incomplete, and says why."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rollmesh.mesh import Cursor
+from rollmesh.report.audit import audit_run, print_audit
+from rollmesh.report.ledger import QueueAccount
+from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource
+
+STEPS = 6
+
+
+def with_every_segment(change: Callable[[Segment], Segment]) -> Callable[[Batch], Batch]:
+    """The batch with every segment that a policy wrote changed."""
+
+    def changed(segment: Segment) -> Segment:
+        return change(segment) if segment.source is SegmentSource.POLICY else segment
+
+    def change_batch(batch: Batch) -> Batch:
+        groups = (
+            dataclasses.replace(
+                group,
+                trajectories=tuple(
+                    dataclasses.replace(t, segments=tuple(changed(s) for s in t.segments)) for t in group.trajectories
+                ),
+            )
+            for group in batch.groups
+        )
+        return dataclasses.replace(batch, groups=tuple(groups))
+
+    return change_batch
+
+
+def with_one_logprob(value: float) -> Callable[[Segment], Segment]:
+    """The segment with another log-probability of its last token."""
+
+    def change(segment: Segment) -> Segment:
+        assert segment.behavior_logprobs is not None
+        logprobs = segment.behavior_logprobs.copy()
+        logprobs[-1] = value
+        return dataclasses.replace(segment, behavior_logprobs=logprobs)
+
+    return change
+
+
+def flip(file: Path, at: int = -100) -> None:
+    """Change one byte."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def policies_of(audited: Any) -> tuple[PolicyRecord, ...]:
+    """What the registry has announced."""
+    return tuple(audited.store.complete_policies())
+
+
+def account_of(audited: Any, **changes: Any) -> QueueAccount:
+    """What the queue of the run knows: everything is trained."""
+    return QueueAccount(**{"live": (), "dropped": {}, "cursor": Cursor(epoch=0, index=12), **changes})
+
+
+def the_policy(audited: Any, version: int) -> Path:
+    folder: Path = audited.folder / "checkpoints" / "policies" / f"{version:08d}-s{version}"
+    return folder
+
+
+def newest_state(audited: Any) -> Path:
+    folder: Path = audited.folder / "checkpoints" / "states" / f"{STEPS:08d}-s{STEPS}"
+    return folder
+
+
+def forget_versions(audited: Any, *versions: int) -> None:
+    """Remove policies as pruning does; the metrics still name their train steps."""
+    for version in versions:
+        shutil.rmtree(the_policy(audited, version))
+    lines = [json.dumps({"train_step": step, "policy_version": step}) for step in range(1, STEPS + 1)]
+    (audited.folder / "metrics.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+
+@pytest.mark.parametrize("mode", ["interrupt", "drain"])
+def test_segments_that_are_all_impure_are_not_green_where_no_generator_keeps_its_cache(audited: Any, mode: str) -> None:
+    audited.change_config(generator={"on_new_version": mode})
+    for step in range(1, STEPS + 1):
+        audited.replace_batch(step, with_every_segment(lambda s: dataclasses.replace(s, kv_min_version=-1)))
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert result.verdict == "incomplete"
+    assert any(f"generator.on_new_version={mode} never does" in reason for reason in result.unchecked)
+
+
+def test_a_few_impure_segments_are_not_green_where_no_generator_keeps_its_cache(audited: Any) -> None:
+    audited.change_config(generator={"on_new_version": "interrupt"})
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert (result.verdict, result.problems, len(result.unchecked)) == ("incomplete", (), 1)
+    assert "5 segments (25 tokens)" in result.unchecked[0]
+
+
+def test_a_run_of_which_no_token_was_scored_again_is_not_green(audited: Any) -> None:
+    environment = {"source": SegmentSource.ENVIRONMENT, "behavior_logprobs": None}
+    for step in range(1, STEPS + 1):
+        audited.replace_batch(step, with_every_segment(lambda s: dataclasses.replace(s, **environment)))
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert result.verdict == "incomplete"
+    assert any("no batch file holds a token that a policy wrote" in reason for reason in result.unchecked)
+
+
+def test_tokens_of_pruned_versions_are_in_the_verdict_line_and_over_half_of_all_make_it_incomplete(
+    audited: Any,
+) -> None:
+    forget_versions(audited, 0, 1, 2, 3)
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert (result.verdict, result.problems) == ("incomplete", ())
+    assert "40 of 210 policy tokens were scored again, less than 50%" in result.unchecked[0]
+    out = io.StringIO()
+    print_audit(result, Console(file=out, width=120))
+    assert out.getvalue().splitlines()[-1] == (
+        "audit INCOMPLETE: 19.0% of 210 policy tokens were scored again; "
+        "145 tokens, 69.0%, name a checkpoint that is gone"
+    )
+
+
+@pytest.mark.parametrize(("logprob", "told"), [(-40.0, "nats from its checkpoint"), (float("nan"), "no finite number")])
+def test_a_bfloat16_token_that_is_30_nats_off_or_no_number_is_red(audited: Any, logprob: float, told: str) -> None:
+    audited.change_config(model={"dtype": "bfloat16"})
+    audited.replace_batch(4, with_every_segment(with_one_logprob(logprob)))
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert any(problem.startswith("policy version 3: ") and told in problem for problem in result.problems)
+
+
+def test_bfloat16_logprobs_of_another_policy_are_red_by_their_mean(audited: Any) -> None:
+    audited.change_config(model={"dtype": "bfloat16"})
+
+    def off(segment: Segment) -> Segment:
+        assert segment.behavior_logprobs is not None
+        return dataclasses.replace(segment, behavior_logprobs=segment.behavior_logprobs - np.float32(0.5))
+
+    audited.replace_batch(4, with_every_segment(off))
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert any("policy version 3: mean gap of 0." in problem for problem in result.problems)
+
+
+def torn(manifest: Path) -> None:
+    manifest.write_bytes(manifest.read_bytes()[:-7])
+
+
+def forged(manifest: Path) -> None:
+    content = json.loads(manifest.read_text())
+    content["hmac"] = "0" * 64
+    manifest.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [torn, forged, Path.unlink, lambda manifest: (manifest.parent / "model.safetensors").unlink()],
+    ids=["torn", "forged", "no manifest", "no weights"],
+)
+@pytest.mark.parametrize("with_queue", [False, True])
+def test_a_damaged_manifest_is_refused_and_not_called_pruned(
+    audited: Any, damage: Callable[[Path], None], with_queue: bool
+) -> None:
+    account = account_of(audited, policies=policies_of(audited)) if with_queue else None
+    (audited.folder / "metrics.jsonl").write_text('{"train_step": 2, "policy_version": 2}\n', encoding="utf-8")
+    damage(the_policy(audited, 2) / "manifest.json")
+    result = audit_run(audited.folder, account)
+    assert not result.green
+    assert any("policy version 2: checkpoint refused" in problem for problem in result.problems)
+
+
+def test_a_manifest_that_the_registry_did_not_announce_is_red(audited: Any) -> None:
+    announced = policies_of(audited)
+    digest = hashlib.sha256(b"what was announced").hexdigest()
+    others = tuple(dataclasses.replace(r, manifest_digest=digest) if r.policy_version == 2 else r for r in announced)
+    result = audit_run(audited.folder, account_of(audited, policies=others))
+    assert not result.green
+    assert any("policy version 2: checkpoint refused" in p and "announced" in p for p in result.problems)
+    sound = audit_run(audited.folder, account_of(audited, policies=announced))
+    assert sound.green and sound.rescoring is not None and sound.rescoring.announced_manifests == 6
+
+
+def test_another_folder_in_the_place_of_the_announced_one_is_red(audited: Any) -> None:
+    announced = policies_of(audited)
+    the_policy(audited, 2).rename(the_policy(audited, 2).with_name("00000002-another"))
+    result = audit_run(audited.folder, account_of(audited, policies=announced))
+    assert not result.green
+    assert any("the registry announced policies/00000002-s2, which is gone" in p for p in result.problems)
+
+
+def cut_committed(state: Path) -> None:
+    file = state / "COMMITTED"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def cut_weights(state: Path) -> None:
+    (file,) = state.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("damage", [cut_committed, cut_weights])
+def test_a_newest_state_that_is_one_byte_short_is_red(audited: Any, damage: Callable[[Path], None]) -> None:
+    damage(newest_state(audited))
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert result.committed_step == STEPS - 1
+    assert list(result.unsound_states) == [newest_state(audited).name]
+    assert any("a policy of train step 6 was announced" in problem for problem in result.problems)
+
+
+def test_one_byte_flipped_in_the_newest_state_is_red(audited: Any) -> None:
+    (file,) = newest_state(audited).glob("*.safetensors")
+    flip(file, -1)
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert any(f"trainer state {newest_state(audited).name} is damaged" in problem for problem in result.problems)
+
+
+def flip_committed(state: Path) -> None:
+    flip(state / "COMMITTED")
+
+
+@pytest.mark.parametrize("lose_state", [flip_committed, shutil.rmtree], ids=["flipped", "deleted"])
+@pytest.mark.parametrize("with_queue", [False, True])
+def test_a_lost_newest_state_beside_a_flipped_byte_of_its_batch_file_is_red(
+    audited: Any, lose_state: Callable[[Path], None], with_queue: bool
+) -> None:
+    lose_state(newest_state(audited))
+    file = audited.folder / "checkpoints" / "batches" / f"{STEPS:08d}.pb"
+    flip(file, 200)
+    if with_queue:
+        for marker in (audited.folder / "checkpoints" / "policies").glob("*/ANNOUNCED"):
+            marker.unlink()
+    account = account_of(audited, policies=policies_of(audited)) if with_queue else None
+    result = audit_run(audited.folder, account)
+    assert not result.green
+    assert (result.committed_step, result.announced_step) == (STEPS - 1, STEPS)
+    assert any("train step 5 is the newest that is committed" in problem for problem in result.problems)
+    assert any("train step 6 has no sound batch file" in problem for problem in result.problems)
+
+
+def test_states_of_every_third_step_lag_behind_the_announced_policy_and_are_green(audited: Any) -> None:
+    audited.change_config(checkpoints={"state_every_steps": 3}, trainer={"train_steps": 12})
+    for step in (4, 5, 6):
+        shutil.rmtree(audited.folder / "checkpoints" / "states" / f"{step:08d}-s{step}")
+    lagging = audit_run(audited.folder)
+    assert any("train step 3 is the newest that is committed" in p for p in lagging.problems), "step 6 saves a state"
+    shutil.rmtree(the_policy(audited, 6))
+    result = audit_run(audited.folder)
+    assert (result.problems, result.committed_step, result.announced_step) == ((), 3, 5)
+
+
+def test_the_same_trajectory_in_another_group_is_red(audited: Any) -> None:
+    stolen = audited.store.read_batch(2).groups[0].trajectories
+
+    def under_another_group(batch: Batch) -> Batch:
+        group = dataclasses.replace(batch.groups[1], trajectories=stolen)
+        return dataclasses.replace(batch, groups=(batch.groups[0], group))
+
+    audited.replace_batch(3, under_another_group)
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert result.trajectories_twice == {"e0-2.0": ("e0-2", "e0-5"), "e0-2.1": ("e0-2", "e0-5")}
+    assert any("2 trajectories are in more than one place: e0-2.0 in e0-2 and e0-5" in p for p in result.problems)
+
+
+def test_the_same_trajectory_twice_in_one_group_is_red(audited: Any) -> None:
+    def doubled(batch: Batch) -> Batch:
+        first, *rest = batch.groups
+        twice = dataclasses.replace(first, trajectories=(first.trajectories[0],) * 2)
+        return dataclasses.replace(batch, groups=(twice, *rest))
+
+    audited.replace_batch(3, doubled)
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert result.trajectories_twice == {"e0-4.0": ("e0-4", "e0-4")}
+
+
+def test_a_trajectory_that_waits_in_another_group_of_an_uncommitted_batch_file_is_red(audited: Any) -> None:
+    (group,) = audited.store.read_batch(2).groups[:1]
+    audited.store.write_batch(Batch(train_step=7, groups=(dataclasses.replace(group, group_id="e0-40"),)), Cursor())
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert list(result.trajectories_twice) == ["e0-2.0", "e0-2.1"]
