@@ -76,7 +76,7 @@ def problems(found: Findings) -> Iterator[str]:
         yield f"{trained.unknown} trajectories hold tokens of a policy version whose train step nothing names"
     if found.lost:
         yield f"{len(found.lost)} admitted group(s) are lost: {_some(found.lost)}"
-    yield from _rescoring_problems(found.rescoring)
+    yield from rescoring_problems(found.rescoring)
 
 
 def unchecked(found: Findings) -> Iterator[str]:
@@ -107,7 +107,8 @@ def _state_problems(steps: CommittedSteps) -> Iterator[str]:
         )
 
 
-def _rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
+def rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
+    """Log-probabilities that are not those of the checkpoint that they name."""
     bounds = GAP_BOUNDS[rescoring.dtype]
     for version in rescoring.versions:
         name = f"policy version {version.policy_version}"

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
@@ -23,9 +22,7 @@ from rollmesh.report.verdict import (
     Rescoring,
     VersionGap,
 )
-from rollmesh.types import Batch, Float32Array, Float64Array, Int32Array, SegmentSource, Trajectory
-
-FloatArray: TypeAlias = npt.NDArray[np.floating[Any]]
+from rollmesh.types import Batch, Float32Array, Float64Array, FloatArray, Int32Array, SegmentSource, Trajectory
 
 PRUNED = "checkpoint pruned"
 NO_NUMBER_GAP = 1e9
@@ -48,7 +45,7 @@ class ExactScorer(Scorer, Protocol):
     """A scorer in float64, which also knows what float32 can tell apart."""
 
     def resolution(self, sequences: list[Int32Array], temperature: float) -> list[Float64Array]:
-        """How far the last float32 bit of weights and frequencies moves each logprob, [tokens - 1] per sequence."""
+        """How far the last float32 bit of weights and positions moves each logprob, [tokens - 1] per sequence."""
         ...
 
 
@@ -207,7 +204,7 @@ def _gaps(scorer: Scorer, temperature: float, work: Sequence[_Work]) -> list[Flo
     return gaps
 
 
-def _of_segments(values: npt.NDArray[Any], segments: Sequence[PureSegment]) -> Float64Array:
+def _of_segments(values: FloatArray, segments: Sequence[PureSegment]) -> Float64Array:
     """The entries of the segments' tokens, of one entry per token from the second one on."""
     return np.concatenate([values[s.start - 1 : s.end - 1] for s in segments]).astype(np.float64)
 

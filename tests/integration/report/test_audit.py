@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit
+from rollmesh.report.findings import rescoring_problems
 from rollmesh.report.ledger import QueueAccount, lost_groups
 from rollmesh.report.rescore import Gaps, gaps_of_version
 from rollmesh.report.verdict import AuditResult, AuditVerdict, read_audit
-from rollmesh.report.words import audit_claims
+from rollmesh.report.words import audit_claims, rescoring_claim
 from rollmesh.trainer.scorer import PolicyScorer
 from rollmesh.types import Batch, OutcomeKind, RewardOutcome, Segment, Trajectory
 
@@ -332,6 +333,24 @@ def test_a_gap_counts_as_the_arithmetics_own_only_where_float32_cannot_tell_bett
     gaps = Gaps(values=np.array([9e-5, 1.5e-4, 1.5e-4, 5e-3]), resolution=np.array([0.0, 2e-5, 1e-6, 2e-5]))
     own, excused = gaps.over(1e-4)
     assert (own, excused.tolist()) == (2, [1.5e-4])
+
+
+def test_a_gap_over_the_excuse_is_the_engines_however_little_float32_can_tell_there() -> None:
+    own, excused = Gaps(values=np.array([5e-3]), resolution=np.array([1e-2])).over(1e-4)
+    assert (own, len(excused)) == (1, 0)
+
+
+@pytest.mark.parametrize(("tokens", "red"), [(400, False), (300, True)])
+def test_more_than_one_percent_of_excused_tokens_is_red_and_their_share_and_size_are_printed(
+    audited: Any, tokens: int, red: bool
+) -> None:
+    found = audit_run(audited.folder).rescoring
+    assert found is not None
+    excused = dataclasses.replace(found.versions[0], unresolvable=4, largest_unresolvable=3e-4)
+    rescoring = dataclasses.replace(found, tokens=tokens, versions=(excused, *found.versions[1:]))
+    assert bool(list(rescoring_problems(rescoring))) is red
+    share = "1%" if tokens == 400 else "1.3%"
+    assert f"4 tokens over the bound, {share} and up to 0.0003 nats, lie within" in rescoring_claim(rescoring)
 
 
 def test_a_doubted_trajectory_is_judged_in_float64_with_what_the_last_bit_of_the_weights_does(
