@@ -2,7 +2,8 @@
 
 16k response tokens, lengths lognormal with median 99 and maximum 520, on the demo's model; CPU seconds at one thread,
 runs interleaved, median. Ours is the whole ``PolicyTrainer.train`` (flattening, packing, loss, update, every number of
-the report); the baselines are forward, the same loss, backward and update, with Hugging Face's own attention.
+the report); the baselines are forward, the same loss, backward and update, with Hugging Face's own attention. The long
+rows train on and score trajectories of 2,500 to 3,500 tokens, each above the token budget of a micro-batch.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ VOCAB = 96
 MEDIAN, LONGEST, TOKENS = 99, 520, 16_384
 PROMPT = 12
 GROUP_SIZE = 8
+LONG_TOKENS, LONG_BUDGET = (2_500, 3_500), 2_048
 RATE = 4e-4
+_LONG_BARS = (at_least(Figure.RATIO, 0.9),)
+"""Beside one trajectory at a time, which pads nothing."""
 _BARS = (at_least(Figure.RATIO, 2.5),)
 """Beside padded random micro-batches."""
 
@@ -54,7 +58,8 @@ def run(*, quick: bool = False) -> list[Measure]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             write_demo_model(Path(folder))
-            return _measure(Path(folder), repetitions=2 if quick else 5)
+            repetitions = 2 if quick else 5
+            return _measure(Path(folder), repetitions) + _measure_long(Path(folder), 1 if quick else 3)
     finally:
         torch.set_num_threads(threads)
 
@@ -89,7 +94,36 @@ def _measure(folder: Path, repetitions: int) -> list[Measure]:
     ]
 
 
-def interleaved(work: dict[str, Callable[[], None]], repetitions: int) -> dict[str, float]:
+def _measure_long(folder: Path, repetitions: int) -> list[Measure]:
+    batch = long_batch(seed=0)
+    config = TrainerConfig(learning_rate=RATE, tokens_per_microbatch=LONG_BUDGET)
+    trainer, baseline = PolicyTrainer.from_folder(folder, config, device="cpu"), PaddedTrainer(folder)
+    trajectories = [t for g in batch.groups for t in g.trajectories]
+    ids = [np.concatenate([t.prompt.token_ids, t.response_ids]) for t in trajectories]
+
+    def train() -> None:
+        step = trainer.train_step + 1
+        trainer.train(Batch(train_step=step, groups=batch.groups), {0: step - 1})
+
+    seconds = interleaved(
+        {
+            "train": train,
+            "train_alone": lambda: baseline.step(batch, [[i] for i in range(len(trajectories))]),
+            "score": lambda: trainer.logprobs(ids),
+            "score_alone": lambda: baseline.score(ids),
+        },
+        repetitions,
+    )
+    useful = sum(t.response_token_count for t in trajectories)
+    rate = {name: useful / value for name, value in seconds.items()}
+    unit, other = "useful tokens per cpu-second", "one trajectory at a time"
+    return [
+        compared(f"{name}_packed_long", rate[name], unit, other, rate[f"{name}_alone"], _LONG_BARS)
+        for name in ("train", "score")
+    ]
+
+
+def interleaved(work: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
     """Median process CPU seconds of each; one unmeasured round first, then all in turn."""
     taken: dict[str, list[float]] = {name: [] for name in work}
     for repetition in range(repetitions + 1):
@@ -111,7 +145,7 @@ def write_demo_model(folder: Path) -> None:
         num_attention_heads=3,
         num_key_value_heads=1,
         intermediate_size=192,
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
     )
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -124,15 +158,22 @@ def ragged_batch(seed: int, tokens: int = TOKENS) -> Batch:
     lengths: list[int] = []
     while sum(lengths) < tokens:
         lengths.extend(np.clip(rng.lognormal(np.log(MEDIAN), 0.9, GROUP_SIZE), 8, LONGEST).astype(int).tolist())
-    groups = []
-    for g in range(len(lengths) // GROUP_SIZE):
-        prompt = Prompt(prompt_id=str(g), token_ids=_ids(rng, PROMPT), verifier="exact")
-        members = [
-            _trajectory(rng, prompt, f"g{g}", m, lengths[g * GROUP_SIZE + m], float(rng.integers(0, 2)))
-            for m in range(GROUP_SIZE)
-        ]
-        groups.append(Group(group_id=f"g{g}", admission_index=g, trajectories=tuple(members)))
+    groups = [_group(rng, g, lengths[g * GROUP_SIZE : (g + 1) * GROUP_SIZE]) for g in range(len(lengths) // GROUP_SIZE)]
     return Batch(train_step=1, groups=tuple(groups))
+
+
+def long_batch(seed: int) -> Batch:
+    """One group of 4 trajectories, each longer than ``LONG_BUDGET``."""
+    rng = np.random.default_rng(seed)
+    return Batch(train_step=1, groups=(_group(rng, 0, rng.integers(*LONG_TOKENS, 4).tolist()),))
+
+
+def _group(rng: np.random.Generator, index: int, lengths: Sequence[int]) -> Group:
+    prompt = Prompt(prompt_id=str(index), token_ids=_ids(rng, PROMPT), verifier="exact")
+    members = [
+        _trajectory(rng, prompt, f"g{index}", m, length, float(rng.integers(0, 2))) for m, length in enumerate(lengths)
+    ]
+    return Group(group_id=f"g{index}", admission_index=index, trajectories=tuple(members))
 
 
 def _ids(rng: np.random.Generator, count: int) -> Int32Array:
@@ -195,6 +236,16 @@ class PaddedTrainer:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Int32Array]) -> list[Tensor]:
+        """Log-probabilities of each token given its predecessors, one sequence at a time."""
+        scored = []
+        for ids in sequences:
+            row = torch.from_numpy(ids.astype(np.int64))[None]
+            logits = self.model(input_ids=row[:, :-1], use_cache=False).logits
+            scored.append(logits.log_softmax(-1).gather(-1, row[:, 1:, None])[0, :, 0])
+        return scored
 
     def _padded_loss(self, rows: Sequence[Trajectory], advantages: Tensor) -> Tensor:
         width = max(PROMPT + t.response_token_count for t in rows)

@@ -21,12 +21,13 @@ def balanced_bins(lengths: Sequence[int], budget: int, multiple: int = 1) -> lis
     """Indices of ``lengths`` in bins of at most ``budget`` tokens, about equally full, their number a multiple.
 
     Longest first into the emptiest bin that still fits, a new bin when none does; a sequence longer than the budget
-    sits alone. Bins may be empty when there are fewer sequences than ``multiple``. After AReaL's Algorithm 1
+    sits alone. At most ``multiple - 1`` bins are empty, none with ``multiple`` 1. After AReaL's Algorithm 1
     (arXiv 2505.24298), with tokens instead of sequences as the load.
     """
     if not lengths:
         return []
-    fewest = -(-sum(lengths) // budget)
+    # A sequence longer than the budget fills one bin and no more, so there are never fewer sequences than bins.
+    fewest = -(-sum(min(length, budget) for length in lengths) // budget)
     count = -(-fewest // multiple) * multiple
     while True:
         bins = _fill(lengths, budget, count)

@@ -8,7 +8,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from rollmesh.bench.train import LONGEST, MEDIAN, TOKENS, PaddedTrainer, ragged_batch, sorted_bins, write_demo_model
+from rollmesh.bench.train import (
+    LONG_BUDGET,
+    LONGEST,
+    MEDIAN,
+    TOKENS,
+    PaddedTrainer,
+    long_batch,
+    ragged_batch,
+    sorted_bins,
+    write_demo_model,
+)
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.trainer.step import PolicyTrainer
 
@@ -34,6 +44,19 @@ def test_lengths_are_those_the_bench_promises() -> None:
     lengths = np.array([t.response_token_count for g in ragged_batch(seed=0).groups for t in g.trajectories])
     assert TOKENS <= lengths.sum() < TOKENS + 8 * LONGEST
     assert abs(np.median(lengths) - MEDIAN) < 15 and lengths.max() == LONGEST
+
+
+def test_every_trajectory_of_the_long_rows_exceeds_the_token_budget() -> None:
+    (group,) = long_batch(seed=0).groups
+    assert min(t.response_token_count for t in group.trajectories) > LONG_BUDGET
+
+
+def test_the_long_baseline_scores_the_same_tokens(tmp_path: Path) -> None:
+    write_demo_model(tmp_path)
+    ids = [np.arange(3, 60, dtype=np.int32), np.arange(40, dtype=np.int32)]
+    ours = PolicyTrainer.from_folder(tmp_path, TrainerConfig(tokens_per_microbatch=16), device="cpu").logprobs(ids)
+    for mine, theirs in zip(ours, PaddedTrainer(tmp_path).score(ids), strict=True):
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-5)
 
 
 def test_sorted_bins_keep_the_padded_budget() -> None:

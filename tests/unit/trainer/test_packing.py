@@ -20,6 +20,7 @@ def test_bins_hold_every_sequence_once_within_the_budget(lengths: list[int], bud
     bins = balanced_bins(lengths, budget, multiple)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert len(bins) % multiple == 0
+    assert sum(not b for b in bins) < multiple
     for b in bins:
         assert len(b) <= 1 or sum(lengths[i] for i in b) <= budget
 
@@ -35,6 +36,12 @@ def test_bins_are_no_more_than_half_again_the_fewest_possible_and_balanced() -> 
 
 def test_more_ranks_than_sequences_leave_empty_bins() -> None:
     assert balanced_bins([5], 16, 3) == [[0], [], []]
+
+
+def test_sequences_longer_than_the_budget_make_no_empty_bins() -> None:
+    assert balanced_bins([16, 9], 4) == [[0], [1]]
+    assert balanced_bins([40, 1, 1, 1], 4) == [[0], [1, 2, 3]]
+    assert len(balanced_bins([16_384] * 64, 4096, 8)) == 64
 
 
 def test_packed_rows_predict_the_tokens_that_a_policy_wrote() -> None:

@@ -68,6 +68,19 @@ def test_three_steps_equal_the_reference_in_float64(make_model: ModelMaker, tmp_
     assert largest_difference(weights(trainer, tmp_path), dict(reference.model.named_parameters())) < 1e-10
 
 
+def test_a_batch_whose_trajectories_exceed_the_token_budget_is_scored_and_trained_without_empty_passes(
+    make_model: ModelMaker,
+) -> None:
+    rng = np.random.default_rng(3)
+    batch = batch_of([trajectory(f"g0.{i}", [policy_segment(rng, 60)], reward=i) for i in range(2)])
+    members = list(batch.groups[0].trajectories)
+    trainer = exact_trainer(make_model("qwen2"), tokens_per_microbatch=16, algorithm={"old_logprobs": "stage_end"})
+    assert trainer.end_stage(members, VERSIONS) == len(members)
+    for member, values in zip(members, trainer.logprobs([m.response_ids for m in members]), strict=True):
+        assert len(values) == member.response_token_count - 1
+    assert trainer.train(batch, VERSIONS).microbatches == len(members)
+
+
 def test_canaries_are_scored_in_float32_however_the_gradient_pass_computes(make_model: ModelMaker) -> None:
     folder = make_model("qwen2")
     ids = [np.arange(2, 40, dtype=np.int32)]
