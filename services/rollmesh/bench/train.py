@@ -45,7 +45,7 @@ PROMPT = 12
 GROUP_SIZE = 8
 LONG_TOKENS, LONG_BUDGET = (2_500, 3_500), 2_048
 RATE = 4e-4
-_LONG_BARS = (at_least(Figure.RATIO, 0.9),)
+_LONG_BARS = (at_least(Figure.RATIO, 0.8),)
 """Beside one trajectory at a time, which pads nothing."""
 _BARS = (at_least(Figure.RATIO, 2.5),)
 """Beside padded random micro-batches."""

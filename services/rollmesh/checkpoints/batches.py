@@ -17,7 +17,7 @@ import re
 import secrets
 import struct
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
@@ -28,6 +28,7 @@ from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder
 from rollmesh.checkpoints.frames import decode_groups, encode_groups
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
+from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
 from rollmesh.types import Batch, Group
@@ -43,14 +44,31 @@ _NOT_LINKED = frozenset({errno.EEXIST, errno.EPERM, errno.EOPNOTSUPP, errno.ENOS
 _NAME = re.compile(r"^(\d{8,})\.pb$")
 
 
+class StepRecipe(BaseModel):
+    """Settings that decide how a train step turns its batch into updates."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    algorithm: AlgorithmConfig
+    """With the loss's defaults filled in, so that a later release cannot change them."""
+    minibatches: int
+    max_grad_norm: float
+    betas: tuple[float, float]
+    weight_decay: float
+    max_token_staleness: int | None
+    """Older tokens are masked; None masks none."""
+
+
 class StepSettings(BaseModel):
-    """What a train step takes from settings that may change when the run is continued: a replay takes it from here."""
+    """Settings of a train step. A replay takes them from its batch file, not from the run file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     learning_rate: float
     kl_reference_version: int | None
     """None without a KL term."""
+    recipe: StepRecipe | None = None
+    """None in a file of an older version: the run file's is taken."""
 
 
 class BatchFooter(BaseModel):
@@ -80,6 +98,14 @@ class BatchFooter(BaseModel):
     def cursor(self) -> Cursor:
         """Prompt cursor when the batch was written: a disaster copy."""
         return Cursor(epoch=self.cursor_epoch, index=self.cursor_index)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBatch:
+    """Content and footer of one batch file, from one reading: the digest of the footer is that of the batch."""
+
+    batch: Batch
+    footer: BatchFooter
 
 
 def batch_path(root: Path, train_step: int) -> Path:
@@ -156,7 +182,7 @@ def read_footer(root: Path, secret: bytes, train_step: int) -> BatchFooter:
         return footer_of(file, str(path), secret, train_step)
 
 
-def read_batch(root: Path, secret: bytes, train_step: int) -> Batch:
+def read_batch(root: Path, secret: bytes, train_step: int) -> StoredBatch:
     """Read and verify one batch file; raises CheckpointError with the reason."""
     path = batch_path(root, train_step)
     with _opened(path) as file:
@@ -171,7 +197,7 @@ def read_batch(root: Path, secret: bytes, train_step: int) -> Batch:
         raise CheckpointError(f"{path}: {error}") from error
     if [g.group_id for g in groups] != footer.group_ids:
         raise CheckpointError(f"{path}: the groups are not the ones that the footer names", reason=Reason.TAMPERED)
-    return Batch(train_step=train_step, groups=groups)
+    return StoredBatch(batch=Batch(train_step=train_step, groups=groups), footer=footer)
 
 
 def read_group(root: Path, secret: bytes, train_step: int, group_id: str) -> Group | None:
@@ -262,8 +288,7 @@ def _sound_footer(path: Path, secret: bytes) -> BatchFooter | None:
     """The footer of a file whose content also fits its digest, else None."""
     train_step = int(path.stem)
     try:
-        read_batch(path.parent.parent, secret, train_step)
-        return read_footer(path.parent.parent, secret, train_step)
+        return read_batch(path.parent.parent, secret, train_step).footer
     except CheckpointError:
         return None
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from rollmesh.checkpoints import batches, committed, ledger, policies
-from rollmesh.checkpoints.batches import BatchFooter, StepSettings
+from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch
 from rollmesh.checkpoints.committed import CommittedState, JudgedStates
 from rollmesh.checkpoints.durable import make_folder, remove_tree
 from rollmesh.checkpoints.ledger import Ledger
@@ -184,6 +184,10 @@ class CheckpointStore:
 
     def read_batch(self, train_step: int) -> Batch:
         """Read and verify a batch file."""
+        return self.stored_batch(train_step).batch
+
+    def stored_batch(self, train_step: int) -> StoredBatch:
+        """Read and verify a batch file, with its footer."""
         if self.mirror is None:
             return batches.read_batch(self.root, self._secret, train_step)
         self.mirror.fetch_batch(train_step)

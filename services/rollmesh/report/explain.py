@@ -279,7 +279,7 @@ def _explain(
         max_token_staleness=folder.max_staleness if masked else None,
         policy_folder=folder_of,
     )
-    return trainer.explain(batch, train_steps)
+    return trainer.explain(batch, train_steps, store.batch_footer(batch.train_step).settings)
 
 
 def _config(folder: RecordedRun) -> RunConfig:

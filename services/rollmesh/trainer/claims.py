@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from rollmesh.checkpoints.batches import BatchFooter, StepSettings
+from rollmesh.checkpoints.batches import StepSettings, StoredBatch
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
-from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.segments import join_segments
-from rollmesh.trainer.optimizer import learning_rate
 from rollmesh.trainer.patience import Patience
 from rollmesh.trainer.session import TrainingSession
+from rollmesh.trainer.settings import differing_settings
 from rollmesh.trainer.shelf import PolicyShelf
 from rollmesh.types import Batch, Group
 
@@ -25,14 +25,21 @@ _REWRITABLE = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedBatch:
-    """A batch that is on disk and confirmed: it may be trained on."""
+    """A batch as its file has it, which is on disk and confirmed: it may be trained on."""
 
-    batch: Batch
-    digest: str
-    settings: StepSettings | None
-    """What to train it with; None as the run file says (a file of an older version)."""
+    stored: StoredBatch
     replayed: bool
     """Whether the file was there already, from before a restart."""
+
+    @property
+    def batch(self) -> Batch:
+        """The groups to train on."""
+        return self.stored.batch
+
+    @property
+    def settings(self) -> StepSettings | None:
+        """Settings to train with; None takes the run file's (a file of an older version)."""
+        return self.stored.footer.settings
 
 
 class BatchClaims:
@@ -44,9 +51,10 @@ class BatchClaims:
         checkpoints: CheckpointStore,
         shelf: PolicyShelf,
         patience: Patience,
-        config: TrainerConfig,
+        settings: Callable[[int], StepSettings],
     ) -> None:
-        self._config = config
+        """``settings`` gives those of the run file for a train step."""
+        self._settings = settings
         self._session = session
         self._checkpoints = checkpoints
         self._shelf = shelf
@@ -69,13 +77,13 @@ class BatchClaims:
         store, token = self._session.store, self._session.token
         step, ids = claimed.batch.train_step, [g.group_id for g in claimed.batch.groups]
         await self._session.patiently(
-            "confirm_batch_file", lambda: store.confirm_batch_file(token, step, claimed.digest, ids)
+            "confirm_batch_file",
+            lambda: store.confirm_batch_file(token, step, claimed.stored.footer.payload_sha256, ids),
         )
 
     async def _from_file(self, train_step: int) -> ClaimedBatch | None:
         try:
-            batch = await asyncio.to_thread(self._checkpoints.read_batch, train_step)
-            footer = await asyncio.to_thread(self._checkpoints.batch_footer, train_step)
+            stored = await asyncio.to_thread(self._checkpoints.stored_batch, train_step)
         except CheckpointError as error:
             if train_step <= self._session.trained_step:
                 raise CheckpointError(
@@ -88,8 +96,15 @@ class BatchClaims:
                 self._log.warning("batch_file_torn", train_step=train_step, message=str(error))
             return None
         await self._session.learn_policies()
-        self._shelf.remember(footer.version_train_steps)
-        return ClaimedBatch(batch=batch, digest=footer.payload_sha256, settings=footer.settings, replayed=True)
+        self._shelf.remember(stored.footer.version_train_steps)
+        self._log_other_settings(train_step, stored.footer.settings)
+        return ClaimedBatch(stored=stored, replayed=True)
+
+    def _log_other_settings(self, train_step: int, recorded: StepSettings | None) -> None:
+        if recorded is None or recorded.recipe is None:
+            self._log.warning("replay_without_recorded_settings", train_step=train_step)
+        if differing := differing_settings(recorded, self._settings(train_step)):
+            self._log.warning("replay_keeps_its_settings", train_step=train_step, differing=differing)
 
     async def _from_queue(self, train_step: int, timeout: float) -> ClaimedBatch | None:
         store = self._session.store
@@ -101,28 +116,22 @@ class BatchClaims:
         tracer().span("claim", home, kind="client", start_ns=started_ns, groups=len(batch.groups)).end()
         cursor = await self._session.patiently("cursor", store.cursor)
         await self._session.learn_policies()
-        train_steps, settings = self._shelf.train_steps, step_settings(self._config, train_step)
+        train_steps, settings = self._shelf.train_steps, self._settings(train_step)
 
-        def write() -> BatchFooter:
+        def write() -> StoredBatch:
+            # Read back: a trainer that was superseded may have written the file in between, with other content.
             self._checkpoints.write_batch(batch, cursor, train_steps, settings)
-            return self._checkpoints.batch_footer(train_step)
+            return self._checkpoints.stored_batch(train_step)
 
-        async def write_unless_superseded() -> BatchFooter:
+        async def write_unless_superseded() -> StoredBatch:
             # A trainer that was stopped since its claim may wake up behind another one, which has rolled the run back.
             await self._session.check()
             return await asyncio.to_thread(write)
 
         with tracer().span("write_batch", home):
-            footer = await self._patience.with_room("write_batch", write_unless_superseded)
-        # The file's own settings: a trainer that was superseded may have written it, with others, in between.
-        return ClaimedBatch(batch=batch, digest=footer.payload_sha256, settings=footer.settings, replayed=False)
-
-
-def step_settings(config: TrainerConfig, train_step: int) -> StepSettings:
-    """What the run file says for a train step."""
-    algorithm = config.algorithm
-    reference = algorithm.kl_reference_version if algorithm.kl_coefficient > 0 else None
-    return StepSettings(learning_rate=learning_rate(config, train_step), kl_reference_version=reference)
+            stored = await self._patience.with_room("write_batch", write_unless_superseded)
+        self._shelf.remember(stored.footer.version_train_steps)
+        return ClaimedBatch(stored=stored, replayed=False)
 
 
 def _joined(batch: Batch) -> Batch:

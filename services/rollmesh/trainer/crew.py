@@ -45,7 +45,8 @@ class Crew:
     def train(self, batch: Batch, settings: StepSettings | None = None) -> StepReport:
         """One train step on all ranks, with ``settings`` where they are given."""
         remembered = sorted(self.shelf.remembered.items())
-        news = {"policies": self._news(), "remembered": remembered, "settings": settings and settings.model_dump()}
+        sent = settings and settings.model_dump(mode="json")
+        news = {"policies": self._news(), "remembered": remembered, "settings": sent}
         self._order({"do": "train", "train_step": batch.train_step, **news})
         if self.gang.world > 1:
             broadcast_bytes(batch_to_bytes(batch), self.gang)

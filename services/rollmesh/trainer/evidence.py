@@ -1,4 +1,4 @@
-"""Trainer-side log-probabilities for the run's old-logprob source, gathered before the first update of a step."""
+"""Trainer-side log-probabilities for an old-logprob source, gathered before the first update of a step."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ class EvidenceGatherer:
         self,
         model: PolicyModel,
         compute: Compute,
-        source: OldLogprobSource,
         stage: StageRecord,
         policy_folder: PolicyFolder | None,
     ) -> None:
         self._model = model
         self._compute = compute
-        self._source = source
         self._stage = stage
         self._policy_folder = policy_folder
         self._reference: tuple[int, PolicyModel] | None = None
 
-    def denominator(self, batch: TrainBatch, current_version: int, *, one_minibatch: bool) -> Denominator:
-        """Old log-probabilities of every token.
+    def denominator(
+        self, batch: TrainBatch, source: OldLogprobSource, current_version: int, *, one_minibatch: bool
+    ) -> Denominator:
+        """Old log-probabilities of every token, from ``source``.
 
         With one minibatch the weights of the gradient pass are those the step began with, so what would be computed
         with them is not computed twice.
         """
-        found = self._gather(batch, current_version, one_minibatch)
-        old = self._source.choose(
+        found = self._gather(batch, source.evidence, current_version, one_minibatch)
+        old = source.choose(
             behavior=torch.from_numpy(batch.behavior_logprobs.astype(np.float64)),
             trainer=torch.from_numpy(found.logprobs),
             available=torch.from_numpy(found.available),
@@ -82,11 +82,10 @@ class EvidenceGatherer:
             self._reference = (version, model)
         return score_batch(self._reference[1], self._compute, batch, np.arange(batch.trajectory_count))
 
-    def _gather(self, batch: TrainBatch, current_version: int, one_minibatch: bool) -> Gathered:
+    def _gather(self, batch: TrainBatch, evidence: Evidence, current_version: int, one_minibatch: bool) -> Gathered:
         tokens = len(batch.token_ids)
         nothing = np.zeros(tokens, np.bool_)
         zeros = np.zeros(tokens, np.float64)
-        evidence = self._source.evidence
         if evidence is Evidence.NONE:
             return Gathered(logprobs=zeros, available=nothing, own=nothing)
         now = (

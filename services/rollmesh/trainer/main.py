@@ -137,7 +137,7 @@ async def _lead(
                 config=config,
                 crew=crew,
                 session=session,
-                claims=BatchClaims(session, checkpoints, crew.shelf, patience, config.trainer),
+                claims=BatchClaims(session, checkpoints, crew.shelf, patience, crew.trainer.settings),
                 publisher=publisher,
                 rollbacks=Rollbacks(crew, session, publisher, checkpoints, progress, executor),
                 progress=progress,

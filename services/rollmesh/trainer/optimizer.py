@@ -48,19 +48,26 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Adam
     return optimizer
 
 
+def set_hyperparameters(
+    optimizer: torch.optim.AdamW, *, rate: float, betas: tuple[float, float], weight_decay: float
+) -> None:
+    """Set those of the next updates; vectors are not decayed."""
+    for group in optimizer.param_groups:
+        decays = group["params"][0].ndim >= 2
+        group.update(lr=rate, betas=betas, weight_decay=weight_decay if decays else 0.0)
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
     """Scale the gradients to at most ``max_norm`` over all ranks; returns the norm before, which may not be finite."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
-def apply_update(optimizer: torch.optim.AdamW, rate: float, max_norm: float) -> tuple[float, bool]:
-    """Clip, step at ``rate`` and clear the gradients; returns (gradient norm, whether the weights were updated).
+def apply_update(optimizer: torch.optim.AdamW, max_norm: float) -> tuple[float, bool]:
+    """Clip, step and clear the gradients; returns (gradient norm, whether the weights were updated).
 
     A gradient that is not finite updates nothing: one broken batch must not destroy the policy.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     norm = clip_gradients([p for g in optimizer.param_groups for p in g["params"]], max_norm)
     updated = math.isfinite(norm)
     if updated:

@@ -38,9 +38,7 @@ def _refused(version: int, problem: str) -> ConfigError:
 
 def references_in_use(algorithm: AlgorithmConfig, checkpoints: CheckpointStore, committed_step: int) -> frozenset[int]:
     """Versions that must not be pruned: the run file's, and those of steps that are replayed."""
-    if algorithm.kl_coefficient == 0:
-        return frozenset()
-    found = {algorithm.kl_reference_version}
+    found = {algorithm.kl_reference_version} if algorithm.kl_coefficient > 0 else set()
     for step in checkpoints.batch_steps():
         if step > committed_step:
             found |= _named_by(checkpoints, step)

@@ -19,11 +19,9 @@ import torch
 from torch import Tensor
 
 from rollmesh.algorithms.advantages.registry import ADVANTAGES
-from rollmesh.algorithms.aggregation import AGGREGATIONS
-from rollmesh.algorithms.losses.registry import LOSSES
 from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
-from rollmesh.checkpoints.batches import StepSettings
-from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.checkpoints.batches import StepRecipe, StepSettings
+from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import DataError
 from rollmesh.trainer.batch import TrainBatch, build_train_batch, split_minibatches
 from rollmesh.trainer.distributed import Gang, pick_device, shard, whole
@@ -31,10 +29,11 @@ from rollmesh.trainer.evidence import EvidenceGatherer, PolicyFolder
 from rollmesh.trainer.exact import ExactTwin
 from rollmesh.trainer.explain import TokenExplanation, explain_tokens
 from rollmesh.trainer.model import PolicyModel, load_policy_model, write_policy_folder
-from rollmesh.trainer.optimizer import build_optimizer, learning_rate
+from rollmesh.trainer.optimizer import build_optimizer, set_hyperparameters
 from rollmesh.trainer.passes import Compute, LossRecipe, TokenColumns, judge_tokens, score_batch
 from rollmesh.trainer.report import StepReport
 from rollmesh.trainer.scorer import score_sequences
+from rollmesh.trainer.settings import loss_recipe, step_recipe, step_settings
 from rollmesh.trainer.stage import StageRecord, current_version
 from rollmesh.trainer.statistics import TokenResults, batch_stats, policy_stats
 from rollmesh.trainer.update import Updates, run_minibatches
@@ -65,15 +64,12 @@ class PolicyTrainer:
         self._compute = compute
         self._source = source
         self._publish_dtype = publish_dtype
-        self._max_token_staleness = max_token_staleness
         shard(model, model.causal_lm, compute.gang, mixed=compute.mixed_shards)
         self._optimizer = build_optimizer(model, config)
-        self._recipe = loss_recipe(config.algorithm)
+        self._recipe = step_recipe(config, max_token_staleness)
         self._stage = StageRecord()
         self._exact = ExactTwin(model, source, compute)
-        self._evidence = EvidenceGatherer(
-            model, compute, SOURCES[config.algorithm.old_logprobs], self._stage, policy_folder
-        )
+        self._evidence = EvidenceGatherer(model, compute, self._stage, policy_folder)
 
     @classmethod
     def from_folder(
@@ -124,6 +120,10 @@ class PolicyTrainer:
         """Parameters of the policy, tied ones once."""
         return sum(p.numel() for p in self._model.parameters())
 
+    def settings(self, train_step: int) -> StepSettings:
+        """Settings of the run file for a train step."""
+        return step_settings(self._config, self._recipe, train_step)
+
     def train(
         self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
     ) -> StepReport:
@@ -136,27 +136,31 @@ class PolicyTrainer:
         if batch.train_step != self.train_step + 1:
             raise DataError(f"batch {batch.train_step} does not follow train step {self.train_step}")
         clock = time.perf_counter()
-        flat = self._flatten(batch, train_step_of_version)
-        minibatches = split_minibatches(flat, self._config.minibatches)
-        reference = None if settings is None else settings.kl_reference_version
-        columns, old = self._columns(flat, train_step_of_version, reference, one_minibatch=len(minibatches) == 1)
+        settings = settings or self.settings(batch.train_step)
+        recipe = settings.recipe or self._recipe
+        loss = loss_recipe(recipe.algorithm)
+        flat = _flatten(batch, train_step_of_version, recipe)
+        minibatches = split_minibatches(flat, recipe.minibatches)
+        columns, old = self._columns(
+            flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=len(minibatches) == 1
+        )
         evidence_seconds = time.perf_counter() - clock
-        rate = learning_rate(self._config, batch.train_step) if settings is None else settings.learning_rate
+        rate = settings.learning_rate
+        set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
         done = run_minibatches(
             self._model,
             self._optimizer,
             self._compute,
-            self._recipe,
+            loss,
             flat,
             columns,
             minibatches,
-            rate=rate,
-            max_grad_norm=self._config.max_grad_norm,
+            max_grad_norm=recipe.max_grad_norm,
         )
         clock = time.perf_counter()
         self.train_step = batch.train_step
         self._stage.forget(t.trajectory_id for g in batch.groups for t in g.trajectories)
-        results = self._results(flat, columns, done)
+        results = _results(loss, flat, columns, done)
         return StepReport(
             train_step=batch.train_step,
             loss=done.loss,
@@ -213,15 +217,19 @@ class PolicyTrainer:
                 self._stage.append(trajectory, tail, current)
         return len(fresh)
 
-    def explain(self, batch: Batch, train_step_of_version: Mapping[int, int]) -> Iterator[TokenExplanation]:
+    def explain(
+        self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
+    ) -> Iterator[TokenExplanation]:
         """What the present weights would make of every response token of a batch; nothing is trained.
 
-        Several minibatches are judged as the first one is: the updates between them are not made.
+        ``settings`` as in ``train``. Several minibatches are judged as the first one is: the updates between them are
+        not made.
         """
-        flat = self._flatten(batch, train_step_of_version)
-        columns, denominator = self._columns(flat, train_step_of_version, None, one_minibatch=True)
+        recipe = (settings and settings.recipe) or self._recipe
+        flat = _flatten(batch, train_step_of_version, recipe)
+        columns, denominator = self._columns(flat, train_step_of_version, recipe, None, one_minibatch=True)
         logprobs = score_batch(self._model, self._compute, flat, np.arange(flat.trajectory_count))
-        index, judged = judge_tokens(self._recipe, flat, columns, logprobs)
+        index, judged = judge_tokens(loss_recipe(recipe.algorithm), flat, columns, logprobs)
         old = np.where(columns.own.numpy(), logprobs, columns.old_logprobs.numpy())
         return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
 
@@ -271,26 +279,19 @@ class PolicyTrainer:
         """Forget what the stages recorded: after a rollback none of that work is trained on."""
         self._stage.keep(())
 
-    def _flatten(self, batch: Batch, train_step_of_version: Mapping[int, int]) -> TrainBatch:
-        return build_train_batch(
-            batch,
-            train_step_of_version,
-            ADVANTAGES[self._config.algorithm.advantage],
-            max_token_staleness=self._max_token_staleness,
-        )
-
     def _columns(
         self,
         flat: TrainBatch,
         train_step_of_version: Mapping[int, int],
+        recipe: StepRecipe,
         reference_version: int | None,
         *,
         one_minibatch: bool,
     ) -> tuple[TokenColumns, OldLogprobs]:
         current = current_version(train_step_of_version, flat.train_step - 1)
-        denominator = self._evidence.denominator(flat, current, one_minibatch=one_minibatch)
-        algorithm = self._config.algorithm
-        reference = None
+        algorithm, reference = recipe.algorithm, None
+        source = SOURCES[algorithm.old_logprobs]
+        denominator = self._evidence.denominator(flat, source, current, one_minibatch=one_minibatch)
         if algorithm.kl_coefficient > 0:
             version = algorithm.kl_reference_version if reference_version is None else reference_version
             reference = torch.from_numpy(self._evidence.reference(flat, version))
@@ -305,32 +306,26 @@ class PolicyTrainer:
         )
         return columns, denominator.old
 
-    def _results(self, flat: TrainBatch, columns: TokenColumns, done: Updates) -> TokenResults:
-        index, judged = judge_tokens(self._recipe, flat, columns, done.logprobs)
-        ratio, clip = np.ones(len(flat.token_ids)), np.zeros(len(flat.token_ids), np.int8)
-        ratio[index], clip[index] = judged.ratio.numpy(), judged.clip.numpy()
-        reference = columns.reference_logprobs
-        return TokenResults(
-            logprobs=done.logprobs,
-            entropy=done.entropy,
-            ratio=ratio,
-            clip=clip,
-            before_any_update=done.before_any_update,
-            reference_logprobs=None if reference is None else reference.numpy(),
-        )
+
+def _flatten(batch: Batch, train_step_of_version: Mapping[int, int], recipe: StepRecipe) -> TrainBatch:
+    return build_train_batch(
+        batch,
+        train_step_of_version,
+        ADVANTAGES[recipe.algorithm.advantage],
+        max_token_staleness=recipe.max_token_staleness,
+    )
 
 
-def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
-    """The loss of a run file, with the defaults of that loss where the file says nothing."""
-    definition = LOSSES[config.loss]
-    return LossRecipe(
-        loss=definition.loss,
-        options=definition.options(
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            dual_clip=config.dual_clip,
-            tis_cap=config.tis_cap,
-        ),
-        aggregation=AGGREGATIONS[config.aggregation or definition.aggregation],
-        kl_coefficient=config.kl_coefficient,
+def _results(recipe: LossRecipe, flat: TrainBatch, columns: TokenColumns, done: Updates) -> TokenResults:
+    index, judged = judge_tokens(recipe, flat, columns, done.logprobs)
+    ratio, clip = np.ones(len(flat.token_ids)), np.zeros(len(flat.token_ids), np.int8)
+    ratio[index], clip[index] = judged.ratio.numpy(), judged.clip.numpy()
+    reference = columns.reference_logprobs
+    return TokenResults(
+        logprobs=done.logprobs,
+        entropy=done.entropy,
+        ratio=ratio,
+        clip=clip,
+        before_any_update=done.before_any_update,
+        reference_logprobs=None if reference is None else reference.numpy(),
     )

@@ -41,17 +41,16 @@ def run_minibatches(
     columns: TokenColumns,
     minibatches: Sequence[Int64Array],
     *,
-    rate: float,
     max_grad_norm: float,
 ) -> Updates:
-    """Make one optimizer step per minibatch (trajectory indices), at learning rate ``rate``."""
+    """Make one optimizer step per minibatch (trajectory indices)."""
     passes, norms, skipped = [], [], 0
     gradient_seconds = update_seconds = 0.0
     for sequences in minibatches:
         begin = time.perf_counter()
         passes.append(accumulate_gradient(model, compute, recipe, batch, columns, sequences))
         middle = time.perf_counter()
-        norm, updated = apply_update(optimizer, rate, max_grad_norm)
+        norm, updated = apply_update(optimizer, max_grad_norm)
         norms.append(norm)
         skipped += not updated
         gradient_seconds += middle - begin

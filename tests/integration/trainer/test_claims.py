@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.errors import SessionLost
 from rollmesh.mesh import Cursor
 from rollmesh.runtime.health import Health
@@ -18,8 +20,43 @@ from rollmesh.trainer.metrics import TrainerMetrics
 from rollmesh.trainer.patience import Patience
 from rollmesh.trainer.session import TrainingSession
 from rollmesh.trainer.shelf import PolicyShelf
+from rollmesh.types import Group, Segment
 
-from .trainer_run import opened_run, write_run_file
+from .trainer_run import VOCABULARY, opened_run, write_run_file
+
+
+async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that was superseded may have written, and trained, the same groups with other tokens."""
+    config = write_run_file(tmp_path / "run", tiny_model, server)
+    async with opened_run(config) as run:
+        run.start()
+        async with run.fed(1):
+            pass
+        run.kill()
+        await run.store.cut(run.leader, 1, run.cuts[0])
+
+        shutdown, metrics, shelf = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyShelf(run.checkpoints)
+        session = TrainingSession(run.store, run.checkpoints, shelf, metrics, shutdown)
+        await session.open("trainer", run_limits(config))
+        await session.begin(0)
+        claims = BatchClaims(session, run.checkpoints, shelf, Patience(metrics, Health(), shutdown), _settings)
+        found = await run.store.claim(session.token, 1, 5.0)
+        assert found is not None
+        written = replace(found, groups=tuple(_with_other_tokens(group) for group in found.groups))
+        read_cursor = run.store.cursor
+
+        async def cursor() -> Cursor:
+            run.checkpoints.write_batch(written, Cursor(), {0: 0}, _settings(1))
+            return await read_cursor()
+
+        # A trainer asks for the cursor when it has its batch and before it writes the file.
+        monkeypatch.setattr(run.store, "cursor", cursor)
+        claimed = await claims.next(1, 5.0)
+        assert claimed is not None and claimed.settings == _settings(1)
+        elsewhere = run.checkpoints.at(tmp_path / "elsewhere")
+        assert elsewhere.write_batch(claimed.batch, Cursor()) == run.checkpoints.batch_footer(1).payload_sha256
 
 
 async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file(
@@ -37,7 +74,7 @@ async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file
         older = TrainingSession(run.store, run.checkpoints, shelf, metrics, shutdown)
         await older.open("older", run_limits(config))
         await older.begin(0)
-        claims = BatchClaims(older, run.checkpoints, shelf, Patience(metrics, Health(), shutdown), config.trainer)
+        claims = BatchClaims(older, run.checkpoints, shelf, Patience(metrics, Health(), shutdown), _settings)
         read_cursor = run.store.cursor
 
         async def cursor() -> Cursor:
@@ -49,3 +86,15 @@ async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file
         with pytest.raises(SessionLost):
             await claims.next(1, 5.0)
         assert run.checkpoints.batch_steps() == []
+
+
+def _settings(train_step: int) -> StepSettings:
+    return StepSettings(learning_rate=1e-3 / train_step, kl_reference_version=None)
+
+
+def _with_other_tokens(group: Group) -> Group:
+    def other(segment: Segment) -> Segment:
+        return replace(segment, token_ids=(segment.token_ids + 1) % VOCABULARY)
+
+    members = (replace(t, segments=tuple(other(s) for s in t.segments)) for t in group.trajectories)
+    return replace(group, trajectories=tuple(members))

@@ -12,7 +12,7 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedServer
 from rollmesh.trainer.optimizer import learning_rate
 
-from .trainer_run import TrainerRun, opened_run, write_run_file
+from .trainer_run import GROUPS, TrainerRun, opened_run, write_run_file
 
 DECAYING: dict[str, Any] = {"lr_schedule": "cosine"}
 
@@ -42,7 +42,7 @@ async def test_a_continued_run_takes_new_settings_from_its_first_new_batch_on(
                 run.folder,
                 tiny_model,
                 server,
-                trainer={"train_steps": 8, **DECAYING, **kl(2)},
+                trainer={"train_steps": 8, "minibatches": GROUPS, **DECAYING, **kl(2)},
                 checkpoints={"state_every_steps": 10, "keep_last": 2},
             )
             run.start()
@@ -51,6 +51,8 @@ async def test_a_continued_run_takes_new_settings_from_its_first_new_batch_on(
         assert [line["replayed"] for line in lines] == [step <= written for step in range(1, 9)]
         rates = [learning_rate((before if step <= written else now).trainer, step) for step in range(1, 9)]
         assert [line["learning_rate"] for line in lines] == rates
+        assert [line["updates"] for line in lines] == [1 if step <= written else GROUPS for step in range(1, 9)]
+        assert '"minibatches": "1 -> 2"' in run.log()
         # The first step is trained by the weights of version 0, the third by those of version 2.
         assert lines[0]["policy"]["kl_reference"] == pytest.approx(0, abs=1e-9)
         assert lines[2]["policy"]["kl_reference"] > 0

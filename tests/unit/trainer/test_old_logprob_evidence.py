@@ -16,6 +16,7 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import CheckpointError
 from rollmesh.trainer.explain import TokenExplanation
 from rollmesh.trainer.scorer import PolicyScorer
+from rollmesh.trainer.settings import differing_settings
 from rollmesh.trainer.step import PolicyTrainer
 from rollmesh.types import Batch, Trajectory
 
@@ -201,6 +202,37 @@ def test_a_step_that_is_trained_again_takes_rate_and_reference_from_its_batch_fi
     weights = [trainer.state_tensors() for trainer in (first, again, other)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     assert not all(torch.equal(weights[0][name], weights[2][name]) for name in weights[0])
+
+
+OTHER_SETTINGS: dict[str, dict[str, Any]] = {
+    "loss": {"algorithm": {"loss": "cispo", "dual_clip": None}},
+    "clip_low": {"algorithm": {"clip_low": 0.9}},
+    "advantage": {"algorithm": {"advantage": "dr_grpo"}},
+    "old_logprobs": {"source": "recompute"},
+    "aggregation": {"algorithm": {"aggregation": "sequence_mean_token_mean"}},
+    "minibatches": {"minibatches": 2},
+    "betas": {"betas": (0.5, 0.6)},
+    "weight_decay": {"weight_decay": 0.3},
+    "max_grad_norm": {"max_grad_norm": 1e-3},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SETTINGS)
+def test_a_step_that_is_trained_again_takes_every_setting_from_its_batch_file(run: Run, name: str) -> None:
+    rng = np.random.default_rng(5)
+    others = [trajectory(f"n.{m}", [policy_segment(rng, 6, 2)], float(m)) for m in (0, 1)]
+    batch = batch_of(list(run.batch.groups[0].trajectories), others, train_step=3)
+    first = run.trainer(**{"source": "sampler", **OTHER_SETTINGS[name]})
+    recorded = StepSettings.model_validate_json(first.settings(3).model_dump_json())
+    again, without = run.trainer("sampler"), run.trainer("sampler")
+    assert name in differing_settings(recorded, again.settings(3))
+    assert differing_settings(recorded, first.settings(3)) == {}
+    first.train(batch, VERSIONS)
+    again.train(batch, VERSIONS, recorded)
+    without.train(batch, VERSIONS)
+    weights = [trainer.state_tensors() for trainer in (first, again, without)]
+    assert all(torch.equal(weights[0][tensor], weights[1][tensor]) for tensor in weights[0])
+    assert not all(torch.equal(weights[0][tensor], weights[2][tensor]) for tensor in weights[0])
 
 
 def test_a_reference_that_is_not_kept_is_an_error_that_names_it(run: Run) -> None:

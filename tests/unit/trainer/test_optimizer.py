@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.trainer.optimizer import apply_update, build_optimizer, learning_rate
+from rollmesh.trainer.optimizer import apply_update, build_optimizer, learning_rate, set_hyperparameters
 
 
 def rates(**fields: object) -> list[float]:
@@ -29,10 +29,11 @@ def test_linear_and_cosine_fall_from_the_peak_and_never_reach_zero_before_the_en
 def test_weight_decay_shrinks_matrices_only() -> None:
     layer = nn.Linear(3, 2)
     before = [p.detach().clone() for p in (layer.weight, layer.bias)]
-    optimizer = build_optimizer(layer, TrainerConfig(weight_decay=0.5))
+    optimizer = build_optimizer(layer, TrainerConfig())
     for p in layer.parameters():
         p.grad = torch.zeros_like(p)
-    apply_update(optimizer, 0.1, 1.0)
+    set_hyperparameters(optimizer, rate=0.1, betas=(0.9, 0.95), weight_decay=0.5)
+    apply_update(optimizer, 1.0)
     torch.testing.assert_close(layer.weight.detach(), before[0] * 0.95)
     assert torch.equal(layer.bias.detach(), before[1])
 
@@ -44,7 +45,7 @@ def test_a_gradient_that_is_not_finite_updates_nothing(poison: float) -> None:
     optimizer = build_optimizer(layer, TrainerConfig())
     for p in layer.parameters():
         p.grad = torch.full_like(p, poison)
-    norm, updated = apply_update(optimizer, 0.1, 1.0)
+    norm, updated = apply_update(optimizer, 1.0)
     assert not math.isfinite(norm) and not updated
     assert all(
         torch.equal(p.detach(), old) and p.grad is None for p, old in zip(layer.parameters(), before, strict=True)
@@ -56,7 +57,7 @@ def test_gradients_are_clipped_to_their_norm_and_cleared() -> None:
     layer = nn.Linear(2, 1, bias=False)
     optimizer = build_optimizer(layer, TrainerConfig())
     layer.weight.grad = torch.tensor([[3.0, 4.0]])
-    norm, updated = apply_update(optimizer, 1e-3, 1.0)
+    norm, updated = apply_update(optimizer, 1.0)
     assert norm == pytest.approx(5.0) and updated and layer.weight.grad is None
     moment = optimizer.state[layer.weight]["exp_avg"]
     torch.testing.assert_close(moment, torch.tensor([[0.6, 0.8]]) * 0.1)
