@@ -52,19 +52,24 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     layout: PackedLayout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of ``layout``; without a layout every row is one sequence.
+    """Causal attention inside each sequence of ``layout``.
 
-    ``query`` [rows, heads, tokens, head_dim], ``key`` and ``value`` with kv_heads; returns [rows, tokens, heads,
-    head_dim]. ``softcap`` bounds the scores by ``softcap * tanh(scores / softcap)``; ``sliding_window`` is the number
-    of tokens a token sees, itself included. Attention sinks (``s_aux``) are refused: ValueError.
+    ``query`` [1, heads, tokens, head_dim], ``key`` and ``value`` with kv_heads; returns [1, tokens, heads, head_dim].
+    ``softcap`` bounds the scores by ``softcap * tanh(scores / softcap)``; ``sliding_window`` is the number of tokens a
+    token sees, itself included. Raises ValueError for attention sinks (``s_aux``), for attention that is not causal,
+    and without a layout: the model has dropped it.
     """
+    name = type(module).__name__
     if s_aux is not None:
-        raise ValueError(f"{type(module).__name__}: attention sinks are not supported by packed attention")
+        raise ValueError(f"{name}: attention sinks are not supported by packed attention")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError(f"{name} ignores causality: a token sees later ones")
     if layout is None:
-        return _causal(query, key, value, scaling, sliding_window, softcap).transpose(1, 2), None
+        raise ValueError(f"{name} drops the arguments of its attention: the borders of packed sequences are lost")
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         half = torch.get_autocast_dtype("cuda")
         query, key, value = query.to(half), key.to(half), value.to(half)

@@ -81,6 +81,7 @@ def build_crew(config: RunConfig, checkpoints: CheckpointStore) -> Crew:
             gang=gang,
             max_token_staleness=schedule.max_staleness if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else None,
             policy_folder=shelf.folder,
+            longest=config.generator.max_context_tokens,
         )
     except CheckpointError as error:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
 from rollmesh.trainer.forward import score_logits, score_tokens
 from rollmesh.trainer.packing import MicroBatch
+from rollmesh.trainer.packing_check import Precision, check_packing, length_limit, output_head
 
 _REPLACED_FILES = (
     "*.safetensors",
@@ -33,8 +35,6 @@ _REPLACED_FILES = (
     "config.json",
     "manifest.json",
 )
-_PROBE_TOKENS = (7, 5)
-_PROBE_TOLERANCE = 1e-3
 
 
 class PolicyModel(nn.Module):
@@ -48,6 +48,8 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.linear_head = linear_head
         """Whether the logits are the head of the hidden states; otherwise the model's own forward makes them."""
+        self.limit = length_limit(causal_lm.config)
+        """Longest sequence that may be packed with others; None for any."""
 
     @property
     def config(self) -> PretrainedConfig:
@@ -65,12 +67,14 @@ class PolicyModel(nn.Module):
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of ``targets``, predicted by the tokens at ``rows``; see ``MicroBatch``."""
+        if self.limit is not None and (tokens := max(layout.lengths)) > self.limit.tokens:
+            raise self.limit.refusal("sequence tokens", tokens)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "layout": layout}
         if not self.linear_head:
             logits = self.causal_lm(**inputs, logits_to_keep=rows).logits[0]
             return score_logits(logits, targets, temperatures, entropy=entropy)
         hidden = self.causal_lm.base_model(**inputs).last_hidden_state[0]
-        head = _output_head(self.causal_lm)
+        head = output_head(self.causal_lm)
         assert head is not None, "linear_head says there is one"
         size = int(self.config.vocab_size)
         return score_tokens(hidden[rows], head, targets, temperatures, size, entropy=entropy)
@@ -90,13 +94,20 @@ class PolicyModel(nn.Module):
 
 
 def load_policy_model(
-    folder: Path, *, dtype: torch.dtype, device: torch.device, gradient_checkpointing: bool = False
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    longest: int = 0,
+    precision: Precision = nullcontext,
 ) -> PolicyModel:
     """Load a Hugging Face folder (safetensors only) for training and check that packing does not change it.
 
-    Raises CheckpointError when the folder cannot be read or its weights are of another architecture than its config,
-    ConfigError when the architecture mixes packed sequences (no transformers attention interface, state that crosses
-    sequences) or routes tokens to experts.
+    The check covers sequences of up to ``longest`` tokens, in ``precision``. Raises CheckpointError when the folder
+    cannot be read or its weights are of another architecture than its config, ConfigError when the architecture mixes
+    packed sequences (no transformers attention interface, state that crosses sequences, RoPE that depends on the
+    length), is not causal, or routes tokens to experts.
     """
     register_packed_attention()
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -119,11 +130,17 @@ def load_policy_model(
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         if isinstance(error, ConfigError):
             raise
+        if error.args == (PACKED_ATTENTION,):
+            raise ConfigError(
+                f"model.path: {config.model_type} cannot be packed: it does not use transformers' attention interface"
+            ) from error
         raise CheckpointError(f"{folder}: not a loadable causal LM: {error}") from error
     causal_lm: PreTrainedModel = loaded[0]
     _refuse_other_weights(folder, loaded[1])
     nn.Module.to(causal_lm, device)
-    model = PolicyModel(causal_lm, linear_head=check_packing(causal_lm))
+    model = PolicyModel(causal_lm, linear_head=check_packing(causal_lm, longest=longest, precision=precision))
+    if model.limit is not None and longest > model.limit.tokens:
+        raise model.limit.refusal("generator.max_context_tokens", longest)
     if gradient_checkpointing:
         _enable_checkpointing(causal_lm)
     return model
@@ -144,40 +161,6 @@ def _refuse_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
         )
 
 
-@torch.no_grad()
-def check_packing(causal_lm: PreTrainedModel) -> bool:
-    """Put the model in train mode and compare two packed sequences with the same two alone in eval mode.
-
-    Returns whether the head is a plain linear layer. Raises ConfigError when they differ.
-    """
-    device = next(causal_lm.parameters()).device
-    vocab = int(causal_lm.config.vocab_size)
-    ids = [torch.arange(3, 3 + n, device=device) * 7 % vocab for n in _PROBE_TOKENS]
-    nn.Module.eval(causal_lm)
-    alone = torch.cat([causal_lm(input_ids=x[None], use_cache=False).logits[0] for x in ids])
-    layout = PackedLayout.of(_PROBE_TOKENS, device)
-    positions = torch.cat([torch.arange(n, device=device) for n in _PROBE_TOKENS])[None]
-    inputs = {"input_ids": torch.cat(ids)[None], "position_ids": positions, "use_cache": False, "layout": layout}
-    name = type(causal_lm).__name__
-    causal_lm.train()
-    try:
-        packed = causal_lm(**inputs).logits[0]
-    except TypeError as error:
-        raise ConfigError(f"model.path: {name} cannot be packed: {error}") from error
-    tolerance = _PROBE_TOLERANCE if causal_lm.dtype in (torch.float32, torch.float64) else 3e-2
-    scale = alone.abs().max()
-    if (packed - alone).abs().max() > tolerance * scale:
-        raise ConfigError(
-            f"model.path: {name} cannot be packed: a sequence sees its neighbour or noise (it does not use "
-            "transformers' attention interface, carries state across positions, or keeps a dropout)"
-        )
-    head = _output_head(causal_lm)
-    if head is None or causal_lm.base_model is causal_lm:
-        return False
-    hidden = causal_lm.base_model(**inputs).last_hidden_state[0]
-    return bool((head(hidden) - packed).abs().max() <= tolerance * scale)
-
-
 def write_policy_folder(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype, source: Path) -> None:
     """Write a folder that ``from_pretrained`` loads: weights in ``dtype``, everything else as ``source`` has it.
 
@@ -193,11 +176,6 @@ def write_policy_folder(folder: Path, weights: dict[str, Tensor], dtype: torch.d
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _output_head(causal_lm: Any) -> nn.Module | None:
-    head: nn.Module | None = causal_lm.get_output_embeddings()
-    return head
 
 
 def _enable_checkpointing(causal_lm: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -84,19 +85,18 @@ class PolicyTrainer:
         policy_folder: PolicyFolder | None = None,
         compute_dtype: torch.dtype = torch.float32,
         mixed_precision: bool | None = None,
+        longest: int = 0,
     ) -> Self:
         """Load a policy from a Hugging Face folder.
 
         ``dtype`` is that of published weights; the trainer's own are ``compute_dtype``. ``mixed_precision`` runs the
         passes in bfloat16; None does so on CUDA. ``device`` overrides ``config.device``. ``max_token_staleness`` masks
         older tokens. ``policy_folder`` finds earlier versions, for the old-logprob source ``snapshot`` and the KL
-        reference. Raises CheckpointError or ConfigError.
+        reference. ``longest`` is the number of tokens of the longest sequence of the run: packing is checked for it.
+        Raises CheckpointError or ConfigError.
         """
         gang = gang or Gang()
         place = pick_device(device or config.device, gang.local_rank)
-        model = load_policy_model(
-            Path(folder), dtype=compute_dtype, device=place, gradient_checkpointing=config.gradient_checkpointing
-        )
         mixed = place.type == "cuda" if mixed_precision is None else mixed_precision
         compute = Compute(
             device=place,
@@ -104,6 +104,14 @@ class PolicyTrainer:
             token_budget=config.tokens_per_microbatch,
             autocast=mixed and gang.world == 1,
             mixed_shards=mixed and gang.world > 1,
+        )
+        model = load_policy_model(
+            Path(folder),
+            dtype=compute_dtype,
+            device=place,
+            gradient_checkpointing=config.gradient_checkpointing,
+            longest=longest,
+            precision=replace(compute, autocast=mixed).precision,
         )
         return cls(
             model,
