@@ -95,8 +95,8 @@ def tis_formula(data: Ragged, options: LossOptions) -> TokenFormula:
 
 def gspo_formula(data: Ragged, options: LossOptions) -> TokenFormula:
     def loss(x: float, t: int) -> float:
-        same = [j for j in range(len(data.sequence)) if data.sequence[j] == data.sequence[t] and data.mask[j]]
-        mean = sum(data.logprobs[j] - data.old[j] for j in same) / max(1, len(same))
+        same = [j for j in range(len(data.sequence)) if data.sequence[j] == data.sequence[t]]
+        mean = sum(data.logprobs[j] - data.old[j] for j in same if data.mask[j]) / len(same)
         s = math.exp(_clip(mean, -20.0, 20.0)) * math.exp(x - data.logprobs[t])
         a = data.advantages[t]
         return -min(s * a, _clip(s, 1 - options.clip_low, 1 + options.clip_high) * a)

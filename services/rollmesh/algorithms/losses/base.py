@@ -25,7 +25,7 @@ class ClipReason(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInput:
-    """Packed tokens; every tensor is float [tokens] unless said otherwise."""
+    """Packed tokens that a policy wrote, masked or not; every tensor is float [tokens] unless said otherwise."""
 
     logprobs: Tensor
     """Of the policy in training; the only input that carries a gradient."""

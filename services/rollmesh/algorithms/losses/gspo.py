@@ -11,13 +11,15 @@ from rollmesh.algorithms.segments import segment_count, segment_sum
 
 
 def gspo(data: LossInput, options: LossOptions) -> TokenLoss:
-    """``-min(s A, clip(s, 1 - low, 1 + high) A)`` with ``s_i = exp(mean_t (log pi - log pi_old))``.
+    """``-min(s A, clip(s, 1 - low, 1 + high) A)`` with ``s_i = exp(1 / |o_i| sum_t m_t (log pi - log pi_old))``.
 
-    The mean runs over the tokens of the sequence that are in the loss. In token form ``sg[s_i] pi / sg[pi]``, so that
-    the gradient is spread over the tokens by the aggregation; no dual clip. Source: GSPO (arXiv 2507.18071).
+    ``m_t`` is 1 for a token in the loss; ``|o_i|`` counts all tokens that a policy wrote. So a masked token counts as a
+    ratio of 1, and with the aggregation ``sequence_mean_token_mean`` the gradient is exactly that of ``s_i A``. In
+    token form ``sg[s_i] pi / sg[pi]``, so that the gradient is spread over the tokens by the aggregation; no dual clip.
+    Source: GSPO (arXiv 2507.18071).
     """
     difference = (data.logprobs.detach() - data.old_logprobs).masked_fill(~data.mask, 0.0)
-    lengths = segment_count(data.sequence_index, data.sequence_count, data.mask).clamp(min=1)
+    lengths = segment_count(data.sequence_index, data.sequence_count).clamp(min=1)
     mean = segment_sum(difference, data.sequence_index, data.sequence_count) / lengths
     sequence_ratio = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()[data.sequence_index]
     token_ratio = sequence_ratio * (data.logprobs - data.logprobs.detach()).exp()

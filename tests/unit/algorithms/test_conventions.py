@@ -1,0 +1,114 @@
+"""Conventions that docs/methods.md states, each with numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.algorithms.aggregation import AGGREGATIONS, aggregate
+from rollmesh.algorithms.kl import k1, k3
+from rollmesh.algorithms.losses.base import LossInput, TokenLoss
+from rollmesh.algorithms.losses.registry import LOSSES
+from rollmesh.algorithms.old_logprobs import SOURCES
+
+METHODS = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
+
+ADVANTAGES_OF: dict[str, tuple[list[float], list[float]]] = {
+    # rewards 1, 0, 0, 1, 1 and then a group of one with reward 5; the sample standard deviation is sqrt(0.3)
+    "grpo": ([0.4 / math.sqrt(0.3), -0.6 / math.sqrt(0.3)], [0.0]),
+    "dr_grpo": ([0.4, -0.6], [0.0]),
+    "rloo": ([0.5, -0.75], [0.0]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_advantage_divides_by_what_the_methods_page_says_and_gives_a_group_of_one_nothing(name: str) -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, 5.0], dtype=torch.float64)
+    got = ADVANTAGES[name](rewards, torch.tensor([0, 0, 0, 0, 0, 1]), 2)
+    (right, wrong), alone = ADVANTAGES_OF[name]
+    expected = torch.tensor([right, wrong, wrong, right, right, *alone], dtype=torch.float64)
+    torch.testing.assert_close(got, expected, rtol=5e-6, atol=0)
+
+
+def minibatch(mask: list[bool], log_ratio: float = math.log(1.1)) -> LossInput:
+    """Two sequences of 4 tokens and 1 token, advantages 2 and -1; every token has the same ratio to pi_old."""
+    logprobs = torch.full((5,), -1.0, dtype=torch.float64, requires_grad=True)
+    return LossInput(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach() - log_ratio,
+        behavior_logprobs=logprobs.detach() - log_ratio - math.log(3.0),
+        advantages=torch.tensor([2.0, 2.0, 2.0, 2.0, -1.0], dtype=torch.float64),
+        mask=torch.tensor(mask),
+        sequence_index=torch.tensor([0, 0, 0, 0, 1]),
+        sequence_count=2,
+    )
+
+
+def total(name: str, data: LossInput) -> Tensor:
+    """The loss of the minibatch with the defaults of the loss."""
+    definition = LOSSES[name]
+    result: TokenLoss = definition.loss(data, definition.options(dual_clip=10.0))
+    weights = AGGREGATIONS[definition.aggregation](torch.ones(5, dtype=torch.bool), data.sequence_index, 2)
+    return aggregate(result.loss, data.mask, weights)
+
+
+def value(name: str, data: LossInput) -> float:
+    """The same as a number."""
+    return float(total(name, data).detach())
+
+
+ALL, STALE = [True] * 5, [False, True, True, True, True]
+LOSS_OF: dict[str, tuple[float, float]] = {
+    # r = 1.1 lies within the bounds; pi_old / mu = 3 is capped at 2 by tis; token_mean divides by 5 in both cases
+    "ppo_clip": (-(4 * 2.2 - 1.1) / 5, -(3 * 2.2 - 1.1) / 5),
+    "decoupled_ppo": (-3 * (4 * 2.2 - 1.1) / 5, -3 * (3 * 2.2 - 1.1) / 5),
+    "tis": (-2 * (4 * 2.2 - 1.1) / 5, -2 * (3 * 2.2 - 1.1) / 5),
+    # log pi = -1
+    "cispo": ((4 * 2.2 - 1.1) / 5, (3 * 2.2 - 1.1) / 5),
+    # s is cut at 1 + 4e-4 where A > 0, not cut where A < 0; each sequence weighs a half, divided by its 4 or 1 tokens
+    "gspo": ((-2 * 1.0004 + 1.1) / 2, (-2 * 1.0004 * 3 / 4 + 1.1) / 2),
+}
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_masked_token_leaves_the_numerator_of_a_loss_and_stays_in_its_denominator(name: str) -> None:
+    whole, stale = LOSS_OF[name]
+    assert value(name, minibatch(ALL)) == pytest.approx(whole, rel=1e-9)
+    assert value(name, minibatch(STALE)) == pytest.approx(stale, rel=1e-9)
+
+
+def test_gspo_counts_the_original_tokens_of_a_sequence_whose_stale_tokens_are_masked() -> None:
+    data, options = minibatch(STALE, 1e-4), LOSSES["gspo"].options()
+    ratio = LOSSES["gspo"].loss(data, options).ratio
+    torch.testing.assert_close(ratio[:4], torch.full((4,), math.exp(0.75e-4), dtype=torch.float64))
+    lengths, kept = torch.tensor([4.0, 1.0], dtype=torch.float64), data.mask.double()
+    difference = (data.logprobs - data.old_logprobs) * kept
+    sums = torch.zeros(2, dtype=torch.float64).index_add(0, data.sequence_index, difference)
+    surrogate = -((sums / lengths).exp() * torch.tensor([2.0, -1.0])).sum() / 2
+    (expected,) = torch.autograd.grad(surrogate, data.logprobs)
+    (got,) = torch.autograd.grad(total("gspo", data), data.logprobs)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
+
+
+def test_the_kl_estimators_are_those_of_the_methods_page() -> None:
+    log_p, log_q = torch.tensor([-1.0], dtype=torch.float64), torch.tensor([-1.5], dtype=torch.float64)
+    assert float(k1(log_p, log_q)) == pytest.approx(0.5)
+    assert float(k3(log_p, log_q)) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_the_methods_page_states_the_defaults_of_every_loss(name: str) -> None:
+    definition = LOSSES[name]
+    (row,) = re.findall(rf"^\| `{name}` \|.*\|$", METHODS, flags=re.MULTILINE)
+    assert f"| {definition.clip_low:g} / {definition.clip_high:g} | `{definition.aggregation}` |" in row
+
+
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES, *AGGREGATIONS, *SOURCES}))
+def test_the_methods_page_has_every_advantage_aggregation_and_old_logprob_source(name: str) -> None:
+    assert len(re.findall(rf"^\| `{name}` \|", METHODS, flags=re.MULTILINE)) == 1
