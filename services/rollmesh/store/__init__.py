@@ -27,6 +27,7 @@ from rollmesh.store.types import (
     TrainingState,
     WriteStatus,
 )
+from rollmesh.store.unclaimed import SavedTokens
 
 __all__ = [
     "KEPT_REPORTS",
@@ -45,6 +46,7 @@ __all__ = [
     "ReRegistered",
     "ReleaseReason",
     "RollbackRequest",
+    "SavedTokens",
     "Score",
     "StoreCounts",
     "TrainingState",

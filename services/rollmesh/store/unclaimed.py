@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from rollmesh.store.connection import Connection
-from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
+from rollmesh.segments import join_segments
+from rollmesh.store.connection import Connection, Reply
+from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
 from rollmesh.store.trajectories import load_chunks, slices
-from rollmesh.types import Trajectory
+from rollmesh.types import Prompt, Trajectory
 
 _GROUPS_PER_READ = 64
 _IN_FLIGHT = frozenset({b"leased", b"partial", b"finished", b"scored"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTokens:
+    """A trajectory as one read found it."""
+
+    trajectory: Trajectory
+    elements: int
+    """List elements that hold its tokens."""
+    digests: Mapping[str, bytes]
+    """Fields of its record that hold the digests of its saves: equal ones mean the same tokens."""
 
 
 class Unclaimed:
@@ -20,43 +34,82 @@ class Unclaimed:
         self._connection = connection
         self._keys = connection.keys
 
-    async def unclaimed_trajectories(self) -> list[Trajectory]:
+    async def unclaimed_trajectories(self, seen: Mapping[str, SavedTokens]) -> dict[str, SavedTokens]:
         """Every trajectory with saved tokens whose group is open or ready: open ones first, in admission order.
 
-        Costs a read of all their payload; not a consistent snapshot, a group may move on meanwhile.
+        One without new tokens is the very object of ``seen``, the result of an earlier read. Only tokens that ``seen``
+        lacks are read: all of them where the digests of earlier saves differ (the trajectory has begun again). Not a
+        consistent snapshot, a group may move on meanwhile.
         """
         # Open ones first: a group that becomes ready between the two reads is seen twice then, instead of never.
         queues = [("ZRANGE", self._keys.single(name), 0, -1) for name in ("open", "ready")]
         replies = await self._connection.commands(queues)
         group_ids = list(dict.fromkeys(group_id.decode() for reply in replies for group_id in reply))
-        found: list[Trajectory] = []
+        found: dict[str, SavedTokens] = {}
         for part in slices(group_ids, _GROUPS_PER_READ):
-            found += await self._read(part)
+            found |= await self._read(part, seen)
         return found
 
-    async def _read(self, group_ids: Sequence[str]) -> list[Trajectory]:
-        heads = await self._connection.commands(
-            [("HGET", self._keys.of("group", g), "launched") for g in group_ids]
-            + [("GET", self._keys.of("prompt", g)) for g in group_ids]
+    async def _read(self, group_ids: Sequence[str], seen: Mapping[str, SavedTokens]) -> dict[str, SavedTokens]:
+        launched = await self._connection.commands([("HGET", self._keys.of("group", g), "launched") for g in group_ids])
+        ids = [f"{g}.{member}" for g, n in zip(group_ids, launched, strict=True) for member in range(int(n or 0))]
+        records = await self._connection.commands(
+            [("HMGET", self._keys.of("trajectory", i), "state", "birth", "tokens", *_fields(seen, i)) for i in ids]
         )
-        prompts = dict(zip(group_ids, heads[len(group_ids) :], strict=True))
-        launched = zip(group_ids, heads[: len(group_ids)], strict=True)
-        ids = [f"{g}.{member}" for g, n in launched if prompts[g] is not None for member in range(int(n or 0))]
-        replies = await self._connection.commands(
-            [("HMGET", self._keys.of("trajectory", i), "state", "birth") for i in ids]
-            + [("LRANGE", self._keys.of("segments", i), 0, -1) for i in ids]
+        live = {i: r for i, r in zip(ids, records, strict=True) if r[0] in _IN_FLIGHT and int(r[2] or 0)}
+        known = {i: seen[i] for i in live if i in seen and seen[i].digests}
+        same = {i: s for i, s in known.items() if list(s.digests.values()) == live[i][3:]}
+        kept = {i: s for i, s in same.items() if s.trajectory.response_token_count == int(live[i][2])}
+        changed = {i: r for i, r in live.items() if i not in kept}
+        fresh = await self._load({i: (r, same.get(i)) for i, r in changed.items()})
+        return {i: kept.get(i) or fresh[i] for i in live if i in kept or i in fresh}
+
+    async def _load(self, wanted: Mapping[str, tuple[Reply, SavedTokens | None]]) -> dict[str, SavedTokens]:
+        """Trajectories by id from their records; those with an earlier part need only what came after it."""
+        starts = {i: before.elements if before else 0 for i, (_, before) in wanted.items()}
+        lists = await self._connection.commands(
+            [("LRANGE", self._keys.of("segments", i), start, -1) for i, start in starts.items()]
         )
-        records, lists = replies[: len(ids)], dict(zip(ids, replies[len(ids) :], strict=True))
-        live = {i: r for i, r in zip(ids, records, strict=True) if r[0] in _IN_FLIGHT and lists[i]}
-        chunks = await load_chunks(self._connection, {i: lists[i] for i in live})
-        decoded = {g: decode_prompt(data) for g, data in prompts.items() if data is not None}
-        return [
-            build_trajectory(
-                i,
-                decoded[i.rpartition(".")[0]],
-                decode_segments(lists[i], chunks[i]),
-                birth_version=int(record[1] or 0),
+        elements = {i: found for i, found in zip(starts, lists, strict=True) if found}
+        chunks = await load_chunks(self._connection, elements)
+        prompts = await self._prompts({group_of(i) for i in elements if wanted[i][1] is None})
+        found: dict[str, SavedTokens] = {}
+        offsets: dict[str, list[int]] = {}
+        for i, parts in elements.items():
+            record, before = wanted[i]
+            prompt = before.trajectory.prompt if before else prompts.get(group_of(i))
+            if prompt is None or None in chunks[i].values():
+                continue  # its group was dropped between the reads
+            earlier = before.trajectory.segments if before else ()
+            later = decode_segments(parts, chunks[i])
+            offsets[i] = list(accumulate((len(s) for s in later), initial=sum(len(s) for s in earlier)))
+            trajectory = build_trajectory(
+                i, prompt, join_segments((*earlier, *later)), birth_version=int(record[1] or 0)
             )
-            for i, record in live.items()
-            if None not in chunks[i].values()  # its group was dropped between the two reads
-        ]
+            digests = before.digests if before else {}
+            found[i] = SavedTokens(trajectory=trajectory, elements=starts[i] + len(parts), digests=digests)
+        return await self._with_digests(found, offsets)
+
+    async def _prompts(self, group_ids: set[str]) -> dict[str, Prompt]:
+        ordered = sorted(group_ids)
+        replies = await self._connection.commands([("GET", self._keys.of("prompt", g)) for g in ordered])
+        return {g: decode_prompt(data) for g, data in zip(ordered, replies, strict=True) if data is not None}
+
+    async def _with_digests(
+        self, found: Mapping[str, SavedTokens], offsets: Mapping[str, Sequence[int]]
+    ) -> dict[str, SavedTokens]:
+        """Add the digests of the saves between these token offsets: of one that begins, of all up to one that ends."""
+        names = {i: [*(f"c{n}" for n in offsets[i][:-1]), *(f"d{n}" for n in offsets[i][1:])] for i in found}
+        replies = await self._connection.commands([("HMGET", self._keys.of("trajectory", i), *names[i]) for i in found])
+        return {
+            i: replace(
+                saved,
+                digests={**saved.digests, **{n: d for n, d in zip(names[i], values, strict=True) if d is not None}},
+            )
+            for (i, saved), values in zip(found.items(), replies, strict=True)
+        }
+
+
+def _fields(seen: Mapping[str, SavedTokens], trajectory_id: str) -> tuple[str, ...]:
+    saved = seen.get(trajectory_id)
+    return () if saved is None else tuple(saved.digests)

@@ -52,13 +52,13 @@ class Crew:
             broadcast_bytes(batch_to_bytes(batch), self.gang)
         return self.trainer.train(batch, self.shelf.train_steps, settings)
 
-    def end_stage(self, trajectories: Sequence[Trajectory], in_batch: Collection[str]) -> int:
+    def end_stage(self, trajectories: Sequence[Trajectory], kept: Collection[str]) -> int:
         """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``."""
-        self._order({"do": "end_stage", "policies": self._news(), "in_batch": sorted(in_batch)})
+        self._order({"do": "end_stage", "policies": self._news(), "kept": sorted(kept)})
         if self.gang.world > 1:
             held = Group(group_id="", admission_index=0, trajectories=tuple(trajectories))
             broadcast_bytes(batch_to_bytes(Batch(train_step=0, groups=(held,))), self.gang)
-        return self.trainer.end_stage(trajectories, self.shelf.train_steps, in_batch)
+        return self.trainer.end_stage(trajectories, self.shelf.train_steps, kept)
 
     def save(self, session: str, rollback_count: int, extra: Mapping[str, Any]) -> CommittedState:
         """Commit the trainer state; raises CheckpointError."""
@@ -125,7 +125,7 @@ class Crew:
                 self.shelf.update(PolicyRecord(**record) for record in order["policies"])
                 held = batch_from_bytes(0, broadcast_bytes(None, self.gang)).groups
                 others = [t for g in held for t in g.trajectories]
-                self.trainer.end_stage(others, self.shelf.train_steps, order["in_batch"])
+                self.trainer.end_stage(others, self.shelf.train_steps, order["kept"])
             case "save":
                 self._save_if_there_is_room(order)
             case "load":

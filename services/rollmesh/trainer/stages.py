@@ -12,6 +12,7 @@ from concurrent.futures import Executor
 
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.store import SavedTokens
 from rollmesh.trainer.crew import Crew
 from rollmesh.trainer.session import TrainingSession
 from rollmesh.types import Batch
@@ -28,10 +29,12 @@ class StageEnds:
         self._session = session
         self._executor = executor
         self._shutdown = shutdown
+        self._seen: dict[str, SavedTokens] = {}
+        """Unfinished work of the newest stage that was recorded."""
         self._log = get_logger("stages")
 
     async def record(self, batch: Batch) -> int:
-        """Score what is generated and not in ``batch``; returns how many trajectories.
+        """Score what has been generated since the last stage and is not in ``batch``; returns how many trajectories.
 
         Nothing is recorded during a replay, when newer policies exist already: those tokens are not of these weights.
         """
@@ -39,14 +42,17 @@ class StageEnds:
         if newest is None or newest.train_step != self._crew.trainer.train_step:
             return 0
         await self._until_parked()
-        store = self._session.store
-        unclaimed = await self._session.patiently("unclaimed_trajectories", store.unclaimed_trajectories)
+        store, seen = self._session.store, self._seen
+        unclaimed = await self._session.patiently("unclaimed_trajectories", lambda: store.unclaimed_trajectories(seen))
         in_batch = {t.trajectory_id for g in batch.groups for t in g.trajectories}
+        others = {i: saved for i, saved in unclaimed.items() if i not in in_batch}
         # By id: after a restart the same ones are packed, and so rounded, in the same way.
-        others = sorted(
-            (t for t in unclaimed if t.trajectory_id not in in_batch), key=lambda trajectory: trajectory.trajectory_id
-        )
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._crew.end_stage, others, in_batch)
+        changed = [others[i].trajectory for i in sorted(others) if others[i] is not seen.get(i)]
+        kept = in_batch | others.keys()
+        loop = asyncio.get_running_loop()
+        recorded = await loop.run_in_executor(self._executor, self._crew.end_stage, changed, kept)
+        self._seen = others
+        return recorded
 
     async def _until_parked(self) -> None:
         """Wait until no rollout runs; what a worker has not saved by then falls back to the sampler's logprobs."""

@@ -203,14 +203,14 @@ class PolicyTrainer:
         self,
         trajectories: Sequence[Trajectory],
         train_step_of_version: Mapping[int, int],
-        in_batch: Collection[str] = (),
+        kept: Collection[str] = (),
     ) -> int:
         """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``.
 
-        Call it at the barrier, before ``train``, with every trajectory that has tokens and is not in the batch, whose
-        ids are ``in_batch``; what was recorded of any other one is forgotten. Returns how many were recorded.
+        Call it at the barrier, before ``train``, with every trajectory that has new tokens and is not in the batch.
+        What was recorded of any other one is forgotten, unless ``kept`` names it. Returns how many were recorded.
         """
-        self._stage.keep([*in_batch, *(t.trajectory_id for t in trajectories)])
+        self._stage.keep([*kept, *(t.trajectory_id for t in trajectories)])
         fresh = [t for t in trajectories if self._stage.unrecorded(t) > 0]
         current = current_version(train_step_of_version, self.train_step)
         by_temperature: dict[float, list[Trajectory]] = {}

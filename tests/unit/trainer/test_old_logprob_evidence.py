@@ -147,7 +147,7 @@ def test_what_a_stage_recorded_is_forgotten_once_its_trajectory_is_gone(run: Run
     dropped = replace(straggler, trajectory_id="dropped.0", group_id="dropped")
     assert trainer.end_stage([straggler, mixed, dropped], VERSIONS) == 3
     assert [i for i, _, _ in trainer.state_extra()["stage"]] == ["m.0", "m.1", "dropped.0"]
-    assert trainer.end_stage([straggler], VERSIONS, in_batch=["m.1"]) == 0
+    assert trainer.end_stage([straggler], VERSIONS, kept=["m.1"]) == 0
     assert [i for i, _, _ in trainer.state_extra()["stage"]] == ["m.0", "m.1"]
     trainer.forget_stages()
     assert "stage" not in trainer.state_extra()
