@@ -90,6 +90,18 @@ def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until)
     assert audited(line)["green"]
 
 
+def test_ctrl_c_ends_a_run_whose_report_cannot_be_written_as_any_other(started, wait_until) -> None:
+    """As on a full disk: here the folder of the plots cannot be made."""
+    line, process = started(trainer={"train_steps": ENDLESS})
+    wait_until((line.folder / "timeline.jsonl").exists, "a look at the mesh", process)
+    (line.folder / "plots").write_text("not a folder")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, output
+    assert "the report cannot be written: " in output
+    assert "Traceback" not in output
+
+
 def test_a_second_launcher_on_the_same_folder_is_refused_and_a_second_ctrl_c_kills(started, wait_until) -> None:
     line, process = started(trainer={"train_steps": ENDLESS})
     wait_until(lambda: (line.folder / "config.yaml").exists(), "the first launcher", process)

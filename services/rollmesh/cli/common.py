@@ -26,6 +26,7 @@ from rollmesh.store import TrajectoryStore
 
 T = TypeVar("T")
 
+EXIT_ERROR = 2
 EXIT_STOPPED = 130
 """A person stopped the command: what shells report for Ctrl-C."""
 
@@ -38,14 +39,28 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 
 @contextmanager
-def clear_errors(status: int = 2) -> Iterator[None]:
-    """Turn errors that rollmesh raises on purpose into one clear message and an exit status."""
+def clear_errors(status: int = EXIT_ERROR) -> Iterator[None]:
+    """Turn errors of rollmesh, failed reads and writes, and Ctrl-C into one clear message and an exit status.
+
+    ``status`` is for errors of rollmesh: an error of the disk may be gone at the next start.
+    """
     try:
         yield
     except RollmeshError as error:
-        # Escaped and unwrapped: messages carry paths, brackets and log lines that people copy.
-        Console(stderr=True, soft_wrap=True).print(f"[red]error[/red] {escape(str(error))}", highlight=False)
+        _print_error(str(error))
         raise typer.Exit(status) from error
+    except OSError as error:
+        if error.errno is None:  # not of the operating system: a time-out that no code expected
+            raise
+        _print_error(str(error))
+        raise typer.Exit(EXIT_ERROR) from error
+    except KeyboardInterrupt as stopped:
+        raise typer.Exit(EXIT_STOPPED) from stopped
+
+
+def _print_error(message: str) -> None:
+    # Escaped and unwrapped: messages carry paths, brackets and log lines that people copy.
+    Console(stderr=True, soft_wrap=True).print(f"[red]error[/red] {escape(message)}", highlight=False)
 
 
 def heavy_module(name: str, what: str) -> ModuleType:

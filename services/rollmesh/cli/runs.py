@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +15,7 @@ from rich.text import Text
 from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, shutdown_event
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.launcher.preflight import check_run
+from rollmesh.launcher.run_folder import make_run_folder
 from rollmesh.launcher.up import RunResult, run_up
 from rollmesh.report.console import output_console
 from rollmesh.runtime.logging import configure_logging
@@ -90,17 +92,23 @@ def demo_seeds(
 
 
 def run_to_report(config: RunConfig, console: Console) -> int:
-    """Run, audit and report; returns the exit status: 0 done and green, 1 not green, 130 stopped by a person."""
+    """Run, audit and report.
+
+    Returns the exit status: 0 done and green; 1 not green, or audit and report could not be written; 130 stopped.
+    """
     from rollmesh.launcher.closing import close_run
     from rollmesh.report.overview import print_summary
     from rollmesh.report.summary import summarise
 
     check_run(config)
-    folder = Path(config.folder)
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    folder = make_run_folder(config).path
     try:
         result = _run(config, folder, console)
-        green = close_run(folder, result.account, console)
+        try:
+            green = close_run(folder, result.account, console)
+        except OSError as error:
+            _note_unwritten_report(folder, error, console)
+            return EXIT_STOPPED if result.account is None else 1
     except asyncio.CancelledError:
         console.print("killed without draining; the same command continues from what is saved", highlight=False)
         return EXIT_STOPPED
@@ -118,9 +126,19 @@ def _run(config: RunConfig, folder: Path, console: Console) -> RunResult:
     async def main() -> RunResult:
         return await run_up(config, shutdown_event(), console)
 
-    with (folder / "logs" / "launcher-0.log").open("a", encoding="utf-8") as log:
+    log = (folder / "logs" / "launcher-0.log").open("a", encoding="utf-8")
+    try:
         configure_logging(config.telemetry, service="launcher", run=config.name, stream=log)
         return asyncio.run(main())
+    finally:
+        with contextlib.suppress(OSError):  # lines that a full disk did not take
+            log.close()
+
+
+def _note_unwritten_report(folder: Path, error: OSError, console: Console) -> None:
+    text = f"the report cannot be written: {error}; once it can: rollmesh audit {folder}; rollmesh report {folder}"
+    with contextlib.suppress(OSError):  # standard output may be a file on the same disk
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _overrides(set_: Sequence[str] | None, folder: Path | None) -> list[str]:

@@ -73,14 +73,24 @@ class RunFolder:
         return self.logs / f"{service}-{index}.log"
 
 
+def make_run_folder(config: RunConfig) -> RunFolder:
+    """Create the run folder of ``config`` unless it exists. Raises ConfigError when it cannot be created."""
+    folder = RunFolder(Path(config.folder).resolve())
+    try:
+        folder.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"folder={config.folder}: cannot be created: {error}") from error
+    return folder
+
+
 @contextmanager
 def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
     """Create or continue the run folder of ``config`` and hold its lock.
 
-    Raises ConfigError when another launcher holds it, or when the folder belongs to a run with other settings.
+    Raises ConfigError when it cannot be created, when another launcher holds it, or when it belongs to a run with other
+    settings.
     """
-    folder = RunFolder(Path(config.folder).resolve())
-    folder.logs.mkdir(parents=True, exist_ok=True)
+    folder = make_run_folder(config)
     with (folder.path / "lock").open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,7 +41,7 @@ async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -
                 return RunResult(folder=folder, account=account)
             except Interrupted:
                 mesh.progress.note("stopped; the same command continues this run")
-                with contextlib.suppress(StoreUnavailable):
+                with contextlib.suppress(StoreUnavailable, OSError):
                     await mesh.evaluations.update()
                 return RunResult(folder=folder, account=None)
 

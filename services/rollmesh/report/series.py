@@ -213,8 +213,8 @@ def binned(time: FloatArray, values: FloatArray, limit: int = 360) -> tuple[Floa
         total = np.bincount(index, weights=row, minlength=limit)
         return np.asarray(total[used] / count[used], np.float64)
 
-    moments = mean(time)
-    return moments, mean(values) if values.ndim == 1 else np.stack([mean(row) for row in values])
+    means = np.array([mean(row) for row in np.atleast_2d(values)], np.float64)
+    return mean(time), means.reshape(*values.shape[:-1], np.count_nonzero(used))
 
 
 def smoothed(values: FloatArray, window: int) -> FloatArray:

@@ -37,6 +37,12 @@ def test_steps_that_report_nothing_but_their_number_are_still_drawn(tmp_path: Pa
     assert {f.stem for f in write_plots(tmp_path)} == ALL
 
 
+def test_a_long_timeline_without_a_running_call_is_drawn(tmp_path: Path) -> None:
+    lines = "".join(f'{{"t": {second}, "generators": []}}\n' for second in range(400))
+    (tmp_path / "timeline.jsonl").write_text(lines, encoding="utf-8")
+    assert {f.stem for f in write_plots(tmp_path)} == {"in_flight", "throughput", "queue"}
+
+
 def test_axes_carry_units_and_no_legend_grows_with_the_run(tmp_path: Path, make_run: Callable[..., Path]) -> None:
     specs = plot_specs(RecordedRun(make_run(tmp_path / "long", steps=120)))
     with style.style():

@@ -96,6 +96,14 @@ def test_binning_keeps_the_mean_and_leaves_short_series_alone() -> None:
     assert len(binned(time[:50], time[:50], limit=100)[0]) == 50
 
 
+def test_binning_a_long_table_without_rows_keeps_it_without_rows() -> None:
+    """A mesh in which no call ever ran has no policy version to stack."""
+    time = np.arange(361, dtype=np.float64)
+    moments, values = binned(time, np.empty((0, 361)))
+    assert len(moments) == 360
+    assert values.shape == (0, 360)
+
+
 def test_smoothing_ignores_gaps_and_keeps_constants() -> None:
     values = np.array([2.0, np.nan, 2.0, 2.0])
     assert smoothed(values, 3).tolist() == [2.0, 2.0, 2.0, 2.0]

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import typer
 
-from rollmesh.cli.common import EXIT_STOPPED, heavy_module, run_async, shutdown_event
+from rollmesh.cli.common import EXIT_STOPPED, clear_errors, heavy_module, run_async, shutdown_event
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.local_mesh import Interrupted
 
@@ -46,6 +48,35 @@ def test_an_error_on_purpose_is_one_message_and_status_2(capsys: pytest.CaptureF
         run_async(main)
     assert ended.value.exit_code == 2
     assert capsys.readouterr().err == "error folder=[runs]/demo: no such folder\n"
+
+
+def test_a_failed_write_is_one_message_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as ended, clear_errors():
+        Path("/dev/full").write_text("more than a full disk takes")
+    assert ended.value.exit_code == 2
+    assert capsys.readouterr().err == "error [Errno 28] No space left on device\n"
+
+
+def test_ctrl_c_before_a_command_has_its_event_loop_ends_it_without_a_trace() -> None:
+    with pytest.raises(typer.Exit) as ended, clear_errors():
+        raise KeyboardInterrupt
+    assert ended.value.exit_code == EXIT_STOPPED
+
+
+def test_ctrl_c_while_the_commands_are_imported_ends_the_process_without_a_trace() -> None:
+    """The moment is chosen by what is imported: pydantic comes long before the last command."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
+    module, _, function = project["project"]["scripts"]["rollmesh"].partition(":")
+    script = f"from {module} import {function}; {function}()"
+    with subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert any(line.endswith(" pydantic.version\n") for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        _, rest = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT
+    assert "Traceback" not in rest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -28,6 +28,13 @@ def test_a_second_launcher_on_the_same_folder_is_refused_with_the_pid_of_the_fir
             pass
 
 
+def test_a_folder_that_cannot_be_created_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match=r"folder=.*file/run: cannot be created: .*Not a directory"):
+        with locked_run_folder(config(tmp_path / "file" / "run")):
+            pass
+
+
 def test_a_second_start_with_the_same_settings_continues_and_may_train_longer(tmp_path: Path) -> None:
     with locked_run_folder(config(tmp_path, train_steps=3)):
         pass

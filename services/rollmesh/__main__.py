@@ -1,0 +1,24 @@
+"""The ``rollmesh`` command and ``python -m rollmesh``: Ctrl-C while the commands are imported ends the process at once.
+
+Imports take a second or more; an interrupt in the middle of them would print a traceback.
+"""
+
+from __future__ import annotations
+
+import signal
+
+
+def main() -> None:
+    """Import and run the command line."""
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from rollmesh.cli.main import main as run_command
+
+    if interruptible:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_command()
+
+
+if __name__ == "__main__":
+    main()
