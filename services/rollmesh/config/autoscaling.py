@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from rollmesh.config.base import Section
 from rollmesh.config.scaling import MOST_REPLICAS, SCALABLE
+from rollmesh.config.yaml_text import parse_yaml
 from rollmesh.errors import ConfigError
 
 _PLACEHOLDER = re.compile(r"\$(\w+)")
@@ -109,7 +110,7 @@ class AutoscalingRule(Section):
 def load_rule(file: Path) -> AutoscalingRule:
     """Read a rule; ConfigError names the file, the field and what is wrong with it."""
     try:
-        data: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+        data: Any = parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{file}: {error}") from error
     if not isinstance(data, dict):

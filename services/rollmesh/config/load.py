@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rollmesh.config.run import RunConfig
+from rollmesh.config.yaml_text import DuplicateKeys, parse_yaml
 from rollmesh.errors import ConfigError
 
 _ENV_PREFIX = "ROLLMESH_"
@@ -38,7 +39,9 @@ def load_run_config(
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     try:
-        data = yaml.safe_load(text)
+        data = parse_yaml(text)
+    except DuplicateKeys as error:
+        raise ConfigError(f"{file}: {error}; keep one of them") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
@@ -94,9 +97,9 @@ def _similar(keys: Sequence[str]) -> str:
 
 def _value(text: str, origin: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{origin}: {text!r} is not a YAML value") from error
+        raise ConfigError(f"{origin}: {text!r} is not a YAML value: {error}") from error
 
 
 def write_run_config(config: RunConfig, path: str | Path) -> None:

@@ -138,6 +138,33 @@ def test_a_missing_file_and_broken_yaml_are_clear_errors(tmp_path: Path) -> None
         load_run_config(broken)
 
 
+def test_a_key_that_is_set_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "name: twice\nmodel: {path: models/tiny}\ntrainer:\n  train_steps: 3\n"
+        "  lr: 1.0e-4\n  train_steps: 30\nname: again\n"
+    )
+    repeated = r"trainer\.train_steps is set more than once, in lines 4 and 6; name is .* in lines 1 and 7; keep one"
+    with pytest.raises(ConfigError, match=repeated):
+        load_run_config(file, environ={})
+
+
+def test_a_key_that_is_set_twice_in_an_override_or_under_another_spelling_is_refused(run_file) -> None:
+    with pytest.raises(ConfigError, match="True is set more than once, in lines 1 and 1"):
+        load_run_config(run_file(), ["telemetry.tracker_options={true: 1, yes: 2}"], {})
+
+
+def test_merge_keys_and_aliases_still_read(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "name: merged\nfolder: runs\nmodel: {path: models/tiny}\n"
+        "telemetry:\n  tracker_options:\n    a: &a {x: 1, y: 1}\n"
+        "    b: {<<: *a, x: 2}\n    c: *a\n"
+    )
+    options = load_run_config(file, environ={}).telemetry.tracker_options
+    assert options == {"a": {"x": 1, "y": 1}, "b": {"x": 2, "y": 1}, "c": {"x": 1, "y": 1}}
+
+
 def test_a_file_that_is_no_text_is_a_clear_error(tmp_path: Path) -> None:
     binary = tmp_path / "model.safetensors"
     binary.write_bytes(b"name: \xff\xfe")
