@@ -22,13 +22,22 @@ from __future__ import annotations
 class RollmeshError(Exception):
     """Root of the tree; catching it means: this is not a bug in rollmesh."""
 
+    final: bool = False
+    """Whether a process that ends with this error would meet it again at every start."""
+    passing: bool = False
+    """Whether the cause is outside of the process and the same call may succeed later."""
+
 
 class ConfigError(RollmeshError, ValueError):
     """A value in the run file, the environment or ``--set`` is wrong."""
 
+    final = True
+
 
 class DataError(RollmeshError, ValueError):
     """A prompt, a dataset row or a token id is wrong."""
+
+    final = True
 
 
 class StoreError(RollmeshError, RuntimeError):
@@ -37,6 +46,8 @@ class StoreError(RollmeshError, RuntimeError):
 
 class StoreUnavailable(StoreError):
     """Redis is down, loading, out of memory or refuses the credentials; retrying later may help."""
+
+    passing = True
 
 
 class SessionLost(StoreError):
@@ -50,12 +61,15 @@ class Conflict(StoreError):
 class CheckpointError(RollmeshError, RuntimeError):
     """A checkpoint is torn, truncated, tampered with, missing or of another architecture.
 
-    ``reason`` is one of ``checkpoints.reasons.Reason``: short and bounded, fit for a metric label.
+    ``reason`` is one of ``checkpoints.reasons.Reason``: short and bounded, fit for a metric label. Content that differs
+    from the promised one stays different, so these reasons are final.
     """
 
     def __init__(self, message: str, *, reason: str = "invalid") -> None:
         super().__init__(message)
         self.reason = reason
+        self.final = reason in {"tampered", "mismatch", "foreign_architecture", "foreign_tokenizer", "path_escape"}
+        self.passing = reason in {"disk_full", "unreachable"}
 
 
 class EngineError(RollmeshError, RuntimeError):
@@ -72,3 +86,5 @@ class VerifierError(RollmeshError, RuntimeError):
 
 class RewardUnavailable(RollmeshError, RuntimeError):
     """No reward service answered in time; nothing was scored and the same call may be made again."""
+
+    passing = True

@@ -285,7 +285,8 @@ class LauncherConfig(Section):
     torch_threads: int = Field(default=1, ge=1)
     """OMP threads per process."""
     restart_limit: int = Field(default=20, ge=0)
-    """Restarts of one service within ten minutes before the run fails."""
+    """Restarts of one process within ten minutes of its service before the run fails. Time in which it starts does not
+    count as service."""
     start_timeout_seconds: float = Field(default=300.0, gt=0)
     """Limit for the initial policy to be published, and again for a generator to serve it; large models need more."""
     host: str = "127.0.0.1"

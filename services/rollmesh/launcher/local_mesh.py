@@ -19,6 +19,7 @@ from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.sampler import MeshSampler
 from rollmesh.launcher.scaling import ReplicaScaler
+from rollmesh.launcher.service_time import ServiceTime
 from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
 from rollmesh.runtime.lifecycle import wait_or_shutdown
@@ -47,6 +48,7 @@ class LocalMesh:
         shutdown: asyncio.Event,
         progress: RunProgress,
         sampler: MeshSampler,
+        client: AdminClient,
     ) -> None:
         self.config = config
         self.folder = folder
@@ -54,7 +56,8 @@ class LocalMesh:
         self._redis_url = running.url
         self.progress = progress
         self.evaluations = EvaluationJournal(running.store, folder, progress.note)
-        self.supervisor = Supervisor(config.launcher.restart_limit)
+        self.supervisor = Supervisor(config.launcher.restart_limit, progress.note)
+        self._service_time = ServiceTime(folder.path, client, self.supervisor)
         self._scaler = ReplicaScaler(config, folder, running.store, self.supervisor, progress.note)
         self._page = PageNotes(folder.path, self.supervisor, progress.note)
         self._shutdown = shutdown
@@ -148,6 +151,7 @@ class LocalMesh:
 
     async def _look(self, waiting_for: str) -> None:
         try:
+            await self._service_time.count()
             failure = await self.store.failure()
             if failure:
                 raise ServiceFailed(failure)
@@ -213,4 +217,4 @@ async def local_mesh(
         sampler = MeshSampler(running.store, folder, client)
         await running.store.init_run(run_limits(config))
         with progress:
-            yield LocalMesh(config, folder, running, shutdown, progress, sampler)
+            yield LocalMesh(config, folder, running, shutdown, progress, sampler, client)

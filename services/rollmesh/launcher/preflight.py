@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+from rollmesh.checkpoints.describe import read_json
 from rollmesh.config import RunConfig
 from rollmesh.config.data import CountdownSource, JsonlSource, ReasoningGymSource, RewardConfig
 from rollmesh.config.recipes import resolve_model
@@ -28,7 +29,7 @@ def check_run(config: RunConfig) -> Estimate:
     that runs it says what is wrong with it.
     """
     needs = estimate(config)
-    _check_model(config.model.path)
+    _check_model(config)
     _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")
     _check_verifier_is_used(config)
     # Where services share no folder this may be the machine of any of them, and only generators' have SGLang.
@@ -46,11 +47,18 @@ def check_run(config: RunConfig) -> Estimate:
     return needs
 
 
-def _check_model(path: str) -> None:
+def _check_model(config: RunConfig) -> None:
+    path = config.model.path
     folder = resolve_model(path)
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"model.path={path}: {folder} holds no *.safetensors; weights of other formats are not read")
     Tokenizer(folder)
+    positions = read_json(folder / "config.json").get("max_position_embeddings")
+    if isinstance(positions, int) and config.generator.max_context_tokens > positions:
+        raise ConfigError(
+            f"generator.max_context_tokens={config.generator.max_context_tokens} is more than the model's "
+            f"max_position_embeddings={positions}"
+        )
 
 
 def check_sglang(server: SglangConfig) -> None:

@@ -1,4 +1,9 @@
-"""Child processes that stay up: restart with back-off, one log file each, an orderly stop."""
+"""Child processes that stay up: restart with back-off, one log file each, an orderly stop.
+
+A child fails the run when it ends more often than the restart limit within ten minutes of service. Time in which it
+starts, or waits for its next start, is no service: on a slow machine a start takes minutes, and a child that only ever
+starts would stay below any limit per time.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,7 +44,8 @@ class ServiceSpec:
     one_shot: bool = False
     """Exit status 0 means finished, not crashed."""
     final_errors: frozenset[str] = frozenset({"ConfigError", "DataError"})
-    """Errors named in the log after which starting again is no use, whatever the exit status (torchrun has its own)."""
+    """Errors named in the log after which starting again is no use, whatever the exit status (torchrun has its own).
+    Exit status ``EXIT_CONFIG`` says so too: every ``final`` error gives it."""
     vital: bool = True
     """Whether the run fails when it cannot be kept up; one that is not is given up, and the others go on."""
 
@@ -61,14 +67,23 @@ class _Child:
     """A one-shot child has ended well."""
     log_start: int = 0
     """Size of the log when the process was started."""
+    service_seconds: float = 0.0
+    """Time that counts as service, over all of its processes."""
     restarts: list[float] = field(default_factory=list)
+    """``service_seconds`` at each of its restarts that still counts."""
 
 
 class Supervisor:
     """Keeps a set of child processes running; ``failed`` resolves to the reason when one cannot be kept up."""
 
-    def __init__(self, restart_limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        restart_limit: int,
+        note: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit = restart_limit
+        self._note = note
         self._clock = clock
         self._children: dict[str, _Child] = {}
         self._log = get_logger("supervisor")
@@ -105,13 +120,19 @@ class Supervisor:
         child.finished = False
         self._supervise(child, self._delay_after(child, 0, self._clock()))
 
+    def count_service(self, names: Collection[str], seconds: float) -> None:
+        """Count time in which these children were ready."""
+        for name in names:
+            if self.pid(name) is not None:
+                self._children[name].service_seconds += seconds
+
     def restart_counts(self) -> dict[str, int]:
         """Restarts so far by child name."""
         return {name: len(child.restarts) for name, child in self._children.items()}
 
     def pid(self, name: str) -> int | None:
         """Process id of a running child."""
-        process = self._children[name].process
+        process = self._children[name].process if name in self._children else None
         return process.pid if process is not None and process.returncode is None else None
 
     async def stop(self, services: Sequence[str]) -> None:
@@ -155,17 +176,23 @@ class Supervisor:
             if code == EXIT_CONFIG or words.error in child.spec.final_errors:
                 self._fail(child.spec, f"{child.spec.name} cannot go on: {words.text}")
                 return
+            if words.passing:
+                # It ended for want of Redis or the like. An outage is waited out, however many starts it takes.
+                child.service_seconds += delay + self._clock() - started
             after = self._delay_after(child, code, started, words.text)
             if after is None:
                 return
             delay = after
+            restart = f"restart {len(child.restarts)} of {self._limit} in {delay:.1f} s"
+            self._note(f"{child.spec.name} ended with status {code}, {restart}: {words.summary}")
 
     def _delay_after(self, child: _Child, code: int, started: float, words: str = "") -> float | None:
         """Seconds until an ended child is started again; None when it has ended too often, which fails the run."""
         now = self._clock()
-        child.restarts = [t for t in child.restarts if now - t < _LIMIT_WINDOW_SECONDS] + [now]
+        served = child.service_seconds
+        child.restarts = [t for t in child.restarts if served - t < _LIMIT_WINDOW_SECONDS] + [served]
         if len(child.restarts) > self._limit:
-            times = f"{len(child.restarts)} times within ten minutes"
+            times = f"{len(child.restarts)} times within ten minutes of service"
             ended = f"{child.spec.name} ended with status {code}, {times}{f': {words}' if words else ''}"
             self._fail(child.spec, ended)
             return None

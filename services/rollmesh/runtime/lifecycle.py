@@ -12,14 +12,15 @@ from typing import Any
 
 import psutil
 
-from rollmesh.errors import ConfigError, DataError, RollmeshError
+from rollmesh.errors import RollmeshError
 from rollmesh.runtime.logging import get_logger
 
 Shutdown = asyncio.Event
 """Set once the process should drain and return."""
 
 FAILURE_EVENT = "service_failed"
-"""The last line in the log of a process that ended with a RollmeshError: ``error`` and ``message`` say why."""
+"""The last line in the log of a process that ended with a RollmeshError: ``error`` and ``message`` say why, ``passing``
+whether a later start may succeed."""
 
 EXIT_CONFIG = 78
 """Exit status of a process that a person must help (EX_CONFIG of sysexits.h): starting it again changes nothing."""
@@ -29,8 +30,8 @@ def run_service(main: Callable[[Shutdown], Awaitable[None]], *, grace_seconds: f
     """Run ``main(shutdown)`` to its end and return the exit status.
 
     The first signal sets ``shutdown``; ``main`` then has ``grace_seconds`` to drain before it is cancelled; a second
-    signal cancels at once. A RollmeshError is logged as one line and gives status 1, or ``EXIT_CONFIG`` for a wrong
-    setting or wrong data; any other error keeps its trace.
+    signal cancels at once. A RollmeshError is logged as one line and gives status 1, or ``EXIT_CONFIG`` if it is final;
+    any other error keeps its trace.
     """
     return _runner(_supervised(main, grace_seconds))
 
@@ -72,8 +73,9 @@ async def _supervised(main: Callable[[Shutdown], Awaitable[None]], grace_seconds
 
 def log_failure(error: RollmeshError) -> int:
     """Log what ended the process as one line; returns its exit status."""
-    get_logger("lifecycle").error(FAILURE_EVENT, error=type(error).__name__, message=str(error))
-    return EXIT_CONFIG if isinstance(error, ConfigError | DataError) else 1
+    log = get_logger("lifecycle")
+    log.error(FAILURE_EVENT, error=type(error).__name__, message=str(error), passing=error.passing)
+    return EXIT_CONFIG if error.final else 1
 
 
 async def wait_or_shutdown(shutdown: Shutdown, seconds: float) -> bool:

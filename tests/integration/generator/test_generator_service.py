@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from rollmesh.errors import DataError, EngineError, GenerationRefused
+from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.grpc import create_channel
 from rollmesh.types import FinishReason
@@ -235,6 +235,14 @@ async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_
     assert stream.versions == {0}
     await run.publish(2)
     await run.serving(2)
+
+
+async def test_a_context_that_no_policy_of_the_model_can_have_ends_the_generator(make_run):
+    run = await make_run(max_context_tokens=513)
+    await run.publish(0)
+    generator = run.start()
+    with pytest.raises(ConfigError, match=r"max_context_tokens=513 is more than the model's .*=512"):
+        await asyncio.wait_for(generator.task, 120)
 
 
 async def _failures(run, reason):

@@ -18,7 +18,9 @@ from rollmesh.launcher.preflight import check_run
 
 def run(**sections: Any) -> RunConfig:
     small = {"name": "trial", "folder": "runs/trial", "model": {"path": "recipe:countdown"}}
-    return RunConfig.model_validate({**small, **sections})
+    context = {"generator": {"max_context_tokens": 1024}, "data": {"max_prompt_tokens": 512}}
+    lengths = {name: {**fields, **sections.pop(name, {})} for name, fields in context.items()}
+    return RunConfig.model_validate({**small, **sections, **lengths})
 
 
 def test_a_run_that_can_start_is_described() -> None:
@@ -41,6 +43,7 @@ def test_the_memory_of_the_queue_is_held_against_its_limit(groups: int, waits: b
     ("sections", "message"),
     [
         ({"schedule": {"pool_size": 641}}, r"schedule.pool_size=641 .* = 640"),
+        ({"generator": {"max_context_tokens": 1025}}, "max_context_tokens=1025 is more than the model's .*=1024"),
         ({"model": {"path": "no/such/folder"}}, "model.path=no/such/folder: .* holds no config.json"),
         ({"model": {"path": "recipe:chess"}}, "recipe:chess: .* recipes: countdown"),
         ({"reward": {"verifier": "countdwn"}}, "reward.verifier: 'countdwn' is none of exact, .*, countdown"),

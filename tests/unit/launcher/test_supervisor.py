@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -60,6 +61,47 @@ async def test_a_child_that_dies_at_once_is_started_again_after_ever_longer_paus
     first, second, third = (float(line.removeprefix("at ")) for line in lines if line.startswith("at "))
     assert second - first >= 0.5
     assert third - second >= 1.0
+    await supervisor.kill_all()
+
+
+async def test_every_restart_is_noted_with_its_number_and_the_last_error(tmp_path: Path) -> None:
+    notes: list[str] = []
+    supervisor = Supervisor(restart_limit=2, note=notes.append)
+    line = {"event": "service_failed", "error": "EngineError", "message": "out of\nmemory", "passing": False}
+    supervisor.start(spec(tmp_path, f"import json; print(json.dumps({line})); raise SystemExit(1)"))
+    reason = await asyncio.wait_for(supervisor.failed, 20)
+    assert notes == [
+        "worker-0 ended with status 1, restart 1 of 2 in 0.5 s: EngineError: out of memory",
+        "worker-0 ended with status 1, restart 2 of 2 in 1.0 s: EngineError: out of memory",
+    ]
+    assert "worker-0 ended with status 1, 3 times" in reason
+
+
+@pytest.mark.parametrize("passing", [False, True])
+async def test_starts_that_take_minutes_reach_the_restart_limit_unless_they_fail_for_want_of_redis(
+    tmp_path: Path, passing: bool
+) -> None:
+    """Every look at this clock is eleven minutes after the last one: no two restarts are within ten minutes."""
+    minutes = itertools.count(0, 11)
+    supervisor = Supervisor(restart_limit=1, clock=lambda: 60.0 * next(minutes))
+    line = {"event": "service_failed", "error": "StoreUnavailable", "message": "loading", "passing": passing}
+    supervisor.start(spec(tmp_path, f"import json; print(json.dumps({line})); raise SystemExit(1)"))
+    log = tmp_path / "worker-0.log"
+    await until(lambda: supervisor.failed.done() or (log.exists() and log.read_text().count("loading") >= 4))
+    assert supervisor.failed.done() is not passing
+    await supervisor.kill_all()
+
+
+async def test_restarts_are_forgiven_after_ten_minutes_of_service(tmp_path: Path) -> None:
+    supervisor = Supervisor(restart_limit=1)
+    supervisor.start(spec(tmp_path, "import signal; print('up'); signal.pause()"))
+    log = tmp_path / "worker-0.log"
+    for starts in range(1, 4):
+        await until(lambda starts=starts: log.exists() and log.read_text().count("up") == starts)
+        supervisor.count_service(["worker-0"], 600.0)
+        os.kill(supervisor.pid("worker-0") or 0, signal.SIGKILL)
+    await until(lambda: log.read_text().count("up") == 4)
+    assert not supervisor.failed.done()
     await supervisor.kill_all()
 
 
@@ -140,6 +182,33 @@ async def test_an_earlier_start_is_not_blamed_for_the_end_of_a_later_one(tmp_pat
     assert "worker-0 ended with status 1" in reason
     assert "out of memory" in reason
     assert "taken over" not in reason
+
+
+async def test_a_damaged_checkpoint_ends_the_run_at_once_and_a_missing_one_is_tried_again(tmp_path: Path) -> None:
+    """Bytes that differ from the promised ones differ at every start; a shared folder may only lag behind."""
+    script = """
+from rollmesh.config.services import TelemetryConfig
+from rollmesh.errors import CheckpointError
+from rollmesh.runtime.lifecycle import run_service
+from rollmesh.runtime.logging import configure_logging
+
+async def main(shutdown):
+    raise CheckpointError("batches/3.pb: sha256 differs", reason="{reason}")
+
+configure_logging(TelemetryConfig(), service="trainer-0", run="demo")
+raise SystemExit(run_service(main))
+"""
+    for reason in ("tampered", "mismatch"):
+        supervisor = Supervisor(restart_limit=20)
+        supervisor.start(spec(tmp_path, script.format(reason=reason)))
+        failure = await asyncio.wait_for(supervisor.failed, 20)
+        assert "worker-0 cannot go on: CheckpointError: batches/3.pb: sha256 differs" in failure
+    notes: list[str] = []
+    supervisor = Supervisor(restart_limit=1, note=notes.append)
+    supervisor.start(spec(tmp_path, script.format(reason="missing")))
+    await asyncio.wait_for(supervisor.failed, 20)
+    assert len(notes) == 1
+    await supervisor.kill_all()
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])

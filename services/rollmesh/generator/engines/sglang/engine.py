@@ -51,7 +51,7 @@ class SglangEngine:
             raise EngineError("the engine has been started already")
         policy = await asyncio.to_thread(read_folder, folder)
         if self._options.max_context_tokens > policy.max_positions:
-            raise EngineError(
+            raise ConfigError(
                 f"generator.max_context_tokens={self._options.max_context_tokens} is more than the model's "
                 f"max_position_embeddings={policy.max_positions}"
             )

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from rollmesh.errors import DataError, EngineError, GenerationRefused
+from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
 from rollmesh.generator.engines.protocol import EngineStatus, OnNewVersion
 from rollmesh.generator.engines.torch.admission import prefill_batches
 from rollmesh.generator.engines.torch.architecture import Architecture, difference, read_architecture
@@ -47,12 +47,15 @@ class TorchEngine:
         self._staged: tuple[Path, Weights] | None = None
 
     async def start(self, folder: Path, policy_version: int) -> None:
-        """Load the first policy and start the model thread; EngineError when the folder cannot be served."""
+        """Load the first policy and start the model thread; EngineError when the folder cannot be served.
+
+        Raises ConfigError for a context that no policy of this model can have.
+        """
         if self._worker is not None:
             raise EngineError("the engine has been started already")
         arch = await asyncio.to_thread(read_architecture, folder)
         if self._options.max_context_tokens > arch.max_positions:
-            raise EngineError(
+            raise ConfigError(
                 f"generator.max_context_tokens={self._options.max_context_tokens} is more than the model's "
                 f"max_position_embeddings={arch.max_positions}"
             )
