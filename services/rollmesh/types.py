@@ -271,3 +271,9 @@ class GeneratorRecord:
     """Version that it verifies and loads now; its checkpoint must stay."""
     work: GeneratorWork = GeneratorWork()
     """For the reports of train steps."""
+    refused_version: int | None = None
+    """Newest version that it refused, until it serves that one or a newer one."""
+    refused_count: int = 0
+    """Versions that it has refused in a row, up to that one."""
+    refused_reason: str = ""
+    """Why it refused it."""

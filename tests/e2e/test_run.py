@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -100,6 +101,20 @@ def test_ctrl_c_ends_a_run_whose_report_cannot_be_written_as_any_other(started, 
     assert process.returncode == 130, output
     assert "the report cannot be written: " in output
     assert "Traceback" not in output
+
+
+def test_a_run_that_diverges_fails_and_says_so_everywhere(small_run) -> None:
+    """Its weights are useless after one step; every generator refuses them, and the staleness bound stops the mesh."""
+    line = small_run(trainer={"train_steps": 12, "learning_rate": 1e30}, launcher={"start_timeout_seconds": 30})
+    done = line.run("up", str(line.run_file))
+    assert done.returncode == 2, done.stdout
+    failure = json.loads((line.folder / "failure.json").read_text())["message"].splitlines()[0]
+    assert failure in done.stderr
+    assert json.loads(line.run("status", str(line.folder), "--json").stdout)["failure"].startswith(failure)
+    assert html.escape(failure, quote=False) in (line.folder / "report.html").read_text()
+    audit = line.run("audit", str(line.folder), "--json")
+    assert audit.returncode == 1
+    assert any(problem.startswith(f"the run failed: {failure}") for problem in json.loads(audit.stdout)["problems"])
 
 
 def test_a_second_launcher_on_the_same_folder_is_refused_and_a_second_ctrl_c_kills(started, wait_until) -> None:

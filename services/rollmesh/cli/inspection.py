@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from rollmesh.cli.common import (
@@ -24,6 +25,7 @@ from rollmesh.errors import StoreUnavailable
 from rollmesh.gateway.token import known_token
 from rollmesh.report.console import output_console
 from rollmesh.report.ledger import QueueAccount
+from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.runtime.endpoints import read_endpoints
 
 VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
@@ -41,15 +43,19 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     async def main() -> None:
         async with store_of(run) as (config, folder, store):
             view, counts = await store.view(), await store.counts()
-            generators = await store.generators()
+            generators, failure = await store.generators(), await store.failure()
+        failure = failure or RecordedRun(folder.path).failure
         pages = read_endpoints(folder.path, "gateway")
         if as_json:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
+            data["failure"] = failure
             data["gateways"] = [page.url for page in pages]
             typer.echo(json.dumps(data, default=str))
             return
         console = output_console()
         table = Table("what", "value", title=f"run {config.name}")
+        if failure:
+            table.add_row("failed", escape(failure))
         table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
         table.add_row("policy version", f"{view.policy_version}")
         table.add_row("trajectories", f"{view.leased} leased, {view.partial} partial, {view.pending} pending")
@@ -65,6 +71,8 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         serving = Table("generator", "version", "running", "waiting", "slots", "state")
         for g in generators:
             state = "serving" if g.serving else g.reason
+            if g.refused_version is not None:
+                state += f"; refuses version {g.refused_version}: {g.refused_reason}"
             row = (g.address, g.policy_version, g.running_count, g.waiting_count, g.slot_count, state)
             serving.add_row(*map(str, row))
         console.print(serving)

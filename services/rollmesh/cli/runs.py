@@ -14,8 +14,10 @@ from rich.text import Text
 
 from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, shutdown_event
 from rollmesh.config import RunConfig, load_run_config
+from rollmesh.errors import ConfigError
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
+from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.launcher.up import RunResult, run_up
 from rollmesh.report.console import output_console
 from rollmesh.runtime.logging import configure_logging
@@ -109,6 +111,10 @@ def run_to_report(config: RunConfig, console: Console) -> int:
         except OSError as error:
             _note_unwritten_report(folder, error, console)
             return EXIT_STOPPED if result.account is None else 1
+    except ServiceFailed:
+        with contextlib.suppress(OSError, ConfigError):  # the report helps to see why
+            close_run(folder, None, console)
+        raise
     except asyncio.CancelledError:
         console.print("killed without draining; the same command continues from what is saved", highlight=False)
         return EXIT_STOPPED

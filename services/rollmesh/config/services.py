@@ -114,6 +114,9 @@ class GeneratorConfig(Section):
     canary_threshold: float | None = Field(default=None, gt=0)
     """Largest logprob gap on the manifest's canary sequences before the generator leaves the rotation, in nats; null
     takes what fits model.dtype (float32 0.005, bfloat16 0.5)."""
+    refused_versions_limit: int = Field(default=3, ge=1)
+    """Policy versions in a row that every generator refuses before the run ends. It also ends when they refuse the
+    newest one for launcher.start_timeout_seconds."""
     drain_timeout_seconds: float = Field(default=20.0, gt=0)
     """Time that SIGTERM leaves for running streams to end as interrupted; no sampled token is lost."""
     pace: list[tuple[int, float]] | None = None

@@ -158,6 +158,7 @@ class PolicyWatcher:
 
     def _refused(self, record: PolicyRecord, reason: str, error: Exception) -> None:
         self._metrics.reload_failed(reason)
+        self._rotation.refuse(record.policy_version, f"{reason}: {error}")
         old = self._serving.manifest.policy_version if self._serving is not None else None
         self._log.error(
             "policy_refused",
@@ -181,6 +182,7 @@ class PolicyWatcher:
                 self._rotation.loading(record.policy_version),
             ):
                 await self._load_now(record)
+        self._rotation.accept(record.policy_version)
         note_policy_version(record.policy_version)
 
     async def _load_now(self, record: PolicyRecord) -> None:

@@ -62,6 +62,9 @@ class Registration:
             serving=not rotation.reason,
             reason=rotation.reason,
             loading_version=rotation.loading_version,
+            refused_version=rotation.refused_version,
+            refused_count=rotation.refused_count,
+            refused_reason=rotation.refused_reason,
             work=GeneratorWork(generated_tokens=0)
             if status is None
             else GeneratorWork(

@@ -29,6 +29,12 @@ class Rotation:
     """Version that is being verified and loaded."""
     out_of_rotation: str = "no policy has been loaded yet"
     """Why the policy in the engine must not be served; empty when it may."""
+    refused_version: int | None = None
+    """Newest version that was refused, until that one or a newer one is served."""
+    refused_count: int = 0
+    """Versions refused in a row, up to that one."""
+    refused_reason: str = ""
+    """Why it was refused."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on every change: the registry should know at once."""
     _call_count: int = 0
@@ -91,6 +97,20 @@ class Rotation:
         self.started = True
         self.out_of_rotation = ""
         self.changed.set()
+
+    def refuse(self, version: int, reason: str) -> None:
+        """A version cannot be served; a second attempt at the same one is not counted again."""
+        if self.refused_version is None or version > self.refused_version:
+            self.refused_version = version
+            self.refused_count += 1
+        self.refused_reason = reason
+        self.changed.set()
+
+    def accept(self, version: int) -> None:
+        """A version is served; refusals of older ones no longer matter."""
+        if self.refused_version is not None and version >= self.refused_version:
+            self.refused_version, self.refused_count, self.refused_reason = None, 0, ""
+            self.changed.set()
 
     def take_out(self, reason: str) -> None:
         """The engine runs, but must not be used."""

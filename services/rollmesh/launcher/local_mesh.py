@@ -22,9 +22,11 @@ from rollmesh.launcher.scaling import ReplicaScaler
 from rollmesh.launcher.service_time import ServiceTime
 from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
+from rollmesh.rollout.refusals import refused_by_all
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.security import AdminClient, PortSecurity
 from rollmesh.scheduling import resolve_schedule, run_limits
+from rollmesh.types import GeneratorRecord
 
 T = TypeVar("T")
 
@@ -63,6 +65,7 @@ class LocalMesh:
         self._shutdown = shutdown
         self._sampler = sampler
         self._complaint = ""
+        self._noted_refusal = -1
 
     @contextlib.asynccontextmanager
     async def services(self, names: Sequence[str] = STOP_ORDER) -> AsyncIterator[None]:
@@ -158,10 +161,30 @@ class LocalMesh:
             await self.evaluations.update()
             await self._scaler.reconcile()
             self._page.tell()
-            self.progress.update(await self._sampler.sample(), waiting_for)
+            sample = await self._sampler.sample()
+            self._note_refusals(sample.generators)
+            self.progress.update(sample, waiting_for)
             self._complaint = ""
         except (StoreUnavailable, OSError) as error:
             self._complain(error)
+
+    def _note_refusals(self, generators: Sequence[GeneratorRecord]) -> None:
+        """Note once for each version that a generator refuses it, and why."""
+        for generator in generators:
+            version = generator.refused_version
+            if version is not None and version > self._noted_refusal:
+                self._noted_refusal = version
+                words = " ".join(generator.refused_reason.split())
+                self.progress.note(f"generator {generator.address} refuses policy version {version}: {words}")
+
+    async def refuse_unserved(self) -> None:
+        """Raise ServiceFailed when every generator refuses the newest policy."""
+        newest = await self.answer(self.latest_version, "the newest policy version")
+        refusal = refused_by_all(newest, await self.answer(self.store.generators, "the generators"))
+        if refusal is not None:
+            raise ServiceFailed(
+                f"every generator refuses the newest policy version, {newest}: {refusal.refused_reason}"
+            )
 
     def _complain(self, error: Exception) -> None:
         """Say once what is being waited out: Redis, or a disk without room for the timeline."""

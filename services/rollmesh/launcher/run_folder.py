@@ -10,13 +10,17 @@ metrics.jsonl       one line per train step
 samples.jsonl       sample completions
 timeline.jsonl      the mesh, about once a second
 evaluations.jsonl   evaluations by policy version
+failure.json        why the run failed; absent after every other end, and while it runs
 plots/ report.html audit.json
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +29,7 @@ from pathlib import Path
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.fixed_settings import refused_changes
+from rollmesh.report.recorded_run import FAILURE_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,16 @@ class RunFolder:
     def evaluations(self) -> Path:
         """Evaluations, JSON lines."""
         return self.path / "evaluations.jsonl"
+
+    def note_failure(self, message: str) -> None:
+        """Write why the run failed; a full disk keeps no note."""
+        note = json.dumps({"time": time.time(), "message": message})
+        with contextlib.suppress(OSError):
+            (self.path / FAILURE_FILE).write_text(note, encoding="utf-8")
+
+    def forget_failure(self) -> None:
+        """Remove the note of an earlier failure."""
+        (self.path / FAILURE_FILE).unlink(missing_ok=True)
 
     def log_file(self, service: str, index: int) -> Path:
         """Log of one service process; restarts append."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from rollmesh.launcher.closing import missing_at_the_end, queue_account
 from rollmesh.launcher.evaluating import evaluate_version, finish_evaluations
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
+from rollmesh.launcher.supervisor import ServiceFailed
 from rollmesh.report.ledger import QueueAccount
 
 _TRAINER = "trainer-0"
@@ -34,7 +36,8 @@ async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -
     Raises ServiceFailed when a service cannot be kept up, ConfigError when another launcher holds the folder.
     """
     with locked_run_folder(config) as folder:
-        async with local_mesh(config, folder, shutdown, console) as mesh:
+        folder.forget_failure()
+        async with _failure_noted(folder), local_mesh(config, folder, shutdown, console) as mesh:
             try:
                 await _train(mesh)
                 account = await mesh.answer(lambda: queue_account(mesh.store, config), "the queue's account of the run")
@@ -44,6 +47,16 @@ async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -
                 with contextlib.suppress(StoreUnavailable, OSError):
                     await mesh.evaluations.update()
                 return RunResult(folder=folder, account=None)
+
+
+@contextlib.asynccontextmanager
+async def _failure_noted(folder: RunFolder) -> AsyncIterator[None]:
+    """Write a failure of the run into its folder, for the audit, the report and ``rollmesh status``."""
+    try:
+        yield
+    except ServiceFailed as error:
+        folder.note_failure(str(error))
+        raise
 
 
 async def _train(mesh: LocalMesh) -> None:
@@ -57,9 +70,11 @@ async def _train(mesh: LocalMesh) -> None:
         await mesh.pause(False)
         mesh.progress.note(f"training to step {mesh.config.trainer.train_steps}; Ctrl-C drains and keeps everything")
         await mesh.until(lambda: _trained(mesh), "the last train step")
+        await mesh.refuse_unserved()
         if before_and_after:
             await evaluate_version(mesh, await mesh.answer(mesh.latest_version, "the last policy version"))
         await finish_evaluations(mesh)
+        await mesh.refuse_unserved()
 
 
 async def _trained(mesh: LocalMesh) -> bool:

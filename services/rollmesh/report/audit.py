@@ -147,6 +147,7 @@ def _audit(
         rescoring=rescoring,
         config_problem=folder.config_problem,
         on_new_version=None if folder.config is None else folder.config.generator.on_new_version,
+        failure=folder.failure,
     )
     return _result(folder, findings, account)
 

@@ -48,11 +48,15 @@ class Findings:
     config_problem: str | None
     on_new_version: str | None
     """``generator.on_new_version``; None where the run file is not known."""
+    failure: str
+    """The error that ended the run; empty when it did not fail."""
 
 
 def problems(found: Findings) -> Iterator[str]:
     """Everything that does not hold, in plain words."""
     trained = found.trained
+    if found.failure:
+        yield f"the run failed: {found.failure}"
     if found.steps.committed < 1 or not trained.groups:
         yield "nothing has been trained and committed, so there is nothing to vouch for"
     yield from _state_problems(found.steps)

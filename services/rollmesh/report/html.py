@@ -86,6 +86,7 @@ def render(folder: RecordedRun, summary: RunSummary, plots: Sequence[Plot]) -> s
         .get_template(TEMPLATE)
         .render(
             summary=summary,
+            failure=folder.failure,
             sentences=sentences(summary),
             facts=facts(summary),
             headline=_headline(summary),

@@ -6,6 +6,7 @@ timeline.jsonl      one object per second of the mesh
 evaluations.jsonl   one object per evaluated policy version
 samples.jsonl       completions, for people
 audit.json          the last audit
+failure.json        why the run failed, if it did
 logs/  plots/  checkpoints/
 """
 
@@ -25,6 +26,7 @@ from rollmesh.scheduling.presets import resolve_schedule
 from rollmesh.scheduling.schedule import Schedule
 
 Record = Mapping[str, Any]
+FAILURE_FILE = "failure.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,12 @@ class RecordedRun:
     def samples(self) -> JsonLines:
         """Sample completions."""
         return read_json_lines(self.path / "samples.jsonl")
+
+    @cached_property
+    def failure(self) -> str:
+        """Why the run failed when it was last started; empty when it did not."""
+        lines = read_json_lines(self.path / FAILURE_FILE).records
+        return str(lines[0].get("message", "")) if lines else ""
 
     @property
     def checkpoints(self) -> Path:

@@ -15,6 +15,7 @@ from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.periodic import PeriodicEvaluations
+from rollmesh.rollout.refusals import RefusedPolicies
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
@@ -58,6 +59,7 @@ class Leader:
         renew_seconds: float,
         metrics: RolloutMetrics,
         health: Health,
+        refusals: RefusedPolicies | None = None,
     ) -> None:
         self._store = store
         self._schedule = schedule
@@ -75,6 +77,8 @@ class Leader:
         self._reap_due = 0.0
         self._count_due = 0.0
         self._failed = ""
+        self._refusals = refusals
+        self._refused = ""
         self._reported: str | None = None
         self._waiting = _Waiting()
         self._log = get_logger("leader")
@@ -128,12 +132,13 @@ class Leader:
         if time.monotonic() >= self._count_due:
             self._count_due = time.monotonic() + _COUNT_SECONDS
             self._metrics.mesh.counted(await self._store.counts())
+            self._refused = await self._judge_refusals(view)
         if view.recovering:
             # Redis may have come back as an earlier state: what it was told before is not what it holds now.
             self._written, self._reported = None, None
             self._evaluations.forget()
         decisions = decide(self._schedule, view)
-        failure = decisions.fail or self._failed
+        failure = decisions.fail or self._failed or self._refused
         if failure != self._reported:
             await self._report(failure)
         desired = bool(failure) or decisions.desired.paused
@@ -156,6 +161,12 @@ class Leader:
             if reaped:
                 self._log.warning("trajectories_of_dead_sessions_returned", count=reaped)
         return bool(decisions.evict or decisions.cut or decisions.admit_groups)
+
+    async def _judge_refusals(self, view: MeshView) -> str:
+        """Why refused policies end the run; while a version is pinned, the newest need not be served."""
+        if self._refusals is None or await self._store.pinned_policy() is not None:
+            return ""
+        return self._refusals.judge(time.monotonic(), view.policy_version, await self._store.generators())
 
     async def _write(self, desired: Desired, *, blocked: bool) -> None:
         assert self._token is not None

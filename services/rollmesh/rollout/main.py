@@ -23,6 +23,7 @@ from rollmesh.rollout.periodic import PeriodicEvaluations
 from rollmesh.rollout.programs import Program, SingleTurnProgram
 from rollmesh.rollout.programs.environment import EnvironmentProgram
 from rollmesh.rollout.programs.outside import OutsideProgram
+from rollmesh.rollout.refusals import RefusedPolicies
 from rollmesh.rollout.replica import Replica
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
@@ -132,6 +133,7 @@ async def open_replica(
         renew_seconds=config.store.heartbeat_seconds,
         metrics=metrics,
         health=health,
+        refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
     )
     evaluator = Evaluator(
         EvaluatorParts(

@@ -237,6 +237,26 @@ async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_
     await run.serving(2)
 
 
+async def test_a_generator_registers_the_versions_that_it_refuses_in_a_row_until_one_passes(make_run):
+    run = await make_run()
+    await run.publish(0)
+    run.start()
+    await run.serving(0)
+
+    async def registered(version: int | None, count: int) -> bool:
+        (record,) = await run.store.generators()
+        return (record.refused_version, record.refused_count) == (version, count)
+
+    for version in (1, 2):
+        await run.publish(version, hidden_size=64)
+        await run.until(f"version {version} refused", lambda version=version: registered(version, version))
+    (record,) = await run.store.generators()
+    assert record.refused_reason.startswith("foreign_architecture: ")
+    await run.publish(3)
+    await run.serving(3)
+    await run.until("no refusal", lambda: registered(None, 0))
+
+
 async def test_a_context_that_no_policy_of_the_model_can_have_ends_the_generator(make_run):
     run = await make_run(max_context_tokens=513)
     await run.publish(0)
