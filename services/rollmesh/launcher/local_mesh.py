@@ -236,7 +236,10 @@ async def local_mesh(
         samples=folder.samples,
     )
     security = PortSecurity.from_config(config.security)
-    async with running_store(config, folder, owner=True) as running, AdminClient(security) as client:
+    async with (
+        running_store(config, folder, owner=True, note=progress.note) as running,
+        AdminClient(security) as client,
+    ):
         sampler = MeshSampler(running.store, folder, client)
         await running.store.init_run(run_limits(config))
         with progress:

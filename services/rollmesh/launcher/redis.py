@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from rollmesh.config import RunConfig
@@ -27,18 +27,21 @@ class RunningStore:
 
 
 @contextlib.asynccontextmanager
-async def running_store(config: RunConfig, folder: RunFolder, *, owner: bool = False) -> AsyncIterator[RunningStore]:
+async def running_store(
+    config: RunConfig, folder: RunFolder, *, owner: bool = False, note: Callable[[str], None] = lambda _: None
+) -> AsyncIterator[RunningStore]:
     """Connect to the run's store.
 
     An embedded server that does not run is started, watched, and stopped at the end; one that was found (another
     command uses it) is left alone, unless the caller is its ``owner``: the launcher that holds the folder's lock also
-    takes over what a launcher that was killed has left running, or what a command that only looks will stop.
+    takes over what a launcher that was killed has left running, or what a command that only looks will stop. ``note``
+    hears what a repair of the server's files has lost.
     """
     if config.store.url is not None:
         async with connected_store(config, config.store.url) as store:
             yield RunningStore(store=store, url=config.store.url)
         return
-    server = embedded_server(config, folder)
+    server = embedded_server(config, folder, note)
     ours = await asyncio.to_thread(server.start)
     stopping = asyncio.Event()
     watch = asyncio.create_task(_keep_up(server, stopping), name="watch-redis") if ours or owner else None
@@ -69,7 +72,9 @@ async def connected_store(config: RunConfig, url: str) -> AsyncIterator[Trajecto
         await store.aclose()
 
 
-def embedded_server(config: RunConfig, folder: RunFolder) -> EmbeddedServer:
+def embedded_server(
+    config: RunConfig, folder: RunFolder, note: Callable[[str], None] = lambda _: None
+) -> EmbeddedServer:
     """The embedded server of a run folder, started or not."""
     password = config.store.password
     options = EmbeddedOptions(
@@ -77,7 +82,7 @@ def embedded_server(config: RunConfig, folder: RunFolder) -> EmbeddedServer:
         maxmemory_bytes=config.store.maxmemory_bytes,
         password=None if password is None else password.get_secret_value(),
     )
-    return EmbeddedServer(folder.redis, options)
+    return EmbeddedServer(folder.redis, options, note)
 
 
 async def _announce_stop(store: TrajectoryStore) -> None:

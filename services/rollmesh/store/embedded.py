@@ -20,13 +20,16 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from rollmesh.errors import StoreUnavailable
+from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.ports import free_port
+from rollmesh.store.append_only_repair import cut, names_damage, set_aside
 
 _SOCKET_PATH_LIMIT = 100
 _START_SECONDS = 30.0
@@ -58,9 +61,13 @@ class EmbeddedOptions:
 class EmbeddedServer:
     """Starts, finds, stops and restarts the server of one folder. Blocking; use ``asyncio.to_thread`` in a loop."""
 
-    def __init__(self, folder: Path, options: EmbeddedOptions | None = None) -> None:
+    def __init__(
+        self, folder: Path, options: EmbeddedOptions | None = None, note: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """``note`` hears what a repair of damaged files has lost."""
         self.folder = folder.resolve()
         self.options = options or EmbeddedOptions()
+        self._note = note
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -90,8 +97,34 @@ class EmbeddedServer:
         return pid if isinstance(pid, int) and self._is_ours(pid) else None
 
     def start(self) -> bool:
-        """Make sure that the server runs and answers; True when this call started it, False when it was found."""
+        """Make sure that the server runs and answers; True when this call started it, False when it was found.
+
+        After a start that failed for damaged files the newest one is cut, and the server started again; if that fails
+        too, they are set aside.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
+        log = self.folder / "redis.log"
+        for repair in (cut, lambda files, _: set_aside(files)):
+            logged = log.stat().st_size if log.exists() else 0
+            try:
+                return self._start_once()
+            except StoreUnavailable:
+                ended = self._process is not None and self._process.poll() is not None
+                if not (ended and names_damage(_text_from(log, logged))):
+                    raise
+                self._repair(repair)
+        return self._start_once()
+
+    def _repair(self, repair: Callable[[Path, Path], str]) -> None:
+        """Apply a repair to the append-only files, unless another process has the server or repairs them."""
+        files = self.folder / "appendonlydir"
+        with open(self.folder / "lock", "a", encoding="utf-8") as lock:
+            lost = repair(files, find_server_binary()) if files.is_dir() and _locked(lock.fileno()) else ""
+        if lost:
+            get_logger("redis").error("append_only_file_repaired", message=lost)
+            self._note(lost)
+
+    def _start_once(self) -> bool:
         deadline = time.monotonic() + _START_SECONDS
         with open(self.folder / "lock", "a", encoding="utf-8") as lock:
             while not _locked(lock.fileno()):
@@ -245,6 +278,12 @@ def _quoted(text: str) -> str:
     for character, written in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r")):
         text = text.replace(character, written)
     return f'"{text}"'
+
+
+def _text_from(file: Path, offset: int) -> str:
+    with file.open("rb") as lines:
+        lines.seek(offset)
+        return lines.read().decode(errors="replace")
 
 
 def _locked(descriptor: int) -> bool:

