@@ -55,6 +55,8 @@ class MeshView:
     """Groups admitted and neither consumed, filtered, evicted nor dead (open, ready or cut)."""
     open_groups: int
     ready_groups: int
+    listed: bool = True
+    """Whether the groups themselves were read; without them ``ready`` and ``stalest_open`` are empty."""
     ready: tuple[GroupView, ...]
     """Ready groups in admission order, a bounded prefix (at least 2B), plus those with the smallest min_train_step."""
     stalest_open: tuple[GroupView, ...]
@@ -82,8 +84,16 @@ class MeshView:
     """Zero-variance groups since the last ready one."""
     unscored_in_a_row: int = 0
     """Groups dropped for want of two scores since the last group that had them."""
+    blocked_by: str = ""
+    """Name of the set of groups that blocks the cut (Decisions.blocked_by), as the leader last stored it."""
     blocked_since: float | None
-    """Redis time since when a stale open group has blocked the cut; None when nothing blocks."""
+    """Redis time since when that set blocks the cut; None when nothing blocks."""
+    registered_generators: int
+    """Generators with a valid registration, whether they serve or load a policy."""
+    desired: Desired = Desired(pool_size=0)
+    """The desired state as it is stored; an empty pool before the leader has written one."""
+    failure: str = ""
+    """Why the current leader reported that the run cannot continue; empty while it can."""
     recovering: bool
     """Redis came back as an earlier state and is being re-registered: no admission, no cut, no reaping."""
     user_paused: bool
@@ -110,12 +120,18 @@ class Decisions:
     cut: tuple[str, ...] | None = None
     """Ordered group ids of batch cut_step + 1; None while it cannot be cut."""
     evict: tuple[Eviction, ...] = ()
-    blocked: bool = False
-    """Whether a stale open group blocks the cut (the store keeps since when)."""
+    blocked_by: str = ""
+    """Name of the set of groups that blocks the cut; empty when nothing blocks. The store keeps since when the name is
+    the same."""
     waiting_for: str = ""
     """What the next cut waits for, in words."""
     fail: str = ""
     """Non-empty ends the run with this error."""
+
+    @property
+    def blocked(self) -> bool:
+        """Whether unfinished groups block the cut."""
+        return bool(self.blocked_by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,10 @@ class ScheduleConfig(Section):
     """pace: a group that the next step would push over the bound blocks the cut until it finishes;
     mask_old_segments: its old tokens leave the loss; evict: it is dropped (length bias; opt-in)."""
     straggler_timeout_seconds: float = Field(default=600.0, gt=0)
-    """How long ``pace`` waits for a straggler before it is evicted and counted."""
+    """How long the same set of unfinished groups may block the next batch before these groups are evicted and counted.
+    A set blocks when the batch must contain it (``pace``), or when the batch lacks groups, no group can be admitted, no
+    trajectory waits for a lease or a reward, and part of the pool is idle. The time starts anew with another set, and
+    in the second case with every trajectory that ends; it does not count while no generator is registered."""
     filter_zero_variance: bool = False
     """Drop groups whose rewards are all equal; refunds their capacity."""
     max_filtered_in_a_row: int | None = Field(default=None, ge=1)

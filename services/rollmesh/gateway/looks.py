@@ -20,7 +20,7 @@ from rollmesh.gateway.models import (
     StalenessBin,
 )
 from rollmesh.mesh import Desired, MeshView
-from rollmesh.scheduling.decide import decide
+from rollmesh.scheduling.decide import decide, needs_groups
 from rollmesh.scheduling.schedule import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import EvalRecord, StoreCounts
@@ -48,11 +48,12 @@ class Look:
     """Worker name by session."""
 
 
-async def read_look(store: TrajectoryStore) -> Look:
+async def read_look(store: TrajectoryStore, schedule: Schedule) -> Look:
     """Read everything but single trajectories."""
     rollback = await store.rollback_request()
+    view = await store.view(groups=False)
     return Look(
-        view=await store.view(),
+        view=await store.view() if needs_groups(schedule, view) else view,
         counts=await store.counts(),
         desired=await store.desired(),
         generators=await store.generators(),

@@ -106,7 +106,7 @@ class Sampler:
             async with asyncio.timeout(_LOOK_SECONDS):
                 await self._read_folder()
                 await self._reports.read_queue()
-                look = await read_look(self._store)
+                look = await read_look(self._store, self._schedule)
                 await self._read_slow_facts()
                 delta = await self._follow(look)
         except (StoreError, TimeoutError) as error:

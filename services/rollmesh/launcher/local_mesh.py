@@ -218,7 +218,7 @@ class LocalMesh:
         return any(g.serving for g in await self.store.generators())
 
     async def _idle(self) -> bool:
-        view = await self.store.view()
+        view = await self.store.view(groups=False)
         return view.leased == 0
 
 

@@ -61,8 +61,8 @@ class MeshSample:
     def to_json(self) -> str:
         """One line of ``timeline.jsonl``."""
         view = asdict(self.view)
-        for large in ("ready", "stalest_open"):
-            view.pop(large)
+        for left_out in ("listed", "ready", "stalest_open", "desired", "failure"):
+            view.pop(left_out)
         generators = [asdict(load) for load in self.loads]
         record: dict[str, Any] = {
             "t": self.t,
@@ -104,7 +104,7 @@ class MeshSampler:
         counts = await self._store.counts()
         sample = MeshSample(
             t=time.time(),
-            view=await self._store.view(),
+            view=await self._store.view(groups=False),
             generators=tuple(await self._store.generators()),
             loads=tuple(loads),
             generated_token_total=self._generated.total,

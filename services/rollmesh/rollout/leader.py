@@ -20,13 +20,16 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
-from rollmesh.scheduling import Schedule, decide
+from rollmesh.scheduling import Schedule, decide, needs_groups
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import NewGroup
 from rollmesh.tasks.sources.protocol import PromptSource
 
-_BUSY_SECONDS = 0.05
+_BUSY_SECONDS = 0.1
+"""Between the beginnings of two looks, after something has changed: at most ten looks a second."""
 _IDLE_SECONDS = 0.25
+_REST_SECONDS = 0.05
+"""After a look that took longer than its interval: the other loops of the process need time too."""
 _STANDBY_SECONDS = 1.0
 _REAP_SECONDS = 2.0
 _COUNT_SECONDS = 2.0
@@ -72,14 +75,12 @@ class Leader:
         metrics.mesh.limits(schedule)
         self._prompts: PromptSource | None = None
         self._token: str | None = None
-        self._written: tuple[Desired, bool] | None = None
         self._renew_due = 0.0
         self._reap_due = 0.0
         self._count_due = 0.0
         self._failed = ""
         self._refusals = refusals
         self._refused = ""
-        self._reported: str | None = None
         self._waiting = _Waiting()
         self._log = get_logger("leader")
 
@@ -89,10 +90,10 @@ class Leader:
         before: MeshView | None = None
         while not shutdown.is_set():
             self._health.beat("leader")
-            wait = _STANDBY_SECONDS
+            began, wait = time.monotonic(), _STANDBY_SECONDS
             try:
                 if await self._leads():
-                    view = await self._store.view()
+                    view = await self._look()
                     wait = _BUSY_SECONDS if await self._act(view) or _changed(before, view) else _IDLE_SECONDS
                     before = view
             except SessionLost as error:
@@ -103,7 +104,7 @@ class Leader:
             except StoreUnavailable as error:
                 self._log.warning("store_unavailable", message=str(error))
             self._metrics.leader.set(0 if self._token is None else 1)
-            await wait_or_shutdown(shutdown, wait)
+            await wait_or_shutdown(shutdown, max(_REST_SECONDS, wait - (time.monotonic() - began)))
         self._health.unwatch("leader")
         if self._token is not None:
             await self._store.resign(self._token)
@@ -112,7 +113,6 @@ class Leader:
         now = time.monotonic()
         if self._token is None:
             self._token = await self._store.acquire_leadership(self._candidate)
-            self._written, self._reported = None, None
             self._evaluations.forget()
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
@@ -125,6 +125,11 @@ class Leader:
                 raise SessionLost("another replica leads now")
         return self._token is not None
 
+    async def _look(self) -> MeshView:
+        """Read the mesh; single groups only where the decision depends on them."""
+        view = await self._store.view(groups=False)
+        return await self._store.view() if needs_groups(self._schedule, view) else view
+
     async def _act(self, view: MeshView) -> bool:
         """Apply the decisions on one view; returns whether anything but the desired state was changed."""
         assert self._token is not None
@@ -134,21 +139,20 @@ class Leader:
             self._metrics.mesh.counted(await self._store.counts())
             self._refused = await self._judge_refusals(view)
         if view.recovering:
-            # Redis may have come back as an earlier state: what it was told before is not what it holds now.
-            self._written, self._reported = None, None
+            # Redis may have come back as an earlier state, without the evaluations that were requested since.
             self._evaluations.forget()
         decisions = decide(self._schedule, view)
         failure = decisions.fail or self._failed or self._refused
-        if failure != self._reported:
+        if failure != view.failure:
             await self._report(failure)
         desired = bool(failure) or decisions.desired.paused
         self._metrics.mesh.paused(view, desired=desired, failed=bool(failure))
         if failure:
             stop = Desired(pool_size=self._schedule.pool_size, paused=True, reason=failure)
-            await self._write(stop, blocked=False)
+            await self._write(view, stop)
             return False
         # The desired state first: groups must never be leased under a version floor from before their admission.
-        await self._write(decisions.desired, blocked=decisions.blocked)
+        await self._write(view, decisions.desired, decisions.blocked_by)
         self._explain(decisions.waiting_for)
         await self._evict(decisions)
         await self._cut(view, decisions)
@@ -168,11 +172,11 @@ class Leader:
             return ""
         return self._refusals.judge(time.monotonic(), view.policy_version, await self._store.generators())
 
-    async def _write(self, desired: Desired, *, blocked: bool) -> None:
+    async def _write(self, view: MeshView, desired: Desired, blocked_by: str = "") -> None:
+        """Write the desired state where the store holds another one, whoever wrote or lost it."""
         assert self._token is not None
-        if self._written != (desired, blocked):
-            await self._store.set_desired(self._token, desired, blocked=blocked)
-            self._written = (desired, blocked)
+        if (view.desired, view.blocked_by) != (desired, blocked_by):
+            await self._store.set_desired(self._token, desired, blocked_by)
 
     async def _report(self, failure: str) -> None:
         """Whoever supervises the run reads the failure; a leader that sees none takes an earlier one back."""
@@ -180,7 +184,6 @@ class Leader:
         if failure:
             self._log.error("run_failed", message=failure)
         await self._store.report_failure(self._token, failure)
-        self._reported = failure
 
     def _explain(self, waiting_for: str) -> None:
         now, waiting = time.monotonic(), self._waiting

@@ -31,10 +31,18 @@ def stale_groups(schedule: Schedule, view: MeshView) -> tuple[Eviction, ...]:
 
     Under ``pace`` there are none, unless someone lowered the bound or rolled the trainer forward.
     """
-    if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS:
+    if not any_stale(schedule, view):
         return ()
     known = {g.group_id: g for g in (*view.ready, *view.stalest_open)}
     return tuple(Eviction(group_id=g.group_id, reason="stale") for g in known.values() if _over(schedule, view, g))
+
+
+def any_stale(schedule: Schedule, view: MeshView) -> bool:
+    """Whether some open or ready group is over the bound; its counts tell, without the groups themselves."""
+    steps = view.unclaimed_by_step
+    if not steps or schedule.on_stale is OnStale.MASK_OLD_SEGMENTS:
+        return False
+    return view.cut_step - steps[0][0] > schedule.max_staleness
 
 
 def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
@@ -42,6 +50,8 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
     batch = schedule.groups_per_batch
     if view.cut_step != view.trained_step:
         return CutPlan(waiting_for=f"the trainer: step {view.cut_step} is cut and not trained yet")
+    if view.ready_groups < batch:
+        return CutPlan(waiting_for=f"{batch - view.ready_groups} more ready groups of {batch}")
     ready = {g.group_id: g for g in view.ready if not _over(schedule, view, g)}
     in_order = sorted(ready.values(), key=lambda g: g.admission_index)
     if len(in_order) < batch:

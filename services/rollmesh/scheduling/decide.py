@@ -8,17 +8,60 @@ from __future__ import annotations
 
 from rollmesh.mesh import Decisions, Desired, Eviction, MeshView
 from rollmesh.scheduling.admission import groups_to_admit, start_at_version
-from rollmesh.scheduling.cutting import CutPlan, plan_cut, stale_groups
+from rollmesh.scheduling.cutting import CutPlan, any_stale, plan_cut, stale_groups
 from rollmesh.scheduling.schedule import Schedule
+from rollmesh.scheduling.stragglers import blocking_set, stragglers, timed_out
+
+
+def needs_groups(schedule: Schedule, view: MeshView) -> bool:
+    """Whether ``decide`` has to see single groups: a cut, an eviction or the end of the run is possible.
+
+    It is not while a batch is generated, so that these views cost the same at every batch size.
+    """
+    if view.listed:
+        return False
+    if _is_winding_down(schedule, view):
+        return view.open_groups + view.ready_groups > 0
+    if _at_rest(schedule, view) is not None:
+        return False
+    cut_possible = view.cut_step == view.trained_step and view.ready_groups >= schedule.groups_per_batch
+    return cut_possible or any_stale(schedule, view) or timed_out(schedule, view, view.blocked_by)
 
 
 def decide(schedule: Schedule, view: MeshView) -> Decisions:
-    """What to admit, cut, evict and desire, given one consistent view.
+    """Decide what to admit, cut, evict and desire, given one consistent view.
 
     The caller stores ``desired`` before it admits: new groups must never be leased under an older version floor.
+    Raises ValueError for a view without the groups that the decision depends on (``needs_groups``).
     """
-    if view.trained_enough or view.cut_step >= schedule.train_steps:
+    if needs_groups(schedule, view):
+        raise ValueError("decide: this view allows a cut or an eviction: read it with its groups")
+    if _is_winding_down(schedule, view):
         return _wind_down(schedule, view)
+    if (resting := _at_rest(schedule, view)) is not None:
+        return resting
+    plan = plan_cut(schedule, view)
+    if schedule.barrier and plan.group_ids is not None:
+        return Decisions(desired=_desired(schedule, view, 0, _barrier(view.cut_step + 1)), cut=plan.group_ids)
+    admitted, not_admitted = groups_to_admit(schedule, view)
+    blocked_by = blocking_set(schedule, view, plan, admitted)
+    return Decisions(
+        desired=_desired(schedule, view, admitted),
+        admit_groups=admitted,
+        cut=plan.group_ids,
+        evict=stale_groups(schedule, view) + stragglers(schedule, view, plan, blocked_by),
+        blocked_by=blocked_by,
+        waiting_for=_waiting(plan, view, not_admitted),
+    )
+
+
+def _is_winding_down(schedule: Schedule, view: MeshView) -> bool:
+    """Whether the last batch of the run has been cut."""
+    return view.trained_enough or view.cut_step >= schedule.train_steps
+
+
+def _at_rest(schedule: Schedule, view: MeshView) -> Decisions | None:
+    """What to desire while nothing is cut, evicted or admitted; None while the mesh works."""
     if fail := _hopeless(schedule, view):
         return Decisions(desired=_desired(schedule, view, 0, "the run has failed"), fail=fail)
     if view.recovering:
@@ -28,19 +71,7 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
     if schedule.barrier and view.cut_step > view.policy_train_step >= 0:
         reason = _barrier(view.cut_step)
         return Decisions(desired=_desired(schedule, view, 0, reason), waiting_for=reason)
-    plan = plan_cut(schedule, view)
-    if schedule.barrier and plan.group_ids is not None:
-        return Decisions(desired=_desired(schedule, view, 0, _barrier(view.cut_step + 1)), cut=plan.group_ids)
-    evicted = stale_groups(schedule, view) + _stragglers(schedule, view, plan)
-    admitted, not_admitted = groups_to_admit(schedule, view)
-    return Decisions(
-        desired=_desired(schedule, view, admitted),
-        admit_groups=admitted,
-        cut=plan.group_ids,
-        evict=evicted,
-        blocked=bool(plan.blocking),
-        waiting_for=_waiting(plan, view, not_admitted),
-    )
+    return None
 
 
 def _hopeless(schedule: Schedule, view: MeshView) -> str:
@@ -73,12 +104,6 @@ def _desired(schedule: Schedule, view: MeshView, admitted: int, paused: str = ""
 
 def _barrier(train_step: int) -> str:
     return f"barrier: waiting for the policy of train step {train_step}"
-
-
-def _stragglers(schedule: Schedule, view: MeshView, plan: CutPlan) -> tuple[Eviction, ...]:
-    if view.blocked_since is None or view.now - view.blocked_since < schedule.straggler_timeout_seconds:
-        return ()
-    return tuple(Eviction(group_id=g.group_id, reason="straggler_timeout") for g in plan.blocking)
 
 
 def _wind_down(schedule: Schedule, view: MeshView) -> Decisions:

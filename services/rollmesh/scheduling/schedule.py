@@ -23,7 +23,7 @@ class OnStale(StrEnum):
     PACE = "pace"
     """It blocks the cut until it finishes, or is evicted after the straggler time-out."""
     MASK_OLD_SEGMENTS = "mask_old_segments"
-    """Its old tokens leave the loss; nothing blocks and nothing is dropped."""
+    """Its old tokens leave the loss; it neither blocks the cut nor is dropped for them."""
     EVICT = "evict"
     """It is dropped once it is over the bound: length bias, opt-in."""
 

@@ -66,8 +66,11 @@ class Leader:
         )
         return Cursor(epoch=int(epoch or 0), index=int(index or 0))
 
-    async def set_desired(self, leader: str, desired: Desired, blocked: bool | None = None) -> None:
-        """Write the desired state; ``blocked`` (Decisions.blocked) starts or clears MeshView.blocked_since."""
+    async def set_desired(self, leader: str, desired: Desired, blocked_by: str = "") -> None:
+        """Write the desired state, and which set of groups blocks the cut (Decisions.blocked_by).
+
+        MeshView.blocked_since starts anew with another set and is cleared without one.
+        """
         await self._connection.run(
             "set_desired",
             leader,
@@ -75,8 +78,8 @@ class Leader:
             int(desired.paused),
             desired.interrupt_below_version,
             desired.reason,
-            "" if blocked is None else int(blocked),
             desired.start_at_version,
+            blocked_by,
         )
 
     async def desired(self) -> Desired:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollmesh.mesh import GroupView, MeshView
+from rollmesh.mesh import Desired, GroupView, MeshView
 from rollmesh.store.connection import Connection, Reply
 from rollmesh.store.limits import Limits
 from rollmesh.store.types import Drop, StoreCounts
@@ -24,24 +24,25 @@ class View:
         self._said_paused: bool | None = None
         """What ``set_user_paused`` said last here; None before the first time."""
 
-    async def view(self) -> MeshView:
-        """One consistent look, in O(groups_per_batch).
+    async def view(self, *, groups: bool = True) -> MeshView:
+        """Read the mesh consistently, in O(groups_per_batch); without single groups in O(1).
 
         A client that threw the switch throws it again here when Redis came back from before it: nobody else would.
         """
-        seen = await self._look()
+        seen = await self._look(groups)
         if not seen.recovering or self._said_paused in (None, seen.user_paused):
             return seen
         await self.set_user_paused(not seen.user_paused)
         return replace(seen, user_paused=not seen.user_paused)
 
-    async def _look(self) -> MeshView:
+    async def _look(self, groups: bool) -> MeshView:
         limits = await self._limits.get()
-        raw = await self._connection.run("view", 2 * limits.groups_per_batch)
-        trained_step = int(raw[1])
+        raw = await self._connection.run("view", 2 * limits.groups_per_batch if groups else 0)
+        now, trained_step = float(raw[0]) / 1000, int(raw[1])
+        blocked_by, blocked_since = _blocked(raw[14], now)
         oldest_in_loss = trained_step - limits.max_staleness if limits.mask_old_segments else None
         return MeshView(
-            now=float(raw[0]) / 1000,
+            now=now,
             trained_step=trained_step,
             cut_step=int(raw[2]),
             policy_version=int(raw[3]),
@@ -60,9 +61,14 @@ class View:
             finished_total=int(raw[24]),
             filtered_in_a_row=int(raw[13]),
             unscored_in_a_row=int(raw[20]),
-            blocked_since=float(raw[14]) / 1000 if raw[14] else None,
+            blocked_by=blocked_by,
+            blocked_since=blocked_since,
+            registered_generators=int(raw[25]),
+            desired=_desired(raw[27:32]),
+            failure=raw[26].decode(),
             recovering=bool(raw[15]),
             user_paused=raw[16] == b"1",
+            listed=groups,
             ready=_groups(raw[17], oldest_in_loss),
             stalest_open=_groups(raw[18], oldest_in_loss),
             unclaimed_by_step=tuple((int(raw[19][at]), int(raw[19][at + 1])) for at in range(0, len(raw[19]), 2)),
@@ -139,6 +145,25 @@ class View:
         """A person pauses or resumes the run: no new leases while it is paused."""
         self._said_paused = paused
         await self._connection.run("set_paused", int(paused))
+
+
+def _blocked(stored: bytes, now: float) -> tuple[str, float | None]:
+    """Name of the blocking set and since when it blocks; nothing for a time that the server's clock has not reached."""
+    since, _, name = stored.partition(b" ")
+    if not name or int(since) / 1000 > now:
+        return "", None
+    return name.decode(), int(since) / 1000
+
+
+def _desired(fields: Sequence[bytes]) -> Desired:
+    pool_size, paused, interrupt_below, reason, start_at = fields
+    return Desired(
+        pool_size=int(pool_size),
+        paused=paused == b"1",
+        interrupt_below_version=int(interrupt_below),
+        reason=reason.decode(),
+        start_at_version=int(start_at),
+    )
 
 
 def _groups(rows: Sequence[Reply], oldest_in_loss: int | None) -> tuple[GroupView, ...]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from structlog.testing import capture_logs
 
 from rollmesh.config.services import EvalConfig
+from rollmesh.mesh import MeshView
 from rollmesh.rollout.leader import Leader
 from rollmesh.rollout.metrics import RolloutMetrics
 from rollmesh.rollout.periodic import PeriodicEvaluations
@@ -69,6 +71,55 @@ async def test_a_desired_state_that_redis_has_forgotten_is_written_again(store) 
         await command("HSET", keys.single("meta"), "run_id", "another")
         assert not await working()
         await until(working)
+
+
+async def test_a_desired_state_that_someone_else_changed_is_written_again(store) -> None:
+    """Without any recovery: the leader compares with the view, not with what it wrote last."""
+    plan = schedule("copris")
+
+    async def working() -> bool:
+        desired = await store.desired()
+        return desired.pool_size == plan.pool_size and not desired.paused
+
+    async with leading(store, plan):
+        await until(working)
+        await store.connection.command("HSET", store.connection.keys.single("desired"), "paused", 1, "pool_size", 1)
+        await until(working)
+
+
+async def test_a_failure_that_redis_has_forgotten_is_reported_again(store) -> None:
+    plan = schedule("copris", max_filtered_in_a_row=1)
+    keys, command = store.connection.keys, store.connection.command
+
+    async def failed() -> bool:
+        return "groups in a row" in await store.failure()
+
+    async with leading(store, plan):
+        await command("HSET", keys.single("meta"), "filtered_in_a_row", 1)
+        await until(failed)
+        await command("HSET", keys.single("meta"), "failure", "")
+        await until(failed)
+
+
+async def test_the_leader_looks_at_most_ten_times_a_second_and_reads_groups_only_for_a_decision(
+    store, monkeypatch
+) -> None:
+    looks: list[tuple[float, bool]] = []
+    view = store.view
+
+    async def counted(**options: bool) -> MeshView:
+        looks.append((time.monotonic(), options.get("groups", True)))
+        return await view(**options)
+
+    monkeypatch.setattr(store, "view", counted)
+    keys, command = store.connection.keys, store.connection.command
+    async with leading(store, schedule("copris")):
+        for number in range(15):  # something changes between any two looks
+            await command("HSET", keys.single("counts"), "finished", number)
+            seen = len(looks)
+            await until(lambda seen=seen: len(looks) > seen)
+    assert not any(groups for _, groups in looks)
+    assert looks[10][0] - looks[0][0] >= 0.9
 
 
 async def test_an_evaluation_that_redis_has_forgotten_is_asked_for_again(store) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -351,15 +351,55 @@ async def test_no_leader_can_lower_the_floor_that_a_rollback_sets(store: Traject
     assert (await store.desired()).start_at_version == 4
 
 
-async def test_blocked_since_starts_once_and_is_cleared(store: TrajectoryStore) -> None:
+async def test_blocked_since_starts_anew_with_another_set_and_is_cleared(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    await store.set_desired(mesh.leader, Desired(pool_size=1), blocked=True)
-    since = (await store.view()).blocked_since
+    keys, desired = store.connection.keys, Desired(pool_size=1)
+
+    async def blocked() -> tuple[str, float | None]:
+        seen = await store.view(groups=False)
+        return seen.blocked_by, seen.blocked_since
+
+    await store.set_desired(mesh.leader, desired, "due 1")
+    name, since = await blocked()
+    assert name == "due 1"
     assert since is not None
-    await store.set_desired(mesh.leader, Desired(pool_size=1), blocked=True)
-    assert (await store.view()).blocked_since == since
-    await store.set_desired(mesh.leader, Desired(pool_size=1), blocked=False)
+    earlier = f"{int(since * 1000) - 5000} due 1"
+    await store.connection.command("HSET", keys.single("meta"), "blocked_since", earlier)
+    await store.set_desired(mesh.leader, desired, "due 1")
+    assert await blocked() == ("due 1", pytest.approx(since - 5, abs=0.002))
+    await store.set_desired(mesh.leader, desired, "due 2")
+    name, renewed = await blocked()
+    assert name == "due 2"
+    assert renewed is not None
+    assert renewed >= since
+    await store.set_desired(mesh.leader, desired)
+    assert await blocked() == ("", None)
+
+
+async def test_blocked_since_from_before_the_clock_was_set_back_is_void(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await store.set_desired(mesh.leader, Desired(pool_size=1), "due 1")
+    ahead = f"{int((await store.view()).now * 1000) + 3_600_000} due 1"
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "blocked_since", ahead)
     assert (await store.view()).blocked_since is None
+    await store.set_desired(mesh.leader, Desired(pool_size=1), "due 1")
+    seen = await store.view()
+    assert seen.blocked_since is not None
+    assert seen.blocked_since <= seen.now
+
+
+async def test_a_view_without_single_groups_carries_none(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store)
+    await mesh.admit(3)
+    await mesh.complete_all()
+    await mesh.admit(3)
+    listed, seen = await store.view(), await store.view(groups=False)
+    assert (len(listed.ready), len(listed.stalest_open)) == (3, 3)
+    assert (seen.listed, seen.ready, seen.stalest_open) == (False, (), ())
+    assert replace(seen, now=0.0, used_memory_bytes=0, memory_ratio=0.0) == replace(
+        listed, now=0.0, used_memory_bytes=0, memory_ratio=0.0, listed=False, ready=(), stalest_open=()
+    )
+    assert seen.desired == Desired(pool_size=64)
 
 
 async def test_a_failure_counts_while_its_reporter_leads(store: TrajectoryStore) -> None:

@@ -78,6 +78,7 @@ def view(**changes: Any) -> MeshView:
         "memory_ratio": 0.1,
         "filtered_in_a_row": 0,
         "blocked_since": None,
+        "registered_generators": 1,
         "recovering": False,
         "user_paused": False,
         "trained_enough": False,

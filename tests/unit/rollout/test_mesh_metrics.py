@@ -32,6 +32,7 @@ VIEW = MeshView(
     memory_ratio=0.25,
     filtered_in_a_row=1,
     blocked_since=None,
+    registered_generators=1,
     recovering=False,
     user_paused=False,
     trained_enough=False,

@@ -1,7 +1,11 @@
+import time
+import timeit
+from dataclasses import replace
+
 import pytest
 
 from rollmesh.mesh import Eviction
-from rollmesh.scheduling import decide
+from rollmesh.scheduling import decide, needs_groups
 
 from .views import group, schedule, view
 
@@ -38,14 +42,121 @@ def test_ready_groups_that_fall_due_leave_first_and_the_others_in_admission_orde
     assert decide(schedule(max_staleness=4), at_step(3, ready=ready)).cut == ("e0-1", "e0-2")
 
 
+def blocked_for(seconds, rules, seen):
+    """The same mesh once the leader has stored what blocks the cut, so many seconds later."""
+    return replace(seen, blocked_by=decide(rules, seen).blocked_by, blocked_since=seen.now - seconds)
+
+
 def test_only_the_blocking_stragglers_are_evicted_and_only_after_the_timeout():
     limited = schedule(max_staleness=2, straggler_timeout_seconds=60)
     groups = {"ready": [group(5, 3), group(6, 3)], "opened": [group(1, 1), group(2, 2), group(3, None)]}
-    assert decide(limited, at_step(3, **groups, blocked_since=1000.0 - 59)).evict == ()
-    late = decide(limited, at_step(3, **groups, blocked_since=1000.0 - 60))
+    assert decide(limited, blocked_for(59, limited, at_step(3, **groups))).evict == ()
+    late = decide(limited, blocked_for(60, limited, at_step(3, **groups)))
     assert late.evict == (Eviction(group_id="e0-1", reason="straggler_timeout"),)
     assert late.cut is None
     assert decide(limited, at_step(3, ready=groups["ready"], opened=groups["opened"][1:])).cut == ("e0-5", "e0-6")
+
+
+def test_the_straggler_timeout_starts_anew_when_other_groups_block_the_cut():
+    limited = schedule(max_staleness=2, straggler_timeout_seconds=60)
+    ready = [group(5, 3), group(6, 3)]
+    before = blocked_for(600, limited, at_step(3, ready=ready, opened=[group(1, 1)]))
+    after = at_step(3, ready=ready, opened=[group(2, 1)], blocked_by=before.blocked_by, blocked_since=400.0)
+    assert decide(limited, before).evict
+    assert decide(limited, after).blocked
+    assert decide(limited, after).blocked_by != before.blocked_by
+    assert decide(limited, after).evict == ()
+
+
+@pytest.mark.parametrize("preset", ["sync", "one_step_off", "copris", "copris_paper", "areal"])
+def test_the_straggler_timeout_fires_with_fewer_than_a_batch_of_ready_groups(preset):
+    """All groups that may be open are; one rollout is left in progress."""
+    limited = schedule(preset, straggler_timeout_seconds=60)
+    opened = [group(0), *(group(2 + index) for index in range(limited.capacity_groups - 2))]
+    seen = view(ready=[group(1)], opened=opened, unfinished=1)
+    assert decide(limited, seen).admit_groups == 0
+    assert decide(limited, blocked_for(59, limited, seen)).evict == ()
+    late = decide(limited, blocked_for(60, limited, seen))
+    assert late.evict == (Eviction(group_id="e0-0", reason="straggler_timeout"),)
+
+
+def test_the_straggler_timeout_starts_anew_with_every_rollout_that_ends():
+    limited = schedule("sync", straggler_timeout_seconds=60)
+    seen = blocked_for(600, limited, view(ready=[group(1)], opened=[group(0)], unfinished=1))
+    assert decide(limited, seen).evict
+    for change in ({"leased": 2}, {"finished_total": 1}, {"open_groups": 2, "admitted_unconsumed": 3}):
+        other = decide(limited, replace(seen, **change))
+        assert other.blocked and not other.evict, change
+
+
+@pytest.mark.parametrize(
+    "healthy",
+    [
+        {"leased": 4},
+        {"pending": 1},
+        {"partial": 1},
+        {"finished": 1},
+        {"registered_generators": 0},
+        {"cut_step": 1},
+    ],
+    ids=["all slots work", "one waits", "a partial waits", "a reward is awaited", "no generator", "the trainer works"],
+)
+def test_a_batch_that_is_being_generated_has_no_stragglers_however_long_it_takes(healthy):
+    limited = schedule("one_step_off", straggler_timeout_seconds=60)
+    seen = blocked_for(6000, limited, view(ready=[group(1)], opened=[group(0)], unfinished=1))
+    assert decide(limited, seen).evict
+    decisions = decide(limited, replace(seen, **healthy))
+    assert not decisions.blocked
+    assert decisions.evict == ()
+
+
+def unlisted(seen):
+    """The same mesh, read without single groups."""
+    return replace(seen, listed=False, ready=(), stalest_open=())
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        at_step(3, ready=[group(5, 3), group(6, 3)]),
+        at_step(3, opened=[group(1, 0)]),
+        view(trained_step=3, cut_step=100, ready=[group(5, 3)]),
+        view(ready=[group(1)], opened=[group(0)], blocked_by="lacking", blocked_since=0.0),
+    ],
+    ids=["a cut", "a stale group", "the end of the run", "a straggler"],
+)
+def test_a_view_without_groups_is_refused_where_the_decision_depends_on_them(seen):
+    rules = schedule(max_staleness=2)
+    assert needs_groups(rules, unlisted(seen))
+    with pytest.raises(ValueError, match="read it with its groups"):
+        decide(rules, unlisted(seen))
+    assert not needs_groups(rules, seen)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"cut_step": 4, "ready_groups": 9},
+        {"user_paused": True, "ready_groups": 9},
+        {"recovering": True, "ready_groups": 9},
+    ],
+    ids=["too few are ready", "the trainer works", "paused", "recovering"],
+)
+def test_single_groups_are_not_read_while_nothing_can_be_cut(changes):
+    seen = unlisted(at_step(3, ready=[group(5, 3)], opened=[group(1, 2)]))
+    assert not needs_groups(schedule(max_staleness=2), replace(seen, **changes))
+
+
+def test_a_decision_costs_the_same_at_every_batch_size_while_nothing_can_be_cut():
+    def seconds(batch):
+        rules = schedule(groups_per_batch=batch, group_size=16)
+        ready = [group(index, 3) for index in range(batch - 1)]
+        opened = [group(batch + index, 3) for index in range(batch)]
+        seen = unlisted(at_step(3, ready=ready, opened=opened))
+        return min(timeit.repeat(lambda: decide(rules, seen), number=100, repeat=30, timer=time.process_time))
+
+    assert seconds(2048) < 3 * seconds(16)
 
 
 @pytest.mark.parametrize("on_stale", ["pace", "evict"])

@@ -14,9 +14,18 @@ PRESETS = ("sync", "one_step_off", "copris", "copris_paper", "areal")
 
 
 @st.composite
-def meshes(draw, presets=PRESETS, on_stale=("pace",), crashes=True, train_steps=(1, 8), straggler_timeout=1e6):
+def meshes(
+    draw,
+    presets=PRESETS,
+    on_stale=("pace",),
+    crashes=True,
+    train_steps=(1, 8),
+    straggler_timeout=1e6,
+    least_size=1,
+    whole_pool=False,
+):
     preset = draw(st.sampled_from(presets))
-    batch, size = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    batch, size = draw(st.integers(1, 6)), draw(st.integers(least_size, 4))
     staleness = None
     if preset not in ("sync", "one_step_off"):
         staleness = draw(st.integers(0, 5))
@@ -26,7 +35,7 @@ def meshes(draw, presets=PRESETS, on_stale=("pace",), crashes=True, train_steps=
         groups_per_batch=batch,
         group_size=size,
         max_staleness=staleness,
-        pool_size=draw(st.integers(1, limit)),
+        pool_size=None if whole_pool else draw(st.integers(1, limit)),
         on_stale=draw(st.sampled_from(on_stale)),
         straggler_timeout_seconds=straggler_timeout,
         max_filtered_in_a_row=10_000,
@@ -72,13 +81,22 @@ def test_evict_keeps_the_bound_by_dropping_and_says_why(mesh):
 def test_masking_old_segments_neither_blocks_nor_drops(mesh):
     mesh.run(ticks_enough(mesh))
     assert set(mesh.evicted.values()) <= {"run_complete"}
-    assert not any(decisions.blocked for _, decisions in mesh.trace)
+    assert not any(decisions.blocked_by.startswith("due") for _, decisions in mesh.trace)
 
 
 @settings(max_examples=40, deadline=None)
 @given(meshes(presets=("copris", "copris_paper", "areal"), straggler_timeout=2.0))
 def test_a_short_straggler_timeout_drops_stragglers_and_nothing_else(mesh):
     mesh.run(ticks_enough(mesh))
+    assert set(mesh.evicted.values()) <= {"run_complete", "straggler_timeout"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(meshes(straggler_timeout=30.0, crashes=False, least_size=2, whole_pool=True), st.integers(0, 12))
+def test_one_stuck_rollout_halts_no_preset(mesh, stuck_group):
+    mesh.stuck_group = stuck_group
+    mesh.run(ticks_enough(mesh))
+    assert len(mesh.batches) == mesh.schedule.train_steps
     assert set(mesh.evicted.values()) <= {"run_complete", "straggler_timeout"}
 
 

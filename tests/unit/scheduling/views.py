@@ -46,6 +46,7 @@ def view(
         "memory_ratio": 0.0,
         "filtered_in_a_row": 0,
         "blocked_since": None,
+        "registered_generators": 1,
         "recovering": False,
         "user_paused": False,
         "trained_enough": False,

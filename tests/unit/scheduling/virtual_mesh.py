@@ -8,10 +8,10 @@ the first few of them: ``decide`` is called afresh every tick anyway.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rollmesh.mesh import Decisions, Desired, GroupView, MeshView
-from rollmesh.scheduling import AdmissionRule, OnStale, Schedule, decide
+from rollmesh.scheduling import AdmissionRule, OnStale, Schedule, decide, needs_groups
 
 
 @dataclass
@@ -49,12 +49,15 @@ class VirtualMesh:
     crash_chance: float = 0.0
     filter_chance: float = 0.0
     leader_crash_chance: float = 0.0
+    stuck_group: int | None = None
+    """Admission index of the group whose first rollout never ends."""
     now: float = 0.0
     groups: dict[str, MeshGroup] = field(default_factory=dict)
     versions: list[int] = field(default_factory=lambda: [0])
     trained_step: int = 0
     cut_step: int = 0
     desired: Desired | None = None
+    blocked_by: str = ""
     blocked_since: float | None = None
     filtered_in_a_row: int = 0
     batches: list[list[str]] = field(default_factory=list)
@@ -111,7 +114,10 @@ class VirtualMesh:
             finished=len(self.rollouts("finished")),
             memory_ratio=0.0,
             filtered_in_a_row=self.filtered_in_a_row,
+            blocked_by=self.blocked_by,
             blocked_since=self.blocked_since,
+            registered_generators=self.generators,
+            finished_total=sum(m.state in ("finished", "scored") for g in self.groups.values() for m in g.members),
             recovering=False,
             user_paused=False,
             trained_enough=self.trained_step >= self.schedule.train_steps,
@@ -131,7 +137,11 @@ class VirtualMesh:
         return decisions
 
     def lead(self) -> Decisions:
-        decisions = decide(self.schedule, self.view())
+        view = self.view()
+        decisions = decide(self.schedule, view)
+        unlisted = replace(view, listed=False, ready=(), stalest_open=())
+        if not needs_groups(self.schedule, unlisted):
+            assert decide(self.schedule, unlisted) == decisions
         assert not decisions.fail, decisions.fail
         self.trace.append((int(self.now), decisions))
         steps = [self.apply_desired, self.apply_evictions, self.apply_cut, self.apply_admission]
@@ -142,10 +152,9 @@ class VirtualMesh:
 
     def apply_desired(self, decisions: Decisions) -> None:
         self.desired = decisions.desired
-        if not decisions.blocked:
-            self.blocked_since = None
-        elif self.blocked_since is None:
-            self.blocked_since = self.now
+        if decisions.blocked_by != self.blocked_by:
+            self.blocked_by = decisions.blocked_by
+            self.blocked_since = self.now if decisions.blocked else None
         if decisions.desired.paused:
             for rollout in self.rollouts("leased"):
                 self.park(rollout)
@@ -169,11 +178,14 @@ class VirtualMesh:
             group.state = "cut"
         self.batches.append(list(decisions.cut))
         self.cut_step += 1
+        self.blocked_by, self.blocked_since = "", None
 
     def apply_admission(self, decisions: Decisions) -> None:
         for _ in range(decisions.admit_groups):
             index = len(self.groups)
             members = [Rollout(tokens_left=self.length()) for _ in range(self.schedule.group_size)]
+            if index == self.stuck_group:
+                members[0].tokens_left = 1 << 30
             self.groups[f"e0-{index}"] = MeshGroup(index, members)
         unfinished = len(self.rollouts("pending", "partial", "leased"))
         assert len(self.in_state("open", "ready", "cut")) <= self.schedule.capacity_groups

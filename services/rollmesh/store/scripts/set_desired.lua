@@ -1,8 +1,16 @@
 #!lua flags=allow-oom
--- ARGV: leader, pool size, paused (1|0), interrupt below version, reason, blocked (1|0|''), start at version.
+-- ARGV: leader, pool size, paused (1|0), interrupt below version, reason, start at version, name of the set of groups that
+-- blocks the cut ('' when none does). A set that is not the stored one blocks from now on; a time ahead of the clock was
+-- written before the clock was set back.
 require_leader(ARGV[1])
 call('HSET', K.desired, 'pool_size', ARGV[2], 'paused', ARGV[3], 'interrupt_below_version', ARGV[4], 'reason', ARGV[5],
-  'start_at_version', ARGV[7])
-if ARGV[6] == '1' then call('HSETNX', K.meta, 'blocked_since', now())
-elseif ARGV[6] == '0' then call('HDEL', K.meta, 'blocked_since') end
+  'start_at_version', ARGV[6])
+if ARGV[7] == '' then
+  call('HDEL', K.meta, 'blocked_since')
+else
+  local since, name = string.match(call('HGET', K.meta, 'blocked_since') or '', '^(%d+) (.*)$')
+  if name ~= ARGV[7] or tonumber(since) > now() then
+    call('HSET', K.meta, 'blocked_since', integer(now()) .. ' ' .. ARGV[7])
+  end
+end
 return 1

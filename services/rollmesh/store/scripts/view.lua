@@ -1,11 +1,13 @@
 #!lua flags=allow-oom
--- One consistent look at the mesh in O(bound). ARGV: bound (groups per list).
+-- One consistent look at the mesh in O(bound). ARGV: bound (groups per list), 0 for a look without single groups.
 -- Returns scalars, ready groups (id, index, step), open groups with the smallest step (same; those without tokens
 -- last), and (step, groups) over all open and ready groups with tokens.
 local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
-  'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row', 'abandoned_to')
+  'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row', 'abandoned_to', 'failure',
+  'failure_leader', 'leader')
+local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'interrupt_below_version', 'reason', 'start_at_version')
 local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total')
 local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
 local pending, partial = call('ZCARD', K.pending), call('ZCARD', K.partial)
@@ -23,7 +25,7 @@ local ratio = limit > 0 and tostring(expected / limit) or '0'
 
 -- While a rollback goes on nothing can be cut, and a leader is not to try.
 local ready, ids, seen = {}, {}, {}
-for _, key in ipairs(meta[9] and {} or {K.ready, K.ready_steps}) do
+for _, key in ipairs((meta[9] or bound == 0) and {} or {K.ready, K.ready_steps}) do
   for _, gid in ipairs(call('ZRANGE', key, 0, bound - 1)) do
     if not seen[gid] then
       seen[gid] = true
@@ -42,7 +44,7 @@ for first = 1, #ids, 1000 do
 end
 
 local open = {}
-local stalest = call('ZRANGE', K.open_steps, 0, bound - 1, 'WITHSCORES')
+local stalest = bound > 0 and call('ZRANGE', K.open_steps, 0, bound - 1, 'WITHSCORES') or {}
 for at = 1, #stalest, 2 do
   open[#open + 1] = stalest[at]
   open[#open + 1] = call('ZSCORE', K.open, stalest[at])
@@ -79,4 +81,6 @@ return {
   pending, partial, counts[1] or '0', counts[2] or '0', ratio, meta[5], meta[6] or '', is_recovering,
   meta[7] or '0', ready, open, by_step, meta[8] or '0',
   used, limit, counts[3] or '0', finished_total,
+  call('ZCOUNT', K.generator_expiry, now(), '+inf'), meta[10] and meta[11] == meta[12] and meta[10] or '',
+  desired[1] or '0', desired[2] or '0', desired[3] or '0', desired[4] or '', desired[5] or '0',
 }

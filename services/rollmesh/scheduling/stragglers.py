@@ -1,0 +1,57 @@
+"""Unfinished groups that block the next batch, and their eviction after the straggler time-out.
+
+A set of groups blocks the batch when nothing but the end of these groups lets it be cut. There are two such sets:
+
+due      B groups are ready, but the batch must also contain unfinished groups (the rule of ``cutting.py``): those.
+lacking  Fewer than B groups are ready, no group can be admitted, no trajectory waits for a lease or a reward, and part
+         of the pool is idle: the oldest open groups, as many as the batch lacks. Which set it is follows from the
+         trajectories in progress: it is another set as soon as one of them ends.
+
+While every slot that the batch can fill is filled, the batch is being generated, however long that takes. The time-out
+counts from the moment since when the same set blocks; the store keeps it beside the name of the set. It does not count
+while no generator is registered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from rollmesh.mesh import Eviction, MeshView
+from rollmesh.scheduling.cutting import CutPlan
+from rollmesh.scheduling.schedule import Schedule
+
+
+def blocking_set(schedule: Schedule, view: MeshView, plan: CutPlan, admitted: int) -> str:
+    """Name of the set of groups that blocks the cut; empty when none does."""
+    if plan.group_ids is not None or not view.registered_generators:
+        return ""
+    if plan.blocking:
+        ids = " ".join(group.group_id for group in plan.blocking)
+        return "due " + hashlib.blake2b(ids.encode(), digest_size=8).hexdigest()
+    return "" if admitted else _lacking(schedule, view)
+
+
+def stragglers(schedule: Schedule, view: MeshView, plan: CutPlan, blocked_by: str) -> tuple[Eviction, ...]:
+    """Evictions of the groups of the blocking set, once it has blocked the cut for the straggler time-out."""
+    if not blocked_by or not timed_out(schedule, view, blocked_by):
+        return ()
+    groups = plan.blocking or view.stalest_open[: schedule.groups_per_batch - view.ready_groups]
+    return tuple(Eviction(group_id=group.group_id, reason="straggler_timeout") for group in groups)
+
+
+def timed_out(schedule: Schedule, view: MeshView, blocked_by: str) -> bool:
+    """Whether this very set has blocked the cut for the straggler time-out."""
+    if view.blocked_by != blocked_by or view.blocked_since is None:
+        return False
+    return view.now - view.blocked_since >= schedule.straggler_timeout_seconds
+
+
+def _lacking(schedule: Schedule, view: MeshView) -> str:
+    if view.cut_step != view.trained_step or view.ready_groups >= schedule.groups_per_batch:
+        return ""
+    if view.pending + view.partial + view.finished:
+        return ""
+    slots = min(schedule.pool_size, (view.open_groups + view.ready_groups) * schedule.group_size)
+    if not 0 < view.leased < slots:
+        return ""
+    return f"lacking {view.cut_step} {view.open_groups} {view.leased} {view.finished_total}"
