@@ -23,7 +23,6 @@ from rollmesh.holding.held import Held
 from rollmesh.holding.metrics import HoldingMetrics
 from rollmesh.holding.policies import Policies
 from rollmesh.holding.ports import GenerationPort
-from rollmesh.holding.routing import Need
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, Segment
@@ -108,23 +107,25 @@ class Caller:
         params: SamplingParams,
         *,
         save: SaveTokens | None,
+        durable: bool = True,
         pinned_version: int | None = None,
     ) -> FinishReason:
         """Append up to ``budget`` tokens to the trajectory; returns STOP or LENGTH.
 
-        ``save`` is called before every call and after every chunk but a call's last; None when nothing is saved before
-        the end: then no call is held back either. Raises Parked or LetGo (``held.check``), DataError when the
-        generator refuses the request itself as wrong, and EngineError when call after call breaks without a token.
+        ``save`` is called before every call and after every chunk but a call's last; None when the queue learns nothing
+        before the end. Without ``durable`` it does not make the tokens durable: then no call is held back. Raises
+        Parked or LetGo (``held.check``), DataError when the generator refuses the request itself as wrong, and
+        EngineError when call after call breaks without a token.
         """
         goal = held.token_count + budget
-        longest = (self._limits.saving.call_token_count if save is not None else None) or budget
+        durable = durable and save is not None
+        longest = (self._limits.saving.call_token_count if durable else None) or budget
         while held.token_count < goal:
             if save is not None:
                 await save(held)
-            need = Need(min_version=held.min_version, pinned_version=pinned_version, group_id=held.trajectory.group_id)
-            with await self._generators.acquire(held, need) as seat:
+            with await self._generators.acquire(held, pinned_version) as seat:
                 end = min(goal, held.token_count + longest)
-                reason = await self._call(seat, end, params, need, save)
+                reason = await self._call(seat, end, params, save, durable)
             if held.failed_calls >= MOST_FAILED_CALLS:
                 raise EngineError(f"{held.failed_calls} generation calls in a row broke without a token")
             if reason is FinishReason.STOP or (reason is FinishReason.LENGTH and not self._goes_on(held, end)):
@@ -137,7 +138,7 @@ class Caller:
         return held.token_count == end and not full
 
     async def _call(
-        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens | None
+        self, seat: Seat, goal: int, params: SamplingParams, save: SaveTokens | None, durable: bool
     ) -> FinishReason | None:
         """One call; None when it was given up."""
         held, before = seat.held, seat.held.token_count
@@ -145,7 +146,8 @@ class Caller:
             with tracer().span(
                 "generate", held.traceparent, kind="client", generator=seat.record.instance_id, kept_tokens=before
             ) as span:
-                reason = await self._stream(seat, goal, params, need, save, span.traceparent or held.traceparent)
+                traceparent = span.traceparent or held.traceparent
+                reason = await self._stream(seat, goal, params, save, durable, traceparent)
                 span.set(tokens=held.token_count - before, ended=reason.value if reason is not None else "")
             held.failed_calls = 0
             return reason
@@ -184,7 +186,7 @@ class Caller:
         )
 
     async def _stream(
-        self, seat: Seat, goal: int, params: SamplingParams, need: Need, save: SaveTokens | None, traceparent: str
+        self, seat: Seat, goal: int, params: SamplingParams, save: SaveTokens | None, durable: bool, traceparent: str
     ) -> FinishReason | None:
         held = seat.held
         call = GenerationCall(
@@ -199,10 +201,10 @@ class Caller:
         chunks = self._client.generate(
             seat.record,
             call,
-            min_policy_version=need.min_version,
-            pinned_policy_version=need.pinned_version,
+            min_policy_version=seat.need.min_version,
+            pinned_policy_version=seat.need.pinned_version,
             traceparent=traceparent,
-            unacknowledged_token_limit=self._limits.saving.unacknowledged_token_limit if save is not None else 0,
+            unacknowledged_token_limit=self._limits.saving.unacknowledged_token_limit if durable else 0,
         )
         try:
             while True:
@@ -212,7 +214,7 @@ class Caller:
                 seat.waiting_until(None)
                 if chunk is None:
                     raise GarbageAnswer("no_finish_reason", "the stream ended without a finish reason")
-                await self._keep(held, chunk, goal, params, need)
+                await self._keep(seat, chunk, goal, params)
                 self._generators.answered_well(seat.record.instance_id)
                 if held.enough:
                     self._metrics.call_ended("enough")
@@ -222,13 +224,15 @@ class Caller:
                     return chunk.finish_reason
                 if save is not None:
                     await save(held)
+                if durable:
                     saved = held.prompt_token_count + held.saved_token_count
                     self._acknowledger.saved(seat.record, held.trajectory_id, saved)
                 held.check_lost()
         finally:
             await chunks.aclose()
 
-    async def _keep(self, held: Held, chunk: Chunk, goal: int, params: SamplingParams, need: Need) -> None:
+    async def _keep(self, seat: Seat, chunk: Chunk, goal: int, params: SamplingParams) -> None:
+        held, need = seat.held, seat.need
         if need.pinned_version is not None and chunk.policy_version > need.pinned_version:
             raise GenerationRefused(f"swapped to policy version {chunk.policy_version} under the call")
         expected = Expected(

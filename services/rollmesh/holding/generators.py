@@ -31,6 +31,8 @@ class Seat:
 
     record: GeneratorRecord
     held: Held
+    need: Need
+    """What the call needed of its generator when this one was chosen."""
     _generators: Generators
     aborted: bool = False
     """Whether the call was cut off from this side."""
@@ -107,16 +109,18 @@ class Generators:
             self._changed.set_result(None)
         self._changed = None
 
-    async def acquire(self, held: Held, need: Need) -> Seat:
+    async def acquire(self, held: Held, pinned_version: int | None = None) -> Seat:
         """A seat for the next call of a trajectory, once a generator can take it; use it as a context manager.
 
-        Raises Parked or LetGo when the trajectory has to stop while it waits.
+        What the call needs is read at every try: the version floors may rise while it waits. Raises Parked or LetGo
+        when the trajectory has to stop while it waits.
         """
         while True:
             held.check()
+            need = Need(min_version=held.min_version, pinned_version=pinned_version, group_id=held.trajectory.group_id)
             record = self._choose(need)
             if record is not None:
-                return Seat(record=record, held=held, _generators=self)
+                return Seat(record=record, held=held, need=need, _generators=self)
             if self._changed is None:
                 self._changed = asyncio.get_running_loop().create_future()
             self.waiting_count += 1

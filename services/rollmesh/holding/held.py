@@ -55,6 +55,8 @@ class Held:
         """What this worker does with it, in the trajectory's trace."""
         self.changed: Callable[[], None] = _nothing
         """Called when tokens arrive, when it is to come to rest or to go on, is lost, or is no longer held."""
+        self.first_token_reported = False
+        """Whether the queue knows the policy version of the first token although it is not saved."""
         self.enough = False
         """Whoever reads the answer needs no more of it: a call under way ends with the chunk at hand."""
         self.over = False
@@ -117,6 +119,11 @@ class Held:
         written = [s.policy_version for s in self.segments if s.source is SegmentSource.POLICY]
         self.newest_version = max(written, default=-1)
 
+    @property
+    def first_version(self) -> int | None:
+        """Policy version of the first token; None before it."""
+        return next((s.policy_version for s in self.segments if s.source is SegmentSource.POLICY), None)
+
     def unsaved(self) -> list[Segment]:
         """Segments after the saved tokens; the first one is sliced where the saved part ends inside it."""
         found: list[Segment] = []
@@ -132,6 +139,7 @@ class Held:
         """Forget every token; the queue has done so too."""
         self.segments.clear()
         self.token_count = self.saved_token_count = 0
+        self.first_token_reported = False
         self.newest_version = -1
         self.snapshot = None
 

@@ -33,6 +33,8 @@ class Rollout:
     """Tokens of the whole response, environment tokens included."""
     save: HeldWrite
     """Make the tokens so far durable."""
+    report_first_token: HeldWrite
+    """Let the queue know how old the tokens are, while none is durable."""
     restart: HeldWrite
     """Drop all tokens, saved ones too."""
     keep_snapshot: Callable[[Held, bytes], Awaitable[None]]
@@ -47,12 +49,14 @@ class Rollout:
     async def sample(self, *, durable: bool = True) -> FinishReason:
         """Let the policy continue until a stop token (STOP) or the end of the budget (LENGTH).
 
-        ``durable`` saves partial tokens on the way, unless it is an evaluation. Raises Parked or LetGo.
+        ``durable`` saves partial tokens on the way, unless it is an evaluation; else the first token is reported.
+        Raises Parked or LetGo.
         """
-        save = self.save if durable and self.pinned_version is None else None
-        return await self.caller.sample(
-            self.held, self.left, self.params, save=save, pinned_version=self.pinned_version
-        )
+        if self.pinned_version is not None:
+            version = self.pinned_version
+            return await self.caller.sample(self.held, self.left, self.params, save=None, pinned_version=version)
+        save = self.save if durable else self.report_first_token
+        return await self.caller.sample(self.held, self.left, self.params, save=save, durable=durable)
 
 
 class Program(Protocol):

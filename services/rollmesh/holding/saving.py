@@ -12,7 +12,7 @@ from rollmesh.holding.lanes import Lane
 from rollmesh.holding.sessions import WorkerSession
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.types import Append, AppendResult, Finish, ReleaseReason, Score, WriteStatus
+from rollmesh.store.types import Append, AppendResult, Finish, FirstToken, ReleaseReason, Score, WriteStatus
 from rollmesh.types import FinishReason, RewardOutcome
 
 T = TypeVar("T")
@@ -35,6 +35,7 @@ class Saver:
         self._store = store
         self._session = session
         self._appends = Lane(self._append, limit=_ITEMS_PER_WRITE)
+        self._first_tokens = Lane(self._report_first_tokens, limit=_ITEMS_PER_WRITE)
         self._finishes = Lane(self._finish, limit=_ITEMS_PER_WRITE)
         self._scores = Lane(self._score, limit=_ITEMS_PER_WRITE)
         self._releases = Lane(self._release, limit=_ITEMS_PER_WRITE)
@@ -59,6 +60,21 @@ class Saver:
         ) as span:
             await self._write(held, self._appends, item)
             span.set(saved_tokens=held.saved_token_count)
+
+    async def report_first_token(self, held: Held) -> None:
+        """Tell the queue, once, the policy version of a first token that is saved later. Raises LetGo as ``save``."""
+        version = held.first_version
+        if version is None or held.saved_token_count or held.first_token_reported:
+            return
+        item = FirstToken(trajectory_id=held.trajectory_id, policy_version=version)
+        for _ in range(2):
+            held.check_lost()
+            if (await self._first_tokens.submit(item)).status.ok:
+                held.first_token_reported = True
+                return
+            await self._session.confirm()
+        held.lose("the queue does not hold the trajectory for this worker any more")
+        raise LetGo(held.trajectory_id)
 
     async def finish(self, held: Held, reason: FinishReason) -> None:
         """Save the rest and the finish reason. Raises LetGo when the queue does not want it."""
@@ -131,6 +147,9 @@ class Saver:
 
     async def _append(self, items: list[Append]) -> Sequence[AppendResult]:
         return await self._split_on_conflict(items, self._store.append)
+
+    async def _report_first_tokens(self, items: list[FirstToken]) -> Sequence[AppendResult]:
+        return await self._split_on_conflict(items, self._store.report_first_tokens)
 
     async def _finish(self, items: list[Finish]) -> Sequence[AppendResult]:
         return await self._split_on_conflict(items, self._store.finish)

@@ -127,6 +127,7 @@ class WorkerSession:
                 continue
             if answer.kept:
                 kept += 1
+                held.first_token_reported = False  # Redis may have come back from before the report
                 saved = answer.saved_token_count
                 if held.saved_token_count > stated[answer.trajectory_id]:
                     saved = max(saved, held.saved_token_count)  # a save was answered between the two

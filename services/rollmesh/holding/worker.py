@@ -259,6 +259,7 @@ class Worker:
             params=self._params,
             budget=self._budget,
             save=parts.saver.save,
+            report_first_token=parts.saver.report_first_token,
             restart=parts.saver.restart,
             keep_snapshot=parts.saver.keep_snapshot,
         )

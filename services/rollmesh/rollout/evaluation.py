@@ -203,6 +203,7 @@ class Evaluator:
             params=self._params,
             budget=self._budget,
             save=_nothing,
+            report_first_token=_nothing,
             restart=_restart,
             keep_snapshot=_no_snapshot,
             pinned_version=request.policy_version,

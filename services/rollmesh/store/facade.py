@@ -62,6 +62,7 @@ class TrajectoryStore:
         self.lease_scoring = queue.lease_scoring
         self.fork = queue.fork
         self.append = queue.append
+        self.report_first_tokens = queue.report_first_tokens
         self.finish = queue.finish
         self.score = queue.score
         self.release = queue.release

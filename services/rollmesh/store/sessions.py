@@ -42,7 +42,7 @@ class Sessions:
         while True:
             given = int(await self._connection.run("close_session", session, _SLICE, int(not counts_as_attempt)))
             total += given
-            if given < _SLICE:
+            if not given:
                 return total
 
     async def server_run_id(self) -> str:

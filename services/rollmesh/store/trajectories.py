@@ -27,6 +27,7 @@ from rollmesh.store.types import (
     Append,
     AppendResult,
     Finish,
+    FirstToken,
     Fork,
     ForkStatus,
     LeasedTrajectory,
@@ -83,6 +84,16 @@ class TrajectoryQueue:
         """
         return await self._write("append", session, items, [""] * len(items))
 
+    async def report_first_tokens(self, session: str, items: Sequence[FirstToken]) -> list[AppendResult]:
+        """Let the groups of held trajectories be as old as the first tokens, which are saved later.
+
+        Until then nothing but this report tells the scheduler that the staleness bound applies to them. They are
+        forgotten when the trajectory goes back without saved tokens. Errors as in ``append``.
+        """
+        ids = [item.trajectory_id for item in items]
+        arguments = [(item.trajectory_id, item.policy_version) for item in items]
+        return await self._sliced("report_first_tokens", session, slices(ids, _ITEMS_PER_CALL), arguments)
+
     async def finish(self, session: str, items: Sequence[Finish]) -> list[AppendResult]:
         """Save the last tokens and the finish reason: leased -> finished. Errors as in ``append``."""
         return await self._write("finish", session, items, [item.finish_reason.value for item in items])
@@ -101,8 +112,11 @@ class TrajectoryQueue:
         """
         free = int(reason in (ReleaseReason.PAUSED, ReleaseReason.DRAINED))
         released = 0
-        for ids in slices(trajectory_ids, _RELEASES_PER_CALL):
-            released += int(await self._connection.run("release", session, free, *ids))
+        waiting = list(trajectory_ids)
+        while waiting:
+            held, seen = await self._connection.run("release", session, free, *waiting[:_RELEASES_PER_CALL])
+            released += int(held)
+            del waiting[: int(seen)]
         return released
 
     async def keep_snapshot(self, session: str, trajectory_id: str, snapshot: bytes) -> bool:

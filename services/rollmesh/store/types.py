@@ -85,6 +85,14 @@ class Append:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """The policy version of the first token of a trajectory that has no saved tokens."""
+
+    trajectory_id: str
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
     """The last tokens of a trajectory (possibly none) and why it ended."""
 

@@ -134,6 +134,45 @@ async def test_turns_alternate_and_the_environments_reward_counts(store, tokeniz
     assert sorted(log) == sorted(f"{i}:{turn}" for i in ids for turn in range(3))
 
 
+class GatedEnvironment(CountingEnvironment):
+    """Ends after one turn; it lasts until the gate opens in the first group, and until both its members are there in
+    the others."""
+
+    gate: asyncio.Event
+    first: list[str]
+
+    async def step(self, response_text, idempotency_key):
+        if self.prompt.metadata["index"] == 0:
+            self.first.append(idempotency_key)
+            await self.gate.wait()
+        while len(self.first) < 2:
+            await asyncio.sleep(0.01)
+        return EnvironmentReply(text="", done=True, reward=float(idempotency_key[-3] == "1"))
+
+
+@pytest.mark.parametrize(("replayable", "chunk"), [(False, 4), (False, 8), (True, 8)])
+async def test_pace_waits_for_a_group_whose_tokens_are_not_saved_before_the_end(store, tokenizer, replayable, chunk):
+    """Staleness bound 1, batches of one group: one whose first token is of step 0 must be in batch 2."""
+    gate = asyncio.Event()
+    kind = type("Gated", (GatedEnvironment,), {"gate": gate, "first": [], "replayable": replayable})
+    plan = schedule("areal", train_steps=3, groups_per_batch=1, group_size=2, max_staleness=1, pool_size=4)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
+
+    async def second_cut_is_decided():
+        seen = await store.view()
+        return seen.cut_step == 2 or seen.blocked_since is not None
+
+    async with running(store, cluster, ScriptedReward(), plan, program=program_of(kind, tokenizer, []), chunk=chunk):
+        assert [g.group_id for g in (await trainer.train(1)).groups] == ["e0-1"]
+        await until(second_cut_is_decided)
+        assert (await store.view()).cut_step == 1
+        gate.set()
+        batch = await trainer.train(2)
+        assert [g.group_id for g in batch.groups] == ["e0-0"]
+        assert {t.segments[0].policy_version for t in batch.groups[0].trajectories} == {0}
+    assert "stale" not in (await store.counts()).drops
+
+
 async def test_a_replayable_environment_is_played_again_after_a_lost_worker(store, tokenizer):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))
@@ -196,7 +235,7 @@ ENVIRONMENT_REPLY = replace(
 class TurnCaller:
     """Writes one more turn at every call."""
 
-    async def sample(self, held, budget, params, *, save, pinned_version=None):
+    async def sample(self, held, budget, params, *, save, durable):
         held.add(policy_turn(5))
         return FinishReason.STOP
 
@@ -241,6 +280,7 @@ async def test_a_snapshot_covers_whatever_the_worker_left(tokenizer, segments, s
         params=SamplingParams(stop_token_ids=(STOP,)),
         budget=100,
         save=save,
+        report_first_token=save,
         restart=restart,
         keep_snapshot=keep,
     )

@@ -113,10 +113,15 @@ def make_held() -> Held:
     return Held(Trajectory(trajectory_id="t", group_id="g", member_index=0, prompt=prompt))
 
 
-async def make_caller(generator: Generator, partial_save_tokens: int) -> Caller:
-    registry = Registry()
+async def make_caller(
+    generator: Generator,
+    partial_save_tokens: int,
+    registry: Registry | None = None,
+    generators: Generators | None = None,
+) -> Caller:
+    registry = registry or Registry()
     looks = itertools.count(0, 1000)  # nobody is avoided for so long
-    generators = Generators(registry, clock=lambda: next(looks))  # type: ignore[arg-type]
+    generators = generators or Generators(registry, clock=lambda: next(looks))  # type: ignore[arg-type]
     await generators.refresh()
     limits = CallLimits(
         vocab_size=10,
@@ -220,3 +225,44 @@ async def test_a_call_ends_with_the_chunk_that_was_enough_and_nothing_of_it_is_s
     assert await caller.sample(held, 300, SamplingParams(), save=save) is FinishReason.STOP
     assert (held.token_count, held.saved_token_count) == (50, 48)
     assert len(generator.calls) == 1
+
+
+async def test_a_first_token_is_known_before_the_second_chunk_although_nothing_is_saved() -> None:
+    held = make_held()
+    caller = await make_caller(Generator([], held), 200)
+    seen: list[int] = []
+
+    async def report(held: Held) -> None:
+        seen.append(held.token_count)
+
+    assert await caller.sample(held, 390, SamplingParams(), save=report, durable=False) is FinishReason.LENGTH
+    chunk_tokens = SaveLimits.of(200).chunk_token_count
+    assert seen[:2] == [0, chunk_tokens]
+
+
+async def test_a_floor_that_rose_while_the_call_waited_for_a_generator_holds() -> None:
+    held = make_held()
+    generator = Generator([], held)
+    records: list[GeneratorRecord] = []
+
+    class Growing(Registry):
+        async def generators(self) -> list[GeneratorRecord]:
+            return records
+
+        async def latest_policy(self) -> PolicyRecord:
+            return PolicyRecord(policy_version=3, train_step=3, path="p", manifest_digest="")
+
+    registry = Growing()
+    generators = Generators(registry)  # type: ignore[arg-type]
+    caller = await make_caller(generator, 200, registry, generators)
+    call = asyncio.create_task(caller.sample(held, 5, SamplingParams(), save=save))
+    while not generators.waiting_count:
+        await asyncio.sleep(0)
+    held.start_floor = 3
+    records.append(RECORD)  # it serves version 0
+    for _ in range(3):
+        await generators.refresh()
+        await asyncio.sleep(0)
+    assert generator.calls == []
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)

@@ -5,6 +5,7 @@ import pytest
 
 from rollmesh.holding.generators import Seat
 from rollmesh.holding.held import Held
+from rollmesh.holding.routing import Need
 from rollmesh.types import GeneratorRecord, Prompt, Trajectory
 
 
@@ -21,7 +22,7 @@ def seat() -> Seat:
         serving=True,
     )
     held = Held(Trajectory(trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt))
-    return Seat(record=record, held=held, _generators=None)  # type: ignore[arg-type]
+    return Seat(record=record, held=held, need=Need(), _generators=None)  # type: ignore[arg-type]
 
 
 async def wait_for_a_chunk(cut_off: Seat) -> None:

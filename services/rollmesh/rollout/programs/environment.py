@@ -190,6 +190,8 @@ class EnvironmentProgram:
         """Play the newest turn and keep a snapshot where that is how the trajectory is resumed."""
         if episode.takes_snapshots:
             await rollout.save(rollout.held)
+        else:
+            await rollout.report_first_token(rollout.held)
         reply = await episode.play(self._turns(rollout)[-1].token_ids)
         snapshot = episode.snapshot(reply)
         if snapshot is not None:

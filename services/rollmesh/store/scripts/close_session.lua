@@ -3,8 +3,13 @@
 -- Returns how many went back; 0 means that nothing is left.
 if call('ZREM', K.sessions, ARGV[1]) == 1 then call('SADD', K.closing, ARGV[1]) end
 local ids = call('SRANDMEMBER', held_key(ARGV[1]), ARGV[2])
-for _, id in ipairs(ids) do give_back(id, ARGV[3] == '1') end
-if #ids > 0 then call('SREM', held_key(ARGV[1]), unpack(ids)) end
+local given = {}
+for _, id in ipairs(ids) do
+  if members_read >= MOST_MEMBERS_READ then break end
+  give_back(id, ARGV[3] == '1')
+  given[#given + 1] = id
+end
+if #given > 0 then call('SREM', held_key(ARGV[1]), unpack(given)) end
 if call('SCARD', held_key(ARGV[1])) == 0 then
   call('SREM', K.closing, ARGV[1])
   call('UNLINK', session_key(ARGV[1]))
@@ -17,4 +22,4 @@ if call('SCARD', held_key(ARGV[1])) == 0 then
   end
 end
 flush_counts()
-return #ids
+return #given

@@ -1,0 +1,19 @@
+#!lua flags=allow-oom
+-- First tokens of held trajectories whose tokens are saved later: from now on their groups are as old as these. ARGV:
+-- session, items, then per item: id, policy version. Returns (status, saved tokens) per item.
+local steps, reply = {}, {}
+for at = 3, #ARGV, 2 do
+  steps[at] = train_step_of(ARGV[at + 1])
+end
+for at = 3, #ARGV, 2 do
+  local id, step = ARGV[at], steps[at]
+  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step')
+  local held = v[1] == ARGV[1] and v[2] == 'leased'
+  if held and (not v[4] or step < tonumber(v[4])) then
+    call('HSET', trajectory_key(id), 'step', step)
+    lower_step(load_group(group_of(id)), step)
+  end
+  reply[#reply + 1] = held and SAVED or LOST
+  reply[#reply + 1] = held and tonumber(v[3]) or 0
+end
+return reply
