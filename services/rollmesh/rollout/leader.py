@@ -240,6 +240,11 @@ class Leader:
         return self._prompts
 
     def _new_group(self, prompts: PromptSource, cursor: Cursor) -> NewGroup:
+        if cursor.index >= prompts.epoch_size:
+            raise DataError(
+                f"data.source has {prompts.epoch_size} training prompts, and this run has admitted more of the epoch: "
+                "the data has shrunk since; restore it and restart the run, or start another run"
+            )
         return NewGroup(
             group_id=f"e{cursor.epoch}-{cursor.index}",
             prompt=prompts.prompt(cursor.epoch, cursor.index),

@@ -20,6 +20,7 @@ from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.protocol import PromptSource
+from rollmesh.types import Prompt
 
 from .replicas import limits, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedPrompts, ScriptedTrainer
@@ -152,6 +153,26 @@ async def test_the_process_stays_awake_while_its_prompts_are_opened(store) -> No
         await until(opening.is_set)
         awake.set()
         await until(admitted)
+
+
+async def test_data_that_shrank_below_the_cursor_ends_the_run_with_an_error_that_says_so(store) -> None:
+    class Shrunken(ScriptedPrompts):
+        epoch_size = 5
+
+        def prompt(self, epoch: int, index: int) -> Prompt:
+            if index >= self.epoch_size:
+                raise IndexError(f"no position (epoch {epoch}, index {index})")  # as every source does
+            return super().prompt(epoch, index)
+
+    plan = schedule("copris")
+    await store.init_run(limits(plan))
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 9)
+    async with leading(store, plan, open_prompts=Shrunken):
+        failure = await until(store.failure)
+    assert failure == (
+        "prompt (epoch 0, index 9): data.source has 5 training prompts, and this run has admitted more of the epoch: the "
+        "data has shrunk since; restore it and restart the run, or start another run"
+    )
 
 
 async def test_a_cut_that_waits_long_for_the_same_thing_says_so(store, monkeypatch) -> None:
