@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- ARGV: fresh token, candidate name. Returns 1 when the token now leads.
 local meta = call('HMGET', K.meta, 'leader', 'leader_until')
-if meta[1] and meta[1] ~= ARGV[1] and now() < tonumber(meta[2]) then return 0 end
+if meta[1] and meta[1] ~= ARGV[1] and now() < recorded_time('leader_until', meta[2], now() + ttl_ms()) then return 0 end
 if meta[1] ~= ARGV[1] then
   call('HSET', K.meta, 'leader_since', now())
   -- Who leads after a failure leads a run that somebody has started again: what was counted in a row starts again too.

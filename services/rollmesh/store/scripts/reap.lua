@@ -3,8 +3,14 @@
 -- Returns the sessions whose trajectories are to be given back (close_session), and steps to be swept.
 require_leader(ARGV[1])
 if recovering() then return {{}, {}} end
-local meta = call('HMGET', K.meta, 'leader_since', 'quiet_until')
-if now() >= tonumber(meta[1]) + ttl_ms() and now() >= tonumber(meta[2] or '0') then
+local meta, ttl = call('HMGET', K.meta, 'leader_since', 'quiet_until'), ttl_ms()
+local led_since = recorded_time('leader_since', meta[1], now())
+local quiet_until = recorded_time('quiet_until', meta[2], now() + ttl)
+-- Sessions that were renewed before the clock of the host was set back (lib/fence.lua).
+for _, session in ipairs(call('ZRANGE', K.sessions, '(' .. now() + ttl, '+inf', 'BYSCORE', 'LIMIT', 0, 64)) do
+  call('ZADD', K.sessions, 'XX', now() + ttl, session)
+end
+if now() >= led_since + ttl and now() >= quiet_until then
   for _, session in ipairs(call('ZRANGE', K.sessions, '-inf', '(' .. now(), 'BYSCORE', 'LIMIT', 0, 64)) do
     call('ZREM', K.sessions, session)
     call('SADD', K.closing, session)

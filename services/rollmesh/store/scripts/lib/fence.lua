@@ -10,6 +10,15 @@ local function ttl_ms()
   return tonumber(call('HGET', K.limits, 'session_ttl_ms') or '30000')
 end
 
+-- A time of the run's record, at most `latest`. One further ahead was written before the clock of the host was set back:
+-- it is brought forward, or what waits for it would wait for as long as the clock was set back.
+local function recorded_time(field, value, latest)
+  local time = tonumber(value or '0')
+  if time <= latest then return time end
+  call('HSET', K.meta, field, latest)
+  return latest
+end
+
 local function open_recovery(run_id)
   call('HSET', K.meta, 'run_id', run_id, 'recovering_until', now() + ttl_ms(), 'reasserted', '0')
   call('HDEL', K.meta, 'clean')
@@ -41,7 +50,8 @@ local function recovering()
   -- Somebody works on after the announcement of a stop: it no longer speaks for what a crash would leave.
   if meta[5] then call('HDEL', K.meta, 'clean') end
   if not meta[2] then return false end
-  if now() < tonumber(meta[2]) or (meta[3] and meta[4] ~= '1') then return true end
+  local ends = recorded_time('recovering_until', meta[2], now() + ttl_ms())
+  if now() < ends or (meta[3] and meta[4] ~= '1') then return true end
   call('HDEL', K.meta, 'recovering_until')
   call('HSET', K.meta, 'quiet_until', now() + ttl_ms())
   return false
