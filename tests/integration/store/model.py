@@ -95,9 +95,14 @@ class Model:
         m = self.member(trajectory_id)
         assert m is not None
         if tokens:
-            step = self.version_steps[version]
-            m.step = step if m.step is None else min(m.step, step)
+            self.begin(trajectory_id, version)
         m.tokens += tokens
+
+    def begin(self, trajectory_id: str, version: int) -> None:
+        m = self.member(trajectory_id)
+        assert m is not None
+        step = self.version_steps[version]
+        m.step = step if m.step is None else min(m.step, step)
 
     def give_back(self, trajectory_id: str, *, free_attempt: bool) -> None:
         m = self.member(trajectory_id)
@@ -105,6 +110,7 @@ class Model:
         m.session = None
         if m.state == "leased":
             m.state = "partial" if m.tokens else "pending"
+            m.step = m.step if m.tokens else None
             if free_attempt:
                 m.attempts = max(0, m.attempts - 1)
         elif free_attempt:

@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import Append, Finish, ReleaseReason, Score, TrajectoryStore, WriteStatus
+from rollmesh.store import Append, Finish, FirstToken, ReleaseReason, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason
 
 from .forgetful import Forgetful
@@ -228,6 +228,17 @@ class QueueMachine(RuleBasedStateMachine):
         statuses = [self.do(self.store.append(m.session, [item]))[0].status for _ in range(2)]
         assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
         self.model.save(trajectory_id, tokens, version)
+
+    @rule(pick=PICK, age=st.integers(0, 3))
+    def report_first_token(self, pick: int, age: int) -> None:
+        trajectory_id = self.pick("leased", pick)
+        m = trajectory_id and self.model.member(trajectory_id)
+        if not m or m.tokens or m.session is None:
+            return
+        version = max(0, len(self.model.version_steps) - 1 - age)
+        item = FirstToken(trajectory_id=trajectory_id, policy_version=version)
+        assert self.do(self.store.report_first_tokens(m.session, [item]))[0].status is WriteStatus.SAVED
+        self.model.begin(trajectory_id, version)
 
     @rule(pick=PICK, tokens=st.integers(1, 3))
     def finish(self, pick: int, tokens: int) -> None:
