@@ -97,7 +97,9 @@ class MeshView:
     recovering: bool
     """Redis came back as an earlier state and is being re-registered: no admission, no cut, no reaping."""
     user_paused: bool
-    """A person paused the run."""
+    """An operator paused the run."""
+    launcher_paused: bool = False
+    """The launcher paused the run, for an evaluation of its own."""
     trained_enough: bool
     """The last train step of the run has been trained."""
 

@@ -13,6 +13,7 @@ from rollmesh.gateway.models import (
     GeneratorView,
     Memory,
     Overview,
+    PausedBy,
     Rates,
     RunState,
     ServiceScale,
@@ -139,6 +140,7 @@ def build_overview(
         state=state,
         waiting_for=waiting_for,
         paused_by_person=view.user_paused,
+        paused_by=_paused_by(view, state),
         train_step=view.trained_step,
         train_steps=schedule.train_steps,
         cut_step=view.cut_step,
@@ -190,9 +192,15 @@ def run_state(look: Look, schedule: Schedule) -> tuple[RunState, str]:
         return "recovering", waiting_for
     if view.policy_version < 0:
         return "starting", "the trainer to publish the initial policy"
-    if view.user_paused or look.desired.paused:
-        # The leader needs a moment to write its reason down; a person's pause counts at once.
-        return "paused", waiting_for if view.user_paused else look.desired.reason or waiting_for
+    if (switched := view.user_paused or view.launcher_paused) or look.desired.paused:
+        # The leader needs a moment to write its reason down; an operator's or the launcher's pause counts at once.
+        return "paused", waiting_for if switched else look.desired.reason or waiting_for
     if not any(generator.serving for generator in look.generators):
         return "running", "a generator that serves"
     return "running", waiting_for
+
+
+def _paused_by(view: MeshView, state: RunState) -> tuple[PausedBy, ...]:
+    switches: dict[PausedBy, bool] = {"operator": view.user_paused, "launcher": view.launcher_paused}
+    on = tuple(by for by, is_on in switches.items() if is_on)
+    return on or (("schedule",) if state == "paused" else ())

@@ -60,7 +60,7 @@ async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
 
     Redis alone does not end a run: the audit reads the trainer state of the last step from disk.
     """
-    view, steps = await store.view(), config.trainer.train_steps
+    view, steps = await store.view(groups=False), config.trainer.train_steps
     if not view.trained_enough or view.policy_train_step < steps:
         return "the last step was announced"
     if await store.rollback_request() is not None:

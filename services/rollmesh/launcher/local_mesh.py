@@ -128,8 +128,8 @@ class LocalMesh:
         return answers[-1]
 
     async def pause(self, paused: bool) -> None:
-        """Pause or resume the run: no new leases while it is paused."""
-        await self.answer(lambda: self.store.set_user_paused(paused), "the store")
+        """Pause or resume the run for the launcher; an operator's pause stays as it is."""
+        await self.answer(lambda: self.store.set_launcher_paused(paused), "the store")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T], waiting_for: str) -> T:
         """The result of ``work``; Interrupted at once on shutdown, however patient the store's client is."""

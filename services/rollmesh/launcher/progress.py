@@ -138,7 +138,9 @@ def _held_up(view: MeshView) -> str:
     """Why nothing new is begun; empty while it is."""
     if view.recovering:
         return "recovering: Redis was restarted, workers and trainer tell it what they hold"
-    return "paused" if view.user_paused else ""
+    if view.user_paused:
+        return "paused by an operator"
+    return "paused by the launcher, for an evaluation" if view.launcher_paused else ""
 
 
 def _number(report: Mapping[str, Any], key: str, spec: str) -> str:

@@ -15,7 +15,7 @@ from rollmesh.store.types import StoreCounts
 _TRAJECTORY_STATES = ("pending", "partial", "leased", "finished")
 _GROUP_STATES = ("open", "ready", "cut")
 _STEP_KINDS = ("trained", "cut", "last")
-_PAUSES = ("person", "failure", "recovery", "barrier")
+_PAUSES = ("person", "launcher", "failure", "recovery", "barrier")
 EVICTION_REASONS = ("stale", "straggler_timeout", "run_complete")
 
 
@@ -122,7 +122,12 @@ class MeshMetrics:
 
     def paused(self, view: MeshView, *, desired: bool, failed: bool) -> None:
         """Why no rollouts are started; ``desired`` is whether any reason holds, ``failed`` whether the run gave up."""
-        why = {"person": view.user_paused, "failure": failed, "recovery": view.recovering}
+        why = {
+            "person": view.user_paused,
+            "launcher": view.launcher_paused,
+            "failure": failed,
+            "recovery": view.recovering,
+        }
         why["barrier"] = desired and not any(why.values()) and not view.trained_enough
         for by, holds in why.items():
             self._paused.labels(by=by).set(int(holds))

@@ -68,6 +68,9 @@ def _at_rest(schedule: Schedule, view: MeshView) -> Decisions | None:
         return Decisions(desired=_desired(schedule, view, 0), waiting_for="workers to register again with the store")
     if view.user_paused:
         return Decisions(desired=_desired(schedule, view, 0, "paused by a person"), waiting_for="a person to resume")
+    if view.launcher_paused:
+        reason = "the launcher: it evaluates a policy version"
+        return Decisions(desired=_desired(schedule, view, 0, reason), waiting_for=reason)
     if schedule.barrier and view.cut_step > view.policy_train_step >= 0:
         reason = _barrier(view.cut_step)
         return Decisions(desired=_desired(schedule, view, 0, reason), waiting_for=reason)

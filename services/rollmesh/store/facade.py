@@ -22,6 +22,7 @@ from rollmesh.store.reports import StepReports
 from rollmesh.store.rollbacks import Rollbacks
 from rollmesh.store.scaling import Scaling
 from rollmesh.store.sessions import Sessions
+from rollmesh.store.settings import Settings
 from rollmesh.store.training import Training
 from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.store.unclaimed import Unclaimed
@@ -39,15 +40,16 @@ class TrajectoryStore:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self._limits = Limits(connection)
-        sessions, prompts = Sessions(connection), PromptCache()
+        sessions, prompts, settings = Sessions(connection), PromptCache(), Settings(connection)
         self._for_workers(sessions, TrajectoryQueue(connection, self._limits, prompts))
         self._for_leaders(Leader(connection, self._limits, sessions, prompts))
-        self._for_generators(Registry(connection))
-        self._for_trainers(Training(connection, self._limits), Rollbacks(connection), Unclaimed(connection))
-        self._for_people(View(connection, self._limits), Evaluations(connection), DeadLetters(connection, self._limits))
+        self._for_generators(Registry(connection, settings))
+        self._for_trainers(Training(connection, self._limits), Rollbacks(connection, settings), Unclaimed(connection))
+        view = View(connection, self._limits, settings)
+        self._for_people(view, Evaluations(connection), DeadLetters(connection, self._limits))
         self._for_viewers(Inspection(connection))
         self._for_curves(StepReports(connection))
-        self._for_launchers(Scaling(connection))
+        self._for_launchers(Scaling(connection, settings))
 
     def _for_workers(self, sessions: Sessions, queue: TrajectoryQueue) -> None:
         self.open_session = sessions.open_session
@@ -120,6 +122,7 @@ class TrajectoryStore:
         self.dropped_groups = view.dropped_groups
         self.forgotten_drops = view.forgotten_drops
         self.set_user_paused = view.set_user_paused
+        self.set_launcher_paused = view.set_launcher_paused
 
         self.request_evaluation = evaluations.request_evaluation
         self.claim_evaluation = evaluations.claim_evaluation

@@ -18,6 +18,7 @@ All keys of a run share the hash tag ``{run}``. Python asks a ``Keys`` object; L
     cut          group -> train step of its cut      letter_segments, letter_prompt   its payload
     tombstones   groups gone for good, by step       evaluation   request, holder and result
     scale        wanted replicas by service
+    settings     what an operator or the launcher has set, with its number
     reports      newest step reports, by train step
     scaler       launcher that carries it out
 """
@@ -60,6 +61,7 @@ _SINGLE = frozenset(
         "reports",
         "scale",
         "scaler",
+        "settings",
     }
 )
 _PER_IDENTITY = {

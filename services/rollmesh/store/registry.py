@@ -9,15 +9,17 @@ from dataclasses import asdict
 from typing import Any
 
 from rollmesh.store.connection import Connection
+from rollmesh.store.settings import Settings
 from rollmesh.types import GeneratorRecord, GeneratorWork, PolicyRecord
 
 
 class Registry:
     """Policies by version (a stream, so that readers can wait for the next) and generators with a heartbeat."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, settings: Settings) -> None:
         self._connection = connection
         self._keys = connection.keys
+        self._settings = settings
 
     async def announce_policy(self, trainer_session: str, record: PolicyRecord) -> None:
         """Make a published policy exist: its version must be the highest plus one (Conflict), session current."""
@@ -62,7 +64,8 @@ class Registry:
         another version is pinned by somebody else, and unpinning takes back only its own pin. With an ``instance_id``
         only that generator is meant, and the others follow the newest version.
         """
-        await self._connection.run("pin_policy", "" if version is None else version, owner, instance_id)
+        pinned = "" if version is None else str(version)
+        self._settings.note("pin", await self._connection.run("pin_policy", pinned, owner, instance_id), pinned)
 
     async def pinned_policy(self, instance_id: str | None = None) -> int | None:
         """The pinned version; with an ``instance_id`` only a pin that this generator has to follow."""

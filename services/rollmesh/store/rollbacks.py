@@ -5,19 +5,22 @@ from __future__ import annotations
 import secrets
 
 from rollmesh.store.connection import Connection
+from rollmesh.store.settings import Settings
 from rollmesh.store.types import RollbackRequest
 
 
 class Rollbacks:
     """The pending request, if there is one."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, settings: Settings) -> None:
         self._connection = connection
+        self._settings = settings
 
     async def request_rollback(self, version: int) -> RollbackRequest:
         """Ask the trainer to continue from this policy; Conflict when it was never announced."""
         request = RollbackRequest(request_id=secrets.token_hex(8), policy_version=version)
-        await self._connection.run("request_rollback", request.request_id, version)
+        number = await self._connection.run("request_rollback", request.request_id, version)
+        self._settings.note("rollback", number, f"{request.request_id} {version}")
         return request
 
     async def rollback_request(self) -> RollbackRequest | None:
@@ -30,4 +33,5 @@ class Rollbacks:
 
     async def finish_rollback(self, trainer_session: str, request: RollbackRequest) -> None:
         """The request has been carried out, or cannot be; idempotent."""
-        await self._connection.run("finish_rollback", trainer_session, request.request_id)
+        number = await self._connection.run("finish_rollback", trainer_session, request.request_id)
+        self._settings.note("rollback", number, "")

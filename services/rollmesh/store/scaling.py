@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rollmesh.config.scaling import check_replicas
 from rollmesh.store.connection import Connection
+from rollmesh.store.settings import Settings
 
 _SCALER_SECONDS = 15
 """A launcher that has not looked for so long carries nothing out."""
@@ -14,8 +15,9 @@ _SCALER_SECONDS = 15
 class Scaling:
     """Wanted replicas by service; a service without a wish has the run file's number."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, settings: Settings) -> None:
         self._connection = connection
+        self._settings = settings
         self._requests = connection.keys.single("scale")
         self._scaler = connection.keys.single("scaler")
 
@@ -26,14 +28,9 @@ class Scaling:
         at rest follows the wish when it is next started. ConfigError for the trainer, an unknown service, or a number
         out of bounds. The newest wish wins; asking twice is asking once.
         """
-        if replicas is None:
-            check_replicas(service, 1)
-            write: tuple[str | int, ...] = ("HDEL", self._requests, service)
-        else:
-            check_replicas(service, replicas)
-            write = ("HSET", self._requests, service, replicas)
-        _, scaler = await self._connection.commands([write, ("EXISTS", self._scaler)], "request_scale")
-        return bool(scaler)
+        check_replicas(service, 1 if replicas is None else replicas)
+        await self._settings.write(f"scale:{service}", "" if replicas is None else replicas)
+        return bool(await self._connection.command("EXISTS", self._scaler))
 
     async def scale_requests(self) -> Mapping[str, int]:
         """Wanted replicas by service; services that nobody has scaled are absent."""

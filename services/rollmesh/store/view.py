@@ -4,44 +4,40 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rollmesh.mesh import Desired, GroupView, MeshView
 from rollmesh.store.connection import Connection, Reply
 from rollmesh.store.limits import Limits
+from rollmesh.store.settings import Settings
 from rollmesh.store.types import Drop, StoreCounts
 
 _LIVE = ("leased", "finished", "scored", "unscorable", "dead")
 
 
 class View:
-    """Reads of the whole queue, and the switch that people have."""
+    """Reads of the whole queue, and the switches that pause it."""
 
-    def __init__(self, connection: Connection, limits: Limits) -> None:
+    def __init__(self, connection: Connection, limits: Limits, settings: Settings) -> None:
         self._connection = connection
         self._keys = connection.keys
         self._limits = limits
-        self._said_paused: bool | None = None
-        """What ``set_user_paused`` said last here; None before the first time."""
+        self._settings = settings
 
     async def view(self, *, groups: bool = True) -> MeshView:
         """Read the mesh consistently, in O(groups_per_batch); without single groups in O(1).
 
-        A client that threw the switch throws it again here when Redis came back from before it: nobody else would.
+        Settings that this client has seen and Redis has forgotten are written again here.
         """
-        seen = await self._look(groups)
-        if not seen.recovering or self._said_paused in (None, seen.user_paused):
-            return seen
-        await self.set_user_paused(not seen.user_paused)
-        return replace(seen, user_paused=not seen.user_paused)
+        seen, settings = await self._look(groups)
+        return (await self._look(groups))[0] if await self._settings.restore(settings) else seen
 
-    async def _look(self, groups: bool) -> MeshView:
+    async def _look(self, groups: bool) -> tuple[MeshView, Sequence[bytes]]:
         limits = await self._limits.get()
         raw = await self._connection.run("view", 2 * limits.groups_per_batch if groups else 0)
         now, trained_step = float(raw[0]) / 1000, int(raw[1])
         blocked_by, blocked_since = _blocked(raw[14], now)
         oldest_in_loss = trained_step - limits.max_staleness if limits.mask_old_segments else None
-        return MeshView(
+        seen = MeshView(
             now=now,
             trained_step=trained_step,
             cut_step=int(raw[2]),
@@ -69,11 +65,13 @@ class View:
             recovering=bool(raw[15]),
             user_paused=raw[16] == b"1",
             listed=groups,
+            launcher_paused=raw[32] == b"1",
             ready=_groups(raw[17], oldest_in_loss),
             stalest_open=_groups(raw[18], oldest_in_loss),
             unclaimed_by_step=tuple((int(raw[19][at]), int(raw[19][at + 1])) for at in range(0, len(raw[19]), 2)),
             trained_enough=trained_step >= limits.train_steps,
         )
+        return seen, raw[33]
 
     async def counts(self) -> StoreCounts:
         """Sizes of every state, lifetime totals, drops by reason, memory."""
@@ -142,9 +140,12 @@ class View:
         return int(pairs[b"entries-added"]) - int(pairs[b"length"])
 
     async def set_user_paused(self, paused: bool) -> None:
-        """A person pauses or resumes the run: no new leases while it is paused."""
-        self._said_paused = paused
-        await self._connection.run("set_paused", int(paused))
+        """Pause or resume the run for an operator: no new leases while it is paused."""
+        await self._settings.write("pause", int(paused))
+
+    async def set_launcher_paused(self, paused: bool) -> None:
+        """Pause or resume the run for its launcher; an operator's pause holds beside it."""
+        await self._settings.write("hold", int(paused))
 
 
 def _blocked(stored: bytes, now: float) -> tuple[str, float | None]:

@@ -312,25 +312,6 @@ async def test_an_announced_stop_says_nothing_once_somebody_works_on(
     assert (await own_store.view()).recovering
 
 
-@pytest.mark.parametrize("paused", [True, False])
-async def test_a_pause_or_its_end_that_redis_has_forgotten_is_repeated_by_who_said_it(
-    store: TrajectoryStore, server: EmbeddedServer, paused: bool
-) -> None:
-    await Mesh.start(store)
-    await store.set_user_paused(paused)
-    # What a lost tail of the append-only file leaves: the switch as it was before.
-    await store.connection.command("HSET", store.connection.keys.single("meta"), "user_paused", int(not paused))
-    await other_server(store)
-    async with await TrajectoryStore.connect(StoreConfig(), run=run_of(store), url=server.url) as other:
-        assert (await other.view()).user_paused is not paused, "nobody else throws the switch"
-        assert (await store.view()).user_paused is paused
-        assert (await other.view()).user_paused is paused
-
-
-def run_of(store: TrajectoryStore) -> str:
-    return store.connection.keys.prefix.strip("{}:")
-
-
 async def test_a_call_waits_for_a_server_that_is_away_and_finds_its_work(
     own_server: EmbeddedServer, own_store: TrajectoryStore
 ) -> None:

@@ -7,8 +7,11 @@ from typing import Literal
 from rollmesh.gateway.models.base import Model
 
 RunState = Literal["starting", "running", "paused", "recovering", "complete", "failed", "unreachable"]
-"""starting: no policy yet; paused: by a person or by the schedule (``waiting_for`` says which); recovering: Redis came
-back as an earlier state; unreachable: Redis does not answer, and the numbers are the last ones seen."""
+"""starting: no policy yet; paused: ``paused_by`` names who did; recovering: Redis came back as an earlier state;
+unreachable: Redis does not answer, and the numbers are the last ones seen."""
+
+PausedBy = Literal["operator", "launcher", "schedule"]
+"""operator: until resumed; launcher: for an evaluation of its own; schedule: ``waiting_for`` says for what."""
 
 
 class GeneratorView(Model):
@@ -150,7 +153,9 @@ class Overview(Model):
     waiting_for: str
     """What the next batch waits for, or why the run stands still; empty when nothing holds it up."""
     paused_by_person: bool
-    """Whether a person paused the run; a schedule may pause it, too."""
+    """Whether an operator paused the run."""
+    paused_by: tuple[PausedBy, ...] = ()
+    """Who paused the run; empty while it is not paused."""
     train_step: int
     """Batches trained on."""
     train_steps: int

@@ -14,9 +14,9 @@ if v[3] == ARGV[3] then
   end
 end
 if recovering() then return {'paused'} end
-local meta = call('HMGET', K.meta, 'user_paused', 'policy_version')
+local meta = call('HMGET', K.meta, 'user_paused', 'policy_version', 'launcher_paused')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused')
-if meta[1] == '1' or desired[2] == '1' then return {'paused'} end
+if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return {'paused'} end
 if tonumber(call('HGET', K.counts, 'leased') or '0') >= tonumber(desired[1] or '0') then return {'pool_full'} end
 local group = load_group(group_of(parent))
 if group.launched >= 2 * group.needed then return {'group_full'} end

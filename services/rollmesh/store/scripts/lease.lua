@@ -8,9 +8,9 @@ require_session(session)
 local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
 if before[1] == ARGV[2] then return words_of(before[2]) end
 if recovering() then return {} end
-local meta = call('HMGET', K.meta, 'user_paused', 'policy_version')
+local meta = call('HMGET', K.meta, 'user_paused', 'policy_version', 'launcher_paused')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused')
-if meta[1] == '1' or desired[2] == '1' then return {} end
+if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return {} end
 local free = tonumber(desired[1] or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
 local room = math.min(tonumber(ARGV[3]), free)
 local most_new = tonumber(ARGV[4] or ARGV[3])

@@ -1,6 +1,7 @@
 #!lua flags=allow-oom
 -- ARGV: version, or '' to unpin; owner: '' is a person, who overrides everyone, else an evaluation, which overrides
 -- no other owner and takes back its own pin only; instance: the one generator that is meant, '' for all.
+-- Returns the number of an operator's setting, else 0.
 local version, owner, instance = ARGV[1], ARGV[2], ARGV[3]
 local pin = call('HMGET', K.meta, 'pinned', 'pin_owner')
 local foreign = owner ~= '' and pin[1] and pin[2] ~= owner
@@ -10,10 +11,11 @@ end
 if version ~= '' and foreign and pin[1] ~= version then
   fail('CONFLICT', 'policy version ' .. pin[1] .. ' is pinned by ' .. ((pin[2] or '') == '' and 'a person' or pin[2]))
 end
-if foreign then return 1 end
+if foreign then return 0 end
+if owner == '' and instance == '' then return new_setting('pin', version) end
 if version == '' then
   call('HDEL', K.meta, 'pinned', 'pin_owner', 'pin_instance')
 else
   call('HSET', K.meta, 'pinned', version, 'pin_owner', owner, 'pin_instance', instance)
 end
-return 1
+return 0

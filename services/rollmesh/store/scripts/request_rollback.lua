@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Asks the trainer to go on from an older policy. ARGV: fresh id, version. A newer request replaces an older one.
+-- Returns the number of the setting.
 if call('HEXISTS', K.versions, ARGV[2]) == 0 then
   fail('CONFLICT', 'policy version ' .. ARGV[2] .. ' has not been announced')
 end
-call('HSET', K.meta, 'rollback_id', ARGV[1], 'rollback_version', ARGV[2])
-return 1
+return new_setting('rollback', ARGV[1] .. ' ' .. ARGV[2])

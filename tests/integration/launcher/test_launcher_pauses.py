@@ -1,0 +1,66 @@
+"""Who paused a run: its launcher for an evaluation, or an operator."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollmesh.gateway.curves import Curves
+from rollmesh.gateway.looks import build_overview, read_look
+from rollmesh.gateway.models import Overview, Rates
+from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.scheduling import resolve_schedule
+from rollmesh.types import PolicyRecord
+
+from .test_launcher_outages import config
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
+    async with local_mesh(config(tmp_path), RunFolder(tmp_path), asyncio.Event(), Console(file=io.StringIO())) as mesh:
+        session = await mesh.store.open_trainer_session("trainer")
+        record = PolicyRecord(policy_version=0, train_step=0, path="0-x", manifest_digest="ab" * 32)
+        await mesh.store.announce_policy(session, record)
+        yield mesh
+
+
+async def overview(mesh: LocalMesh) -> Overview:
+    return build_overview(
+        await read_look(mesh.store),
+        run=mesh.config.name,
+        schedule=resolve_schedule(mesh.config.schedule, mesh.config.trainer.train_steps),
+        rates=Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
+        curves=Curves(),
+        evaluations=[],
+        running={},
+    )
+
+
+async def test_the_page_does_not_say_that_an_operator_paused_the_run_while_the_launcher_evaluates(
+    mesh: LocalMesh,
+) -> None:
+    await mesh.pause(True)
+    shown = await overview(mesh)
+    assert shown.state == "paused"
+    assert not shown.paused_by_person
+    assert "launcher" in shown.waiting_for
+    assert shown.paused_by == ("launcher",)
+    await mesh.pause(False)
+    shown = await overview(mesh)
+    assert (shown.state, shown.paused_by) == ("running", ())
+
+
+async def test_a_launcher_that_starts_again_does_not_end_an_operators_pause(mesh: LocalMesh) -> None:
+    await mesh.store.set_user_paused(True)
+    await mesh.pause(True)
+    await mesh.pause(False)  # as before and after the first evaluation of a start
+    assert (await mesh.store.view()).user_paused
+    shown = await overview(mesh)
+    assert shown.paused_by_person
+    assert shown.paused_by == ("operator",)
