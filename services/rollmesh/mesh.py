@@ -77,9 +77,11 @@ class MeshView:
     max_memory_bytes: int = 0
     """0 without a limit."""
     saved_bytes_total: int = 0
-    """Payload of everything that was ever saved."""
+    """Payload of everything that was ever saved, and the last snapshots of scored trajectories."""
     finished_total: int = 0
     """Trajectories that ever finished."""
+    mean_prompt_bytes: float = 0.0
+    """Mean over the groups admitted so far; 0 before the first."""
     filtered_in_a_row: int
     """Zero-variance groups since the last ready one."""
     unscored_in_a_row: int = 0

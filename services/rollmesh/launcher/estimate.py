@@ -45,7 +45,7 @@ class Estimate:
         return table
 
     def _memory_words(self) -> str:
-        words = "Redis, at capacity and full length"
+        words = "Redis, at capacity and full length, snapshots of environments aside"
         if self.queue_limit_bytes is None:
             return words
         share = self.queue_bytes / self.queue_limit_bytes

@@ -22,6 +22,9 @@ def trajectory_bytes(tokens: float, save_tokens: int) -> float:
 def memory_room(schedule: Schedule, view: MeshView) -> int:
     """Groups that still fit below the limit with everything that they and the unfinished trajectories may write.
 
+    The used memory has the prompts of admitted groups, dead letters and present snapshots. A new group is counted with
+    the mean prompt, a trajectory with the bytes that finished ones took, their snapshots included.
+
     A trajectory is counted with the mean of those that have finished, one batch of them at full length taken in: before
     any has finished nobody knows how long they get, and the first to finish are the short ones. The groups that the
     next batch lacks are let in all the same: without them nothing is trained, and nothing leaves the store.
@@ -34,4 +37,4 @@ def memory_room(schedule: Schedule, view: MeshView) -> int:
     unfinished = view.pending + view.partial + view.leased
     free = schedule.memory_limit_ratio * view.max_memory_bytes - view.used_memory_bytes - unfinished * each
     lacking = schedule.groups_per_batch - view.open_groups - view.ready_groups
-    return max(lacking, math.floor(free / (schedule.group_size * each)))
+    return max(lacking, math.floor(free / (schedule.group_size * each + view.mean_prompt_bytes)))

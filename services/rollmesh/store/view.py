@@ -55,6 +55,7 @@ class View:
             max_memory_bytes=int(raw[22]),
             saved_bytes_total=int(raw[23]),
             finished_total=int(raw[24]),
+            mean_prompt_bytes=int(raw[34]) / max(1, int(raw[35])),
             filtered_in_a_row=int(raw[13]),
             unscored_in_a_row=int(raw[20]),
             blocked_by=blocked_by,

@@ -50,6 +50,11 @@ def test_answers_that_turned_out_short_make_room() -> None:
     assert decide(LONG, seen).admit_groups == 160
 
 
+def test_long_prompts_of_the_groups_to_come_take_room() -> None:
+    admitted = decide(LONG, view(max_memory_bytes=GIB, mean_prompt_bytes=1e6)).admit_groups
+    assert admitted == int(0.8 * GIB / (16 * FULL + 1e6)) == 78
+
+
 def test_what_the_next_batch_lacks_is_admitted_however_long_it_may_get() -> None:
     few = [group(index) for index in range(60)]
     seen = view(opened=few, unfinished=60 * 16, max_memory_bytes=GIB // 8, used_memory_bytes=1 << 20)

@@ -39,6 +39,7 @@ for _, group in ipairs(new) do
     call('RENAME', upload_key(gid), prompt_key(gid))
     call('PERSIST', prompt_key(gid))
   end
+  count('prompt_bytes_total', call('STRLEN', prompt_key(gid)))
   sequence = sequence + 1
   call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0)
   call('ZADD', K.open, sequence, gid)
@@ -52,6 +53,7 @@ end
 call('HSET', K.meta, 'cursor_epoch', ARGV[5], 'cursor_index', ARGV[6], 'admission_seq', sequence,
   'admit_nonce', ARGV[2], 'admit_count', opened)
 count('admitted_total', opened)
+count('prompts_total', opened)
 count('skipped_total', tonumber(ARGV[7]) - opened)
 flush_counts()
 return opened

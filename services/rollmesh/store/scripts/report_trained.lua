@@ -20,27 +20,6 @@ call('HSET', K.meta, 'trained_step', step)
 -- A sweep that died half-way is finished by the leader (reap), which then deletes these.
 if call('SISMEMBER', K.unswept, step) == 0 then call('UNLINK', batch_key(step), batch_groups_key(step)) end
 count('consumed_total', #gids)
-
--- Old tombstones become a floor: every prompt position up to it is known. Below the cursor every position is present
--- or gone, so nothing that was never admitted can fall under a floor below it; a tombstone past the cursor (Redis came
--- back from before its admission) stays until the cursor has passed it.
-local first_kept = step - tonumber(ARGV[3])
-local old = call('ZRANGEBYSCORE', K.tombstones, '-inf', '(' .. first_kept, 'LIMIT', 0, 256 + #gids)
-if #old > 0 then
-  local meta = call('HMGET', K.meta, 'floor_epoch', 'floor_index', 'cursor_epoch', 'cursor_index')
-  local epoch, index = tonumber(meta[1] or '-1'), tonumber(meta[2] or '-1')
-  local cursor_epoch, cursor_index = tonumber(meta[3]), tonumber(meta[4])
-  for _, gid in ipairs(old) do
-    local e, i = string.match(gid, '^e(%d+)%-(%d+)$')
-    e, i = tonumber(e), tonumber(i)
-    if e and (e > cursor_epoch or (e == cursor_epoch and i >= cursor_index)) then
-      call('ZADD', K.tombstones, first_kept, gid)
-    else
-      if e and (e > epoch or (e == epoch and i > index)) then epoch, index = e, i end
-      call('ZREM', K.tombstones, gid)
-    end
-  end
-  call('HSET', K.meta, 'floor_epoch', epoch, 'floor_index', index)
-end
+forget_tombstones(step - tonumber(ARGV[3]), 256 + #gids)
 flush_counts()
 return #gids

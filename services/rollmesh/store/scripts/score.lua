@@ -14,7 +14,11 @@ local function apply(id, scored, reward, outcome)
   if v[2] ~= 'finished' then return REFUSED, tonumber(v[3]) end
   local state = scored and 'scored' or 'unscorable'
   call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome)
-  if v[4] then call('HDEL', trajectory_key(id), 'snapshot', 'has_snapshot') end
+  if v[4] then
+    -- An unfinished trajectory is expected to take as much as those that have finished, its snapshot included.
+    count('saved_bytes_total', call('HSTRLEN', trajectory_key(id), 'snapshot'))
+    call('HDEL', trajectory_key(id), 'snapshot', 'has_snapshot')
+  end
   done[#done + 1] = id
   count('finished', -1)
   count(state, 1)

@@ -8,7 +8,8 @@ local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version',
   'filtered_in_a_row', 'blocked_since', 'user_paused', 'unscored_in_a_row', 'abandoned_to', 'failure',
   'failure_leader', 'leader', 'launcher_paused')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused', 'interrupt_below_version', 'reason', 'start_at_version')
-local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total')
+local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total', 'finished_total',
+  'prompt_bytes_total', 'prompts_total')
 local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
 local pending, partial = call('ZCARD', K.pending), call('ZCARD', K.partial)
 
@@ -83,5 +84,5 @@ return {
   used, limit, counts[3] or '0', finished_total,
   call('ZCOUNT', K.generator_expiry, now(), '+inf'), meta[10] and meta[11] == meta[12] and meta[10] or '',
   desired[1] or '0', desired[2] or '0', desired[3] or '0', desired[4] or '', desired[5] or '0',
-  meta[13] or '0', call('HGETALL', K.settings),
+  meta[13] or '0', call('HGETALL', K.settings), counts[5] or '0', counts[6] or '0',
 }

@@ -128,8 +128,13 @@ local function delete_records(gid, launched)
   return total, longest, wasted
 end
 
+-- Each drop forgets up to four old ones, so that they do not grow between two train steps.
+local TOMBSTONE_STEPS = 256
+
 local function bury_group(gid)
-  call('ZADD', K.tombstones, call('HGET', K.meta, 'trained_step') or 0, gid)
+  local step = call('HGET', K.meta, 'trained_step') or '0'
+  call('ZADD', K.tombstones, step, gid)
+  forget_tombstones(tonumber(step) - TOMBSTONE_STEPS, 4)
 end
 
 local function length_bucket(tokens)
@@ -203,10 +208,27 @@ local function member_without_score(group)
   end
 end
 
--- Letters keep their payload, so their number is bounded: the oldest make room.
+-- Letters keep their payload, so their number and their bytes are bounded: the oldest make room.
 local MOST_LETTERS = 1000
 
+-- Ids and logprobs, list entries and keys as the memory estimate of the scheduler counts them, and the prompt.
+local function letter_bytes(id, tokens)
+  return 8 * tonumber(tokens) + 90 * call('LLEN', letter_segments_key(id)) + call('STRLEN', letter_prompt_key(id)) + 1500
+end
+
+-- A sixteenth of the server's memory.
+local function most_letter_bytes()
+  local limit = tonumber(string.match(call('INFO', 'memory'), '\nmaxmemory:(%d+)'))
+  return limit > 0 and limit / 16 or 268435456
+end
+
+local function count_letter_bytes(id, now_bytes)
+  local before = tonumber(call('HGET', letter_key(id), 'bytes') or '0')
+  return call('HINCRBY', K.meta, 'letter_bytes', now_bytes - before)
+end
+
 local function forget_letter(id)
+  count_letter_bytes(id, 0)
   for name in string.gmatch(call('HGET', letter_key(id), 'links') or '', '%S+') do
     call('UNLINK', chunk_key(id .. ':' .. name))
   end
@@ -214,11 +236,14 @@ local function forget_letter(id)
   return call('ZREM', K.letters, id)
 end
 
-local function forget_surplus_letters()
-  local surplus = call('ZCARD', K.letters) - MOST_LETTERS
-  if surplus <= 0 then return end
-  for _, id in ipairs(call('ZRANGE', K.letters, 0, math.min(surplus, 4) - 1)) do
+-- The newest letter stays, however large it is.
+local function forget_surplus_letters(newest)
+  local letters = call('ZCARD', K.letters)
+  local bytes, most_bytes = tonumber(call('HGET', K.meta, 'letter_bytes')), most_letter_bytes()
+  for _, id in ipairs(call('ZRANGE', K.letters, 0, 3)) do
+    if id == newest or (letters <= MOST_LETTERS and bytes <= most_bytes) then return end
     forget_letter(id)
+    letters, bytes = letters - 1, tonumber(call('HGET', K.meta, 'letter_bytes'))
     count('letters_forgotten_total', 1)
   end
 end
@@ -232,7 +257,10 @@ local function bury(id, reason)
   if call('EXISTS', segments_key(id)) == 1 then call('RENAME', segments_key(id), letter_segments_key(id)) end
   call('COPY', prompt_key(gid), letter_prompt_key(id), 'REPLACE')
   call('ZADD', K.letters, now(), id)
-  forget_surplus_letters()
+  local bytes = letter_bytes(id, v[2] or 0)
+  count_letter_bytes(id, bytes)
+  call('HSET', letter_key(id), 'bytes', bytes)
+  forget_surplus_letters(id)
   call('HSET', trajectory_key(id), 'state', 'dead')
   call('HDEL', trajectory_key(id), 'links', 'step', 'session', 'snapshot', 'has_snapshot')
   waste(id, 'dead', v[2] or 0)
