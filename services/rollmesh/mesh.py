@@ -6,7 +6,7 @@ no replay and a crash at any moment costs nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,9 @@ class Desired:
     store raises it to the version that the rollback announced: none of an abandoned branch is trained on."""
     reason: str = ""
     """Why the mesh is paused, for people."""
+    registry_version: int = field(default=0, compare=False)
+    """Version of the registry of generators, which every heartbeat of a generator raises; 0 before the first. Read with
+    the desired state, so that workers read records only when there are new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

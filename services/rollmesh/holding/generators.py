@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -10,19 +11,39 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from rollmesh.holding.held import Held
-from rollmesh.holding.routing import Need, choose_generator
+from rollmesh.holding.routing import Candidates, Need
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import GeneratorRecord
 
 FIRST_AVOID_SECONDS = 0.1
 LONGEST_AVOID_SECONDS = 30.0
 _REMEMBERED_GROUPS = 65_536
+_REREAD_SECONDS = 2.0
+"""How often records are read although the registry has not changed: one may have expired."""
+
+
+def _need_of(held: Held, pinned_version: int | None) -> Need:
+    return Need(min_version=held.min_version, pinned_version=pinned_version, group_id=held.trajectory.group_id)
 
 
 @dataclass(slots=True)
 class _Avoided:
     until: float
     seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A trajectory that waits for a generator able to take its next call."""
+
+    held: Held
+    pinned_version: int | None
+    woken: asyncio.Future[None]
+
+    @property
+    def need(self) -> Need:
+        """What the call needs now: the version floors may have risen since it began to wait."""
+        return _need_of(self.held, self.pinned_version)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,19 +88,25 @@ class Generators:
     def __init__(self, store: TrajectoryStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
         self._clock = clock
-        self._records: dict[str, GeneratorRecord] = {}
-        self._in_flight: dict[str, int] = {}
+        self._candidates = Candidates()
+        self._version = 0
+        self._read_at = -math.inf
+        self._serving_slots = 0
         self._seats: set[Seat] = set()
         self._avoided: dict[str, _Avoided] = {}
         self._homes: OrderedDict[str, str] = OrderedDict()
-        self._changed: asyncio.Future[None] | None = None
-        self.waiting_count = 0
-        """Trajectories that wait for a generator able to take them."""
+        self._waiters: dict[_Waiter, None] = {}
+        """In the order in which they came."""
 
     @property
     def records(self) -> Mapping[str, GeneratorRecord]:
         """Registered generators by instance."""
-        return self._records
+        return self._candidates.records
+
+    @property
+    def waiting_count(self) -> int:
+        """Trajectories that wait for a generator able to take them."""
+        return len(self._waiters)
 
     @property
     def seats(self) -> frozenset[Seat]:
@@ -89,25 +116,38 @@ class Generators:
     @property
     def serving_slots(self) -> int:
         """Slots of the generators that serve."""
-        return sum(r.slot_count for r in self._records.values() if r.serving)
+        return self._serving_slots
 
     def avoided_count(self) -> int:
         """Generators avoided right now."""
         now = self._clock()
         return sum(1 for a in self._avoided.values() if a.until > now)
 
+    async def follow(self, version: int) -> None:
+        """Read the registry if its version (``Desired.registry_version``) is another one than at the last read."""
+        now = self._clock()
+        if version and version == self._version and now < self._read_at + _REREAD_SECONDS:
+            self.wake()
+            return
+        await self.refresh()
+        self._version, self._read_at = version, now
+
     async def refresh(self) -> None:
         """Read the registry. Calls on a generator that has left it go on: it may be draining, with tokens to send."""
         found = {record.instance_id: record for record in await self._store.generators()}
-        self._records = found
+        self._candidates.update(found)
+        self._serving_slots = sum(r.slot_count for r in found.values() if r.serving)
         self._avoided = {name: a for name, a in self._avoided.items() if name in found}
         self.wake()
 
     def wake(self) -> None:
-        """Let everyone who waits for a generator look again."""
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-        self._changed = None
+        """Wake the waiters that have to stop, and as many others as generators that can take them have free slots."""
+        if not self._waiters:
+            return
+        for waiter in [waiter for waiter in self._waiters if not waiter.held.wanted]:
+            self._wake(waiter)
+        avoided = self._avoided_now()
+        self._wake_able(lambda need: max(1, self._candidates.free_slots(need, avoided)))
 
     async def acquire(self, held: Held, pinned_version: int | None = None) -> Seat:
         """A seat for the next call of a trajectory, once a generator can take it; use it as a context manager.
@@ -117,23 +157,22 @@ class Generators:
         """
         while True:
             held.check()
-            need = Need(min_version=held.min_version, pinned_version=pinned_version, group_id=held.trajectory.group_id)
+            need = _need_of(held, pinned_version)
             record = self._choose(need)
             if record is not None:
                 return Seat(record=record, held=held, need=need, _generators=self)
-            if self._changed is None:
-                self._changed = asyncio.get_running_loop().create_future()
-            self.waiting_count += 1
+            waiter = _Waiter(held, pinned_version, asyncio.get_running_loop().create_future())
+            self._waiters[waiter] = None
             try:
-                await asyncio.shield(self._changed)
+                await waiter.woken
             finally:
-                self.waiting_count -= 1
+                self._waiters.pop(waiter, None)
 
     def occupy(self, seat: Seat) -> None:
         """Count a call; seats do so themselves."""
         self._seats.add(seat)
         name = seat.record.instance_id
-        self._in_flight[name] = self._in_flight.get(name, 0) + 1
+        self._candidates.occupy(name)
         group = seat.held.trajectory.group_id
         self._homes[group] = name
         self._homes.move_to_end(group)
@@ -143,10 +182,8 @@ class Generators:
     def leave(self, seat: Seat) -> None:
         """The call is over."""
         self._seats.discard(seat)
-        name = seat.record.instance_id
-        self._in_flight[name] -= 1
-        if not self._in_flight[name]:
-            del self._in_flight[name]
+        self._candidates.leave(seat.record.instance_id)
+        self._wake_able(lambda _: 1)
 
     def answered_well(self, instance_id: str) -> None:
         """A good chunk came: earlier trouble is forgiven."""
@@ -164,12 +201,29 @@ class Generators:
         return seconds
 
     def _choose(self, need: Need) -> GeneratorRecord | None:
+        return self._candidates.choose(need, avoided=self._avoided_now(), preferred=self._homes.get(need.group_id))
+
+    def _avoided_now(self) -> set[str]:
+        if not self._avoided:
+            return set()
         now = self._clock()
-        avoided = {name for name, a in self._avoided.items() if a.until > now}
-        return choose_generator(
-            list(self._records.values()),
-            self._in_flight,
-            need,
-            avoided=avoided,
-            preferred=self._homes.get(need.group_id),
-        )
+        return {name for name, a in self._avoided.items() if a.until > now}
+
+    def _wake_able(self, most: Callable[[Need], int]) -> None:
+        """Wake the first waiters that a generator can take; ``most`` says how many with such a need there may be."""
+        limits: dict[tuple[int, int | None], int] = {}
+        able: list[_Waiter] = []
+        for waiter in self._waiters:
+            need = waiter.need
+            kind = (need.min_version, need.pinned_version)
+            if kind not in limits:
+                limits[kind] = most(need) if self._choose(need) is not None else 0
+            if len(able) < limits[kind]:
+                able.append(waiter)
+        for waiter in able:
+            self._wake(waiter)
+
+    def _wake(self, waiter: _Waiter) -> None:
+        del self._waiters[waiter]
+        if not waiter.woken.done():
+            waiter.woken.set_result(None)

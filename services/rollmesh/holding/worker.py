@@ -304,7 +304,7 @@ class Worker:
                 if time.monotonic() >= registry_due or self._parts.generators.waiting_count:
                     registry_due = time.monotonic() + _REGISTRY_SECONDS
                     await self._parts.policies.refresh()
-                    await self._parts.generators.refresh()
+                    await self._parts.generators.follow(self._desired.registry_version)
             except StoreUnavailable as error:
                 self._log.warning("watch_failed", message=str(error))
             self._observe()

@@ -12,6 +12,7 @@ from rollmesh.store.client import create_client
 from rollmesh.store.connection import Connection
 from rollmesh.store.deadletters import DeadLetters
 from rollmesh.store.evaluations import Evaluations
+from rollmesh.store.generators import GeneratorRegistry
 from rollmesh.store.inspection import Inspection
 from rollmesh.store.leader import Leader
 from rollmesh.store.limits import Limits
@@ -43,7 +44,7 @@ class TrajectoryStore:
         sessions, prompts, settings = Sessions(connection), PromptCache(), Settings(connection)
         self._for_workers(sessions, TrajectoryQueue(connection, self._limits, prompts))
         self._for_leaders(Leader(connection, self._limits, sessions, prompts))
-        self._for_generators(Registry(connection, settings))
+        self._for_generators(Registry(connection, settings), GeneratorRegistry(connection))
         self._for_trainers(Training(connection, self._limits), Rollbacks(connection, settings), Unclaimed(connection))
         view = View(connection, self._limits, settings)
         self._for_people(view, Evaluations(connection), DeadLetters(connection, self._limits))
@@ -86,7 +87,7 @@ class TrajectoryStore:
         self.report_failure = leader.report_failure
         self.failure = leader.failure
 
-    def _for_generators(self, registry: Registry) -> None:
+    def _for_generators(self, registry: Registry, generators: GeneratorRegistry) -> None:
         self.announce_policy = registry.announce_policy
         self.policies = registry.policies
         self.latest_policy = registry.latest_policy
@@ -95,9 +96,9 @@ class TrajectoryStore:
         self.pin_policy = registry.pin_policy
         self.pinned_policy = registry.pinned_policy
         self.effective_policy = registry.effective_policy
-        self.register_generator = registry.register_generator
-        self.deregister_generator = registry.deregister_generator
-        self.generators = registry.generators
+        self.register_generator = generators.register_generator
+        self.deregister_generator = generators.deregister_generator
+        self.generators = generators.generators
 
     def _for_trainers(self, training: Training, rollbacks: Rollbacks, unclaimed: Unclaimed) -> None:
         self.open_trainer_session = training.open_trainer_session

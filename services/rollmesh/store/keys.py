@@ -18,6 +18,7 @@ All keys of a run share the hash tag ``{run}``. Python asks a ``Keys`` object; L
     cut          group -> train step of its cut      letter_segments, letter_prompt   its payload
     tombstones   groups gone for good, by step       evaluation   request, holder and result
     scale        wanted replicas by service
+    generator_*  expiry of generators, and the registry version of their records
     settings     what an operator or the launcher has set, with its number
     reports      newest step reports, by train step
     scaler       launcher that carries it out
@@ -54,6 +55,7 @@ _SINGLE = frozenset(
         "versions",
         "generators",
         "generator_expiry",
+        "generator_changes",
         "letters",
         "evaluations",
         "evaluation_queue",

@@ -101,6 +101,7 @@ class Leader:
             interrupt_below_version=int(raw.get(b"interrupt_below_version", 0)),
             reason=raw.get(b"reason", b"").decode(),
             start_at_version=max(int(raw.get(b"start_at_version", 0)), int(branch_version or 0)),
+            registry_version=int(raw.get(b"registry_version", 0)),
         )
 
     async def report_failure(self, leader: str, text: str) -> None:

@@ -1,20 +1,17 @@
-"""Published policies and living generators."""
+"""Published policies."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from typing import Any
 
 from rollmesh.store.connection import Connection
 from rollmesh.store.settings import Settings
-from rollmesh.types import GeneratorRecord, GeneratorWork, PolicyRecord
+from rollmesh.types import PolicyRecord
 
 
 class Registry:
-    """Policies by version (a stream, so that readers can wait for the next) and generators with a heartbeat."""
+    """Policies by version: a stream, so that readers can wait for the next."""
 
     def __init__(self, connection: Connection, settings: Settings) -> None:
         self._connection = connection
@@ -80,31 +77,6 @@ class Registry:
         """The pinned policy (see ``pinned_policy``), else the newest."""
         pinned = await self.pinned_policy(instance_id)
         return await self.latest_policy() if pinned is None else await self.policy(pinned)
-
-    async def register_generator(self, record: GeneratorRecord, ttl: float) -> None:
-        """Write or renew a generator's record; it disappears ``ttl`` seconds after the last one."""
-        await self._connection.run(
-            "register_generator", record.instance_id, json.dumps(asdict(record)), int(1000 * ttl)
-        )
-
-    async def deregister_generator(self, instance_id: str) -> None:
-        """Take a generator out at once."""
-        await self._connection.run("deregister_generator", instance_id)
-
-    async def generators(self) -> list[GeneratorRecord]:
-        """Living generators, serving or not."""
-        return [_generator(json.loads(data)) for data in await self._connection.run("generators")]
-
-
-def _generator(fields: dict[str, Any]) -> GeneratorRecord:
-    work = GeneratorWork(**_known(GeneratorWork, fields.get("work", {})))
-    return GeneratorRecord(**{**_known(GeneratorRecord, fields), "work": work})
-
-
-def _known(kind: type[GeneratorRecord | GeneratorWork], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that this version has a field for: a newer generator may register more."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: value for name, value in values.items() if name in names}
 
 
 def _records(entries: Sequence[tuple[bytes, dict[bytes, bytes]]] | Any) -> list[PolicyRecord]:

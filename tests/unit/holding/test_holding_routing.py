@@ -1,7 +1,10 @@
-from hypothesis import given
-from hypothesis import strategies as st
+from collections import Counter
 
-from rollmesh.holding.routing import AFFINITY_SLACK, Need, able, choose_generator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from rollmesh.holding.routing import AFFINITY_SLACK, Candidates, Need, able
 from rollmesh.types import GeneratorRecord
 
 
@@ -19,8 +22,17 @@ def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0):
 
 
 def chosen(records, in_flight=None, need=None, **options):
-    record = choose_generator(records, in_flight or {}, need or Need(), **options)
+    record = candidates(records, in_flight or {}).choose(need or Need(), **options)
     return None if record is None else record.instance_id
+
+
+def candidates(records, in_flight):
+    found = Candidates()
+    found.update({record.instance_id: record for record in records})
+    for name, calls in in_flight.items():
+        for _ in range(calls):
+            found.occupy(name)
+    return found
 
 
 def test_the_generator_with_the_most_free_share_of_slots_is_chosen():
@@ -80,10 +92,67 @@ def test_the_choice_is_able_and_none_fitting_is_much_emptier(records, min_versio
     in_flight = {r.instance_id: data.draw(st.integers(0, r.slot_count)) for r in records}
     preferred = data.draw(st.sampled_from([None, *in_flight]))
     need = Need(min_version=min_version)
-    choice = choose_generator(records, in_flight, need, preferred=preferred)
+    choice = candidates(records, in_flight).choose(need, preferred=preferred)
     fitting = [r for r in records if able(r, need)]
     assert (choice is None) == (not fitting)
     if choice is not None:
         emptiest = min(in_flight[r.instance_id] / r.slot_count for r in fitting)
         assert choice in fitting
         assert in_flight[choice.instance_id] / choice.slot_count <= emptiest + AFFINITY_SLACK
+
+
+class CandidatesMachine(RuleBasedStateMachine):
+    """Whatever came before, the choice is the least loaded of all generators that are able."""
+
+    def __init__(self):
+        super().__init__()
+        self.candidates = Candidates()
+        self.records, self.calls = {}, Counter()
+
+    @rule(
+        name=st.sampled_from("abcdef"),
+        version=st.integers(0, 3),
+        slots=st.integers(0, 3),
+        serving=st.booleans(),
+        running=st.integers(0, 3),
+    )
+    def register(self, name, version, slots, serving, running):
+        self.records[name] = generator(name, version, slots=slots, serving=serving, running=running)
+        self.candidates.update(self.records)
+
+    @rule(name=st.sampled_from("abcdef"))
+    def deregister(self, name):
+        self.records.pop(name, None)
+        self.candidates.update(self.records)
+
+    @rule(name=st.sampled_from("abcdef"))
+    def occupy(self, name):
+        self.calls[name] += 1
+        self.candidates.occupy(name)
+
+    @precondition(lambda self: self.calls.total())
+    @rule(data=st.data())
+    def leave(self, data):
+        name = data.draw(st.sampled_from(sorted(self.calls.elements())))
+        self.calls[name] -= 1
+        self.candidates.leave(name)
+
+    @rule(
+        need=st.builds(Need, min_version=st.integers(0, 4), pinned_version=st.none() | st.integers(0, 4)),
+        avoided=st.sets(st.sampled_from("abcdef"), max_size=4),
+    )
+    def choose(self, need, avoided):
+        fitting = [r for r in self.records.values() if able(r, need) and r.instance_id not in avoided]
+        best = min(fitting, key=self.cost, default=None)
+        assert self.candidates.choose(need, avoided=avoided) is best
+        free = sum(max(0, r.slot_count - self.calls[r.instance_id]) for r in fitting)
+        assert self.candidates.free_slots(need, avoided) == free
+
+    def cost(self, record):
+        slots = max(1, record.slot_count)
+        reported = (record.running_count + record.waiting_count) / slots
+        return self.calls[record.instance_id] / slots, reported, record.instance_id
+
+
+TestCandidates = CandidatesMachine.TestCase
+TestCandidates.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)

@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
 -- ARGV: instance id.
-call('HDEL', K.generators, ARGV[1])
-return call('ZREM', K.generator_expiry, ARGV[1])
+remove_generators({ARGV[1]})
+next_registry_version()
+return 1

@@ -1,0 +1,202 @@
+"""The registry of generators: read again only where it has changed, and waiters woken only where there is room."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+import pytest
+
+from rollmesh.config.services import StoreConfig
+from rollmesh.holding.generators import Generators
+from rollmesh.holding.held import Held, Parked
+from rollmesh.holding.routing import Need
+from rollmesh.store import EmbeddedOptions, EmbeddedServer, ReleaseReason, TrajectoryStore
+from rollmesh.types import GeneratorRecord, Trajectory
+
+from .store_mesh import Mesh, prompt
+
+TTL = 600.0
+
+
+def record(name: str, *, version: int = 0, slots: int = 8, running: int = 0) -> GeneratorRecord:
+    return GeneratorRecord(
+        instance_id=name,
+        address=f"{name}:1",
+        policy_version=version,
+        running_count=running,
+        waiting_count=0,
+        slot_count=slots,
+        kv_token_capacity=1024,
+        serving=True,
+    )
+
+
+def held(number: int) -> Held:
+    name = f"e0-{number}"
+    return Held(Trajectory(trajectory_id=f"{name}.0", group_id=name, member_index=0, prompt=prompt(number)))
+
+
+async def by_name(store: TrajectoryStore) -> dict[str, GeneratorRecord]:
+    return {found.instance_id: found for found in await store.generators()}
+
+
+async def settled() -> None:
+    """Let every task that can go on do so."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_records_that_have_not_changed_are_not_read_again(
+    store: TrajectoryStore, another_client: TrajectoryStore
+) -> None:
+    for number in range(20):
+        await another_client.register_generator(record(f"g{number}"), TTL)
+    before = await by_name(store)
+    await another_client.register_generator(record("g7", running=3), TTL)
+    after = await by_name(store)
+    assert [name for name in after if after[name] is not before[name]] == ["g7"]
+    assert after["g7"].running_count == 3
+    reply = await store.connection.run("generators", (await store.desired()).registry_version)
+    assert len(reply) == 3, "no record travels"
+
+
+async def test_the_desired_state_says_that_the_registry_has_changed(store: TrajectoryStore) -> None:
+    await Mesh.start(store)
+    versions = [(await store.desired()).registry_version]
+    before = await store.desired()
+    for write in (
+        lambda: store.register_generator(record("a"), TTL),
+        lambda: store.register_generator(record("a"), TTL),
+        lambda: store.deregister_generator("a"),
+    ):
+        await write()
+        versions.append((await store.desired()).registry_version)
+    assert versions == sorted(set(versions))
+    assert await store.desired() == before, "nothing for a worker to reconcile to"
+
+
+async def test_a_generator_that_has_left_or_expired_leaves_every_copy(
+    store: TrajectoryStore, another_client: TrajectoryStore
+) -> None:
+    await store.register_generator(record("stays"), TTL)
+    await store.register_generator(record("leaves"), TTL)
+    await store.register_generator(record("dies"), 0.2)
+    assert sorted(await by_name(another_client)) == ["dies", "leaves", "stays"]
+    await store.deregister_generator("leaves")
+    assert "leaves" not in await by_name(another_client)
+    async with asyncio.timeout(60):
+        while "dies" in await by_name(another_client):
+            await asyncio.sleep(0.02)
+    assert list(await by_name(another_client)) == ["stays"]
+
+
+async def test_a_redis_that_came_back_as_it_was_before_is_read_anew(own_server: EmbeddedServer) -> None:
+    own_server.stop()
+    server = EmbeddedServer(own_server.folder, EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
+    await asyncio.to_thread(server.start)
+    try:
+        async with (
+            await TrajectoryStore.connect(StoreConfig(), run="registry", url=server.url) as store,
+            await TrajectoryStore.connect(StoreConfig(), run="registry", url=server.url) as fresh,
+        ):
+            await store.register_generator(record("a"), TTL)
+            await store.register_generator(record("gone later"), TTL)
+            files, earlier = server.folder / "appendonlydir", server.folder / "earlier"
+            shutil.copytree(files, earlier)
+            await store.deregister_generator("gone later")
+            await store.register_generator(record("forgotten"), TTL)
+            await store.register_generator(record("a", version=5), TTL)
+            assert sorted(await by_name(store)) == ["a", "forgotten"]
+            await asyncio.to_thread(server.kill)
+            shutil.rmtree(files)
+            shutil.copytree(earlier, files)
+            await asyncio.to_thread(server.start)
+            assert await by_name(store) == await by_name(fresh)
+            await fresh.register_generator(record("a", version=6), TTL)
+            assert await by_name(store) == await by_name(fresh)
+            assert (await by_name(store))["a"].policy_version == 6
+    finally:
+        await asyncio.to_thread(server.kill)
+
+
+async def test_a_generator_with_eight_slots_wakes_eight_of_five_hundred_waiters(store: TrajectoryStore) -> None:
+    generators = Generators(store)
+    await store.register_generator(record("old"), TTL)
+    await generators.refresh()
+    seated: list[int] = []
+    ends = [asyncio.Event() for _ in range(500)]
+
+    async def call(number: int) -> None:
+        with await generators.acquire(held(number), Need(min_version=1)):
+            seated.append(number)
+            await ends[number].wait()
+
+    calls = [asyncio.create_task(call(number)) for number in range(500)]
+    await settled()
+    assert generators.waiting_count == 500
+    await store.register_generator(record("new", version=1), TTL)
+    await generators.refresh()
+    await settled()
+    assert seated == list(range(8))
+    ends[3].set()
+    await settled()
+    assert seated == list(range(9)), "the slot that is free again takes the next one"
+    for end in ends:
+        end.set()
+    await asyncio.wait_for(asyncio.gather(*calls), 60)
+    assert (sorted(seated), generators.waiting_count) == (list(range(500)), 0)
+
+
+async def test_a_waiter_that_no_generator_can_take_does_not_hold_up_those_behind_it(store: TrajectoryStore) -> None:
+    generators = Generators(store)
+    seated: list[str] = []
+
+    async def call(number: int, need: Need, name: str) -> None:
+        with await generators.acquire(held(number), need):
+            seated.append(name)
+
+    evaluation = asyncio.create_task(call(0, Need(pinned_version=9), "evaluation"))
+    await settled()
+    rollout = asyncio.create_task(call(1, Need(min_version=1), "rollout"))
+    await settled()
+    await store.register_generator(record("one", version=1, slots=1), TTL)
+    await generators.refresh()
+    await asyncio.wait_for(rollout, 60)
+    assert seated == ["rollout"]
+    evaluation.cancel()
+    await asyncio.gather(evaluation, return_exceptions=True)
+    assert generators.waiting_count == 0
+
+
+async def test_a_waiter_that_has_to_stop_is_woken_without_a_generator(store: TrajectoryStore) -> None:
+    generators = Generators(store)
+    parked, others = held(0), held(1)
+    calls = [asyncio.create_task(generators.acquire(each, Need())) for each in (parked, others)]
+    await settled()
+    parked.park(ReleaseReason.PAUSED)
+    generators.wake()
+    with pytest.raises(Parked):
+        await asyncio.wait_for(calls[0], 60)
+    assert generators.waiting_count == 1
+    calls[1].cancel()
+    await asyncio.gather(calls[1], return_exceptions=True)
+
+
+async def test_a_registry_that_has_not_changed_is_not_read(store: TrajectoryStore) -> None:
+    now = 0.0
+    generators = Generators(store, clock=lambda: now)
+    await store.register_generator(record("a"), TTL)
+    await generators.follow((await store.desired()).registry_version)
+    assert list(generators.records) == ["a"]
+    seen = (await store.desired()).registry_version
+    await store.register_generator(record("b"), TTL)
+    await generators.follow(seen)
+    assert list(generators.records) == ["a"], "as long as the desired state names the same version"
+    await generators.follow((await store.desired()).registry_version)
+    assert sorted(generators.records) == ["a", "b"]
+    seen = (await store.desired()).registry_version
+    await store.register_generator(record("c"), TTL)
+    now = 10.0
+    await generators.follow(seen)
+    assert sorted(generators.records) == ["a", "b", "c"], "read from time to time: records expire silently"
