@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
 from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.opening import OpenPrompts, open_prompts
 from rollmesh.rollout.periodic import PeriodicEvaluations
 from rollmesh.rollout.refusals import RefusedPolicies
 from rollmesh.runtime.health import Health
@@ -55,7 +55,7 @@ class Leader:
         self,
         store: TrajectoryStore,
         schedule: Schedule,
-        open_prompts: Callable[[], PromptSource],
+        open_prompts: OpenPrompts,
         evaluations: PeriodicEvaluations,
         *,
         candidate: str,
@@ -85,8 +85,14 @@ class Leader:
         self._log = get_logger("leader")
 
     async def run(self, shutdown: Shutdown) -> None:
-        """Stand for the lead and lead until ``shutdown``; resigns at the end."""
+        """Open the prompts, stand for the lead and lead until ``shutdown``; resigns at the end.
+
+        Before standing for it: a bad row ends the run before it has cost anything, and a lead lasts one session TTL.
+        """
         self._health.watch("leader", _LOOP_DEADLINE_SECONDS)
+        self._prompts = await open_prompts(
+            self._open_prompts, beat=lambda: self._health.beat("leader"), shutdown=shutdown
+        )
         before: MeshView | None = None
         while not shutdown.is_set():
             self._health.beat("leader")
@@ -117,8 +123,6 @@ class Leader:
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
                 self._log.info("leads", candidate=self._candidate)
-                # Now rather than at the first admission: a bad row ends the run before it has cost anything.
-                await self._opened_prompts()
         elif now >= self._renew_due:
             self._renew_due = now + self._renew_seconds
             if not await self._store.renew_leadership(self._token):
@@ -215,16 +219,15 @@ class Leader:
 
     async def _admit(self, count: int) -> None:
         """Open groups at the cursor, a few prompts at a time so that the loop stays responsive."""
-        assert self._token is not None
-        prompts = await self._opened_prompts()
+        assert self._token is not None and self._prompts is not None
         cursor = await self._store.cursor()
         while count > 0:
             groups: list[NewGroup] = []
             before = cursor
             try:
                 for _ in range(min(count, _GROUPS_PER_ADMISSION)):
-                    groups.append(self._new_group(prompts, cursor))
-                    cursor = _next(cursor, prompts.epoch_size)
+                    groups.append(self._new_group(self._prompts, cursor))
+                    cursor = _next(cursor, self._prompts.epoch_size)
             except DataError as error:
                 self._failed = f"prompt (epoch {cursor.epoch}, index {cursor.index}): {error}"
                 return
@@ -232,12 +235,6 @@ class Leader:
             self._metrics.mesh.admitted.inc(opened)
             count -= len(groups)
             await asyncio.sleep(0)
-
-    async def _opened_prompts(self) -> PromptSource:
-        """Open the prompts once, in a thread: a table of a million rows takes longer to check than a session lives."""
-        if self._prompts is None:
-            self._prompts = await asyncio.to_thread(self._open_prompts)
-        return self._prompts
 
     def _new_group(self, prompts: PromptSource, cursor: Cursor) -> NewGroup:
         if cursor.index >= prompts.epoch_size:

@@ -38,7 +38,7 @@ from rollmesh.store.metrics import StoreCallMetrics
 from rollmesh.tasks.environments.factory import environment_factory
 from rollmesh.tasks.sources.agent import AgentPrompts
 from rollmesh.tasks.sources.factory import build_prompt_source
-from rollmesh.tasks.sources.protocol import PromptSource
+from rollmesh.tasks.sources.protocol import OnChecked, PromptSource
 from rollmesh.text import Tokenizer
 from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
@@ -127,7 +127,7 @@ async def open_replica(
     leader = Leader(
         store,
         schedule,
-        lambda: _prompts(config, tokenizer),
+        lambda on_checked: _prompts(config, tokenizer, on_checked),
         PeriodicEvaluations(store, config.evaluation, config.checkpoints.keep_last),
         candidate=instance_name(config, "rollout", index),
         renew_seconds=config.store.heartbeat_seconds,
@@ -163,10 +163,11 @@ def _call_limits(config: RunConfig, tokenizer: Tokenizer) -> CallLimits:
     )
 
 
-def _prompts(config: RunConfig, tokenizer: Tokenizer) -> PromptSource:
-    if config.rollout.program != "agent":
-        return build_prompt_source(config.data, tokenizer, config.seed)
-    source = build_prompt_source(config.data, tokenizer, config.seed, keep_messages=True)
+def _prompts(config: RunConfig, tokenizer: Tokenizer, on_checked: OnChecked) -> PromptSource:
+    is_agent = config.rollout.program == "agent"
+    source = build_prompt_source(config.data, tokenizer, config.seed, keep_messages=is_agent, on_checked=on_checked)
+    if not is_agent:
+        return source
     return AgentPrompts(source, tokenizer, config.rollout.agent.contexts)
 
 

@@ -136,7 +136,7 @@ def build(
     leader = Leader(
         store,
         plan,
-        lambda: source,
+        lambda _: source,
         PeriodicEvaluations(store, evaluation or EvalConfig(), keep_last=6),
         candidate=f"rollout-{index}",
         renew_seconds=heartbeat,

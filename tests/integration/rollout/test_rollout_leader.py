@@ -19,7 +19,7 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
-from rollmesh.tasks.sources.protocol import PromptSource
+from rollmesh.tasks.sources.protocol import OnChecked, PromptSource
 from rollmesh.types import Prompt
 
 from .replicas import limits, schedule
@@ -32,7 +32,8 @@ async def leading(
     store: TrajectoryStore,
     plan: Schedule,
     evaluation: EvalConfig | None = None,
-    open_prompts: Callable[[], PromptSource] = ScriptedPrompts,
+    open_prompts: Callable[..., PromptSource] = lambda *_: ScriptedPrompts(),
+    health: Health | None = None,
 ) -> AsyncIterator[ScriptedTrainer]:
     """One leader without workers, and the trainer of its run."""
     await store.init_run(limits(plan))
@@ -46,7 +47,7 @@ async def leading(
         candidate="only",
         renew_seconds=0.5,
         metrics=RolloutMetrics(Metrics("rollout")),
-        health=Health(),
+        health=health or Health(),
     )
     shutdown = asyncio.Event()
     task = asyncio.create_task(leader.run(shutdown))
@@ -141,7 +142,7 @@ async def test_the_process_stays_awake_while_its_prompts_are_opened(store) -> No
     """Heartbeats share the loop: a table that takes longer to check than a session lives would cost every session."""
     opening, awake = threading.Event(), threading.Event()
 
-    def open_prompts() -> PromptSource:
+    def open_prompts(*_: object) -> PromptSource:
         opening.set()
         assert awake.wait(20.0), "nothing else was done while the prompts were opened"
         return ScriptedPrompts()
@@ -167,12 +168,56 @@ async def test_data_that_shrank_below_the_cursor_ends_the_run_with_an_error_that
     plan = schedule("copris")
     await store.init_run(limits(plan))
     await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 9)
-    async with leading(store, plan, open_prompts=Shrunken):
+    async with leading(store, plan, open_prompts=lambda _: Shrunken()):
         failure = await until(store.failure)
     assert failure == (
         "prompt (epoch 0, index 9): data.source has 5 training prompts, and this run has admitted more of the epoch: "
         "the data has shrunk since; restore it and restart the run, or start another run"
     )
+
+
+async def test_opening_a_large_table_neither_stops_the_health_beat_nor_holds_the_lead(store) -> None:
+    now, opening, opened = 0.0, threading.Event(), threading.Event()
+    health = Health(clock=lambda: now)
+
+    def open_prompts(*_: object) -> PromptSource:
+        opening.set()
+        assert opened.wait(60.0)
+        return ScriptedPrompts()
+
+    async def admitted() -> bool:
+        return (await store.view()).open_groups > 0
+
+    async with leading(store, schedule("copris"), open_prompts=open_prompts, health=health):
+        try:
+            await until(opening.is_set)
+            for _ in range(3):
+                now += 1000.0
+                assert "leader" in health.stalled(), "no beat since the clock has moved"
+                await until(lambda: not health.stalled())
+            other = await store.acquire_leadership("another replica")
+            assert other is not None
+            await store.resign(other)
+        finally:
+            opened.set()
+        await until(admitted)
+
+
+async def test_a_replica_that_is_stopped_while_it_opens_its_prompts_ends_the_opening(store) -> None:
+    checked, ended = threading.Event(), threading.Event()
+
+    def open_prompts(on_checked: OnChecked) -> PromptSource:
+        try:
+            for row in range(10**9):
+                on_checked(row, 10**9)
+                checked.set()
+        finally:
+            ended.set()
+        raise AssertionError("unreachable")
+
+    async with leading(store, schedule("copris"), open_prompts=open_prompts):
+        await until(checked.is_set)
+    await until(ended.is_set)
 
 
 async def test_a_cut_that_waits_long_for_the_same_thing_says_so(store, monkeypatch) -> None:

@@ -16,7 +16,7 @@ from rollmesh.config.data import (
 from rollmesh.tasks.sources.countdown import CountdownPrompts
 from rollmesh.tasks.sources.jsonl import JsonlRows
 from rollmesh.tasks.sources.parquet import ParquetRows
-from rollmesh.tasks.sources.protocol import PromptSource, Split
+from rollmesh.tasks.sources.protocol import OnChecked, PromptSource, Split
 from rollmesh.tasks.sources.python import PythonRows
 from rollmesh.tasks.sources.reasoning_gym import ReasoningGymPrompts
 from rollmesh.tasks.sources.row import RowFormat
@@ -25,9 +25,17 @@ from rollmesh.text import Tokenizer
 
 
 def build_prompt_source(
-    config: DataConfig, tokenizer: Tokenizer, seed: int, split: Split = "train", *, keep_messages: bool = False
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    seed: int,
+    split: Split = "train",
+    *,
+    keep_messages: bool = False,
+    on_checked: OnChecked | None = None,
 ) -> PromptSource:
     """Open the prompts of one split; ``keep_messages`` puts the messages of chat prompts into their metadata.
+
+    ``on_checked`` hears how many rows of a table are checked.
 
     The eval split comes from ``evaluation_source`` where there is one; else a generated task makes fresh prompts and
     a table holds some back. Raises DataError for the first bad row, ConfigError for a source that cannot exist.
@@ -69,6 +77,7 @@ def build_prompt_source(
         split=split,
         shuffle=config.shuffle,
         held_out_ratio=0.0 if own else config.held_out_ratio,
+        on_checked=on_checked,
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from rollmesh.types import Prompt
 
 Split = Literal["train", "eval"]
 """Training prompts, or the ones evaluations use; no prompt is in both."""
+
+
+OnChecked = Callable[[int, int], None]
+"""Called while a source is opened, with the rows checked so far and the rows there are; it may raise to stop that."""
 
 
 class PromptSource(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -11,10 +12,12 @@ import numpy.typing as npt
 
 from rollmesh.errors import DataError
 from rollmesh.tasks.sources.permutation import Int64Array, epoch_order
-from rollmesh.tasks.sources.protocol import Split
+from rollmesh.tasks.sources.protocol import OnChecked, Split
 from rollmesh.tasks.sources.row import Row, RowFormat, check_row, prompt_from_row, prompt_value
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
+
+_ROWS_PER_REPORT = 1024
 
 
 class RowReader(Protocol):
@@ -45,6 +48,7 @@ class RowPrompts:
         split: Split = "train",
         shuffle: bool = True,
         held_out_ratio: float = 0.0,
+        on_checked: OnChecked | None = None,
     ) -> None:
         """``held_out_ratio`` is the share of distinct prompts that belongs to the eval split; at 0 both have all.
 
@@ -55,7 +59,7 @@ class RowPrompts:
         self._tokenizer = tokenizer
         self._seed = seed
         self._shuffle = shuffle or split == "eval"
-        hashes = np.fromiter((self._check(number) for number in range(len(reader))), np.uint64, len(reader))
+        hashes = np.fromiter(self._checked(on_checked), np.uint64, len(reader))
         self._rows = _rows_of_split(hashes, split, held_out_ratio)
         if len(self._rows) == 0:
             what = "no rows" if len(reader) == 0 else f"no rows for the {split} split; it has {len(reader)} in all"
@@ -72,6 +76,12 @@ class RowPrompts:
             raise IndexError(f"{self._reader.name}: no position (epoch {epoch}, index {index})")
         at = int(epoch_order(len(self._rows), self._seed, epoch)[index]) if self._shuffle else index
         return prompt_from_row(self._reader.row(int(self._rows[at])), self._form, self._tokenizer)
+
+    def _checked(self, on_checked: OnChecked | None) -> Iterator[int]:
+        for number in range(len(self._reader)):
+            if on_checked is not None and number % _ROWS_PER_REPORT == 0:
+                on_checked(number, len(self._reader))
+            yield self._check(number)
 
     def _check(self, number: int) -> int:
         row = self._reader.row(number)

@@ -54,6 +54,21 @@ def test_a_row_becomes_a_prompt_with_its_answer_and_its_other_fields(tmp_path: P
     assert prompt.metadata == {"answer": "2", "level": 3, "tags": ["a", None], "extra": {"x": 0.5, "ok": True}}
 
 
+def test_opening_a_large_table_reports_its_progress_and_can_be_stopped(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", numbered(2500))
+    config = DataConfig.model_validate({"source": {"type": "jsonl", "path": str(path)}})
+    reports: list[tuple[int, int]] = []
+    build_prompt_source(config, tokenizer, 1, on_checked=lambda *report: reports.append(report))
+    assert reports == [(0, 2500), (1024, 2500), (2048, 2500)]
+
+    def stop(checked: int, count: int) -> None:
+        if checked:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        build_prompt_source(config, tokenizer, 1, on_checked=stop)
+
+
 def test_the_same_position_is_the_same_prompt_after_a_restart(tmp_path: Path, tokenizer: Tokenizer) -> None:
     path = write_jsonl(tmp_path / "train.jsonl", numbered(50))
     first, again = (open_jsonl(path, tokenizer) for _ in range(2))
