@@ -39,6 +39,7 @@ class WorkerSession:
         """Everything this worker holds, finished ones that wait for their reward included."""
         self.while_unreachable: Callable[[], None] = _nothing
         """Called before each further attempt during an outage: whoever waits here is not stuck."""
+        self._beat: Callable[[], None] = _nothing
 
     @property
     def current(self) -> str:
@@ -57,7 +58,8 @@ class WorkerSession:
             self._session = ""
 
     async def keep_alive(self, beat: Callable[[], None]) -> None:
-        """Heartbeat until cancelled; ``beat`` is called after each round."""
+        """Heartbeat until cancelled; ``beat`` is called after each round, and during an outage that it waits out."""
+        self._beat = beat
         while True:
             started = time.monotonic()
             session = self._session
@@ -148,6 +150,7 @@ class WorkerSession:
         """Wait before the next attempt; returns the pause after that one."""
         self._log.warning("store_unavailable", message=str(error), pause_seconds=pause)
         self.while_unreachable()
+        self._beat()
         await asyncio.sleep(pause)
         return min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
