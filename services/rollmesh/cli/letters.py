@@ -57,7 +57,7 @@ def replay(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
     async def main() -> None:
         async with store_of(run) as (_, _, store):
             group_id = await store.replay_dead_letter(trajectory_id)
-        typer.echo(f"{trajectory_id} replayed as group {group_id}")
+        typer.echo(f"{trajectory_id} replayed as group {group_id}, once the run has room for it")
 
     run_async(main)
 

@@ -161,7 +161,9 @@ class RunActions:
         await self._letter(trajectory_id)
         group_id = await self._store.replay_dead_letter(trajectory_id)
         self._count("replay")
-        return Done(done=f"{trajectory_id} is replayed as group {group_id}", group_id=group_id)
+        return Done(
+            done=f"{trajectory_id} is replayed as group {group_id}, once the run has room for it", group_id=group_id
+        )
 
     async def delete_letter(self, trajectory_id: str) -> Done:
         """Forget a dead letter."""

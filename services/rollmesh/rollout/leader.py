@@ -220,6 +220,9 @@ class Leader:
     async def _admit(self, count: int) -> None:
         """Open groups at the cursor, a few prompts at a time so that the loop stays responsive."""
         assert self._token is not None and self._prompts is not None
+        replayed = await self._store.admit_replays(self._token, count)
+        self._metrics.mesh.admitted.inc(replayed)
+        count -= replayed
         cursor = await self._store.cursor()
         while count > 0:
             groups: list[NewGroup] = []

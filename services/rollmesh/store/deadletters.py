@@ -51,7 +51,10 @@ class DeadLetters:
         return replace(letter, trajectory=trajectory)
 
     async def replay_dead_letter(self, trajectory_id: str) -> str:
-        """Open a new group on the letter's prompt, with replay_of; the same letter always gives the same group."""
+        """Ask for a new group on the letter's prompt, with replay_of; the same letter always gives the same group.
+
+        It is opened at once where the staleness bound and memory allow it, else by the leader, before new prompts.
+        """
         limits = await self._limits.get()
         group_id: bytes = await self._connection.run("replay_letter", trajectory_id, limits.group_size)
         return group_id.decode()

@@ -78,6 +78,7 @@ class TrajectoryStore:
         self.renew_leadership = leader.renew_leadership
         self.resign = leader.resign
         self.admit = leader.admit
+        self.admit_replays = leader.admit_replays
         self.cursor = leader.cursor
         self.set_desired = leader.set_desired
         self.desired = leader.desired

@@ -20,6 +20,7 @@ All keys of a run share the hash tag ``{run}``. Python asks a ``Keys`` object; L
     scale        wanted replicas by service
     generator_*  expiry of generators, and the registry version of their records
     settings     what an operator or the launcher has set, with its number
+    replays      replayed dead letters that wait for room
     reports      newest step reports, by train step
     scaler       launcher that carries it out
 """
@@ -60,6 +61,7 @@ _SINGLE = frozenset(
         "evaluations",
         "evaluation_queue",
         "evaluation_claims",
+        "replays",
         "reports",
         "scale",
         "scaler",

@@ -59,6 +59,10 @@ class Leader:
             cursor_before = after
         return opened
 
+    async def admit_replays(self, leader: str, most: int) -> int:
+        """Open up to ``most`` groups of replayed dead letters that wait for room; returns how many were opened."""
+        return int(await self._connection.run("admit_replays", leader, min(most, _GROUPS_PER_ADMISSION)))
+
     async def cursor(self) -> Cursor:
         """Position of the next prompt to admit."""
         epoch, index = await self._connection.command(

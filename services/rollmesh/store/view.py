@@ -112,15 +112,16 @@ class View:
         ]
 
     async def live_groups(self) -> list[str]:
-        """Ids of every open, ready or cut group; O(groups), for audits."""
-        open_ids, ready_ids, cut_ids = await self._connection.commands(
+        """Ids of every open, ready or cut group, and of replays that wait for room; O(groups), for audits."""
+        queues = await self._connection.commands(
             [
                 ("ZRANGE", self._keys.single("open"), 0, -1),
                 ("ZRANGE", self._keys.single("ready"), 0, -1),
                 ("HKEYS", self._keys.single("cut")),
+                ("HKEYS", self._keys.single("replays")),
             ]
         )
-        return [group_id.decode() for group_id in (*open_ids, *ready_ids, *cut_ids)]
+        return [group_id.decode() for queue in queues for group_id in queue]
 
     async def dropped_groups(self) -> dict[str, str]:
         """Reason of every group in the ledger, by group id; O(ledger), for audits."""

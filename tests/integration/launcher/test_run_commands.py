@@ -76,7 +76,10 @@ def test_a_dead_letter_is_listed_inspected_replayed_once_and_deleted(folder: Pat
     seen = json.loads(printed("dead-letters", "inspect", str(folder), "e0-0.0"))
     assert [s["policy_version"] for s in seen["trajectory"]["segments"]] == [1]
     for _ in range(2):
-        assert printed("dead-letters", "replay", str(folder), "e0-0.0") == "e0-0.0 replayed as group e0-0r1\n"
+        assert (
+            printed("dead-letters", "replay", str(folder), "e0-0.0")
+            == "e0-0.0 replayed as group e0-0r1, once the run has room for it\n"
+        )
     status = json.loads(printed("status", str(folder), "--json"))
     assert status["view"]["open_groups"] == 2
     assert printed("dead-letters", "delete", str(folder), "e0-0.0") == "e0-0.0 deleted\n"

@@ -227,3 +227,33 @@ async def test_a_cut_that_waits_long_for_the_same_thing_says_so(store, monkeypat
             await until(lambda: sum(line["event"] == "cut_waits" for line in logs) >= 2)
     said = [line for line in logs if line["event"] == "cut_waits"]
     assert said[0]["waiting_for"] == "2 more ready groups of 2"
+
+
+async def test_a_replay_that_waits_for_room_comes_before_new_prompts(store) -> None:
+    async with leading(store, schedule("sync")) as trainer:
+        del trainer
+        session = await store.open_session("worker")
+
+        async def fail_one() -> bool:
+            """Fail what the first group has; its members are replaced a few times, then it is dropped."""
+            leased = [item.trajectory for item in await store.lease(session, 64)]
+            ids = [t.trajectory_id for t in leased if t.group_id == "e0-0"]
+            await store.fail(session, [(i, "broke") for i in ids])
+            return bool(ids)
+
+        await until(fail_one)
+        assert sorted(await store.live_groups()) == ["e0-0", "e0-1"], "as many as the bound allows"
+        group_id = await store.replay_dead_letter("e0-0.0")
+        assert (await store.view()).open_groups == 2
+
+        async def dropped() -> bool:
+            await fail_one()
+            return "e0-0" not in await store.live_groups()
+
+        await until(dropped)
+
+        async def opened() -> bool:
+            return (await store.view()).open_groups == 2
+
+        await until(opened)
+        assert sorted(await store.live_groups()) == sorted(["e0-1", group_id])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rollmesh.config.load import validate_run_config
+from rollmesh.config.services import StoreConfig
 from rollmesh.errors import Conflict
 from rollmesh.launcher.closing import queue_account
 from rollmesh.mesh import Cursor
 from rollmesh.report.ledger import lost_groups
-from rollmesh.store import ReleaseReason, TrajectoryStore, WriteStatus
+from rollmesh.store import EmbeddedServer, ReleaseReason, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh
 from .truth import read_truth
@@ -225,3 +226,54 @@ async def test_a_redis_that_lost_everything_learns_the_names_of_replays_from_bat
     await store.lease(mesh.session, 1)
     await store.fail(mesh.session, [("e0-0.0", "broke")])
     assert await store.replay_dead_letter("e0-0.0") == "e0-0r5"
+
+
+async def test_a_replay_waits_while_the_staleness_bound_allows_no_further_group(store: TrajectoryStore) -> None:
+    mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=0)
+    await mesh.admit(2)
+    await store.lease(mesh.session, 1)
+    await store.fail(mesh.session, [("e0-0.0", "broke")])
+    group_id = await store.replay_dead_letter("e0-0.0")
+    assert (await store.view()).admitted_unconsumed == 2, "(max_staleness + 1) * groups_per_batch"
+    assert await store.replay_dead_letter("e0-0.0") == group_id
+    assert await store.delete_dead_letter("e0-0.0"), "the replay does not need the letter any more"
+    assert group_id in await store.live_groups()
+    assert await store.evict(mesh.leader, ["e0-1"], "stale") == 1
+    assert await store.admit_replays(mesh.leader, 0) == 0
+    assert await store.admit_replays(mesh.leader, 5) == 1
+    assert await store.admit_replays(mesh.leader, 5) == 0
+    view = await store.view()
+    assert (view.admitted_unconsumed, view.open_groups) == (2, 2)
+    await mesh.complete_all()
+    await store.cut(mesh.leader, 1, ["e0-0", group_id])
+    batch = await store.claim(mesh.trainer, 1, 1.0)
+    assert batch is not None and [g.group_id for g in batch.groups] == ["e0-0", group_id]
+    assert (await read_truth(store)).problems == []
+
+
+async def test_a_replay_waits_while_the_store_is_full(own_server: EmbeddedServer) -> None:
+    async with await TrajectoryStore.connect(StoreConfig(), run="full", url=own_server.url) as store:
+        mesh = await Mesh.start(store)
+        await mesh.admit(1)
+        await store.lease(mesh.session, 1)
+        await store.fail(mesh.session, [("e0-0.0", "broke")])
+        used = (await store.view()).used_memory_bytes
+        await store.connection.command("CONFIG", "SET", "maxmemory", int(used / 0.85))
+        group_id = await store.replay_dead_letter("e0-0.0")
+        assert (await store.view()).open_groups == 1
+        await store.connection.command("CONFIG", "SET", "maxmemory", 1 << 26)
+        assert await store.admit_replays(mesh.leader, 1) == 1
+        assert set(await store.live_groups()) == {"e0-0", group_id}
+        assert (await store.view()).open_groups == 2
+
+
+async def test_a_waiting_replay_that_a_batch_file_names_is_not_opened_again(store: TrajectoryStore) -> None:
+    """Redis came back as it was while the replay waited."""
+    mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=0)
+    await mesh.admit(2)
+    await store.lease(mesh.session, 1)
+    await store.fail(mesh.session, [("e0-0.0", "broke")])
+    group_id = await store.replay_dead_letter("e0-0.0")
+    await store.reassert_training(mesh.trainer, 1, 1, [(1, [group_id])], [], Cursor())
+    assert await store.admit_replays(mesh.leader, 5) == 0
+    assert group_id not in await store.live_groups()

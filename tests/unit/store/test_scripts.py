@@ -13,6 +13,7 @@ from rollmesh.store.scripts import Script, compose, load_scripts, split_helpers
 
 SCRIPTS = load_scripts()
 ALLOCATE = {
+    "admit_replays",
     "append",
     "finish",
     "fork",

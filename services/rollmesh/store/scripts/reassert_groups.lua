@@ -24,6 +24,7 @@ for _, gid in ipairs(call('LRANGE', batch_groups_key(step), 0, -1)) do
   end
 end
 call('UNLINK', batch_groups_key(step))
+call('HDEL', K.replays, unpack(gids))
 for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps}) do call('ZREM', queue, unpack(gids)) end
 if trained then
   call('HDEL', K.cut, unpack(gids))

@@ -1,6 +1,6 @@
 #!lua
--- A dead letter becomes a new group with replay_of; asked again, it answers with the same group.
--- ARGV: trajectory id, needed. Returns the group id.
+-- A dead letter becomes a new group with replay_of; asked again, it answers with the same group. Without room for it the
+-- group waits for the leader (admit_replays). ARGV: trajectory id, needed. Returns the group id.
 local id = ARGV[1]
 local letter = call('HMGET', letter_key(id), 'group', 'replayed_as')
 if not letter[1] then fail('CONFLICT', 'no dead letter ' .. id) end
@@ -13,14 +13,11 @@ repeat
   gid = letter[1] .. 'r' .. call('HINCRBY', K.meta, 'replay_seq', 1)
 until call('EXISTS', group_key(gid)) == 0 and not call('ZSCORE', K.tombstones, gid)
   and call('HEXISTS', K.cut, gid) == 0
-local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)
 call('COPY', letter_prompt_key(id), prompt_key(gid))
-call('HSET', group_key(gid), 'index', sequence, 'needed', ARGV[2], 'launched', ARGV[2], 'scored', 0, 'terminal', 0,
-  'replay_of', id)
-call('ZADD', K.open, sequence, gid)
-for member = 0, tonumber(ARGV[2]) - 1 do
-  call('ZADD', K.pending, sequence * 4096 + member, gid .. '.' .. member)
-end
 call('HSET', letter_key(id), 'replayed_as', gid)
-call('HINCRBY', K.counts, 'replays_total', 1)
+if has_room_for_a_group() then
+  open_replay(gid, id, ARGV[2])
+else
+  call('HSET', K.replays, gid, ARGV[2] .. ' ' .. id)
+end
 return gid

@@ -1,0 +1,18 @@
+#!lua
+-- Opens groups of replayed dead letters that wait for room, the oldest request first. ARGV: leader, most groups.
+-- Returns how many were opened.
+require_leader(ARGV[1])
+refuse_while_recovering('admit')
+local waiting = call('HKEYS', K.replays)
+table.sort(waiting, function(a, b)
+  return tonumber(string.match(a, '%d+$')) < tonumber(string.match(b, '%d+$'))
+end)
+local opened = 0
+for _, gid in ipairs(waiting) do
+  if opened >= tonumber(ARGV[2]) then break end
+  local needed, letter = string.match(call('HGET', K.replays, gid), '^(%d+) (.*)$')
+  open_replay(gid, letter, needed)
+  call('HDEL', K.replays, gid)
+  opened = opened + 1
+end
+return opened

@@ -1,0 +1,23 @@
+-- A replay waits until the staleness bound and memory allow one more group. The bounds are those of the schedule.
+local ADMISSION_SHARE = 0.8
+
+local function has_room_for_a_group()
+  local limits = call('HMGET', K.limits, 'max_staleness', 'groups_per_batch')
+  local admitted = call('ZCARD', K.open) + call('ZCARD', K.ready) + call('HLEN', K.cut)
+  if admitted >= (tonumber(limits[1]) + 1) * tonumber(limits[2]) then return false end
+  local memory = call('INFO', 'memory')
+  local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)'))
+  return limit == 0 or tonumber(string.match(memory, 'used_memory:(%d+)')) < ADMISSION_SHARE * limit
+end
+
+-- The prompt of the group is there already.
+local function open_replay(gid, letter, needed)
+  local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)
+  call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0,
+    'replay_of', letter)
+  call('ZADD', K.open, sequence, gid)
+  for member = 0, tonumber(needed) - 1 do
+    call('ZADD', K.pending, sequence * 4096 + member, gid .. '.' .. member)
+  end
+  call('HINCRBY', K.counts, 'replays_total', 1)
+end
