@@ -7,6 +7,7 @@ All keys of a run share the hash tag ``{run}``. Python asks a ``Keys`` object; L
     meta         run state: steps, cursor, leader    trajectory   one rollout: state, session, tokens, reward
     limits       RunLimits of the run                segments     its saved segments, protobuf, in order
     counts       counters by state, totals           chunk        a segment over 64 KB, linked from ``segments``
+    dropped      large dropped groups to be swept
     drops        dropped groups, wasted tokens       group        counters of a group
     lengths      histogram of finished lengths       prompt       its prompt, protobuf
     pending      trajectories never leased           upload       a prompt over 64 KB before its admission
@@ -34,6 +35,7 @@ _SINGLE = frozenset(
         "meta",
         "limits",
         "counts",
+        "dropped",
         "drops",
         "lengths",
         "desired",

@@ -18,6 +18,7 @@ from rollmesh.store.types import NewGroup
 _GROUPS_PER_ADMISSION = 128
 """Groups of one admit script: three keys each at most."""
 _SWEEP_SLICES = 64
+_MEMBERS_PER_SWEEP = 128
 
 
 class Leader:
@@ -135,12 +136,15 @@ class Leader:
 
         Does nothing within one TTL of a new leader or of a recovery. Also finishes clean-ups that died half-way.
         """
-        sessions, steps = await self._connection.run("reap", leader)
+        sessions, steps, dropped = await self._connection.run("reap", leader)
         total = 0
         for session in sessions:
             total += await self._sessions.give_back(session.decode(), counts_as_attempt=True)
         for step in steps[:_SWEEP_SLICES]:
             await sweep(self._connection, self._limits, int(step))
+        for group_id in dropped[:_SWEEP_SLICES]:
+            while await self._connection.run("sweep_dropped", group_id, _MEMBERS_PER_SWEEP):
+                pass
         return total
 
     async def _admit_part(self, leader: str, groups: Sequence[NewGroup], before: Cursor, after: Cursor) -> int:

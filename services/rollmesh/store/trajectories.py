@@ -6,6 +6,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TypeVar
 
 from rollmesh.errors import DataError, SessionLost
@@ -138,9 +139,12 @@ class TrajectoryQueue:
 
     async def fail(self, session: str, items: Sequence[tuple[str, str]]) -> int:
         """Make dead letters of held trajectories, with (trajectory_id, reason); returns how many were held."""
-        failed = 0
-        for part in slices(items, 16):
-            failed += int(await self._connection.run("bury", session, *(word for item in part for word in item)))
+        # A burial may take the whole group apart.
+        parts = by_groups([trajectory_id for trajectory_id, _ in items], await self._limits.groups_per_call(), 16)
+        failed, reasons = 0, iter(items)
+        for ids in parts:
+            words = (word for item in islice(reasons, len(ids)) for word in item)
+            failed += int(await self._connection.run("bury", session, *words))
         return failed
 
     async def fork(self, session: str, trajectory_id: str, nonce: str) -> Fork:
@@ -312,13 +316,13 @@ def _score_arguments(item: Score) -> Sequence[Argument]:
     return (item.trajectory_id, int(scored), reward, outcome)
 
 
-def by_groups(trajectory_ids: Sequence[str], groups: int) -> list[list[str]]:
-    """Cut trajectory ids into parts of at most 64 that come from at most ``groups`` different groups."""
+def by_groups(trajectory_ids: Sequence[str], groups: int, size: int = _ITEMS_PER_CALL) -> list[list[str]]:
+    """Cut trajectory ids into parts of at most ``size`` that come from at most ``groups`` different groups."""
     parts: list[list[str]] = []
     seen: set[str] = set()
     for trajectory_id in trajectory_ids:
         seen.add(group_of(trajectory_id))
-        if not parts or len(seen) > groups or len(parts[-1]) == _ITEMS_PER_CALL:
+        if not parts or len(seen) > groups or len(parts[-1]) == size:
             parts.append([])
             seen = {group_of(trajectory_id)}
         parts[-1].append(trajectory_id)

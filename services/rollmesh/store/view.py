@@ -112,13 +112,14 @@ class View:
         ]
 
     async def live_groups(self) -> list[str]:
-        """Ids of every open, ready or cut group, and of replays that wait for room; O(groups), for audits."""
+        """Ids of every open, ready or cut group, of replays that wait for room and of drops not swept; O(groups)."""
         queues = await self._connection.commands(
             [
                 ("ZRANGE", self._keys.single("open"), 0, -1),
                 ("ZRANGE", self._keys.single("ready"), 0, -1),
                 ("HKEYS", self._keys.single("cut")),
                 ("HKEYS", self._keys.single("replays")),
+                ("HKEYS", self._keys.single("dropped")),
             ]
         )
         return [group_id.decode() for queue in queues for group_id in queue]

@@ -41,7 +41,8 @@ for _, group in ipairs(new) do
   end
   count('prompt_bytes_total', call('STRLEN', prompt_key(gid)))
   sequence = sequence + 1
-  call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0)
+  call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0,
+    'member_steps', 1)
   call('ZADD', K.open, sequence, gid)
   local members = {}
   for member = 0, needed - 1 do

@@ -18,8 +18,8 @@ local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
 local birth = tonumber(meta[2] or '0') > 0 and meta[2] or '0'
 local now_text = integer(now())
 local reply, held, buried = {}, {}, 0
--- A burial touches a whole group; more than a few wait for the next call.
-local MOST_BURIALS = 4
+-- A burial may take a whole group apart; more than a few wait for the next call.
+local MOST_BURIALS = most_burials()
 
 local function take(id, order)
   local v = call('HMGET', trajectory_key(id), 'attempts', 'mark', 'tokens', 'birth', 'since')

@@ -10,8 +10,8 @@ if recovering() then return {} end
 local found = call('ZRANGE', K.scoring, 0, limit - 1)
 if #found == 0 then return found end
 local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
--- A burial touches a whole group; more than a few wait for the next call.
-local MOST_BURIALS = 4
+-- A burial may take a whole group apart; more than a few wait for the next call.
+local MOST_BURIALS = most_burials()
 local reply, held, seen, buried = {}, {}, {}, 0
 for _, id in ipairs(found) do
   local v = call('HMGET', trajectory_key(id), 'scorings', 'birth', 'tokens', 'since')

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- Declares expired sessions dead. Never within one TTL of a new leader or of a recovery. ARGV: leader.
--- Returns the sessions whose trajectories are to be given back (close_session), and steps to be swept.
+-- Returns the sessions whose trajectories are to be given back (close_session), steps to be swept, and dropped groups.
 require_leader(ARGV[1])
-if recovering() then return {{}, {}} end
+if recovering() then return {{}, {}, {}} end
 local meta, ttl = call('HMGET', K.meta, 'leader_since', 'quiet_until'), ttl_ms()
 local led_since = recorded_time('leader_since', meta[1], now())
 local quiet_until = recorded_time('quiet_until', meta[2], now() + ttl)
@@ -17,4 +17,4 @@ if now() >= led_since + ttl and now() >= quiet_until then
     call('HINCRBY', K.counts, 'reaped_sessions_total', 1)
   end
 end
-return {call('SMEMBERS', K.closing), call('SMEMBERS', K.unswept)}
+return {call('SMEMBERS', K.closing), call('SMEMBERS', K.unswept), call('HKEYS', K.dropped)}

@@ -16,7 +16,7 @@ for at = 2, #ARGV do
     unlink(keys)
     -- No number of tokens: whatever the new beginning writes, the next lease finds no progress.
     call('HSET', trajectory_key(id), 'tokens', 0, 'mark', '-')
-    recompute_step(load_group(group_of(id)))
+    recompute_step(load_group(group_of(id)), id)
     count('restarted_tokens_total', tonumber(v[3]))
     restarted = restarted + 1
   end

@@ -32,7 +32,7 @@ local function apply(id, scored, reward, outcome)
     if not group.high or value > tonumber(group.high) then group.high = reward end
   else
     waste(id, state, v[3])
-    member_without_score(group)
+    member_without_score(group, id)
   end
   settle(group)
   return SAVED, tonumber(v[3])

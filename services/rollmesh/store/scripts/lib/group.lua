@@ -12,11 +12,13 @@ end
 local function load_group(gid)
   local group = groups[gid]
   if group then return not group.gone and group or nil end
-  local v = call('HMGET', group_key(gid), 'index', 'needed', 'launched', 'scored', 'terminal', 'low', 'high', 'step')
+  local v = call('HMGET', group_key(gid), 'index', 'needed', 'launched', 'scored', 'terminal', 'low', 'high', 'step',
+    'member_steps')
   if not v[1] then return nil end
   group = {
     id = gid, index = tonumber(v[1]), needed = tonumber(v[2]), launched = tonumber(v[3]), scored = tonumber(v[4]),
     terminal = tonumber(v[5]), low = v[6], high = v[7], step = tonumber(v[8]),
+    member_steps = v[9],
   }
   groups[gid] = group
   return group
@@ -43,8 +45,14 @@ local function flush_groups()
   end
 end
 
--- Smallest train_step whose tokens are in the loss, for an open group.
-local function lower_step(group, step)
+local function step_field(id)
+  return 's' .. string.match(id, '%d+$')
+end
+
+-- Smallest train_step whose tokens are in the loss, for an open group. The step of each member stands beside it, so that
+-- it is found again without a look at every member.
+local function lower_step(group, step, id)
+  call('HSET', group_key(group.id), step_field(id), step)
   if group.step and group.step <= step then return end
   group.step = step
   call('HSET', group_key(group.id), 'step', step)
@@ -53,16 +61,29 @@ end
 
 local IN_LOSS = {leased = true, partial = true, finished = true, scored = true}
 
--- After a member's tokens have left the loss.
-local function recompute_step(group)
+-- A group of an older release does not have the steps of its members.
+local function lowest_of_members(group)
   local lowest
   for member = 0, group.launched - 1 do
     local v = call('HMGET', trajectory_key(group.id .. '.' .. member), 'state', 'step')
-    if v[1] and IN_LOSS[v[1]] and v[2] then
-      local step = tonumber(v[2])
-      if not lowest or step < lowest then lowest = step end
-    end
+    if v[1] and IN_LOSS[v[1]] and v[2] then lowest = math.min(lowest or math.huge, tonumber(v[2])) end
   end
+  return lowest
+end
+
+local function lowest_of_group(group)
+  if not group.member_steps then return lowest_of_members(group) end
+  local fields, lowest = call('HGETALL', group_key(group.id)), nil
+  for at = 1, #fields, 2 do
+    if string.match(fields[at], '^s%d+$') then lowest = math.min(lowest or math.huge, tonumber(fields[at + 1])) end
+  end
+  return lowest
+end
+
+-- After a member's tokens have left the loss.
+local function recompute_step(group, id)
+  call('HDEL', group_key(group.id), step_field(id))
+  local lowest = lowest_of_group(group)
   group.step = lowest
   if lowest then
     call('HSET', group_key(group.id), 'step', lowest)
@@ -153,21 +174,40 @@ local function length_decile(tokens)
   return math.min(9, math.floor(10 * below / all))
 end
 
--- Takes a group out of the queue for a reason: members, payload, indexes; leaves a tombstone and a ledger entry.
-local function drop_group(group, reason)
-  group.gone = true
-  local gid = group.id
-  local total, longest, wasted = delete_records(gid, group.launched)
-  call('ZREM', K.open, gid)
-  call('ZREM', K.ready, gid)
-  call('ZREM', K.open_steps, gid)
-  call('ZREM', K.ready_steps, gid)
-  bury_group(gid)
-  call('HINCRBY', K.drops, 'groups:' .. reason, 1)
+local function note_drop(gid, reason, total, longest, wasted)
   call('HINCRBY', K.drops, 'tokens:' .. reason, total - wasted)
   local decile = length_decile(longest)
   call('HINCRBY', K.drops, 'decile:' .. reason .. ':' .. decile, 1)
   call('XADD', K.ledger, 'MAXLEN', '~', 100000, '*', 'group', gid, 'reason', reason, 'tokens', total, 'decile', decile)
+end
+
+local function take_out_of_queues(group, reason)
+  group.gone = true
+  for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps}) do call('ZREM', queue, group.id) end
+  bury_group(group.id)
+  call('HINCRBY', K.drops, 'groups:' .. reason, 1)
+end
+
+-- Takes a group out of the queue for a reason: members, payload, indexes; leaves a tombstone and a ledger entry.
+local function drop_group(group, reason)
+  local total, longest, wasted = delete_records(group.id, group.launched)
+  take_out_of_queues(group, reason)
+  note_drop(group.id, reason, total, longest, wasted)
+end
+
+-- A group whose members are all terminal. The records of a large one are deleted in slices (sweep_dropped).
+local MOST_MEMBERS_AT_ONCE = 100
+
+local function drop_settled(group, reason)
+  if group.launched <= MOST_MEMBERS_AT_ONCE then return drop_group(group, reason) end
+  take_out_of_queues(group, reason)
+  call('HSET', K.dropped, group.id, '0 0 0 0 ' .. reason)
+end
+
+-- How many trajectories one lease may bury: each may drop its group.
+local function most_burials()
+  local members = math.min(MOST_MEMBERS_AT_ONCE, 2 * tonumber(call('HGET', K.limits, 'group_size')))
+  return math.max(1, math.min(4, math.floor(400 / (2 * members + 15))))
 end
 
 local function make_ready(group)
@@ -185,21 +225,21 @@ local function settle(group)
   if group.terminal < group.launched then return end
   if group.scored < 2 then
     call('HINCRBY', K.meta, 'unscored_in_a_row', 1)
-    drop_group(group, 'too_few_scored')
+    drop_settled(group, 'too_few_scored')
   elseif tonumber(group.low) == tonumber(group.high) and call('HGET', K.limits, 'filter_zero_variance') == '1' then
     call('HINCRBY', K.meta, 'filtered_in_a_row', 1)
     call('HSET', K.meta, 'unscored_in_a_row', 0)
-    drop_group(group, tonumber(group.low) > 0 and 'filtered_all_right' or 'filtered_all_wrong')
+    drop_settled(group, tonumber(group.low) > 0 and 'filtered_all_right' or 'filtered_all_wrong')
   else
     make_ready(group)
   end
 end
 
 -- A member without a score is replaced while replacements are left: at most `needed` per group.
-local function member_without_score(group)
+local function member_without_score(group, id)
   touch(group)
   group.terminal = group.terminal + 1
-  recompute_step(group)
+  recompute_step(group, id)
   if group.launched < 2 * group.needed then
     local member = group.launched
     group.launched = member + 1
@@ -268,7 +308,7 @@ local function bury(id, reason)
   count('dead_total', 1)
   local group = load_group(gid)
   if group then
-    member_without_score(group)
+    member_without_score(group, id)
     settle(group)
   end
 end

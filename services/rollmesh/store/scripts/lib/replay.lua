@@ -14,7 +14,7 @@ end
 local function open_replay(gid, letter, needed)
   local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)
   call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0,
-    'replay_of', letter)
+    'member_steps', 1, 'replay_of', letter)
   call('ZADD', K.open, sequence, gid)
   for member = 0, tonumber(needed) - 1 do
     call('ZADD', K.pending, sequence * 4096 + member, gid .. '.' .. member)

@@ -103,7 +103,7 @@ local function save(session, item)
   if item.step and (not v[4] or item.step < tonumber(v[4])) then
     fields[#fields + 1] = 'step'
     fields[#fields + 1] = item.step
-    lower_step(load_group(group_of(id)), item.step)
+    lower_step(load_group(group_of(id)), item.step, id)
   end
   -- For people who watch the rollout: who wrote its newest tokens.
   local version = string.match(item.versions, '%-?%d+$')
