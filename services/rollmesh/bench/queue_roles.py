@@ -13,7 +13,7 @@ import uvloop
 
 from rollmesh.config.services import StoreConfig
 from rollmesh.mesh import Cursor
-from rollmesh.store import Append, Finish, NewGroup, Score, TrajectoryStore
+from rollmesh.store import Append, Finish, NewGroup, Score, TokenDigest, TrajectoryStore
 from rollmesh.store.client import create_client
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
@@ -90,9 +90,8 @@ async def produce_group(store: TrajectoryStore, session: str, role: Role, segmen
     tokens = len(segment)
     saves = [Append(trajectory_id=i, token_offset=0, segments=[segment]) for i in ids]
     await role.timed("partial save", store.append(session, saves))
-    finishes = [
-        Finish(trajectory_id=i, token_offset=tokens, segments=[segment], finish_reason=FinishReason.STOP) for i in ids
-    ]
+    rest: dict[str, Any] = {"token_offset": tokens, "segments": [segment], "digest": TokenDigest().extended([segment])}
+    finishes = [Finish(trajectory_id=i, finish_reason=FinishReason.STOP, **rest) for i in ids]
     await role.timed("finish", store.finish(session, finishes))
     outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0, parts={"exact": 1.0})
     scores = [Score(trajectory_id=i, outcome=outcome, shaped_reward=float(at % 2)) for at, i in enumerate(ids)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +10,8 @@ import numpy as np
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.spans import NOTHING, Span
 from rollmesh.segments import join_segments, part_of
-from rollmesh.store.types import ReleaseReason
+from rollmesh.store.digest import TokenDigest
+from rollmesh.store.types import HeldTokens, ReleaseReason
 from rollmesh.types import FinishReason, Int32Array, Segment, SegmentSource, Trajectory
 
 
@@ -29,7 +30,11 @@ class LetGo(RollmeshError):
 class Held:
     """One trajectory while a worker holds it. Tokens are only ever appended."""
 
-    def __init__(self, trajectory: Trajectory, attempt: int = 1, snapshot: bytes | None = None) -> None:
+    def __init__(
+        self, trajectory: Trajectory, attempt: int = 1, snapshot: bytes | None = None, incarnation: int = 0
+    ) -> None:
+        self.incarnation = incarnation
+        """How often it has begun again; every write states it."""
         self.snapshot = snapshot
         """State of its environment after a completed turn, as it was saved last."""
         self.attempt = attempt
@@ -65,6 +70,8 @@ class Held:
         """The queue has its outcome, or its dead letter."""
         self._park: ReleaseReason | None = None
         self._lost = ""
+        self._digest = TokenDigest()
+        """Of the tokens that were asked about last: the next question is mostly about a few more."""
 
     @property
     def finished(self) -> bool:
@@ -110,6 +117,7 @@ class Held:
     def trim(self, token_count: int) -> None:
         """Forget the tokens after the first ``token_count``; those that are saved stay."""
         kept = max(token_count, self.saved_token_count)
+        self._digest = TokenDigest()
         while self.token_count > kept:
             last = self.segments.pop()
             self.token_count -= len(last)
@@ -126,20 +134,39 @@ class Held:
 
     def unsaved(self) -> list[Segment]:
         """Segments after the saved tokens; the first one is sliced where the saved part ends inside it."""
-        found: list[Segment] = []
+        return list(join_segments(self._between(self.saved_token_count, self.token_count)))
+
+    def digest_at(self, token_count: int) -> TokenDigest:
+        """Digest of the first ``token_count`` tokens."""
+        if token_count < self._digest.token_count:
+            self._digest = TokenDigest()
+        self._digest = self._digest.extended(self._between(self._digest.token_count, token_count))
+        return self._digest
+
+    def stated(self) -> HeldTokens:
+        """What the queue is told of it when everything held is registered again."""
+        return HeldTokens(
+            trajectory_id=self.trajectory_id,
+            incarnation=self.incarnation,
+            token_count=self.token_count,
+            digest_at=self.digest_at,
+        )
+
+    def _between(self, first: int, last: int) -> Iterator[Segment]:
+        """The tokens from ``first`` up to ``last``; segments are cut where they end inside one."""
         start = 0
         for segment in self.segments:
             end = start + len(segment)
-            if end > self.saved_token_count:
-                found.append(part_of(segment, max(0, self.saved_token_count - start)))
+            if end > first and start < last:
+                yield part_of(segment, max(0, first - start), last - start)
             start = end
-        return list(join_segments(found))
 
     def restart(self) -> None:
-        """Forget every token; the queue has done so too."""
+        """Forget every token; the queue has none either."""
         self.segments.clear()
         self.token_count = self.saved_token_count = 0
         self.first_token_reported = False
+        self._digest = TokenDigest()
         self.newest_version = -1
         self.snapshot = None
 

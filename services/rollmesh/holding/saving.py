@@ -53,6 +53,8 @@ class Saver:
                 token_offset=offset,
                 segments=held.unsaved(),
                 generator=held.generator,
+                incarnation=held.incarnation,
+                digest=held.digest_at(offset),
             )
 
         with tracer().span(
@@ -81,7 +83,12 @@ class Saver:
 
         def item(offset: int) -> Finish:
             return Finish(
-                trajectory_id=held.trajectory_id, token_offset=offset, segments=held.unsaved(), finish_reason=reason
+                trajectory_id=held.trajectory_id,
+                token_offset=offset,
+                segments=held.unsaved(),
+                finish_reason=reason,
+                incarnation=held.incarnation,
+                digest=held.digest_at(offset),
             )
 
         with tracer().span("queue.finish", held.traceparent, kind="client", finish_reason=reason.value):
@@ -120,9 +127,19 @@ class Saver:
         await self._session.call(lambda session: self._store.keep_snapshot(session, held.trajectory_id, snapshot))
 
     async def restart(self, held: Held) -> None:
-        """Drop the saved tokens: the trajectory begins again under the same lease."""
-        await self._restarts.submit(held.trajectory_id)
-        held.restart()
+        """Drop the saved tokens: the trajectory begins again under the same lease.
+
+        Raises LetGo when the queue does not hold it for this worker.
+        """
+        for _ in range(_RESENDS):
+            held.check_lost()
+            incarnation = await self._restarts.submit(held.trajectory_id)
+            if incarnation is not None:
+                held.restart()
+                held.incarnation = incarnation
+                return
+            await self._session.confirm()
+        raise LetGo("the queue does not hold the trajectory for this worker any more")
 
     async def _write(self, held: Held, lane: Lane[T, AppendResult], item: Callable[[int], T]) -> None:
         confirmed = False
@@ -186,6 +203,5 @@ class Saver:
         await self._session.call(lambda session: self._store.fail(session, items))
         return [None] * len(items)
 
-    async def _restart(self, items: list[str]) -> Sequence[None]:
-        await self._session.call(lambda session: self._store.restart(session, items))
-        return [None] * len(items)
+    async def _restart(self, items: list[str]) -> Sequence[int | None]:
+        return await self._session.call(lambda session: self._store.restart(session, items))

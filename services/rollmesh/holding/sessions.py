@@ -114,12 +114,13 @@ class WorkerSession:
     async def _register(self, session: str) -> None:
         """Take everything held along into ``session``, which is nobody's before: a lease under it could bring a
         trajectory that a task here is still writing."""
-        stated = {held.trajectory_id: held.saved_token_count for held in self.held.values()}
+        saved_before = {held.trajectory_id: held.saved_token_count for held in self.held.values()}
+        stated = [held.stated() for held in self.held.values()]
         try:
-            answers = await self._store.reregister(session, list(stated.items()), self._worker)
+            answers = await self._store.reregister(session, stated, self._worker)
         except SessionLost:
             session = await self._store.open_session(self._worker)
-            answers = await self._store.reregister(session, list(stated.items()), self._worker)
+            answers = await self._store.reregister(session, stated, self._worker)
         self._server = await self._store.heartbeat(session)
         self._session = session
         kept = 0
@@ -131,11 +132,11 @@ class WorkerSession:
                 kept += 1
                 held.first_token_reported = False  # Redis may have come back from before the report
                 saved = answer.saved_token_count
-                if held.saved_token_count > stated[answer.trajectory_id]:
+                if held.saved_token_count > saved_before[answer.trajectory_id]:
                     saved = max(saved, held.saved_token_count)  # a save was answered between the two
                 held.saved_token_count = min(saved, held.token_count)
             else:
-                held.lose("the session was lost and the queue has given the trajectory to someone else")
+                held.lose("the queue has other tokens of the trajectory, or has given it to another worker")
         self._log.warning("session_registered_again", held=len(stated), kept=kept)
 
     async def _retrying(self, operation: Callable[[], Awaitable[R]]) -> R:

@@ -186,7 +186,7 @@ class Worker:
         return len(leased_now)
 
     def _start(self, leased: LeasedTrajectory, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
-        held = Held(leased.trajectory, leased.attempt, leased.snapshot)
+        held = Held(leased.trajectory, leased.attempt, leased.snapshot, leased.incarnation)
         held.first_lease_time = leased.first_lease_time
         held.start_floor, held.call_floor = self._desired.start_at_version, self._desired.interrupt_below_version
         self._parts.session.held[held.trajectory_id] = held

@@ -5,6 +5,7 @@ trajectory: pending -> leased -> finished -> scored | unscorable        leased -
 group:      open -> ready | filtered | dead -> cut(s) -> consumed(s)    open, ready -> evicted
 """
 
+from rollmesh.store.digest import TokenDigest
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.facade import TrajectoryStore
 from rollmesh.store.reports import KEPT_REPORTS
@@ -18,6 +19,7 @@ from rollmesh.store.types import (
     EvalResult,
     Finish,
     FirstToken,
+    HeldTokens,
     LeasedTrajectory,
     NewGroup,
     ReleaseReason,
@@ -43,6 +45,7 @@ __all__ = [
     "EvalResult",
     "Finish",
     "FirstToken",
+    "HeldTokens",
     "LeasedTrajectory",
     "NewGroup",
     "ReRegistered",
@@ -51,6 +54,7 @@ __all__ = [
     "SavedTokens",
     "Score",
     "StoreCounts",
+    "TokenDigest",
     "TrainingState",
     "TrajectoryStore",
     "WriteStatus",

@@ -31,7 +31,6 @@ class SavedChunk:
     """Segments of one write, encoded."""
 
     token_count: int
-    digest: str
     versions: str
     """Policy versions whose tokens are in the loss, comma separated."""
     byte_count: int
@@ -55,7 +54,7 @@ def digest_of(*parts: bytes) -> str:
 
 def encode_segments(segments: Sequence[Segment]) -> SavedChunk:
     """Encode the segments of one append or finish; DataError names the segment that cannot be kept."""
-    elements, uploads, payloads = [], [], []
+    elements, uploads, byte_count = [], [], 0
     versions: set[int] = set()
     for segment in segments:
         if not len(segment):
@@ -65,7 +64,7 @@ def encode_segments(segments: Sequence[Segment]) -> SavedChunk:
                 raise DataError(f"segment of version {segment.policy_version}: needs one behavior_logprob per token")
             versions.add(segment.policy_version)
         data = segment_to_pb(segment).SerializeToString(deterministic=True)
-        payloads.append(data)
+        byte_count += len(data)
         if len(data) <= INLINE_LIMIT_BYTES:
             elements.append(data)
         else:
@@ -74,9 +73,8 @@ def encode_segments(segments: Sequence[Segment]) -> SavedChunk:
             elements.append(LINK_MARK + name.encode())
     return SavedChunk(
         token_count=sum(len(s) for s in segments),
-        digest=digest_of(*payloads),
         versions=",".join(map(str, sorted(versions))),
-        byte_count=sum(map(len, payloads)),
+        byte_count=byte_count,
         elements=tuple(elements),
         uploads=tuple(uploads),
     )

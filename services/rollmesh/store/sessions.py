@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
-from rollmesh.store.connection import Connection
-from rollmesh.store.types import ReRegistered
+from rollmesh.store.connection import Argument, Connection
+from rollmesh.store.types import HeldTokens, ReRegistered
 
 _SLICE = 128
 
@@ -62,16 +62,25 @@ class Sessions:
         """Announce an orderly stop of the server, after all clients have stopped: no recovery at its next start."""
         await self._connection.run("mark_clean")
 
-    async def reregister(self, session: str, held: Sequence[tuple[str, int]], worker: str = "") -> list[ReRegistered]:
-        """State everything the session holds, as (trajectory_id, saved_token_count), after Redis came back.
+    async def reregister(self, session: str, held: Sequence[HeldTokens], worker: str = "") -> list[ReRegistered]:
+        """State everything the session holds, after Redis came back or the session was replaced.
 
-        What is not named goes back to the queue. A session that Redis has forgotten is opened again while the recovery
-        lasts; after it, SessionLost. Then re-send the tokens after ``saved_token_count`` of the kept ones and drop the
-        others: they are regenerated.
+        What is not named goes back to the queue. A trajectory is kept only where the tokens in the queue are the first
+        ones of those stated, of the same incarnation. A session that Redis has forgotten is opened again while the
+        recovery lasts; after it, SessionLost. Then re-send the tokens after ``saved_token_count`` of the kept ones and
+        drop the others: they are regenerated.
         """
-        words = [word for trajectory_id, saved in held for word in (trajectory_id, saved)]
+        keys = self._connection.keys
+        saved = await self._connection.commands(
+            [("HGET", keys.of("trajectory", h.trajectory_id), "tokens") for h in held], "reregister"
+        )
+        words: list[Argument] = []
+        for each, tokens in zip(held, saved, strict=True):
+            # Tokens in the queue that the worker does not have are not its own: it states its own number, and differs.
+            count = min(int(tokens or 0), each.token_count)
+            words += [each.trajectory_id, each.incarnation, count, str(each.digest_at(count))]
         reply = await self._connection.run("reregister", session, worker, *words)
         return [
-            ReRegistered(trajectory_id=i, kept=bool(reply[2 * at]), saved_token_count=int(reply[2 * at + 1]))
-            for at, (i, _) in enumerate(held)
+            ReRegistered(trajectory_id=h.trajectory_id, kept=bool(reply[2 * at]), saved_token_count=reply[2 * at + 1])
+            for at, h in enumerate(held)
         ]

@@ -127,15 +127,17 @@ class TrajectoryQueue:
         """
         return bool(await self._connection.run("keep_snapshot", session, trajectory_id, snapshot))
 
-    async def restart(self, session: str, trajectory_ids: Sequence[str]) -> int:
+    async def restart(self, session: str, trajectory_ids: Sequence[str]) -> list[int | None]:
         """Drop the saved tokens of held trajectories that can only begin again (their environment was lost).
 
-        What they write after it is no progress to the next lease: one that always begins again becomes a dead letter.
+        Returns the incarnation that each has from now on, None for one that the session does not hold. What they write
+        after it is no progress to the next lease: one that always begins again becomes a dead letter.
         """
-        restarted = 0
+        incarnations: list[int | None] = []
         for ids in slices(trajectory_ids, _ITEMS_PER_CALL):
-            restarted += int(await self._connection.run("restart", session, *ids))
-        return restarted
+            reply: Reply = await self._connection.run("restart", session, *ids)
+            incarnations += [None if incarnation < 0 else incarnation for incarnation in reply]
+        return incarnations
 
     async def fail(self, session: str, items: Sequence[tuple[str, str]]) -> int:
         """Make dead letters of held trajectories, with (trajectory_id, reason); returns how many were held."""
@@ -183,7 +185,7 @@ class TrajectoryQueue:
 
     async def _leased(self, script: str, session: str, nonce: str, limit: int, *more: int) -> list[LeasedTrajectory]:
         reply = await self._connection.run(script, session, nonce, limit, *more)
-        rows = [(reply[at].decode(), *map(int, reply[at + 1 : at + 6])) for at in range(0, len(reply), 6)]
+        rows = [(reply[at].decode(), *map(int, reply[at + 1 : at + 7])) for at in range(0, len(reply), 7)]
         ids = [row[0] for row in rows]
         prompts = await self._load_prompts({group_of(i) for i in ids})
         begun = [row[0] for row in rows if row[3]]
@@ -191,7 +193,7 @@ class TrajectoryQueue:
         snapshots = await self._load_field(begun, "snapshot")
         finishes = await self._load_field(ids, "finish") if script == "lease_scoring" else {}
         leased = []
-        for trajectory_id, attempt, birth_version, tokens, lease_new, first_lease_ms in rows:
+        for trajectory_id, attempt, birth_version, tokens, lease_new, first_lease_ms, incarnation in rows:
             prompt = prompts.get(group_of(trajectory_id))
             if prompt is None or (tokens and trajectory_id not in saved):
                 continue  # its group was evicted in between; the lease went with it
@@ -210,6 +212,7 @@ class TrajectoryQueue:
                     lease_new=bool(lease_new),
                     first_lease_time=first_lease_ms / 1000,
                     snapshot=snapshots.get(trajectory_id),
+                    incarnation=incarnation,
                 )
             )
         return leased
@@ -248,11 +251,7 @@ class TrajectoryQueue:
     ) -> list[AppendResult]:
         chunks = [encode_segments(item.segments) for item in items]
         arguments: list[Sequence[Argument]] = [
-            (
-                f"{item.trajectory_id} {item.token_offset} {chunk.token_count} {chunk.digest} {chunk.versions or '-'} "
-                f"{finish or '-'} {chunk.byte_count} {_one_word(item)} {len(chunk.elements)}",
-                *chunk.elements,
-            )
+            (_head(item, chunk, finish), *chunk.elements)
             for item, chunk, finish in zip(items, chunks, finishes, strict=True)
         ]
         ids = [item.trajectory_id for item in items]
@@ -299,6 +298,20 @@ async def load_chunks(connection: Connection, elements: dict[str, list[bytes]]) 
     for (trajectory_id, element), data in zip(links, await connection.commands(commands), strict=True):
         found[trajectory_id][element] = data
     return found
+
+
+def _head(item: Append | Finish, chunk: SavedChunk, finish: str) -> str:
+    """The head of an item, as lib/save.lua reads it."""
+    if item.digest.token_count != item.token_offset:
+        raise DataError(
+            f"{item.trajectory_id}: token_offset {item.token_offset} with a digest of {item.digest.token_count} tokens"
+            ": state the digest of the tokens before the offset"
+        )
+    after = item.digest.extended(item.segments)
+    return (
+        f"{item.trajectory_id} {item.incarnation} {item.token_offset} {item.digest} {chunk.token_count} {after} "
+        f"{chunk.versions or '-'} {finish or '-'} {chunk.byte_count} {_one_word(item)} {len(chunk.elements)}"
+    )
 
 
 def _one_word(item: Append | Finish) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
+from rollmesh.store.digest import NO_TOKENS, TokenDigest
 from rollmesh.types import FinishReason, Prompt, RewardOutcome, Segment, Trajectory
 
 DROP_REASONS = (
@@ -48,6 +49,8 @@ class LeasedTrajectory:
     """When it was first leased, Unix seconds of the server's clock."""
     snapshot: bytes | None = None
     """What ``keep_snapshot`` was given last."""
+    incarnation: int = 0
+    """How often the trajectory has begun again; every write of its tokens states it."""
 
 
 class ForkStatus(StrEnum):
@@ -82,6 +85,10 @@ class Append:
     segments: Sequence[Segment]
     generator: str = ""
     """Instance that wrote the newest ones, for people who watch; empty when it is not known."""
+    incarnation: int = 0
+    """That of the tokens, as it was leased or as ``restart`` answered."""
+    digest: TokenDigest = NO_TOKENS
+    """Of the ``token_offset`` tokens that these follow: the write is refused when the queue has other ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +107,10 @@ class Finish:
     token_offset: int
     segments: Sequence[Segment]
     finish_reason: FinishReason
+    incarnation: int = 0
+    """As in ``Append``."""
+    digest: TokenDigest = NO_TOKENS
+    """As in ``Append``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +132,8 @@ class WriteStatus(IntEnum):
     DUPLICATE = 2
     """Already there with the same digest: a retry; nothing changed."""
     REFUSED = 3
-    """Other tokens are there, or tokens in between are missing: send from ``saved_token_count`` on, or let go."""
+    """Other tokens or another incarnation are there, or tokens in between are missing: send from
+    ``saved_token_count`` on, or let go."""
     LOST = 4
     """The session does not hold the trajectory (reaped, evicted, or its group is gone): let go."""
 
@@ -153,12 +165,24 @@ class ReleaseReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldTokens:
+    """What a worker states about a trajectory that it holds."""
+
+    trajectory_id: str
+    token_count: int
+    """Tokens in its memory, saved or not."""
+    digest_at: Callable[[int], TokenDigest]
+    """Digest of the first tokens of them, for any number up to ``token_count``."""
+    incarnation: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReRegistered:
     """What the restored queue says about a trajectory that a worker holds."""
 
     trajectory_id: str
     kept: bool
-    """False: another worker has it, its group is gone, or the pool is full; drop it."""
+    """False: another worker has it, the queue has other tokens, its group is gone, or the pool is full; drop it."""
     saved_token_count: int
     """Tokens in the queue: re-send what follows."""
 

@@ -26,7 +26,7 @@ import numpy as np
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.mesh import Cursor, Desired, RunLimits
 from rollmesh.scheduling import resolve_schedule
-from rollmesh.store import Append, EvalRequest, EvalResult, Finish, NewGroup, Score, TrajectoryStore
+from rollmesh.store import Append, EvalRequest, EvalResult, Finish, NewGroup, Score, TokenDigest, TrajectoryStore
 from rollmesh.types import (
     FinishReason,
     GeneratorRecord,
@@ -54,6 +54,8 @@ class Rollout:
     target: int
     saved: int
     speed: int
+    digest: TokenDigest
+    """Of the saved tokens."""
 
 
 @dataclass
@@ -131,6 +133,7 @@ class Feeder:
             for rollout in self.held[number].values():
                 versions = range(max(0, self.version - rollout.speed % 4), self.version + 1)
                 segments = [self._segment(16, version) for version in versions]
+                rollout.digest = rollout.digest.extended(segments)
                 items.append(Append(trajectory_id=rollout.trajectory_id, token_offset=0, segments=segments))
             await self.store.append(self.sessions[number], items)
 
@@ -144,9 +147,7 @@ class Feeder:
         await self._lease(number)
         ended = [r for r in held.values() if r.saved + r.speed >= r.target]
         running = [r for r in held.values() if r.saved + r.speed < r.target]
-        appends = [
-            Append(trajectory_id=r.trajectory_id, token_offset=r.saved, segments=self._segments(r)) for r in running
-        ]
+        appends = [Append(**self._write(r)) for r in running]
         for result in await self.store.append(session, appends):
             held[result.trajectory_id].saved = result.saved_token_count
         await self._finish(session, held, ended)
@@ -163,15 +164,14 @@ class Feeder:
                     target=int(min(1200, self.rng.lognormvariate(5.2, 0.8))),
                     saved=item.trajectory.response_token_count,
                     speed=self.rng.randint(6, 30),
+                    digest=TokenDigest().extended(item.trajectory.segments),
                 )
 
     async def _finish(self, session: str, held: dict[str, Rollout], ended: Sequence[Rollout]) -> None:
         finishes = [
             Finish(
-                trajectory_id=r.trajectory_id,
-                token_offset=r.saved,
-                segments=self._segments(r),
                 finish_reason=FinishReason.LENGTH if r.target == 1200 else FinishReason.STOP,
+                **self._write(r),
             )
             for r in ended
         ]
@@ -186,6 +186,17 @@ class Feeder:
             kind=OutcomeKind.SCORED, value=value, parts={"exact": value, "format": 1.0}, message=f"{HOSTILE} right"
         )
         return Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)
+
+    def _write(self, rollout: Rollout) -> dict[str, Any]:
+        """The next save of a rollout."""
+        segments, before = self._segments(rollout), rollout.digest
+        rollout.digest = before.extended(segments)
+        return {
+            "trajectory_id": rollout.trajectory_id,
+            "token_offset": rollout.saved,
+            "segments": segments,
+            "digest": before,
+        }
 
     def _segments(self, rollout: Rollout) -> list[Segment]:
         if rollout.saved and self.rng.random() < 0.04:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.scheduling import run_limits
-from rollmesh.store import Append, Finish, LeasedTrajectory, NewGroup, Score, TrajectoryStore
+from rollmesh.store import Append, Finish, LeasedTrajectory, NewGroup, Score, TokenDigest, TrajectoryStore
 from rollmesh.text import Tokenizer
 from rollmesh.types import (
     Batch,
@@ -71,6 +71,8 @@ class Scene:
     leader: str
     trainer: str
     session: str
+    digests: dict[str, TokenDigest] = field(default_factory=dict)
+    """Of the tokens that were appended."""
 
     @classmethod
     async def begin(cls, store: TrajectoryStore, config: RunConfig, tokenizer: Tokenizer) -> Scene:
@@ -122,7 +124,9 @@ class Scene:
         )
 
     async def append(self, trajectory_id: str, offset: int, *segments: Segment) -> int:
-        item = Append(trajectory_id=trajectory_id, token_offset=offset, segments=segments)
+        digest = self.digests.get(trajectory_id, TokenDigest())
+        item = Append(trajectory_id=trajectory_id, token_offset=offset, segments=segments, digest=digest)
+        self.digests[trajectory_id] = digest.extended(segments)
         (result,) = await self.store.append(self.session, [item])
         assert result.status.ok, result
         return result.saved_token_count
@@ -134,6 +138,8 @@ class Scene:
             token_offset=leased.trajectory.response_token_count,
             segments=[self.segment("1 + 2 = 3 !")],
             finish_reason=FinishReason.STOP,
+            incarnation=leased.incarnation,
+            digest=TokenDigest().extended(leased.trajectory.segments),
         )
         await self.store.finish(self.session, [finish])
         outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=value, parts={"right": value})

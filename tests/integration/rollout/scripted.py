@@ -147,6 +147,8 @@ class ScriptedCluster:
         self.store = store
         self.generators = {g.name: g for g in generators}
         self.acknowledged: dict[str, int] = {}
+        self.contexts: dict[str, list[list[int]]] = {}
+        """Response tokens that each call began with, by trajectory."""
 
     async def register(self) -> None:
         for generator in self.generators.values():
@@ -172,6 +174,8 @@ class ScriptedCluster:
             raise GenerationRefused(f"{generator.name} serves {generator.version}, not {pinned_policy_version}")
         if call.trajectory_id in generator.running:
             raise GenerationRefused("already running here")
+        response = call.context_ids[call.prompt_token_count :].tolist()
+        self.contexts.setdefault(call.trajectory_id, []).append(response)
         async for chunk in generator.generate(call):
             yield chunk
 

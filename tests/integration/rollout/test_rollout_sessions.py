@@ -84,6 +84,56 @@ async def test_tokens_are_never_joined_to_tokens_that_somebody_else_has_saved(st
     assert len(first[1]) == 16, "the next call went on after what was saved"
 
 
+async def test_a_worker_that_stalls_past_its_ttl_does_not_join_its_tokens_to_those_of_a_later_beginning(
+    store, server, monkeypatch
+):
+    """A saves and stalls; B leases, begins again, saves fewer tokens and releases; then A wakes."""
+    awake, open_session = asyncio.Event(), store.open_session
+    awake.set()
+
+    async def open_once_awake(worker):
+        await awake.wait()
+        return await open_session(worker)
+
+    monkeypatch.setattr(store, "open_session", open_once_awake)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
+    run_name = store.connection.keys.run
+    async with (
+        running(store, cluster, ScriptedReward(), plan, chunk=4) as run,
+        await TrajectoryStore.connect(StoreConfig(), run=run_name, url=server.url) as b,
+    ):
+        session = run.session
+        longest = await until(
+            lambda: next((i for i, h in session.held.items() if h.saved_token_count >= 8 and not h.finished), None)
+        )
+        awake.clear()
+        await b.close_session(session.current)
+        other = await b.open_session("B")
+        await b.lease(other, 64)
+        assert (await b.restart(other, [longest])) is not None
+        theirs = Segment(
+            token_ids=np.array([1, 2, 3], np.int32),
+            behavior_logprobs=np.array([-9.0, -9.0, -9.0], np.float32),
+            policy_version=0,
+            kv_min_version=0,
+        )
+        (result,) = await b.append(other, [append_after_restart(longest, theirs)])
+        assert result.status is WriteStatus.SAVED
+        await b.close_session(other)
+        awake.set()
+        batch = await trainer.train(1)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 1
+    (trained,) = (t for g in batch.groups for t in g.trajectories if t.trajectory_id == longest)
+    assert trained.response_ids[:3].tolist() == [1, 2, 3]
+    assert [1, 2, 3] in [ids[:3] for ids in cluster.contexts[longest]], "the rest was sampled after those very tokens"
+
+
+def append_after_restart(trajectory_id, segment):
+    """The first save of the second beginning."""
+    return Append(trajectory_id=trajectory_id, token_offset=0, segments=[segment], incarnation=1)
+
+
 async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_were(store):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))

@@ -29,3 +29,17 @@ async def dump(store: TrajectoryStore) -> dict[str, tuple[object, bool]]:
 def changed(before: dict[str, tuple[object, bool]], after: dict[str, tuple[object, bool]]) -> list[str]:
     """Keys that are not what they were."""
     return sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key))
+
+
+async def copy_of_keys(store: TrajectoryStore) -> dict[bytes, bytes]:
+    """Every key of a run as the server would write it down."""
+    command = store.connection.command
+    keys = await command("KEYS", store.connection.keys.prefix + "*")
+    return dict(zip(keys, await store.connection.commands([("DUMP", key) for key in keys]), strict=True))
+
+
+async def put_back(store: TrajectoryStore, copy: dict[bytes, bytes]) -> None:
+    """Make a run what it was when it was copied."""
+    keys = await store.connection.command("KEYS", store.connection.keys.prefix + "*")
+    await store.connection.commands([("DEL", key) for key in keys])
+    await store.connection.commands([("RESTORE", key, 0, value) for key, value in copy.items()])

@@ -11,26 +11,42 @@ import contextlib
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import Append, Finish, Score, TrajectoryStore, WriteStatus
+from rollmesh.store import Append, Finish, HeldTokens, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import Batch, FinishReason, PolicyRecord, Segment
 
-from .store_mesh import UNSCORABLE, group, limits, policy, scored, segment
+from .store_mesh import UNSCORABLE, digest_of, group, held, limits, policy, scored, segment
 
 GROUP_SIZE, BATCH, POOL, STALENESS = 3, 3, 12, 2
+RESTARTS, RELEASES = 0.05, 0.05
+"""How often a step of a trajectory loses its environment, and how often its worker."""
 
 
 @dataclass
 class Rollout:
-    """Tokens in the worker's memory; ``saved`` of them are in the queue."""
+    """Tokens in the worker's memory; ``saved`` of them are in the queue.
+
+    Every beginning counts its ids up from a number of its own, so a trajectory of two writers shows.
+    """
 
     trajectory_id: str
     target: int
+    first: int
+    incarnation: int = 0
     segments: list[Segment] = field(default_factory=list)
     saved: int = 0
     finished: bool = False
+
+    @property
+    def next_id(self) -> int:
+        return int(self.segments[-1].token_ids[-1]) + 1 if self.segments else self.first
+
+    def stated(self) -> HeldTokens:
+        return held(self.trajectory_id, *self.segments, incarnation=self.incarnation)
 
     @property
     def tokens(self) -> int:
@@ -56,10 +72,17 @@ class Rollout:
 
 @dataclass
 class Worker:
-    """Leases, writes, finishes and scores; dies when told to (its session is simply forgotten)."""
+    """Leases, writes, finishes and scores; dies when told to (its session is simply forgotten).
+
+    Now and then it loses an environment and begins again, and it stalls while ``awake`` is not set.
+    """
 
     store: TrajectoryStore
     rng: random.Random
+    awake: asyncio.Event = field(default_factory=asyncio.Event)
+    registrations: int = 0
+    begins_again: bool = False
+    """It has lost the environment of whatever others have begun."""
     session: str = ""
     run_id: str = ""
     held: dict[str, Rollout] = field(default_factory=dict)
@@ -68,6 +91,7 @@ class Worker:
 
     async def run(self) -> None:
         alive = False
+        self.awake.set()
         while True:
             try:
                 if not alive:
@@ -98,9 +122,13 @@ class Worker:
             self.held[trajectory.trajectory_id] = Rollout(
                 trajectory.trajectory_id,
                 target=done + self.rng.choice([2, 4, 8, 30]),
+                first=self.rng.randrange(1 << 30),
+                incarnation=leased.incarnation,
                 segments=list(trajectory.segments),
                 saved=done,
             )
+            if done and self.begins_again:
+                await self.restart(self.held[trajectory.trajectory_id])
         newest = await self.store.latest_policy()
         for rollout in list(self.held.values()):
             await self.advance(rollout, newest.policy_version if newest else 0)
@@ -108,14 +136,22 @@ class Worker:
             await self.score(trajectory_id)
         self.waiting.clear()
         await asyncio.sleep(0.001)
+        await self.awake.wait()
 
     async def advance(self, rollout: Rollout, version: int) -> None:
         if rollout.finished:
             await self.score(rollout.trajectory_id)
             self.held.pop(rollout.trajectory_id, None)
             return
+        if self.rng.random() < RESTARTS:
+            await self.restart(rollout)
+            return
+        if self.rng.random() < RELEASES:
+            del self.held[rollout.trajectory_id]
+            await self.store.release(self.session, [rollout.trajectory_id], "drained")
+            return
         if rollout.tokens < rollout.target:
-            rollout.segments.append(segment(self.rng.randint(1, 4), version, self.rng.randrange(1 << 20)))
+            rollout.segments.append(segment(self.rng.randint(1, 4), version, rollout.next_id))
         last = rollout.tokens >= rollout.target
         for _ in range(3):
             result = await self.write(rollout, last)
@@ -128,18 +164,25 @@ class Worker:
         self.held.pop(rollout.trajectory_id, None)
         await self.store.release(self.session, [rollout.trajectory_id], "failed")
 
+    async def restart(self, rollout: Rollout) -> None:
+        (incarnation,) = await self.store.restart(self.session, [rollout.trajectory_id])
+        if incarnation is None:
+            del self.held[rollout.trajectory_id]
+            return
+        rollout.incarnation, rollout.first = incarnation, self.rng.randrange(1 << 30)
+        rollout.segments, rollout.saved = [], 0
+
     async def write(self, rollout: Rollout, last: bool):  # type: ignore[no-untyped-def]
-        parts = rollout.unsaved()
+        words = {
+            "trajectory_id": rollout.trajectory_id,
+            "token_offset": rollout.saved,
+            "segments": rollout.unsaved(),
+            "incarnation": rollout.incarnation,
+            "digest": digest_of(rollout.segments, rollout.saved),
+        }
         if last:
-            finish = Finish(
-                trajectory_id=rollout.trajectory_id,
-                token_offset=rollout.saved,
-                segments=parts,
-                finish_reason=FinishReason.STOP,
-            )
-            return (await self.store.finish(self.session, [finish]))[0]
-        item = Append(trajectory_id=rollout.trajectory_id, token_offset=rollout.saved, segments=parts)
-        return (await self.store.append(self.session, [item]))[0]
+            return (await self.store.finish(self.session, [Finish(**words, finish_reason=FinishReason.STOP)]))[0]
+        return (await self.store.append(self.session, [Append(**words)]))[0]
 
     async def score(self, trajectory_id: str) -> None:
         value = self.rng.choice([0.0, 0.0, 1.0, 1.0, 0.5])
@@ -147,7 +190,7 @@ class Worker:
         await self.store.score(self.session, [Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)])
 
     async def register(self) -> None:
-        answers = await self.store.reregister(self.session, [(r.trajectory_id, r.saved) for r in self.held.values()])
+        answers = await self.store.reregister(self.session, [r.stated() for r in self.held.values()])
         for answer in answers:
             if answer.kept:
                 self.held[answer.trajectory_id].saved = min(
@@ -155,6 +198,12 @@ class Worker:
                 )
             else:
                 del self.held[answer.trajectory_id]
+        self.registrations += 1
+
+
+def _is_behind(theirs: Rollout | None, ours: Rollout) -> bool:
+    """Whether a later beginning has saved tokens, and fewer than an earlier one."""
+    return theirs is not None and theirs.incarnation > ours.incarnation and 0 < theirs.saved < ours.saved
 
 
 async def lead(store: TrajectoryStore, ttl: float) -> None:
@@ -270,7 +319,7 @@ class LoadedMesh:
     ttl: float
     rng: random.Random
     stores: list[TrajectoryStore] = field(default_factory=list)
-    workers: list[Worker] = field(default_factory=list)
+    workers: dict[int, Worker] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
     trainer: Trainer = field(init=False)
 
@@ -305,7 +354,7 @@ class LoadedMesh:
                 raise result
 
     def start_worker(self, number: int) -> None:
-        worker = Worker(self.stores[2 + number], random.Random(self.rng.random()))
+        worker = self.workers[number] = Worker(self.stores[2 + number], random.Random(self.rng.random()))
         self.tasks[f"worker-{number}"] = asyncio.create_task(worker.run())
 
     async def crash(self, role: str) -> None:
@@ -322,11 +371,38 @@ class LoadedMesh:
         else:
             self.start_worker(int(role.rpartition("-")[2]))
 
+    async def stall_past_the_ttl(self, number: int) -> None:
+        """Stall a worker until others have begun again, saved fewer tokens and died; then it is the first to wake."""
+        sleeper, others = self.workers[number], [w for n, w in self.workers.items() if n != number]
+        for other in others:
+            other.begins_again = True
+        while not any(_is_behind(w.held.get(i), r) for i, r in sleeper.held.items() for w in others):
+            # What it holds may be dropped before another worker has it: then it stalls once more.
+            sleeper.awake.set()
+            while max((r.saved for r in sleeper.held.values()), default=0) < 8:
+                await asyncio.sleep(0.001)
+            sleeper.awake.clear()
+            stalled = list(sleeper.held)
+            while any(await self.stores[0].marks(stalled)) and not any(
+                _is_behind(w.held.get(i), r) for i, r in sleeper.held.items() for w in others
+            ):
+                await asyncio.sleep(0)
+        for other in others:
+            other.begins_again = False
+            other.awake.clear()
+            await other.store.close_session(other.session)
+        registrations = sleeper.registrations
+        sleeper.awake.set()
+        while sleeper.registrations == registrations:
+            await asyncio.sleep(0.001)
+        for other in others:
+            other.awake.set()
+
     async def _connect(self) -> TrajectoryStore:
         return await TrajectoryStore.connect(StoreConfig(), run=self.run, url=self.url)
 
     async def account(self) -> dict[str, int]:
-        """lost, trained twice, staleness violations: from batch files and the ledger, not from Redis's counters."""
+        """From batch files and the ledger, not from Redis's counters: how much is wrong, by fault."""
         batches = self.trainer.files
         trained = [g.group_id for b in batches.values() for g in b.groups]
         versions = {p.policy_version: p.train_step for p in self.trainer.policies}
@@ -337,6 +413,7 @@ class LoadedMesh:
             for t in g.trajectories
             for version in t.policy_versions
         )
+        ids = [t.response_ids for b in batches.values() for g in b.groups for t in g.trajectories]
         store = self.stores[0]
         known = {*trained, *await store.live_groups(), *await store.dropped_groups()}
         cursor = await store.cursor()
@@ -344,4 +421,5 @@ class LoadedMesh:
             "lost": sum(f"e0-{i}" not in known for i in range(cursor.index)),
             "trained_twice": len(trained) - len(set(trained)),
             "violations": violations,
+            "of_two_writers": sum(bool((np.diff(each) != 1).any()) for each in ids),
         }

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Written(NamedTuple):
+    """One save: ids from ``start`` on, which no other save has."""
+
+    tokens: int
+    version: int
+    start: int
+
+
+class Memory(NamedTuple):
+    """What a worker remembers of a trajectory: perhaps more than was saved, perhaps of another beginning."""
+
+    trajectory_id: str
+    incarnation: int
+    content: tuple[Written, ...]
 
 
 @dataclass
 class ModelMember:
     state: str = "pending"
     session: str | None = None
-    tokens: int = 0
+    incarnation: int = 0
+    content: tuple[Written, ...] = ()
     step: int | None = None
     attempts: int = 0
     mark: int | None = -1
@@ -18,6 +37,10 @@ class ModelMember:
     scorings: int = 0
     """Leases to score it, once finished."""
     reward: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return sum(written.tokens for written in self.content)
 
 
 @dataclass
@@ -91,12 +114,48 @@ class Model:
             taken.append(waiting[0])
         return taken
 
-    def save(self, trajectory_id: str, tokens: int, version: int) -> None:
+    def save(self, trajectory_id: str, written: Written) -> None:
         m = self.member(trajectory_id)
         assert m is not None
-        if tokens:
-            self.begin(trajectory_id, version)
-        m.tokens += tokens
+        self.begin(trajectory_id, written.version)
+        m.content += (written,)
+
+    def restart(self, trajectory_id: str) -> int:
+        m = self.member(trajectory_id)
+        assert m is not None
+        if m.content:
+            m.content, m.step, m.mark = (), None, None
+            m.incarnation += 1
+        return m.incarnation
+
+    def held_by(self, session: str) -> list[Memory]:
+        """What a worker remembers that has missed nothing."""
+        members = ((i, self.member(i)) for i in self.ids("leased", "finished", session=session))
+        return [Memory(i, m.incarnation, m.content) for i, m in members if m is not None]
+
+    def reregister(self, session: str, stated: Sequence[Memory]) -> list[tuple[bool, int]]:
+        """(kept, saved tokens) per trajectory: its tokens in the queue have to be the first ones of those stated."""
+        agreeing = {s.trajectory_id for s in stated if self._begins(s)}
+        for trajectory_id in self.ids("leased", "finished", session=session):
+            if trajectory_id not in agreeing:
+                self.give_back(trajectory_id, free_attempt=True)
+        free, answers = self.pool_size - self.leased(), []
+        for each in stated:
+            m = self.member(each.trajectory_id) if each.trajectory_id in agreeing else None
+            kept = m is not None and m.state in ("leased", "finished") and m.session in (session, None)
+            if m is not None and m.state in ("partial", "pending") and free > 0:
+                kept, free = True, free - 1
+                m.state, m.mark, m.attempts = "leased", m.tokens, max(1, m.attempts)
+            if m is not None and kept:
+                m.session = session
+            answers.append((kept, m.tokens if m is not None and kept else 0))
+        return answers
+
+    def _begins(self, stated: Memory) -> bool:
+        m = self.member(stated.trajectory_id)
+        if m is None or m.incarnation != stated.incarnation:
+            return False
+        return stated.content[: len(m.content)] == m.content
 
     def begin(self, trajectory_id: str, version: int) -> None:
         m = self.member(trajectory_id)

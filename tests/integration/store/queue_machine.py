@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -21,18 +23,42 @@ from hypothesis.stateful import (
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import Append, Finish, FirstToken, ReleaseReason, Score, TrajectoryStore, WriteStatus
-from rollmesh.types import FinishReason
+from rollmesh.store import (
+    Append,
+    Finish,
+    FirstToken,
+    ReleaseReason,
+    Score,
+    TokenDigest,
+    TrajectoryStore,
+    WriteStatus,
+)
+from rollmesh.types import FinishReason, Segment
 
+from .dump import copy_of_keys, put_back
 from .forgetful import Forgetful
-from .model import Model
-from .store_mesh import UNSCORABLE, group, limits, policy, scored, segment
+from .model import Memory, Model, ModelMember, Written
+from .store_mesh import UNSCORABLE, group, held, limits, policy, scored, segment
 from .truth import read_truth
 
 T = TypeVar("T")
 STALENESS, ATTEMPTS = 2, 2
 PICK = st.integers(0, 1 << 16)
 REWARDS = st.sampled_from([0.0, 1.0, 1.0, 0.5, None])
+
+
+def segments(content: Sequence[Written]) -> list[Segment]:
+    return [segment(*written) for written in content]
+
+
+def stated(m: ModelMember, written: Written) -> dict[str, Any]:
+    """A save as its worker states it."""
+    return {
+        "token_offset": m.tokens,
+        "segments": segments([written]),
+        "incarnation": m.incarnation,
+        "digest": TokenDigest().extended(segments(m.content)),
+    }
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -45,6 +71,11 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.sessions: list[str] = []
+        self.stalled: list[list[Memory]] = []
+        """What workers remember that have stalled past their TTL."""
+        self.starts = itertools.count(step=1 << 14)
+        self.registered: Counter[bool] = Counter()
+        """Trajectories that were stated to the queue, by whether they were kept."""
         self.confirmed = False
 
     def do(self, call: Coroutine[Any, Any, T]) -> T:
@@ -223,11 +254,16 @@ class QueueMachine(RuleBasedStateMachine):
         m = self.model.member(trajectory_id)
         assert m is not None
         assert m.session is not None
-        version = max(0, len(self.model.version_steps) - 1 - age)
-        item = Append(trajectory_id=trajectory_id, token_offset=m.tokens, segments=[segment(tokens, version, m.tokens)])
+        written = self.write(tokens, max(0, len(self.model.version_steps) - 1 - age))
+        item = Append(trajectory_id=trajectory_id, **stated(m, written))
+        others = [replace(item, incarnation=m.incarnation + 1)]
+        if m.tokens:
+            others.append(replace(item, digest=TokenDigest().extended([segment(m.tokens, start=1)])))
+        refused = [self.do(self.store.append(m.session, [other]))[0] for other in others]
+        assert {(r.status, r.saved_token_count) for r in refused} == {(WriteStatus.REFUSED, m.tokens)}
         statuses = [self.do(self.store.append(m.session, [item]))[0].status for _ in range(2)]
         assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
-        self.model.save(trajectory_id, tokens, version)
+        self.model.save(trajectory_id, written)
 
     @rule(pick=PICK, age=st.integers(0, 3))
     def report_first_token(self, pick: int, age: int) -> None:
@@ -248,16 +284,13 @@ class QueueMachine(RuleBasedStateMachine):
         m = self.model.member(trajectory_id)
         assert m is not None
         assert m.session is not None
-        version = len(self.model.version_steps) - 1
-        item = Finish(
-            trajectory_id=trajectory_id,
-            token_offset=m.tokens,
-            segments=[segment(tokens, version, m.tokens)],
-            finish_reason=FinishReason.STOP,
-        )
+        written = self.write(tokens, len(self.model.version_steps) - 1)
+        item = Finish(trajectory_id=trajectory_id, finish_reason=FinishReason.STOP, **stated(m, written))
+        other = replace(item, incarnation=m.incarnation + 1)
+        assert self.do(self.store.finish(m.session, [other]))[0].status == WriteStatus.REFUSED
         statuses = [self.do(self.store.finish(m.session, [item]))[0].status for _ in range(2)]
         assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
-        self.model.save(trajectory_id, tokens, version)
+        self.model.save(trajectory_id, written)
         m.state = "finished"
 
     @rule(pick=PICK, ends=st.booleans())
@@ -277,9 +310,10 @@ class QueueMachine(RuleBasedStateMachine):
             tokens = 9_000 if each == ids[-1] else 2
             m = self.model.member(each)
             assert m is not None
-            words = {"trajectory_id": each, "token_offset": m.tokens, "segments": [segment(tokens, version, m.tokens)]}
+            written = self.write(tokens, version)
+            words = {"trajectory_id": each, **stated(m, written)}
             items.append(Finish(**words, finish_reason=FinishReason.STOP) if ends else Append(**words))
-            self.model.save(each, tokens, version)
+            self.model.save(each, written)
             m.state = "finished" if ends else "leased"
         write = self.store.finish if ends else self.store.append
         assert {r.status for r in self.do(write(session, items))} == {WriteStatus.SAVED}
@@ -346,9 +380,9 @@ class QueueMachine(RuleBasedStateMachine):
             m = self.model.member(trajectory_id)
             assert m is not None
             assert m.session is not None
-            self.do(self.store.restart(m.session, [trajectory_id]))
-            if m.tokens:
-                m.tokens, m.step, m.mark = 0, None, None
+            session, incarnation = m.session, self.model.restart(trajectory_id)
+            for _ in range(2):
+                assert self.do(self.store.restart(session, [trajectory_id])) == [incarnation]
 
     @rule(pick=PICK, limit=st.integers(1, 3))
     def take_over_scoring(self, pick: int, limit: int) -> None:
@@ -363,19 +397,78 @@ class QueueMachine(RuleBasedStateMachine):
             return
         session = self.sessions.pop(pick % len(self.sessions))
         if dies:
-            keys = self.store.connection.keys
-            self.do(self.store.connection.command("ZADD", keys.single("sessions"), 1, session))
-            self.do(self.store.connection.command("HSET", keys.single("meta"), "leader_since", 1))
-            for _ in range(2):
-                self.do(self.store.reap(self.leader))
+            self.expire(session)
         else:
             self.do(self.store.close_session(session))
+            for trajectory_id in self.model.ids("leased", "finished", session=session):
+                self.model.give_back(trajectory_id, free_attempt=True)
+
+    def expire(self, session: str) -> None:
+        """Let one TTL pass over a session, and the leader give back what it held."""
+        keys = self.store.connection.keys
+        self.do(self.store.connection.command("ZADD", keys.single("sessions"), 1, session))
+        self.do(self.store.connection.command("HSET", keys.single("meta"), "leader_since", 1))
+        for _ in range(2):
+            self.do(self.store.reap(self.leader))
         for trajectory_id in self.model.ids("leased", "finished", session=session):
-            self.model.give_back(trajectory_id, free_attempt=not dies)
+            self.model.give_back(trajectory_id, free_attempt=False)
+
+    @rule(pick=PICK)
+    def stall(self, pick: int) -> None:
+        """A worker stalls past its TTL; it may have sampled a few tokens more than it has saved."""
+        if self.sessions:
+            session = self.sessions.pop(pick % len(self.sessions))
+            memories = [
+                m._replace(content=(*m.content, self.write(2, 0))) if pick % 3 == 0 else m
+                for m in self.model.held_by(session)
+            ]
+            if memories:
+                self.stalled.append(memories)
+            self.expire(session)
+
+    @rule(pick=PICK)
+    def wake(self, pick: int) -> None:
+        """A worker that stalled registers under another session, whatever others have done to its trajectories."""
+        if self.stalled:
+            session = self.do(self.store.open_session("machine"))
+            self.sessions.append(session)
+            self.register(session, self.stalled.pop(pick % len(self.stalled)))
+
+    def register(self, session: str, memories: list[Memory]) -> None:
+        expected = self.model.reregister(session, memories)
+        named = [held(m.trajectory_id, *segments(m.content), incarnation=m.incarnation) for m in memories]
+        answers = self.do(self.store.reregister(session, named))
+        assert [(a.kept, a.saved_token_count) for a in answers] == expected
+        self.registered.update(kept for kept, _ in expected)
+
+    @rule(pick=PICK, steps=st.lists(st.sampled_from(["append", "restart", "release", "lease", "finish"]), max_size=6))
+    def redis_forgets(self, pick: int, steps: list[str]) -> None:
+        """Redis comes back from before the newest steps of the workers, who have not forgotten them."""
+        before, model = self.do(copy_of_keys(self.store)), copy.deepcopy(self.model)
+        for step in steps:
+            arguments: dict[str, dict[str, Any]] = {
+                "append": {"tokens": 2, "age": 0},
+                "finish": {"tokens": 1},
+                "release": {"reason": ReleaseReason.FAILED},
+                "lease": {"limit": 2},
+            }
+            getattr(self, step)(pick=pick, **arguments.get(step, {}))
+        memories = {session: self.model.held_by(session) for session in self.sessions}
+        self.do(put_back(self.store, before))
+        self.model = model
+        self.redis_comes_back(memories)
 
     @rule(pick=PICK)
     def redis_restarts(self, pick: int) -> None:
         """Redis comes back as another server, in the state in which it went; a worker may have forgotten a lease."""
+        memories = {}
+        for session in self.sessions:
+            memories[session] = self.model.held_by(session)
+            if memories[session] and pick % 2:
+                memories[session].pop(pick % len(memories[session]))
+        self.redis_comes_back(memories)
+
+    def redis_comes_back(self, memories: dict[str, list[Memory]]) -> None:
         command, meta = self.store.connection.command, self.store.connection.keys.single("meta")
         self.do(command("HSET", meta, "run_id", "another"))
         first = self.model.cursor
@@ -383,16 +476,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.do(self.store.admit(self.leader, [group(first)], Cursor(index=first), Cursor(index=first + 1)))
         for session in self.sessions:
             assert self.do(self.store.lease(session, 2)) == []
-            held = self.model.ids("leased", "finished", session=session)
-            forgotten = held.pop(pick % len(held)) if held and pick % 2 else None
-            tokens = [self.model.member(i).tokens for i in held]  # type: ignore[union-attr]
             for _ in range(2):
-                kept = self.do(self.store.reregister(session, list(zip(held, tokens, strict=True))))
-                assert [(a.trajectory_id, a.kept, a.saved_token_count) for a in kept] == [
-                    (i, True, n) for i, n in zip(held, tokens, strict=True)
-                ]
-            if forgotten is not None:
-                self.model.give_back(forgotten, free_attempt=True)
+                self.register(session, memories[session])
         self.reassert()
         self.do(command("HSET", meta, "recovering_until", 1))
         assert not self.do(self.store.begin_recovery())
@@ -416,6 +501,9 @@ class QueueMachine(RuleBasedStateMachine):
             )
             assert (state.trained_step, state.cut_step, state.recovering) == (self.model.trained_step, step, True)
 
+    def write(self, tokens: int, version: int) -> Written:
+        return Written(tokens, version, next(self.starts))
+
     def pick(self, state: str, number: int) -> str | None:
         ids = self.model.ids(state)
         return ids[number % len(ids)] if ids else None
@@ -434,6 +522,8 @@ class QueueMachine(RuleBasedStateMachine):
             m = self.model.member(trajectory_id)
             assert m is not None
             assert (record.state, record.tokens) == (m.state, m.tokens)
+            if m.state != "dead":
+                assert record.digest == TokenDigest().extended(segments(m.content))
             if m.state in ("leased", "finished"):
                 assert record.session == m.session
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from rollmesh.mesh import Cursor, Desired, RunLimits
-from rollmesh.store import Append, Finish, LeasedTrajectory, NewGroup, Score, TrajectoryStore
+from rollmesh.segments import part_of
+from rollmesh.store import Append, Finish, HeldTokens, LeasedTrajectory, NewGroup, Score, TokenDigest, TrajectoryStore
 from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment, SegmentSource
 
 
@@ -68,6 +71,36 @@ def scored(value: float) -> RewardOutcome:
     return RewardOutcome(kind=OutcomeKind.SCORED, value=value, parts={"exact": value})
 
 
+def digest_of(segments: Iterable[Segment], token_count: int) -> TokenDigest:
+    """Digest of the first tokens of some segments."""
+    digest = TokenDigest()
+    for part in segments:
+        if token_count > digest.token_count:
+            digest = digest.extended([part_of(part, 0, token_count - digest.token_count)])
+    return digest
+
+
+def held(trajectory_id: str, *segments: Segment, incarnation: int = 0) -> HeldTokens:
+    """What a worker states that has these tokens in its memory."""
+    return HeldTokens(
+        trajectory_id=trajectory_id,
+        incarnation=incarnation,
+        token_count=sum(map(len, segments)),
+        digest_at=lambda count: digest_of(segments, count),
+    )
+
+
+async def known(store: TrajectoryStore, trajectory_id: str, offset: int) -> dict[str, Any]:
+    """What a worker that has read the queue states of the tokens before its own; past them it has some of its own."""
+    found = await store.inspect(trajectory_id)
+    digest = digest_of(found.trajectory.segments if found and found.trajectory else (), offset)
+    key = store.connection.keys.of("trajectory", trajectory_id)
+    return {
+        "incarnation": int(await store.connection.command("HGET", key, "incarnation") or 0),
+        "digest": digest.extended([segment(offset - digest.token_count)]),
+    }
+
+
 UNSCORABLE = RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message="broke")
 
 
@@ -96,7 +129,12 @@ class Mesh:
         return await self.store.admit(self.leader, groups, before, Cursor(epoch=0, index=before.index + count))
 
     async def append(self, trajectory_id: str, offset: int, tokens: int, version: int = 0) -> int:
-        item = Append(trajectory_id=trajectory_id, token_offset=offset, segments=[segment(tokens, version, offset)])
+        item = Append(
+            trajectory_id=trajectory_id,
+            token_offset=offset,
+            segments=[segment(tokens, version, offset)],
+            **await known(self.store, trajectory_id, offset),
+        )
         return (await self.store.append(self.session, [item]))[0].status
 
     async def finish(self, trajectory_id: str, offset: int, tokens: int, version: int = 0) -> int:
@@ -105,6 +143,7 @@ class Mesh:
             token_offset=offset,
             segments=[segment(tokens, version, offset)] if tokens else [],
             finish_reason=FinishReason.STOP,
+            **await known(self.store, trajectory_id, offset),
         )
         return (await self.store.finish(self.session, [item]))[0].status
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from .load import LoadedMesh
 from .truth import read_truth
 
 PATIENCE_SECONDS = 120.0
-NOTHING_WRONG = {"lost": 0, "trained_twice": 0, "violations": 0}
+NOTHING_WRONG = {"lost": 0, "trained_twice": 0, "violations": 0, "of_two_writers": 0}
 
 
 async def test_roles_die_at_random_and_every_group_is_trained_once(server: EmbeddedServer) -> None:
@@ -23,6 +24,17 @@ async def test_roles_die_at_random_and_every_group_is_trained_once(server: Embed
             await mesh.trainer.until(step, PATIENCE_SECONDS)
             await mesh.crash(rng.choice(["leader", "trainer", "trainer", "worker-0", "worker-1", "worker-2"]))
         await mesh.trainer.until(18, PATIENCE_SECONDS)
+        await mesh.stop()
+        assert await mesh.account() == NOTHING_WRONG
+        assert (await read_truth(mesh.stores[0])).problems == []
+
+
+async def test_workers_that_stall_past_their_ttl_join_no_tokens_to_those_of_others(server: EmbeddedServer) -> None:
+    async with LoadedMesh(server.url, "workers-stall", 0.4, random.Random(5)) as mesh:
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            for number in (0, 1, 2, 0):
+                await mesh.stall_past_the_ttl(number)
+        await mesh.trainer.until(mesh.trainer.step + 6, PATIENCE_SECONDS)
         await mesh.stop()
         assert await mesh.account() == NOTHING_WRONG
         assert (await read_truth(mesh.stores[0])).problems == []

@@ -8,7 +8,7 @@ from rollmesh.errors import DataError
 from rollmesh.store import Append, Finish, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
-from .store_mesh import UNSCORABLE, Mesh, environment_segment, scored, segment
+from .store_mesh import UNSCORABLE, Mesh, environment_segment, known, scored, segment
 from .truth import read_truth
 
 
@@ -175,11 +175,11 @@ async def test_tokens_of_members_without_a_score_are_wasted_though_their_group_i
     await mesh.admit(1)
     first, second = await store.lease(mesh.session, 2)
     await mesh.complete(first, None)
-    await mesh.append(second.trajectory.trajectory_id, 0, 3)
-    await store.append(
-        mesh.session,
-        [Append(trajectory_id=second.trajectory.trajectory_id, token_offset=3, segments=[environment_segment(4)])],
-    )
+    name = second.trajectory.trajectory_id
+    await mesh.append(name, 0, 3)
+    said = [environment_segment(4)]
+    item = Append(trajectory_id=name, token_offset=3, segments=said, **await known(store, name, 3))
+    await store.append(mesh.session, [item])
     for _ in range(2):
         await store.fail(mesh.session, [(second.trajectory.trajectory_id, "broken")])
     assert await mesh.score(first.trajectory.trajectory_id, None) == WriteStatus.DUPLICATE

@@ -14,7 +14,7 @@ from rollmesh.errors import Conflict, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, EvalRequest, TrajectoryStore, WriteStatus
 
-from .store_mesh import Mesh, group, limits, policy
+from .store_mesh import Mesh, group, held, limits, policy, segment
 from .truth import read_truth
 
 TTL = 60.0
@@ -115,9 +115,8 @@ async def test_a_worker_keeps_what_the_restored_queue_leaves_it(store: Trajector
     await store.lease(other, 1)  # e0-1.1
     await other_server(store)
     # It believes in more tokens than were saved, in two leases that were lost, and has forgotten e0-0.1.
-    answers = await store.reregister(
-        mesh.session, [("e0-0.0", 9), ("e0-1.0", 2), ("e0-1.1", 0), ("e0-2.0", 5), ("e0-9.0", 1)]
-    )
+    stated = {"e0-0.0": 9, "e0-1.0": 2, "e0-1.1": 0, "e0-2.0": 5, "e0-9.0": 1}
+    answers = await store.reregister(mesh.session, [held(i, segment(n)) for i, n in stated.items()])
     assert [(a.trajectory_id, a.kept, a.saved_token_count) for a in answers] == [
         ("e0-0.0", True, 4),
         ("e0-1.0", True, 2),
@@ -129,7 +128,8 @@ async def test_a_worker_keeps_what_the_restored_queue_leaves_it(store: Trajector
     assert await mesh.append("e0-2.0", 0, 5) == WriteStatus.SAVED
     view = await store.view()
     assert (view.leased, view.pending) == (3, 2)
-    again = await store.reregister(mesh.session, [("e0-0.0", 9), ("e0-1.0", 2), ("e0-2.0", 5)])
+    stated = {"e0-0.0": 9, "e0-1.0": 2, "e0-2.0": 5}
+    again = await store.reregister(mesh.session, [held(i, segment(n)) for i, n in stated.items()])
     assert [(a.kept, a.saved_token_count) for a in again] == [(True, 9), (True, 2), (True, 5)]
     assert (await read_truth(store)).problems == []
 
@@ -140,7 +140,7 @@ async def test_re_registration_never_exceeds_the_pool(store: TrajectoryStore) ->
     await store.lease(mesh.session, 2)
     late = await store.open_session("late")
     await other_server(store)
-    answers = await store.reregister(late, [(f"e0-{g}.{m}", 0) for g in (1, 2) for m in (0, 1)])
+    answers = await store.reregister(late, [held(f"e0-{g}.{m}") for g in (1, 2) for m in (0, 1)])
     assert sum(a.kept for a in answers) == 1
     assert (await store.view()).leased == 3
 
@@ -149,9 +149,9 @@ async def test_a_forgotten_session_is_opened_again_during_a_recovery_only(store:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
     with pytest.raises(SessionLost):
-        await store.reregister("f" * 32, [("e0-0.0", 0)])
+        await store.reregister("f" * 32, [held("e0-0.0")])
     await other_server(store)
-    assert (await store.reregister("f" * 32, [("e0-0.0", 3)], "worker"))[0].kept
+    assert (await store.reregister("f" * 32, [held("e0-0.0", segment(3))], "worker"))[0].kept
     mesh.session = "f" * 32
     assert await mesh.append("e0-0.0", 0, 3) == WriteStatus.SAVED
 

@@ -24,7 +24,7 @@ MANY = 9_000
     [
         ("init_run", (0, "train_steps", 200, "group_size", 3), Conflict),
         ("open_trainer_session", ("fenced", "trainer", "lineage"), SessionLost),
-        ("reregister", ("stranger", "worker", "e0-0.0", 3), SessionLost),
+        ("reregister", ("stranger", "worker", "e0-0.0", 0, 3, "0" * 16), SessionLost),
         ("pin_policy", (7, "", ""), Conflict),
     ],
 )
@@ -57,11 +57,11 @@ async def test_a_rollout_of_many_saves_begins_again_and_goes(store: TrajectorySt
     for trajectory_id in ("e0-0.0", "e0-0.1"):
         await mesh.append(trajectory_id, 0, 3)
     key = store.connection.keys.of("trajectory", "e0-0.1")
-    saves = [word for at in range(MANY) for word in (f"c{at}", "digest")]
+    saves = [word for at in range(MANY) for word in (f"d{at}", "digest")]
     await store.connection.command("HSET", key, "links", " ".join(map(str, range(MANY))), *saves)
-    assert await store.restart(mesh.session, ["e0-0.0", "e0-0.1"]) == 2
+    assert await store.restart(mesh.session, ["e0-0.0", "e0-0.1"]) == [1, 1]
     assert (await store.counts()).totals["restarted_tokens_total"] == 6
-    assert not [f for f in await store.connection.command("HKEYS", key) if f.startswith(b"c")]
+    assert not [f for f in await store.connection.command("HKEYS", key) if f.startswith(b"d")]
     await mesh.append("e0-0.1", 0, 3)
     await store.connection.command("HSET", key, "links", " ".join(map(str, range(MANY))))
     assert await store.evict(mesh.leader, ["e0-0"], "stale") == 1

@@ -11,7 +11,7 @@ from rollmesh.errors import Conflict, SessionLost
 from rollmesh.mesh import Cursor
 from rollmesh.store import Append, ReleaseReason, TrajectoryStore, WriteStatus
 
-from .store_mesh import Mesh, environment_segment, group, policy, segment
+from .store_mesh import Mesh, environment_segment, group, known, policy, segment
 from .truth import read_truth
 
 
@@ -22,7 +22,8 @@ async def test_a_repeated_save_changes_nothing_and_another_one_is_refused(store:
     assert await mesh.append("e0-0.0", 0, 4) == WriteStatus.SAVED
     assert await mesh.append("e0-0.0", 4, 2) == WriteStatus.SAVED
     assert await mesh.append("e0-0.0", 0, 4) == WriteStatus.DUPLICATE
-    other = Append(trajectory_id="e0-0.0", token_offset=4, segments=[segment(2, start=77)])
+    same = await known(store, "e0-0.0", 4)
+    other = Append(trajectory_id="e0-0.0", token_offset=4, segments=[segment(2, start=77)], **same)
     refused = (await store.append(mesh.session, [other]))[0]
     assert (refused.status, refused.saved_token_count) == (WriteStatus.REFUSED, 6)
     assert await mesh.append("e0-0.0", 9, 2) == WriteStatus.REFUSED
@@ -76,7 +77,7 @@ async def test_a_group_keeps_the_smallest_train_step_of_its_tokens(store: Trajec
     await store.append(
         mesh.session, [Append(trajectory_id="e0-1.1", token_offset=0, segments=[environment_segment(3)])]
     )
-    assert await store.restart(mesh.session, ["e0-0.1"]) == 1
+    assert await store.restart(mesh.session, ["e0-0.1"]) == [1]
     assert [g.min_train_step for g in (await store.view()).stalest_open if g.min_train_step is not None] == [2, 2]
     truth = await read_truth(store)
     assert truth.problems == []

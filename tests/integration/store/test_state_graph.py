@@ -37,6 +37,9 @@ WALK = {
     "restart": 1,
     "take_over_scoring": 2,
     "lose_worker": 1,
+    "stall": 2,
+    "wake": 2,
+    "redis_forgets": 2,
     "redis_restarts": 1,
     "roll_back": 1,
 }
@@ -60,7 +63,11 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
         "take_over_scoring": lambda: {"pick": rng.randrange(1000), "limit": rng.randint(1, 3)},
         "lose_worker": lambda: {"pick": rng.randrange(1000), "dies": rng.random() < 0.6},
     }
-    for name in ("fail", "restart", "redis_restarts"):
+    arguments["redis_forgets"] = lambda: {
+        "pick": rng.randrange(1000),
+        "steps": rng.choices(["append", "restart", "release", "lease", "finish"], k=rng.randint(0, 6)),
+    }
+    for name in ("fail", "restart", "redis_restarts", "stall", "wake"):
         arguments[name] = lambda: {"pick": rng.randrange(1000)}
     enabled = {
         "admit": lambda: len(machine.model.groups) < 8,
@@ -72,7 +79,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
     }
     machine.begin(filtering=True, pool=6)
     try:
-        for _ in range(700):
+        for _ in range(1000):
             name = rng.choices(list(WALK), weights=list(WALK.values()))[0]
             if enabled.get(name, lambda: True)():
                 getattr(machine, name)(**arguments.get(name, dict)())
@@ -83,6 +90,7 @@ def test_a_long_walk_through_the_state_graph_agrees_with_the_model(server: Embed
             reached
         )
         assert reached["consumed"] >= 8, reached
+        assert min(machine.registered[True], machine.registered[False]) >= 10, machine.registered
     finally:
         machine.teardown()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rollmesh.store import TrajectoryStore
+from rollmesh.store import TokenDigest, TrajectoryStore
+from rollmesh.store.digest import NO_TOKENS
+from rollmesh.store.payload import decode_segments
+from rollmesh.store.trajectories import load_chunks
 
 HELD = ("leased", "finished")
 COUNTED = ("leased", "finished", "scored", "unscorable", "dead")
@@ -17,6 +20,8 @@ class Record:
     session: str | None
     tokens: int
     step: int | None
+    digest: TokenDigest = NO_TOKENS
+    """Of the segments that are there."""
 
 
 @dataclass
@@ -76,16 +81,21 @@ class _Reader:
         states: Counter[str] = Counter()
         ids = [f"{gid}.{member}" for member in range(int(group["launched"]))]
         hashes = await self.connection.commands([("HGETALL", self.keys.of("trajectory", i)) for i in ids])
-        lengths = await self.connection.commands([("LLEN", self.keys.of("segments", i)) for i in ids])
-        for trajectory_id, fields, length in zip(ids, hashes, lengths, strict=True):
+        lists = await self.connection.commands([("LRANGE", self.keys.of("segments", i), 0, -1) for i in ids])
+        chunks = await load_chunks(self.connection, dict(zip(ids, lists, strict=True)))
+        for trajectory_id, fields, elements in zip(ids, hashes, lists, strict=True):
             record = _record(fields)
+            record.digest = TokenDigest().extended(decode_segments(elements, chunks[trajectory_id]))
             truth.members[trajectory_id] = record
             states[record.state] += 1
             for queue in ("pending", "partial"):
                 if (trajectory_id in queues[queue]) != (record.state == queue):
                     truth.problems.append(f"{trajectory_id} is {record.state}; in the {queue} queue it is not so")
-            if record.tokens and not length and record.state not in ("dead",):
-                truth.problems.append(f"{trajectory_id} has {record.tokens} tokens and no segment")
+            if record.state != "dead" and record.tokens != record.digest.token_count:
+                truth.problems.append(f"{trajectory_id} has {record.tokens} tokens, in truth {record.digest}")
+            noted = fields.get(b"d%d" % record.digest.token_count, str(record.digest).encode()).decode()
+            if noted != str(record.digest):
+                truth.problems.append(f"{trajectory_id} has the digest {noted}, in truth {record.digest}")
         terminal = states["scored"] + states["unscorable"] + states["dead"]
         if ids and (terminal, states["scored"]) != (int(group["terminal"]), int(group["scored"])):
             truth.problems.append(f"{gid}: counters {group} but members {dict(states)}")

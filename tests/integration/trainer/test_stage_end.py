@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.store import Append, EmbeddedServer, Finish, NewGroup, Score
+from rollmesh.store import Append, EmbeddedServer, Finish, NewGroup, Score, TokenDigest
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
 from .test_kills import last_weights
@@ -62,7 +62,13 @@ async def _weights_after_stages(
             parked = [i for i in ids if i not in ended]
             offset = TOKENS * stage
             await run.store.append(
-                session, [Append(trajectory_id=i, token_offset=offset, segments=[_segment(i, stage)]) for i in parked]
+                session,
+                [
+                    Append(
+                        trajectory_id=i, token_offset=offset, segments=[_segment(i, stage)], digest=_before(i, stage)
+                    )
+                    for i in parked
+                ],
             )
             await _end(run, session, ended, version=stage, offset=offset)
             await run.store.release(session, parked, "paused")
@@ -105,7 +111,13 @@ async def _admit(run: TrainerRun) -> list[list[str]]:
 
 async def _end(run: TrainerRun, session: str, ids: list[str], *, version: int, offset: int) -> None:
     finishes = [
-        Finish(trajectory_id=i, token_offset=offset, segments=[_segment(i, version)], finish_reason=FinishReason.STOP)
+        Finish(
+            trajectory_id=i,
+            token_offset=offset,
+            segments=[_segment(i, version)],
+            finish_reason=FinishReason.STOP,
+            digest=_before(i, version),
+        )
         for i in ids
     ]
     await run.store.finish(session, finishes)
@@ -118,6 +130,11 @@ async def _end(run: TrainerRun, session: str, ids: list[str], *, version: int, o
         for i in ids
     ]
     await run.store.score(session, scores)
+
+
+def _before(trajectory_id: str, version: int) -> TokenDigest:
+    """Digest of what the stages before this one wrote."""
+    return TokenDigest().extended(_segment(trajectory_id, earlier) for earlier in range(version))
 
 
 def _segment(trajectory_id: str, version: int) -> Segment:

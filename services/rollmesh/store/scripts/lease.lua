@@ -1,8 +1,8 @@
 #!lua
 -- pending | partial -> leased, never more than pool_size over the whole mesh: partials of the oldest group first,
 -- then pending in admission order. ARGV: session, nonce, limit, and how many of them may be pending ones.
--- Returns (id, attempt, birth version, tokens, is new, time of the first lease in ms) per trajectory; a retry with the
--- same nonce gets the same ones. All of it is text: a number would be written out and read again at every step.
+-- Returns (id, attempt, birth version, tokens, is new, time of the first lease in ms, incarnation) per trajectory; a retry
+-- with the same nonce gets the same ones. All of it is text: a number would be written out and read again at every step.
 local session = ARGV[1]
 require_session(session)
 local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
@@ -22,7 +22,7 @@ local reply, held, buried = {}, {}, 0
 local MOST_BURIALS = most_burials()
 
 local function take(id, order)
-  local v = call('HMGET', trajectory_key(id), 'attempts', 'mark', 'tokens', 'birth', 'since')
+  local v = call('HMGET', trajectory_key(id), 'attempts', 'mark', 'tokens', 'birth', 'since', 'incarnation')
   local attempts, tokens, since = '1', v[3] or '0', v[5] or now_text
   if v[1] and (v[2] == tokens or v[2] == '-') then
     local tried = tonumber(v[1])
@@ -40,6 +40,7 @@ local function take(id, order)
   local at = #reply
   reply[at + 1], reply[at + 2], reply[at + 3] = id, attempts, born
   reply[at + 4], reply[at + 5], reply[at + 6] = tokens, v[1] and '0' or '1', since
+  reply[at + 7] = v[6] or '0'
   return true
 end
 

@@ -14,7 +14,7 @@ local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
 local MOST_BURIALS = most_burials()
 local reply, held, seen, buried = {}, {}, {}, 0
 for _, id in ipairs(found) do
-  local v = call('HMGET', trajectory_key(id), 'scorings', 'birth', 'tokens', 'since')
+  local v = call('HMGET', trajectory_key(id), 'scorings', 'birth', 'tokens', 'since', 'incarnation')
   local tried = tonumber(v[1] or '0')
   if tried < max_attempts then
     call('HSET', trajectory_key(id), 'session', session, 'scorings', tried + 1)
@@ -22,6 +22,7 @@ for _, id in ipairs(found) do
     local n = #reply
     reply[n + 1], reply[n + 2], reply[n + 3] = id, integer(tried + 1), v[2]
     reply[n + 4], reply[n + 5], reply[n + 6] = v[3], '0', v[4] or integer(now())
+    reply[n + 7] = v[5] or '0'
   elseif buried < MOST_BURIALS then
     buried = buried + 1
     count('finished', -1)

@@ -11,7 +11,7 @@ for at = 3, #ARGV, 2 do
   local held = v[1] == ARGV[1] and v[2] == 'leased'
   if held and (not v[4] or step < tonumber(v[4])) then
     call('HSET', trajectory_key(id), 'step', step)
-    lower_step(load_group(group_of(id)), step)
+    lower_step(load_group(group_of(id)), step, id)
   end
   reply[#reply + 1] = held and SAVED or LOST
   reply[#reply + 1] = held and tonumber(v[3]) or 0

@@ -1,6 +1,8 @@
 #!lua flags=allow-oom
--- A worker states everything it holds after the server came back; what it does not name goes back.
--- ARGV: session, worker name, then (id, saved tokens) each. Returns (kept, saved tokens) per item.
+-- A worker states everything it holds after the server came back; what it does not name goes back, and what it names
+-- stays its own only if the tokens in the queue are the first ones of those that it has.
+-- ARGV: session, worker name, then (id, incarnation, tokens, digest of so many tokens) each. Returns (kept, saved tokens)
+-- per item.
 local session, named = ARGV[1], {}
 if not recovering() then
   require_session(session)
@@ -10,7 +12,18 @@ else
   call('HSET', session_key(session), 'worker', ARGV[2])
   call('SREM', K.closing, session)
 end
-for at = 3, #ARGV, 2 do named[ARGV[at]] = true end
+
+-- Whether the queue has these tokens and no more; to the session that holds them since before, a save of its own may
+-- have been answered after it looked. Digests are of the version after the one that counted only (see lib/save.lua).
+local function agrees(at)
+  local stated = tonumber(ARGV[at + 2])
+  local v = call('HMGET', trajectory_key(ARGV[at]), 'incarnation', 'tokens', 'session', 'd' .. stated)
+  local tokens = tonumber(v[2] or '0')
+  local same = (v[1] or '0') == ARGV[at + 1] and (v[4] or ARGV[at + 3]) == ARGV[at + 3]
+  return same and (tokens == stated or (v[3] == session and tokens > stated))
+end
+
+for at = 3, #ARGV, 4 do named[ARGV[at]] = agrees(at) end
 for _, id in ipairs(call('SMEMBERS', held_key(session))) do
   if not named[id] then
     call('SREM', held_key(session), id)
@@ -26,37 +39,38 @@ local free = tonumber(call('HGET', K.desired, 'pool_size') or '0') - tonumber(ca
 local taken, reply = 0, {}
 local birth = math.max(0, tonumber(call('HGET', K.meta, 'policy_version')))
 
-local function lease_again(id, queue, saved)
+local function lease_again(id, queue)
   if taken >= free then return false end
   local order = call('ZSCORE', queue, id)
   if not order then return false end
   local v = call('HMGET', trajectory_key(id), 'attempts', 'tokens', 'birth')
   local tokens = tonumber(v[2] or '0')
-  if tokens > saved then return false end
   call('ZREM', queue, id)
   call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order, 'tokens', tokens,
     'attempts', math.max(1, tonumber(v[1] or '1')), 'mark', tokens, 'birth', v[3] or birth)
   call('SADD', held_key(session), id)
   taken = taken + 1
-  return true, tokens
+  return true
 end
 
-for at = 3, #ARGV, 2 do
-  local id = ARGV[at]
-  local v = call('HMGET', trajectory_key(id), 'state', 'session', 'tokens')
-  local kept, tokens = false, tonumber(v[3] or '0')
-  if v[2] == session then
-    kept = v[1] == 'leased' or v[1] == 'finished'
-  elseif v[1] == 'finished' and not v[2] and tokens <= tonumber(ARGV[at + 1]) then
-    kept = call('ZREM', K.scoring, id) == 1
+local function keep(id)
+  local v = call('HMGET', trajectory_key(id), 'state', 'session')
+  if v[2] == session then return v[1] == 'leased' or v[1] == 'finished' end
+  if v[1] == 'finished' and not v[2] then
+    call('ZREM', K.scoring, id)
     call('HSET', trajectory_key(id), 'session', session)
     call('SADD', held_key(session), id)
-  else
-    kept, tokens = lease_again(id, v[1] == 'partial' and K.partial or K.pending, tonumber(ARGV[at + 1]))
+    return true
   end
+  return lease_again(id, v[1] == 'partial' and K.partial or K.pending)
+end
+
+for at = 3, #ARGV, 4 do
+  local id = ARGV[at]
+  local kept = named[id] and keep(id)
   if not kept then count('lost_by_recovery_total', 1) end
   reply[#reply + 1] = kept and 1 or 0
-  reply[#reply + 1] = kept and tokens or 0
+  reply[#reply + 1] = kept and tonumber(call('HGET', trajectory_key(id), 'tokens')) or 0
 end
 call('HINCRBY', K.counts, 'leased', taken)
 count('reregistered_total', taken)

@@ -1,13 +1,12 @@
--- A first token that was reported and never saved is gone, and its group may be younger without it. That reads every
--- member of the group: a script that gives many trajectories back ends its call once it has read so many.
+-- A first token that was reported and never saved is gone, and its group may be younger without it. In a group of an
+-- older release that reads every member: a script that gives many trajectories back ends its call once it has read so
+-- many.
 local members_read, MOST_MEMBERS_READ = 0, 256
-local function forget_first_token(id, step)
+local function forget_first_token(id)
   local group = load_group(group_of(id))
   call('HDEL', trajectory_key(id), 'step')
-  if group.step and tonumber(step) <= group.step then
-    members_read = members_read + group.launched
-    recompute_step(group)
-  end
+  if not group.member_steps then members_read = members_read + group.launched end
+  recompute_step(group, id)
 end
 
 -- A held trajectory goes back: unfinished to partial or pending, finished to the scoring queue.
@@ -18,7 +17,7 @@ local function give_back(id, free_attempt)
     call('HSET', trajectory_key(id), 'state', partial and 'partial' or 'pending')
     if free_attempt then call('HSET', trajectory_key(id), 'attempts', math.max(0, tonumber(v[4]) - 1)) end
     call('HDEL', trajectory_key(id), 'session')
-    if v[6] and not partial then forget_first_token(id, v[6]) end
+    if v[6] and not partial then forget_first_token(id) end
     call('ZADD', partial and K.partial or K.pending, v[2], id)
     count('leased', -1)
   elseif v[1] == 'finished' then

@@ -1,14 +1,16 @@
 local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
 
--- One item of append and finish is a head, "id offset tokens digest versions finish bytes generator n" with '-' for an empty word,
--- and n segments. Returns the item at a place in ARGV, and the place of the next one.
+-- One item of append and finish is a head, "id incarnation offset before tokens after versions finish bytes generator n"
+-- with '-' for an empty word, and n segments; `before` and `after` are the digests of all tokens up to the offset, and up
+-- to the end of the item. Returns the item at a place in ARGV, and the place of the next one.
 local function read_item(at)
-  local id, offset, tokens, digest, versions, finish, bytes, generator, n =
-    string.match(ARGV[at], '^(%S+) (%d+) (%d+) (%S+) (%S+) (%S+) (%d+) (%S+) (%d+)$')
+  local id, incarnation, offset, before, tokens, after, versions, finish, bytes, generator, n =
+    string.match(ARGV[at], '^(%S+) (%d+) (%d+) (%S+) (%d+) (%S+) (%S+) (%S+) (%d+) (%S+) (%d+)$')
   n = tonumber(n)
   return {
-    id = id, offset = tonumber(offset), tokens = tonumber(tokens), digest = digest, versions = versions,
-    finish = finish, bytes = tonumber(bytes), generator = generator, first = at + 1, last = at + n,
+    id = id, incarnation = incarnation, offset = tonumber(offset), before = before, tokens = tonumber(tokens),
+    after = after, versions = versions, finish = finish, bytes = tonumber(bytes), generator = generator,
+    first = at + 1, last = at + n,
   }, at + 1 + n
 end
 
@@ -79,24 +81,28 @@ local function link_chunks(id, first, last)
   return names
 end
 
--- Writes the tokens of one item. Returns status, tokens saved after it, and the fields still to be written.
+-- Writes the tokens of one item, if it continues the very tokens that are there. Field d<n> is the digest of the first n
+-- tokens, for every n at which a save ended; a version without these fields left none, and its tokens go by their number.
+-- Returns status, tokens saved after it, and the fields still to be written.
 local function save(session, item)
   local id, offset, tokens = item.id, item.offset, item.tokens
-  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step')
+  local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step', 'incarnation', 'd' .. offset,
+    'd' .. (offset + tokens))
   if v[1] ~= session or (v[2] ~= 'leased' and v[2] ~= 'finished') then return LOST, 0 end
   local saved = tonumber(v[3])
+  local continues = item.incarnation == (v[5] or '0') and item.before == (v[6] or item.before)
+  if not continues or offset > saved then return REFUSED, saved, nil, v[2] end
   if v[2] == 'finished' or offset < saved then
-    local same = tokens == 0 and offset == saved or call('HGET', trajectory_key(id), 'c' .. offset) == item.digest
+    local same = item.after == v[7] or (not v[7] and tokens == 0 and offset == saved)
     return same and DUPLICATE or REFUSED, saved, nil, v[2]
   end
-  if offset > saved then return REFUSED, saved, nil, v[2] end
   if item.last < item.first then return SAVED, saved, {}, v[2] end
   local names = link_chunks(id, item.first, item.last)
   -- Lua hands on 8,000 words at most, and says so after what was written before.
   for at = item.first, item.last, 4000 do
     call('RPUSH', segments_key(id), unpack(ARGV, at, math.min(at + 3999, item.last)))
   end
-  local fields = {'tokens', saved + tokens, 'c' .. offset, item.digest}
+  local fields = {'tokens', saved + tokens, 'd' .. (saved + tokens), item.after}
   if names then
     fields[5], fields[6] = 'links', names
   end
