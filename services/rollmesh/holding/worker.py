@@ -189,6 +189,9 @@ class Worker:
         held = Held(leased.trajectory, leased.attempt, leased.snapshot, leased.incarnation)
         held.first_lease_time = leased.first_lease_time
         held.start_floor, held.call_floor = self._desired.start_at_version, self._desired.interrupt_below_version
+        if not held.finished and (self._draining.is_set() or self._desired.paused):
+            # Leased in the moment before the pause or the drain, which has parked all others already.
+            held.park(ReleaseReason.DRAINED if self._draining.is_set() else ReleaseReason.PAUSED)
         self._parts.session.held[held.trajectory_id] = held
         task = asyncio.create_task(self._attempt(held, work), name=held.trajectory_id)
         self._tasks.add(task)

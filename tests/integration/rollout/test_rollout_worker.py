@@ -1,5 +1,7 @@
 """The rollout service on a real queue, with generators and rewards that follow a script."""
 
+import asyncio
+
 import pytest
 
 from .replicas import running, schedule
@@ -55,6 +57,67 @@ async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store
         tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
         sampled = run.value("rollmesh_rollout_sampled_tokens_total", age="0")
         assert sampled == tokens
+
+
+async def is_at_rest(store):
+    view = await store.view()
+    return view.leased == 0 and view.pending > 0
+
+
+async def pause_for(worker, store):
+    """Pause the run, and wait until the worker has parked what it knows of."""
+    await store.set_user_paused(True)
+    await until(lambda: worker._desired.paused)
+
+
+async def test_trajectories_leased_just_before_a_pause_come_to_rest_too(store, monkeypatch):
+    """They are the queue's answer to a lease that was under way when the worker parked all others."""
+    lease, leased_in_the_window = store.lease, []
+
+    async def lease_then_pause(*arguments):
+        leased = await lease(*arguments)
+        if leased and not leased_in_the_window:
+            leased_in_the_window.extend(leased)
+            await pause_for(run.replica._worker, store)
+        return leased
+
+    monkeypatch.setattr(store, "lease", lease_then_pause)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan) as run:
+        parked = lambda: run.value("rollmesh_rollout_trajectories_parked_total", reason="paused")  # noqa: E731
+        await until(lambda: leased_in_the_window and (cluster.contexts or parked() == len(leased_in_the_window)))
+        assert cluster.contexts == {}, "no generator was called in the pause"
+        await until(lambda: is_at_rest(store))
+        await store.set_user_paused(False)
+        check_batch(await trainer.train(1), plan)
+
+
+@pytest.mark.parametrize("stops", ["paused", "drained"])
+async def test_a_fork_opened_just_before_a_pause_or_a_drain_comes_to_rest_too(store, monkeypatch, stops):
+    fork, draining = store.fork, []
+
+    async def fork_then_stop(*arguments):
+        answer = await fork(*arguments)
+        if stops == "paused":
+            await pause_for(run.replica._worker, store)
+        else:
+            draining.append(asyncio.create_task(run.stop()))
+            await until(run.replica._worker._draining.is_set)
+        return answer
+
+    monkeypatch.setattr(store, "fork", fork_then_stop)
+    plan = schedule("sync", train_steps=1)
+    cluster, _ = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4, concurrency=4) as run:
+        await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 8)
+        parent = next(held for held in run.session.held.values() if not held.finished)
+        answer = await run.replica._worker.fork(parent, "nonce")
+        child = answer.leased.trajectory.trajectory_id
+        await until(lambda: child not in run.session.held)
+        await asyncio.gather(*draining)
+        assert child not in cluster.contexts, "no generator was called for it"
+        assert run.value("rollmesh_rollout_trajectories_parked_total", reason=stops) >= 1
 
 
 async def test_a_drained_worker_leaves_partials_that_another_one_finishes(store):
