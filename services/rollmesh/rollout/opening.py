@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -49,9 +48,7 @@ async def open_prompts(
                 report_due += _REPORT_SECONDS
                 seconds = round(time.monotonic() - started)
                 log.info("prompts_are_opened", checked_rows=checked_rows, rows=row_count, seconds=seconds)
+        return opening.result() if opening.done() else None
     finally:
         stopped.set()  # the thread ends at its next report, so that the process can end
         stop.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await stop
-    return opening.result() if opening.done() else None

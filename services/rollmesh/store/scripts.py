@@ -30,8 +30,8 @@ Three take all of something in one step, each once in a recovery or a rollback: 
 the worker has forgotten; ``roll_back`` and ``reassert_groups`` a cut that gives way, so that no leader sees half of it.
 1,024 trajectories took the server 5 ms to keep and 37 ms to give back.
 
-A group of more than 126 trajectories is one more: ``evict``, ``roll_back``, ``sweep`` and ``forget_groups`` take it apart
-in one step, because its members may be leased or read meanwhile. One that ends by itself has no such members and is
+``evict``, ``roll_back``, ``sweep`` and ``forget_groups`` take one group apart in one step, because its members may be
+leased meanwhile; above 126 members that is more keys. A group that ends by itself has no leased members: a large one is
 swept in slices (``sweep_dropped``).
 """
 
