@@ -129,6 +129,8 @@ class GenerationCall:
     chunk_token_count: int
     """A chunk is emitted at least every so many tokens."""
     group_id: str = ""
+    unacknowledged_token_limit: int = 0
+    """Most tokens sampled beyond those that the caller has acknowledged; 0 is no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import DataError, GenerationRefused
+from rollmesh.generator.engines import backlog
 from rollmesh.types import FinishReason
 
 from .contract_kit import (
     EOS,
     LONGEST,
+    PATIENCE,
     VOCAB,
     Running,
     collect,
@@ -95,6 +97,7 @@ async def test_length_is_the_budget_or_what_the_context_leaves(engine, models, c
         ({"prompt_token_count": 13}, "prompt_token_count=13"),
         ({"max_new_token_count": 0}, "max_new_token_count=0"),
         ({"chunk_token_count": 0}, "chunk_token_count=0"),
+        ({"unacknowledged_token_limit": 7}, "unacknowledged_token_limit=7"),
         ({"temperature": -1.0}, r"sampling\.temperature=-1"),
         ({"temperature": float("nan")}, r"sampling\.temperature=nan"),
         ({"top_p": 0.0}, r"sampling\.top_p=0"),
@@ -139,6 +142,37 @@ async def test_an_interrupted_greedy_call_resumed_equals_an_uninterrupted_one(en
     )
     wanted = hf_greedy(models[0], prompt_ids(0, 8), 200)
     np.testing.assert_array_equal(np.concatenate((begun.tokens, rest.tokens)), wanted)
+
+
+async def test_a_call_is_held_at_its_limit_until_its_caller_acknowledges_and_others_go_on(engine, models, monkeypatch):
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", PATIENCE)
+    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", PATIENCE)
+    held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
+    await until(lambda: engine.status().held_back_total == 1)
+    (other,) = await Running(engine, [make_call("other", prompt_ids(1))]).end()
+    assert other.reason is FinishReason.LENGTH
+    rollout = held.rollouts[0]
+    assert 8 < len(rollout.tokens) <= 16
+    while not held.tasks[0].done():
+        durable = len(rollout.call.context_ids) + sum(len(c.token_ids) for c in rollout.chunks)
+        engine.acknowledge({"held": durable, "another": 99})
+        await asyncio.sleep(0.001)
+    await held.end()
+    assert (len(rollout.tokens), rollout.reason) == (60, FinishReason.LENGTH)
+    rollout.check_pure(models)
+
+
+async def test_a_call_whose_caller_stops_acknowledging_ends_as_interrupted(make, models, monkeypatch):
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", PATIENCE)
+    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 0.05)
+    engine = await make(slots=1)
+    held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
+    await until(lambda: engine.status().held_back_total == 1)
+    (waiting,) = await Running(engine, [make_call("waiting", prompt_ids(1))]).end()
+    (rollout,) = await held.end()
+    assert (waiting.reason, rollout.reason) == (FinishReason.LENGTH, FinishReason.INTERRUPTED)
+    assert 8 < len(rollout.tokens) <= 16
+    rollout.check_pure(models)
 
 
 async def test_pause_holds_calls_and_resume_continues_them(engine, models):

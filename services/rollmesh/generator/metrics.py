@@ -30,6 +30,11 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("reprefill_tokens", "Context tokens computed that had been sampled before.", "reprefill_token_total"),
     ("cached_tokens", "Context tokens copied from a prefix cache.", "cached_token_total"),
     ("decode_steps", "Decode steps; not exported with engine=sglang, whose server does not tell.", "decode_step_total"),
+    (
+        "calls_held_back",
+        "Times a call was held because its caller fell behind with saving the tokens.",
+        "held_back_total",
+    ),
     ("busy_seconds", "Time in prefill and decode.", "busy_seconds_total"),
     (
         "running_slot_seconds",
@@ -58,10 +63,6 @@ class GeneratorMetrics:
         for reason in CALL_ENDS:
             self._ended.labels(reason=reason)
         self.calls = metrics.counter("rollmesh_generator_calls_total", "Generation calls received.")
-        self.held_back = metrics.counter(
-            "rollmesh_generator_calls_held_back_total",
-            "Calls ended as interrupted because their caller fell behind with saving the tokens.",
-        )
         self._last_call = metrics.gauge(
             "rollmesh_generator_last_call_timestamp_seconds", "When a generation call last ended."
         )

@@ -11,7 +11,6 @@ import grpc
 import grpc.aio
 
 from rollmesh.errors import CheckpointError, DataError, EngineError, GenerationRefused
-from rollmesh.generator.acknowledgements import Acknowledgements
 from rollmesh.generator.engines.protocol import Engine
 from rollmesh.generator.metrics import GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
@@ -59,8 +58,6 @@ class GenerationService(stubs.GenerationServiceServicer):
         self._rotation = rotation
         self._metrics = metrics
         self._load_policy = load_policy
-        self._acknowledgements = Acknowledgements()
-        self._held_back: set[asyncio.Task[None]] = set()
         self._log = get_logger("generation")
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
@@ -73,18 +70,14 @@ class GenerationService(stubs.GenerationServiceServicer):
             self._check_instance(need.instance_id)
             with self._rotation.admitted():
                 self._check_load(need)
-                limit = request.unacknowledged_token_limit
-                with self._acknowledgements.of(call, limit) as backlog:
-                    async with aclosing(self._engine.generate(call)) as chunks:
-                        async for chunk in chunks:
-                            _check_version(chunk, need)
-                            if trace is not None:
-                                trace.chunk(chunk)
-                            if chunk.finish_reason is not None:
-                                ended = chunk.finish_reason.value
-                            elif backlog.add(len(chunk.token_ids)):
-                                self._hold_back(call.trajectory_id)
-                            yield chunk_to_pb(chunk)
+                async with aclosing(self._engine.generate(call)) as chunks:
+                    async for chunk in chunks:
+                        _check_version(chunk, need)
+                        if trace is not None:
+                            trace.chunk(chunk)
+                        if chunk.finish_reason is not None:
+                            ended = chunk.finish_reason.value
+                        yield chunk_to_pb(chunk)
         except GenerationRefused as error:
             ended = "refused"
             await _abort(context, error)
@@ -107,12 +100,11 @@ class GenerationService(stubs.GenerationServiceServicer):
         return pb.InterruptResponse(interrupted_count=count)
 
     async def Acknowledge(self, request: pb.AcknowledgeRequest, context: Context) -> pb.AcknowledgeResponse:
-        """Note what callers have made durable."""
-        trajectory_ids = [each.trajectory_id for each in request.acknowledgements]
-        await _checked(context, lambda: check_ids(trajectory_ids, "acknowledgements"))
+        """Let calls continue whose tokens the callers have made durable."""
+        counts = {each.trajectory_id: each.context_token_count for each in request.acknowledgements}
+        await _checked(context, lambda: check_ids(list(counts), "acknowledgements"))
         await _checked(context, lambda: self._check_instance(request.instance_id))
-        for each in request.acknowledgements:
-            self._acknowledgements.acknowledge(each.trajectory_id, each.context_token_count)
+        self._engine.acknowledge(counts)
         return pb.AcknowledgeResponse()
 
     async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Context) -> pb.LoadPolicyResponse:
@@ -157,20 +149,6 @@ class GenerationService(stubs.GenerationServiceServicer):
         response.slot_count = status.slot_count
         response.paused = status.paused
         return response
-
-    def _hold_back(self, trajectory_id: str) -> None:
-        """End a call whose caller is behind with saving; beside its stream, so that the chunk at hand is not late."""
-        self._metrics.held_back.inc()
-        task = asyncio.create_task(self._interrupt(trajectory_id), name="hold-back")
-        self._held_back.add(task)
-        task.add_done_callback(self._held_back.discard)
-
-    async def _interrupt(self, trajectory_id: str) -> None:
-        try:
-            await self._engine.interrupt([trajectory_id])
-        except (GenerationRefused, EngineError) as error:
-            # The engine stops or has failed: its streams end of themselves.
-            self._log.debug("hold_back_failed", trajectory=trajectory_id, message=str(error))
 
     def _check_instance(self, instance_id: str) -> None:
         """Raise GenerationRefused when the caller means another generator that had this address."""

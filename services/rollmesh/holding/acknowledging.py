@@ -15,8 +15,8 @@ _LIMIT_SECONDS = 5.0
 class Acknowledger:
     """Reports travel in the background, one call at a time per generator; what comes up meanwhile travels together.
 
-    A report that is lost is no error: the generator ends the call as interrupted, and the next one begins where the
-    queue's tokens end.
+    A report that is lost is no error: the generator holds the call for a while and ends it as interrupted, and the next
+    one begins where the queue's tokens end.
     """
 
     def __init__(self, client: GenerationPort) -> None:

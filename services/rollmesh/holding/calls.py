@@ -4,8 +4,8 @@ A call ends because the answer is complete, its budget is used up, the generator
 wrong. Whatever it was, tokens that arrived and passed the checks are kept, saved, and the next call goes on from there.
 
 A generator samples on while its chunks are saved. So that a killed worker loses at most ``partial_save_tokens`` of each
-rollout, every save is acknowledged to the generator, which ends a call that is too far ahead (``SaveLimits``); and
-no call begins before everything that came before it is saved.
+rollout, every save is acknowledged to the generator, which holds a call before it gets further ahead (``SaveLimits``);
+and no call begins before everything that came before it is saved.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ MOST_FAILED_CALLS = 16
 
 SaveTokens = Callable[[Held], Awaitable[None]]
 
-_OVERRUN_TOKENS = 16
-"""Tokens of a call that may be sampled between the chunk that ends it and the moment the interrupt takes effect: a few
-until the engine's next delivery, the others in the milliseconds that the interrupt is under way."""
-
 _LEAST_CHUNK_TOKENS = 16
 """Chunks below this size cost more than they bring: messages and saves of a few tokens each."""
 
@@ -49,25 +45,17 @@ class SaveLimits:
 
     chunk_token_count: int
     unacknowledged_token_limit: int
-    """Most tokens that a generator may have delivered beyond the acknowledged ones; 0 is no limit."""
-    call_token_count: int | None
-    """Most tokens of one call; None is no limit."""
+    """Most tokens that a generator may have sampled beyond the acknowledged ones; 0 is no limit."""
 
     @classmethod
     def of(cls, partial_save_tokens: int) -> Self:
-        """Limits under which at most ``partial_save_tokens`` of a trajectory are unsaved.
+        """Return the limits under which at most ``partial_save_tokens`` of a trajectory are unsaved.
 
-        A quarter, at least ``_OVERRUN_TOKENS``, is kept for what is sampled until an interrupt takes effect. The rest
-        are two chunks: the second one is sampled while the first is saved, and the call goes on beyond it only if the
-        acknowledgement of the first is there by then. Smaller chunks would leave saves more time, and cost more of
-        them. Where such chunks would be too small, a call ends after ``partial_save_tokens``: an exact bound, at the
-        price of a prefill each time.
+        Two chunks: the second one is sampled while the first is saved, and the call continues beyond it only once the
+        first is acknowledged. Smaller chunks would leave saves more time, and cost more of them.
         """
-        limit = partial_save_tokens - max(_OVERRUN_TOKENS, partial_save_tokens // 4)
-        if limit < 2 * _LEAST_CHUNK_TOKENS:
-            chunk, limit, call = partial_save_tokens, 0, partial_save_tokens
-            return cls(chunk_token_count=chunk, unacknowledged_token_limit=limit, call_token_count=call)
-        return cls(chunk_token_count=limit // 2, unacknowledged_token_limit=limit, call_token_count=None)
+        chunk = min(partial_save_tokens, max(_LEAST_CHUNK_TOKENS, partial_save_tokens // 2))
+        return cls(chunk_token_count=chunk, unacknowledged_token_limit=partial_save_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,23 +107,16 @@ class Caller:
         """
         goal = held.token_count + budget
         durable = durable and save is not None
-        longest = (self._limits.saving.call_token_count if durable else None) or budget
         while held.token_count < goal:
             if save is not None:
                 await save(held)
             with await self._generators.acquire(held, pinned_version) as seat:
-                end = min(goal, held.token_count + longest)
-                reason = await self._call(seat, end, params, save, durable)
+                reason = await self._call(seat, goal, params, save, durable)
             if held.failed_calls >= MOST_FAILED_CALLS:
                 raise EngineError(f"{held.failed_calls} generation calls in a row broke without a token")
-            if reason is FinishReason.STOP or (reason is FinishReason.LENGTH and not self._goes_on(held, end)):
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 return reason
         return FinishReason.LENGTH
-
-    def _goes_on(self, held: Held, end: int) -> bool:
-        """Whether a call ended at its own length only: not where the context is full."""
-        full = held.prompt_token_count + held.token_count >= self._limits.max_context_tokens
-        return held.token_count == end and not full
 
     async def _call(
         self, seat: Seat, goal: int, params: SamplingParams, save: SaveTokens | None, durable: bool
@@ -197,6 +178,7 @@ class Caller:
             sampling=params,
             chunk_token_count=self._limits.saving.chunk_token_count,
             group_id=held.trajectory.group_id,
+            unacknowledged_token_limit=self._limits.saving.unacknowledged_token_limit if durable else 0,
         )
         chunks = self._client.generate(
             seat.record,
@@ -204,7 +186,6 @@ class Caller:
             min_policy_version=seat.need.min_version,
             pinned_policy_version=seat.need.pinned_version,
             traceparent=traceparent,
-            unacknowledged_token_limit=self._limits.saving.unacknowledged_token_limit if durable else 0,
         )
         try:
             while True:

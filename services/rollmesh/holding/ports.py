@@ -19,11 +19,11 @@ class GenerationPort(Protocol):
         min_policy_version: int = 0,
         pinned_policy_version: int | None = None,
         traceparent: str = "",
-        unacknowledged_token_limit: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of one call; the last one carries a finish reason.
 
-        With an ``unacknowledged_token_limit`` the call ends as ``interrupted`` when ``acknowledge`` falls behind.
+        A call with an ``unacknowledged_token_limit`` is held while ``acknowledge`` is behind, and ends as
+        ``interrupted`` when it stays behind.
         Raises GenerationRefused (not now, not here), EngineError (the generator or the way to it is broken) or
         DataError (the call can never work).
         """

@@ -60,11 +60,11 @@ class GenerationClient:
         min_policy_version: int = 0,
         pinned_policy_version: int | None = None,
         traceparent: str = "",
-        unacknowledged_token_limit: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of one call; the last one carries a finish reason.
 
-        With an ``unacknowledged_token_limit`` the call ends as ``interrupted`` when ``acknowledge`` falls behind.
+        A call with an ``unacknowledged_token_limit`` is held while ``acknowledge`` is behind, and ends as
+        ``interrupted`` when it stays behind.
         Raises GenerationRefused (not now, not here), EngineError (the generator or the way to it is broken) or
         DataError (the call can never work). Closing the generator cancels the call; its undelivered tokens are lost.
         """
@@ -75,7 +75,7 @@ class GenerationClient:
         )
         line = await self._line(record.address)
         metadata = call_metadata(traceparent=traceparent, token=self._security.sent_token)
-        stream = line.stub.Generate(request_to_pb(call, need, unacknowledged_token_limit), metadata=metadata)
+        stream = line.stub.Generate(request_to_pb(call, need), metadata=metadata)
         received = False
         line.calls += 1
         try:

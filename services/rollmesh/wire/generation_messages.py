@@ -44,7 +44,7 @@ class VersionNeed:
     pinned_policy_version: int | None = None
 
 
-def request_to_pb(call: GenerationCall, need: VersionNeed, unacknowledged_token_limit: int = 0) -> pb.GenerateRequest:
+def request_to_pb(call: GenerationCall, need: VersionNeed) -> pb.GenerateRequest:
     """Encode a call."""
     pinned = need.pinned_policy_version
     return pb.GenerateRequest(
@@ -58,7 +58,7 @@ def request_to_pb(call: GenerationCall, need: VersionNeed, unacknowledged_token_
         instance_id=need.instance_id,
         min_policy_version=need.min_policy_version,
         pinned_policy_version_plus_one=0 if pinned is None else pinned + 1,
-        unacknowledged_token_limit=unacknowledged_token_limit,
+        unacknowledged_token_limit=call.unacknowledged_token_limit,
     )
 
 
@@ -77,6 +77,7 @@ def request_from_pb(request: pb.GenerateRequest) -> tuple[GenerationCall, Versio
         sampling=sampling_from_pb(request.sampling),
         chunk_token_count=request.chunk_token_count,
         group_id=request.group_id,
+        unacknowledged_token_limit=request.unacknowledged_token_limit,
     )
     pinned = request.pinned_policy_version_plus_one
     need = VersionNeed(

@@ -104,7 +104,7 @@ def build(
     call_limits = CallLimits(
         vocab_size=VOCAB,
         max_context_tokens=CONTEXT,
-        saving=SaveLimits(chunk_token_count=chunk, unacknowledged_token_limit=2 * chunk, call_token_count=None),
+        saving=SaveLimits(chunk_token_count=chunk, unacknowledged_token_limit=2 * chunk),
         chunk_timeout_seconds=chunk_timeout,
     )
     caller = Caller(generation, generators, policies, call_limits, metrics)

@@ -165,7 +165,6 @@ class ScriptedCluster:
         min_policy_version: int = 0,
         pinned_policy_version: int | None = None,
         traceparent: str = "",
-        unacknowledged_token_limit: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
         generator = self.generators[record.instance_id]
         if generator.version < min_policy_version:

@@ -60,7 +60,7 @@ class Generator:
     def __init__(self, script: Sequence[tuple[int, FinishReason | str]], held: Held) -> None:
         self._script = list(script)
         self._held = held
-        self.calls: list[tuple[GenerationCall, int]] = []
+        self.calls: list[GenerationCall] = []
         self.unsaved_at_start: list[int] = []
         self.acknowledged: list[Mapping[str, int]] = []
 
@@ -72,9 +72,8 @@ class Generator:
         min_policy_version: int = 0,
         pinned_policy_version: int | None = None,
         traceparent: str = "",
-        unacknowledged_token_limit: int = 0,
     ) -> AsyncGenerator[Chunk, None]:
-        self.calls.append((call, unacknowledged_token_limit))
+        self.calls.append(call)
         self.unsaved_at_start.append(self._held.token_count - self._held.saved_token_count)
         count, end = self._script.pop(0) if self._script else (call.max_new_token_count, FinishReason.LENGTH)
         room = min(call.max_new_token_count, CONTEXT - len(call.context_ids))
@@ -158,13 +157,11 @@ async def test_everything_is_saved_before_the_next_call_begins(
 
 
 @given(partial_save_tokens=st.integers(1, 8192))
-def test_a_call_and_its_overrun_stay_within_partial_save_tokens(partial_save_tokens: int) -> None:
+def test_a_generator_may_be_ahead_by_partial_save_tokens_and_has_two_chunks_of_them(partial_save_tokens: int) -> None:
     limits = SaveLimits.of(partial_save_tokens)
-    if limits.call_token_count is not None:
-        assert limits.call_token_count == limits.chunk_token_count == partial_save_tokens < 48
-        return
-    assert 2 * limits.chunk_token_count <= limits.unacknowledged_token_limit <= partial_save_tokens - 16
-    assert limits.chunk_token_count >= 16
+    assert limits.unacknowledged_token_limit == partial_save_tokens
+    assert min(16, partial_save_tokens) <= limits.chunk_token_count <= partial_save_tokens
+    assert partial_save_tokens < 32 or 2 * limits.chunk_token_count <= partial_save_tokens
 
 
 async def test_what_is_not_saved_before_its_end_is_neither_held_back_nor_cut_into_calls() -> None:
@@ -172,11 +169,11 @@ async def test_what_is_not_saved_before_its_end_is_neither_held_back_nor_cut_int
     generator = Generator([], held)
     caller = await make_caller(generator, 16)
     await caller.sample(held, 100, SamplingParams(), save=None)
-    assert [(call.max_new_token_count, limit) for call, limit in generator.calls] == [(100, 0)]
+    assert [(c.max_new_token_count, c.unacknowledged_token_limit) for c in generator.calls] == [(100, 0)]
     assert not generator.acknowledged
 
 
-async def test_a_small_bound_ends_calls_and_a_full_context_ends_the_answer() -> None:
+async def test_a_small_bound_costs_no_further_calls_and_a_full_context_ends_the_answer() -> None:
     held = make_held()
     generator = Generator([], held)
     caller = await make_caller(generator, 16)
@@ -184,7 +181,7 @@ async def test_a_small_bound_ends_calls_and_a_full_context_ends_the_answer() -> 
         reason = await caller.sample(held, CONTEXT, SamplingParams(), save=save)
     assert reason is FinishReason.LENGTH
     assert held.token_count == CONTEXT - PROMPT
-    assert {call.max_new_token_count for call, _ in generator.calls} == {16}
+    assert [(c.chunk_token_count, c.unacknowledged_token_limit) for c in generator.calls] == [(16, 16)]
 
 
 async def test_reports_that_come_up_during_a_report_travel_together_and_a_lost_one_is_no_error() -> None:
@@ -214,7 +211,7 @@ async def test_reports_that_come_up_during_a_report_travel_together_and_a_lost_o
 async def test_a_call_ends_with_the_chunk_that_was_enough_and_nothing_of_it_is_saved_unasked() -> None:
     held = make_held()
     generator = Generator([], held)
-    caller = await make_caller(generator, 128)
+    caller = await make_caller(generator, 96)
 
     def look() -> None:
         if held.token_count > 60:

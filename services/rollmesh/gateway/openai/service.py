@@ -110,9 +110,7 @@ async def openai_service(
         client = await stack.enter_async_context(GenerationClient(security))
         generators, policies = Generators(store), Policies(store)
         limits = _call_limits(config, tokenizer, SaveLimits.of(config.rollout.partial_save_tokens))
-        free_saving = SaveLimits(
-            chunk_token_count=_FREE_CHUNK_TOKENS, unacknowledged_token_limit=0, call_token_count=None
-        )
+        free_saving = SaveLimits(chunk_token_count=_FREE_CHUNK_TOKENS, unacknowledged_token_limit=0)
         caller = Caller(client, generators, policies, _call_limits(config, tokenizer, free_saving), metrics)
         stop = asyncio.Event()
         loops = _Loops(shutdown)

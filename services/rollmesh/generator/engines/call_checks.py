@@ -29,6 +29,11 @@ def check_call(call: GenerationCall, *, vocab_size: int, longest: int) -> int:
     for name in ("max_new_token_count", "chunk_token_count"):
         if getattr(call, name) < 1:
             raise DataError(f"{name}={getattr(call, name)}: expected at least 1")
+    if call.unacknowledged_token_limit and call.unacknowledged_token_limit < call.chunk_token_count:
+        raise DataError(
+            f"unacknowledged_token_limit={call.unacknowledged_token_limit}: expected 0 (no limit) or at least "
+            f"chunk_token_count={call.chunk_token_count}"
+        )
     _check_sampling(call.sampling, vocab_size)
     return min(call.max_new_token_count, longest - len(ids))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,8 +20,8 @@ class OnNewVersion(StrEnum):
     INTERRUPT = "interrupt"
     """Running calls end as ``interrupted`` with the tokens they have; their KV is dropped."""
     KEEP_KV = "keep_kv"
-    """Weights swap under running calls; chunks split at the swap and carry the older kv_min_version. A call that has met
-    a newer version than the new one ends as ``interrupted``: the versions of one call never fall."""
+    """Weights swap under running calls; chunks split at the swap and carry the older kv_min_version. A call that has
+    met a newer version than the new one ends as ``interrupted``: the versions of one call never fall."""
     DRAIN = "drain"
     """New calls wait; weights swap once the running ones have finished."""
 
@@ -51,6 +51,8 @@ class EngineStatus:
     """Seconds spent in prefill and decode."""
     running_slot_seconds_total: float
     """Integral of running calls over time: numerator of the bubble ratio."""
+    held_back_total: int
+    """Times a call was held because its caller fell behind with saving the tokens."""
     paused: bool
 
 
@@ -69,6 +71,14 @@ class Engine(Protocol):
 
     async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
         """End these calls (None: all) as ``interrupted``; returns how many."""
+
+    def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
+        """Take how much of each trajectory, prompt included, its caller has made durable.
+
+        A call with an ``unacknowledged_token_limit`` is held before a chunk that might go beyond it: it keeps its slot
+        and cache, and other calls go on. It continues once enough is acknowledged. It ends as ``interrupted`` after
+        ``backlog.hold_seconds``, and at once when a running call needs its cache.
+        """
 
     async def stage(self, folder: Path) -> None:
         """Read the weights in ``folder`` beside the running calls, so that ``load`` of it only has to swap.

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import EngineError
+from rollmesh.generator.engines.backlog import Backlog
 from rollmesh.generator.engines.sglang.folders import difference, read_folder
 from rollmesh.generator.engines.sglang.seats import Seat, Seats
 from rollmesh.types import GenerationCall, SamplingParams
@@ -88,7 +89,7 @@ def make_seat(name: str = "t") -> Seat:
         sampling=SamplingParams(),
         chunk_token_count=4,
     )
-    return Seat(call=call, budget=9, context=call.context_ids.tolist())
+    return Seat(call=call, budget=9, backlog=Backlog.of(call), context=call.context_ids.tolist())
 
 
 def test_slots_go_out_in_order_of_arrival_and_are_kept_until_the_call_leaves():

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Many
 from typing import Any
 
 from rollmesh.errors import EngineError
+from rollmesh.generator.engines.backlog import hold_seconds
 from rollmesh.generator.engines.protocol import EngineLost
 from rollmesh.generator.engines.sglang.options import SglangOptions
 from rollmesh.generator.engines.sglang.seats import Seat
@@ -36,17 +37,31 @@ class Calls:
         self._errands: set[asyncio.Task[None]] = set()
 
     async def turn(self, seat: Seat) -> bool:
-        """Wait until the call may send a request; False when it has been interrupted."""
+        """Wait until the call may send a request; False when it has to end as interrupted."""
         state = self._state
+        state.held_back += seat.backlog.blocked
+        since = time.monotonic()
         while True:
             if seat.interrupted:
                 return False
             state.serving()
             held = state.paused or state.loading or (state.draining and not seat.begun)
-            if not held and (seat.running or state.seats.take(seat)):
+            if not (held or seat.backlog.blocked) and (seat.running or state.seats.take(seat)):
                 return True
+            left = self._hold_seconds_left(seat, since)
+            if left is not None and left <= 0:
+                return False
             seat.changed.clear()
-            await seat.changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await seat.changed.wait()
+
+    def _hold_seconds_left(self, seat: Seat, since: float) -> float | None:
+        """Return how long the call may still wait for its caller to save; None where it waits for something else."""
+        state = self._state
+        if state.paused or not seat.backlog.blocked:
+            return None
+        return since + hold_seconds(contended=state.draining or state.seats.waiting_count > 0) - time.monotonic()
 
     async def next_chunks(self, seat: Seat) -> list[Chunk]:
         """One slice of a call: send, wait, drop what must not be delivered, account for the rest."""
@@ -64,6 +79,7 @@ class Calls:
         seat.slicing = False
         seat.refused.clear()
         seat.context.extend(piece.token_ids.tolist())
+        seat.backlog.add(len(piece))
         seat.budget -= len(piece)
         if piece.spans:
             seat.floor = piece.spans[-1].policy_version

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Sequence as Many
 from pathlib import Path
 
 import numpy as np
 
 from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
+from rollmesh.generator.engines.backlog import Backlog
 from rollmesh.generator.engines.call_checks import check_call, check_ids
 from rollmesh.generator.engines.protocol import EngineLost, EngineStatus, OnNewVersion
 from rollmesh.generator.engines.sglang.calls import Calls
@@ -67,7 +68,7 @@ class SglangEngine:
         """Stream the chunks of one call; closing the generator early frees its slot."""
         vocab_size = self._state.serving().vocab_size
         budget = check_call(call, vocab_size=vocab_size, longest=self._options.max_context_tokens)
-        seat = Seat(call=call, budget=budget, context=call.context_ids.tolist())
+        seat = Seat(call=call, budget=budget, backlog=Backlog.of(call), context=call.context_ids.tolist())
         self._seats.enter(seat)
         try:
             while True:
@@ -91,6 +92,14 @@ class SglangEngine:
         async with self._state.server_lock:
             await self._calls.end_requests(chosen)
         return count
+
+    def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
+        """Take what callers have made durable; calls that were held for it continue."""
+        for seat in self._seats:
+            count = context_token_counts.get(seat.call.trajectory_id)
+            if count is not None:
+                seat.backlog.acknowledge(count)
+                seat.changed.set()
 
     async def stage(self, folder: Path) -> None:
         """Find out whether the weights fit; EngineError when they do not. The server reads them in ``load``."""
@@ -178,6 +187,7 @@ class SglangEngine:
             decode_step_total=None,  # the server does not tell
             busy_seconds_total=seats.busy_seconds,
             running_slot_seconds_total=seats.running_seconds,
+            held_back_total=state.held_back,
             paused=state.paused,
         )
 
@@ -235,6 +245,7 @@ class SglangEngine:
     async def _drain(self) -> None:
         """Wait until every call that has begun has ended; the others wait for the load."""
         self._state.draining = True
+        self._seats.wake_all()
         while any(seat.begun for seat in self._seats):
             self._state.serving()
             await asyncio.sleep(_LOOK_SECONDS)

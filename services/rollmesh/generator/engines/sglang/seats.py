@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollmesh.generator.engines.backlog import Backlog
 from rollmesh.types import GenerationCall
 
 
@@ -19,6 +20,7 @@ class Seat:
     call: GenerationCall
     budget: int
     """Tokens that it may still get."""
+    backlog: Backlog
     context: list[int]
     """Everything that its next token follows."""
     running: bool = False
@@ -87,8 +89,11 @@ class Seats:
         return sum(len(seat.context) for seat in self._running)
 
     def enter(self, seat: Seat) -> None:
-        """Queue a call."""
+        """Queue a call; from now on, those that are held for their callers have less time."""
         self._waiting.append(seat)
+        for other in self._running:
+            if other.backlog.blocked:
+                other.changed.set()
 
     def take(self, seat: Seat) -> bool:
         """Give the call a slot if one is free and nobody came before it."""

@@ -38,6 +38,7 @@ class State:
     prefill_tokens: int = 0
     reprefill_tokens: int = 0
     cached_tokens: int = 0
+    held_back: int = 0
 
     @property
     def cache_key(self) -> str:

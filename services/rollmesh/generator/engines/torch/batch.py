@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
@@ -60,6 +61,10 @@ class Batch:
         self._order: RowOrder | None = None
         self._plan_until = 0
         self._tokens = torch.empty(0, dtype=torch.int64)
+        self._rows = np.zeros(0, np.int64)
+        """Slots of all rows of the cache, in order, while ``_order`` is valid."""
+        self._held: dict[Sequence, float] = {}
+        """Calls whose callers are behind with saving, and since when (monotonic seconds)."""
         self._donors: dict[bytes, set[int]] = {}
         self._donated: dict[int, bytes] = {}
 
@@ -69,6 +74,16 @@ class Batch:
         return len(self._slots.sequences) - len(self._slots.free)
 
     @property
+    def active_count(self) -> int:
+        """Calls that the next step samples a token for: those in slots that are not held."""
+        return self.running_count - len(self._held)
+
+    @property
+    def held_since(self) -> float | None:
+        """Monotonic seconds since when the first of the held calls is held; None when there is none."""
+        return min(self._held.values(), default=None)
+
+    @property
     def free_slots(self) -> int:
         """Slots that a call could take."""
         return len(self._slots.free)
@@ -76,7 +91,7 @@ class Batch:
     @property
     def tokens_used(self) -> int:
         """Valid tokens in the cache."""
-        return self._slots.length_sum + self.running_count * self._step
+        return self._slots.length_sum + self.active_count * self._step
 
     def running(self) -> list[Sequence]:
         """The running calls."""
@@ -85,8 +100,8 @@ class Batch:
     def load(self) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Cached tokens, response positions and remaining budgets of the running calls, int64 [running] each."""
         positions, budgets = self._slots.generated(self._step)
-        slots = [s.slot for s in self._slots.running()]
-        return self._slots.lengths[slots] + self._step, positions, budgets
+        slots = np.array([s.slot for s in self._slots.running()], np.int64)
+        return self._slots.cached(slots, self._step), positions, budgets
 
     def admit(self, sequences: Many[Sequence]) -> None:
         """Prefill calls and put them into slots; the caller has checked slots and cache room."""
@@ -114,6 +129,8 @@ class Batch:
             self.cache.write(sequence.slot, *self.cache.read(donor, count))
             sequence.cached_token_count = count
             self._counters.cached_tokens += count
+        for sequence in sequences:
+            self._hold_if_blocked(sequence)
 
     def _prefill(self, calls: list[tuple[Sequence, Int32Array]]) -> None:
         calls = [(s, context) for s, context in calls if len(context) > 1]
@@ -146,7 +163,7 @@ class Batch:
         return keys, values
 
     def step(self) -> None:
-        """Sample one token for every running call and deliver what is due."""
+        """Sample one token for every active call and deliver what is due; there is at least one."""
         order = self._ready()
         logits = self._stepper.logits(self._tokens)
         self._tokens, drawn = sample(logits, order.noise_at(self._step), order.sampling)
@@ -173,8 +190,28 @@ class Batch:
                 self._finish(sequence, FinishReason.LENGTH)
             else:
                 self._emit(sequence, self._chunk(sequence, None))
+                self._hold_if_blocked(sequence)
         if self._order is not None:
             self._slots.refresh(order)
+
+    def _hold_if_blocked(self, sequence: Sequence) -> None:
+        if sequence.backlog.blocked:
+            self._disband()
+            self._slots.hold(sequence.slot, self._step)
+            self._held[sequence] = time.monotonic()
+            self._counters.held_back += 1
+
+    def release_unblocked(self) -> None:
+        """Let held calls continue whose callers have saved enough."""
+        for sequence in [s for s in self._held if not s.backlog.blocked]:
+            self._disband()
+            del self._held[sequence]
+            self._slots.release(sequence.slot, self._step)
+            self.cache.trim(sequence.slot, int(self._slots.cached(sequence.slot, self._step)))
+
+    def end_held(self, since: float) -> None:
+        """End calls as interrupted that are held since ``since`` (monotonic seconds) or longer."""
+        self.interrupt([s for s, at in self._held.items() if at <= since])
 
     def interrupt(self, sequences: Iterable[Sequence]) -> None:
         """End running calls as interrupted with the tokens they have."""
@@ -206,7 +243,8 @@ class Batch:
     def make_room(self) -> list[Sequence]:
         """Move rows that have outgrown their tier; returns the calls that were preempted for want of cache.
 
-        The youngest call gives way, so the oldest always goes on and the queue always moves.
+        Held calls give way first, they end as interrupted. Then it is the youngest call, so the oldest always goes on
+        and the queue always moves.
         """
         preempted: list[Sequence] = []
         if self._order is not None and self._step < self._plan_until:
@@ -218,6 +256,8 @@ class Batch:
                 if self.cache.has_room([gain] * len(grown)):
                     self._disband()
                     self.cache.promote(tier, grown)
+                elif self._held:
+                    self.interrupt([max(self._held, key=lambda s: s.arrival)])
                 else:
                     preempted.append(self._preempt_youngest())
         return preempted
@@ -231,13 +271,14 @@ class Batch:
         return victim
 
     def _grown(self, tier: Tier) -> list[int]:
-        lengths = self._slots.lengths[tier.slots] + self._step
+        lengths = self._slots.cached(np.array(tier.slots, np.int64), self._step)
         return [tier.slots[i] for i in np.flatnonzero(lengths >= tier.width)]
 
     def _chunk(self, sequence: Sequence, reason: FinishReason | None) -> Chunk:
         chunk = self._slots.take_chunk(sequence, self._step, self.policy_version, reason)
         if len(chunk.token_ids):
             sequence.newest_version = self.policy_version
+            sequence.backlog.add(len(chunk.token_ids))
         return chunk
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -255,6 +296,7 @@ class Batch:
     def _leave(self, sequence: Sequence) -> None:
         self._disband()
         slot = sequence.slot
+        self._held.pop(sequence, None)
         self.cache.remove(slot)
         self._slots.vacate(slot)
         key = self._donated.pop(slot, None)
@@ -273,11 +315,14 @@ class Batch:
 
     def _ready(self) -> RowOrder:
         if self._order is None:
-            slots = np.array([slot for tier in self.cache.tiers for slot in tier.slots], np.int64)
+            self.cache.hold({s.slot for s in self._held})
+            tiers = self.cache.tiers
+            self._rows = np.array([slot for tier in tiers for slot in tier.slots], np.int64)
+            slots = np.array([slot for tier in tiers for slot in tier.slots[: tier.active_count]], np.int64)
             self._order = self._slots.arrange(slots, self._step)
             self._tokens = torch.from_numpy(self._slots.last_tokens[slots]).to(self.model.device)
             self._plan_until = self._step
         if self._step >= self._plan_until:
-            lengths = self._slots.lengths[self._order.slots] + self._step
+            lengths = self._slots.cached(self._rows, self._step)
             self._plan_until = self._step + self._stepper.prepare(lengths)
         return self._order

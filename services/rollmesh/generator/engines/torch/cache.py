@@ -11,7 +11,7 @@ move, one block or the rows that move exist twice).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class Tier:
     def __init__(self, arch: Architecture, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.width = width
         self.slots: list[int] = []
+        self.held_count = 0
+        """Rows at the end that steps leave out; see ``KvCache.hold``."""
         self.row_capacity = 0
         self._heads = arch.kv_head_count
         self.keys = torch.empty((arch.layer_count, 0, arch.head_size, width), dtype=dtype, device=device)
@@ -57,6 +59,11 @@ class Tier:
         """[layers, rows * kv_heads, width, head_size]."""
         self.mask = torch.empty((0, 1, width), dtype=dtype, device=device)
         """0 where a row has a token, -inf elsewhere, [rows * kv_heads, 1, width]."""
+
+    @property
+    def active_count(self) -> int:
+        """Rows that a step computes, from the first one on."""
+        return len(self.slots) - self.held_count
 
     def resize(self, row_capacity: int) -> None:
         """Reallocate the block for ``row_capacity`` rows and keep the rows in use."""
@@ -73,6 +80,19 @@ class Tier:
     def rows(self, start: int, stop: int) -> slice:
         """Where these rows lie in ``keys`` and ``values`` (dimension 1) and ``mask`` (dimension 0)."""
         return slice(start * self._heads, stop * self._heads)
+
+    def exchange(self, one: int, other: int) -> None:
+        """Let two rows change places."""
+        here, there = self.rows(one, one + 1), self.rows(other, other + 1)
+        for block, mine, theirs in (
+            (self.keys, (slice(None), here), (slice(None), there)),
+            (self.values, (slice(None), here), (slice(None), there)),
+            (self.mask, (here,), (there,)),
+        ):
+            kept = block[mine].clone()
+            block[mine] = block[theirs]
+            block[theirs] = kept
+        self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
 
     def remove(self, index: int) -> None:
         """Remove a row; the last row takes its place."""
@@ -155,6 +175,22 @@ class KvCache:
         tier.remove(index)
         if index < len(tier.slots):
             self._place[tier.slots[index]] = (tier, index)
+
+    def hold(self, slots: Collection[int]) -> None:
+        """Move the rows of these slots behind the others of their tier; ``held_count`` is valid until rows change."""
+        for tier in self.tiers:
+            tier.held_count = sum(slot in slots for slot in tier.slots)
+            front = tier.active_count
+            held = [i for i in range(front) if tier.slots[i] in slots]
+            active = [i for i in range(front, len(tier.slots)) if tier.slots[i] not in slots]
+            for one, other in zip(held, active, strict=True):
+                tier.exchange(one, other)
+                self._place.update({tier.slots[i]: (tier, i) for i in (one, other)})
+
+    def trim(self, slot: int, length: int) -> None:
+        """Mask everything after the first ``length`` tokens of a slot: padded steps may have written there."""
+        tier, index = self._place[slot]
+        tier.mask[tier.rows(index, index + 1), :, length:] = -torch.inf
 
     def next_width(self, slot: int) -> int:
         """Width of the tier above the slot's own."""

@@ -15,5 +15,6 @@ class Counters:
     cached_tokens: int = 0
     decode_steps: int = 0
     preemptions: int = 0
+    held_back: int = 0
     busy_seconds: float = 0.0
     running_slot_seconds: float = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from pathlib import Path
@@ -108,6 +108,12 @@ class TorchEngine:
         worker = self._serving()
         return await self._call(worker, lambda: worker.interrupt(trajectory_ids))
 
+    def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
+        """Take what callers have made durable; calls that were held for it continue."""
+        worker = self._worker
+        if worker is not None:
+            worker.post(lambda: worker.acknowledge(context_token_counts))
+
     async def stage(self, folder: Path) -> None:
         """Read and pack the weights in ``folder`` beside the running calls; ``load`` of it then only swaps."""
         self._serving()
@@ -172,6 +178,7 @@ class TorchEngine:
             decode_step_total=counters.decode_steps,
             busy_seconds_total=counters.busy_seconds,
             running_slot_seconds_total=counters.running_slot_seconds,
+            held_back_total=counters.held_back,
             paused=worker.paused,
         )
 

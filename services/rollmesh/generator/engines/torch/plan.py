@@ -120,19 +120,21 @@ class Planner:
         self._rows = torch.arange(slot_count * heads, device=device)
 
     def plan(self, cache: KvCache, lengths: npt.NDArray[np.int64]) -> StepPlan:
-        """Plan steps for the rows of all tiers in order; ``lengths`` [rows] are their cached tokens."""
+        """Plan steps for the active rows of all tiers; ``lengths`` [rows] are the cached tokens of all rows."""
         shares: list[TierShare] = []
+        active: list[npt.NDArray[np.int64]] = []
         steps, start = cache.longest, 0
         for tier in cache.tiers:
-            if not tier.slots:
+            here = lengths[start : start + tier.active_count]
+            start += len(tier.slots)
+            if not len(here):
                 continue
-            stop = start + len(tier.slots)
-            longest = int(lengths[start:stop].max())
+            longest = int(here.max())
             span = min(tier.width, (longest // _SPAN + 1) * _SPAN)
             steps = min(steps, span - longest)
-            shares.append(TierShare(tier=tier, rows=stop - start, span=span))
-            start = stop
-        return self.build(shares, self.counters(lengths), steps)
+            shares.append(TierShare(tier=tier, rows=len(here), span=span))
+            active.append(here)
+        return self.build(shares, self.counters(np.concatenate(active)), steps)
 
     def counters(self, lengths: npt.NDArray[np.int64]) -> Tensor:
         """Next position of every row and kv head, int64 [rows * kv_heads]."""

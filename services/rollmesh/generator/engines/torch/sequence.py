@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from rollmesh.generator.engines.backlog import Backlog
 from rollmesh.generator.engines.call_checks import check_call
 from rollmesh.generator.engines.torch.sampling import noise_key
 from rollmesh.types import Chunk, GenerationCall, Int32Array
@@ -24,6 +25,7 @@ class Sequence:
     budget: int
     """Tokens that may be sampled in all: the call's own limit or what the context leaves."""
     noise_key: int
+    backlog: Backlog
     arrival: int = 0
     slot: int = -1
     """Slot while running, -1 while waiting."""
@@ -59,4 +61,5 @@ def make_sequence(call: GenerationCall, deliver: Deliver, *, vocab_size: int, lo
         deliver=deliver,
         budget=budget,
         noise_key=noise_key(call.sampling.seed, call.trajectory_id),
+        backlog=Backlog.of(call),
     )

@@ -20,6 +20,8 @@ BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
 
+_NOT_HELD = np.iinfo(np.int64).max
+
 HISTORY = 256
 """Tokens of a slot kept until they are delivered; also the longest chunk."""
 
@@ -81,7 +83,9 @@ class SlotTable:
         self.lengths = np.zeros(count, np.int64)
         """Cached tokens minus the step count."""
         self.length_sum = 0
-        """Sum of ``lengths`` over the running calls."""
+        """Sum of ``lengths`` over the active calls, and of the cached tokens of the held ones."""
+        self._held_at = np.full(count, _NOT_HELD)
+        """Step count at which a call was held: for the numbers of its slot, no step has been made since."""
         self._vocab_size = vocab_size
         self._device = device
         self._keys = np.zeros(count, np.uint64)
@@ -128,9 +132,34 @@ class SlotTable:
         sequence = self.sequences[slot]
         assert sequence is not None
         sequence.slot = -1
-        self.length_sum -= int(self.lengths[slot])
+        held_at = int(self._held_at[slot])
+        self.length_sum -= int(self.lengths[slot]) + (held_at if held_at != _NOT_HELD else 0)
+        self._held_at[slot] = _NOT_HELD
         self.sequences[slot] = None
         self.free.append(slot)
+
+    def hold(self, slot: int, step: int) -> None:
+        """Stop counting steps for a slot, all of whose tokens are delivered."""
+        self._held_at[slot] = step
+        self.length_sum += step
+
+    def release(self, slot: int, step: int) -> None:
+        """Count steps for a held slot again, as if those in between had not been made."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        missed = step - self._held_at[slot]
+        self.lengths[slot] -= missed
+        self._positions[slot] -= missed
+        self._finish_at[slot] += missed
+        self._sent_at[slot] = step
+        self._emit_at[slot] = self._next_emit(sequence, step)
+        self._held_at[slot] = _NOT_HELD
+        self.length_sum -= step
+
+    def cached(self, slots: int | Int64Array, step: int) -> Int64Array:
+        """Cached tokens of these slots, int64 [slots]."""
+        found: Int64Array = self.lengths[slots] + self._now(slots, step)
+        return found
 
     def record(self, tokens: Int64Array, logprobs: Float32Array) -> None:
         """Keep the tokens of one step, [rows] each, in the order of the last ``arrange``."""
@@ -150,12 +179,13 @@ class SlotTable:
 
     def undelivered(self, slot: int, step: int) -> int:
         """Tokens sampled for a slot and not yet in a chunk."""
-        return int(step - self._sent_at[slot])
+        return int(self._now(slot, step) - self._sent_at[slot])
 
     def take_chunk(self, sequence: Sequence, step: int, version: int, reason: FinishReason | None) -> Chunk:
         """Cut a chunk from the tokens not yet delivered."""
         self._file()
         slot = sequence.slot
+        step = int(self._now(slot, step))
         columns = np.arange(self._sent_at[slot], step) % HISTORY
         chunk = Chunk(
             token_ids=self._tokens[slot, columns],
@@ -201,7 +231,13 @@ class SlotTable:
     def generated(self, step: int) -> tuple[Int64Array, Int64Array]:
         """Response positions and tokens left in the budget of the running calls, int64 [running] each."""
         slots = np.array([s.slot for s in self.running()], np.int64)
-        return self._positions[slots] + step, self._finish_at[slots] - step
+        now = self._now(slots, step)
+        return self._positions[slots] + now, self._finish_at[slots] - now
+
+    def _now(self, slots: int | Int64Array, step: int) -> Int64Array:
+        """Step count that the numbers of these slots are relative to."""
+        now: Int64Array = np.minimum(step, self._held_at[slots])
+        return now
 
     def _next_emit(self, sequence: Sequence, step: int) -> int:
         # Aligned over all calls: one wake-up of the asyncio thread carries every running call's chunk.

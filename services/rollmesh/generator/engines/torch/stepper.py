@@ -3,7 +3,8 @@
 A CUDA graph replays fixed shapes at fixed addresses. So the padded step rounds the rows of every tier up to a bucket
 (1, 2, 4, 8 ... or all rows that the tier's block has) and attends over the tier's whole width. Rows beyond those in
 use are scratch: they belong to no call, decode token 0 from position 0, and what they write is overwritten or masked
-when a call takes the row. Every row only reads its own cache, so padding cannot reach a call.
+when a call takes the row. A row of a held call may serve as scratch too, from the end of its tokens; ``KvCache.trim``
+masks what was written there. Every row only reads its own cache, so padding cannot reach a call.
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ class Stepper(Protocol):
     """Decodes the rows of a cache, in the order of its tiers."""
 
     def prepare(self, lengths: Int64Array) -> int:
-        """Get ready for rows with ``lengths`` [rows] cached tokens; returns for how many steps that holds."""
+        """Get ready for the active rows; returns for how many steps that holds.
+
+        ``lengths`` [rows] are the cached tokens of all rows in order, those of held rows too.
+        """
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Append ``tokens`` int64 [rows], one a row; returns the logits [rows, vocab], valid until the next step."""
+        """Append ``tokens`` int64 [active]; returns the logits [active, vocab], a buffer valid until the next step."""
 
     def release(self) -> None:
         """Rows are about to move: drop what ``prepare`` made."""
@@ -104,22 +108,23 @@ class BucketedStepper:
         """Find or make the step whose buckets hold these rows, and place them in it."""
         shares: list[tuple[int, TierShare]] = []
         padded_lengths, live = [], []
-        steps, start, padded_start = self._cache.longest, 0, 0
+        steps, start, active, padded_start = self._cache.longest, 0, 0, 0
         for number, tier in enumerate(self._cache.tiers):
-            used = len(tier.slots)
+            first, start, used = start, start + len(tier.slots), tier.active_count
             if not used:
                 continue
             rows = bucket(used, tier.row_capacity)
-            here = lengths[start : start + used]
+            # Held rows that serve as padding are written after their own tokens only.
+            here = lengths[first:start][:rows]
             steps = min(steps, tier.width - int(here.max()))
-            padded_lengths.append(np.pad(here, (0, rows - used)))
+            padded_lengths.append(np.pad(here, (0, rows - len(here))))
             live.append(np.arange(padded_start, padded_start + used))
             shares.append((number, TierShare(tier=tier, rows=rows, span=tier.width)))
-            start, padded_start = start + used, padded_start + rows
+            active, padded_start = active + used, padded_start + rows
         self._current = self._step_of(shares)
         self._current.place(self._planner.counters(np.concatenate(padded_lengths)))
         self._live = None
-        if start < padded_start:
+        if active < padded_start:
             self._live = torch.from_numpy(np.concatenate(live)).to(self._model.device)
         return steps
 

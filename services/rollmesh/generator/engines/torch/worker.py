@@ -11,8 +11,9 @@ import asyncio
 import threading
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 
 from rollmesh.errors import EngineError, GenerationRefused
+from rollmesh.generator.engines.backlog import hold_seconds
 from rollmesh.generator.engines.protocol import OnNewVersion
 from rollmesh.generator.engines.torch.admission import peak_tokens, remaining_estimate
 from rollmesh.generator.engines.torch.batch import Batch
@@ -69,6 +71,8 @@ class Worker:
         self._stopping = False
         self._arrivals = 0
         self._steps_since_admission = _STRIDE
+        self._stuck = False
+        """Whether no call is active and none of those that wait can start: until a command or the end of a hold."""
         self._swaps: list[Swap] = []
         self._ended = False
         self._ending = threading.Lock()
@@ -115,6 +119,14 @@ class Worker:
         self._deliver()
         return len(running) + len(queued)
 
+    def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
+        """Note what callers have saved, and let calls continue that were held for it."""
+        for sequence in (*self.batch.running(), *self.waiting):
+            count = context_token_counts.get(sequence.call.trajectory_id)
+            if count is not None:
+                sequence.backlog.acknowledge(count)
+        self.batch.release_unblocked()
+
     def request_swap(self, swap: Swap) -> None:
         """Put a policy in service now, or as soon as the running calls have finished (drain)."""
         self._swaps.append(swap)
@@ -144,14 +156,23 @@ class Worker:
 
     def _run_commands(self) -> None:
         """Run what was posted; with nothing to decode, sleep until something is."""
-        idle = self.paused or not (self.batch.running_count or self.waiting)
+        idle = self.paused or not (self.batch.active_count or (self.waiting and not self._stuck))
         if idle:
             self._deliver()
-            self._commands.get()()
+            with suppress(Empty):
+                self._commands.get(timeout=self._seconds_to_sleep())()
         while not self._commands.empty():
             self._commands.get()()
         if idle and self.waiting:
             self._gather()
+
+    def _seconds_to_sleep(self) -> float | None:
+        """Return the time until a held call is to end; None without one, and while decoding is paused."""
+        since = self.batch.held_since
+        return None if since is None or self.paused else max(0.0, since + self._hold_seconds() - time.monotonic())
+
+    def _hold_seconds(self) -> float:
+        return hold_seconds(contended=bool(self.waiting or self._swaps))
 
     def _gather(self) -> None:
         """Let calls that arrive together start together: wait for a quiet moment after the first of them."""
@@ -164,10 +185,12 @@ class Worker:
 
     def _iterate(self) -> None:
         started = time.perf_counter()
+        self.batch.end_held(since=time.monotonic() - self._hold_seconds())
         self._admit()
         for sequence in self.batch.make_room():
             insort(self.waiting, sequence, key=lambda s: s.arrival)
-        running = self.batch.running_count
+        running = self.batch.active_count
+        self._stuck = not running
         if running:
             self.batch.step()
             self._steps_since_admission += 1
@@ -178,7 +201,7 @@ class Worker:
         self.counters.busy_seconds += seconds
         self.counters.running_slot_seconds += seconds * running
         self._try_swaps()
-        if self._outbox and (not self.batch.running_count or self.counters.decode_steps % _STRIDE == 0):
+        if self._outbox and (not self.batch.active_count or self.counters.decode_steps % _STRIDE == 0):
             self._deliver()
 
     def _admit(self) -> None:
@@ -186,7 +209,7 @@ class Worker:
         batch = self.batch
         if not self.waiting or not batch.free_slots:
             return
-        if batch.running_count and self._steps_since_admission < _STRIDE:
+        if batch.active_count and self._steps_since_admission < _STRIDE:
             return
         self._steps_since_admission = 0
         chosen: list[Sequence] = []
@@ -194,7 +217,7 @@ class Worker:
         prefill = 0
         for sequence in self.waiting[: batch.free_slots]:
             count = len(sequence.call.context_ids) + sequence.written_count
-            if chosen and batch.running_count and prefill + count > self._options.prefill_token_budget:
+            if chosen and batch.active_count and prefill + count > self._options.prefill_token_budget:
                 break
             if self._swaps and not sequence.started:
                 break

@@ -1,0 +1,245 @@
+"""Calls of the torch engine whose callers are behind with saving: held in their slots, without a step, for a time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from rollmesh.generator.engines import backlog
+from rollmesh.generator.engines.protocol import OnNewVersion
+from rollmesh.generator.engines.torch.engine import TorchEngine
+from rollmesh.types import Chunk, FinishReason, GenerationCall, Int32Array
+
+from .conftest import collect, hf_logprobs, make_call, prompt_ids
+
+LIMIT, CHUNK = 16, 8
+
+
+@pytest.fixture
+def _long_holds(monkeypatch):
+    """Holds that outlast every delay of a busy machine."""
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", 600.0)
+    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 600.0)
+
+
+class Reader:
+    """Reads a call's chunks and acknowledges only what it is told to."""
+
+    def __init__(self, engine: TorchEngine, call: GenerationCall) -> None:
+        self.engine, self.call = engine, call
+        self.chunks: list[Chunk] = []
+        self._stream = engine.generate(call)
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for chunk in self._stream:
+            self.chunks.append(chunk)
+
+    async def hang_up(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self._stream.aclose()
+
+    @property
+    def tokens(self) -> Int32Array:
+        return np.concatenate([np.empty(0, np.int32), *(c.token_ids for c in self.chunks)])
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        return np.concatenate([c.behavior_logprobs for c in self.chunks])
+
+    @property
+    def reason(self) -> FinishReason | None:
+        return self.chunks[-1].finish_reason
+
+    def acknowledge(self) -> None:
+        length = len(self.call.context_ids) + len(self.tokens)
+        self.engine.acknowledge({self.call.trajectory_id: length})
+
+    async def held(self) -> Reader:
+        """Wait until the call may not sample another chunk."""
+        async with asyncio.timeout(60):
+            while len(self.tokens) <= LIMIT - CHUNK:  # chunks are aligned over all calls: the first one may be short
+                await asyncio.sleep(0.001)
+        return self
+
+    async def end(self) -> FinishReason | None:
+        async with asyncio.timeout(60):
+            await self.task
+        return self.reason
+
+
+def limited(name: str, context: Int32Array | None = None, **changes: object) -> GenerationCall:
+    return make_call(name, context, unacknowledged_token_limit=LIMIT, chunk_token_count=CHUNK, **changes)
+
+
+@pytest.mark.usefixtures("_long_holds")
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "padded"])
+async def test_a_held_call_stops_at_its_limit_while_others_go_on_and_continues_without_a_prefill(engine_of, graphs):
+    engine = await engine_of(slots=6, max_context_tokens=400, cuda_graphs=graphs)
+    calls = [limited(f"h{i}", prompt_ids(i, 20), max_new_token_count=150) for i in range(2)]
+    whole = [await collect(engine, make_call(c.trajectory_id, c.context_ids, max_new_token_count=150)) for c in calls]
+    prefilled = engine.status().prefill_token_total
+    held = [await Reader(engine, call).held() for call in calls]
+    # These outgrow a tier, come and go, and are moved, while the held rows lie between them.
+    free = [make_call(f"f{i}", prompt_ids(9 + i, 30), max_new_token_count=60 * i + 40) for i in range(5)]
+    await asyncio.gather(*(collect(engine, call) for call in free))
+    sampled = [len(reader.tokens) for reader in held]
+    assert all(LIMIT - CHUNK < count <= LIMIT for count in sampled)
+    assert engine.status().held_back_total == 2
+    assert engine.status().kv_tokens_used == 2 * 19 + sum(sampled)
+    while not all(reader.task.done() for reader in held):
+        for reader in held:
+            reader.acknowledge()
+        await asyncio.sleep(0)
+    for reader, one in zip(held, whole, strict=True):
+        np.testing.assert_array_equal(reader.tokens, one.tokens)
+        np.testing.assert_allclose(reader.logprobs, one.logprobs, atol=1e-4)
+    status = engine.status()
+    assert (status.reprefill_token_total, status.kv_tokens_used) == (0, 0)
+    assert status.prefill_token_total - prefilled == 2 * 19 + 5 * 29
+
+
+@pytest.mark.usefixtures("_long_holds")
+@pytest.mark.parametrize("graphs", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_whenever_saves_are_acknowledged_the_tokens_are_the_same_and_none_beyond_the_limit(
+    engine_of, graphs, seed
+):
+    rng = random.Random(seed)
+    engine = await engine_of(slots=5, max_context_tokens=400, cuda_graphs=graphs)
+    calls = [
+        make_call(
+            f"t{i}",
+            prompt_ids(i, rng.randint(1, 60)),
+            max_new_token_count=rng.randint(1, 200),
+            chunk_token_count=(chunk := rng.randint(1, 20)),
+            unacknowledged_token_limit=rng.choice([0, chunk, chunk + 5, 2 * chunk]),
+        )
+        for i in range(9)
+    ]
+    free = [make_call(c.trajectory_id, c.context_ids, max_new_token_count=c.max_new_token_count) for c in calls]
+    whole = await asyncio.gather(*(collect(engine, call) for call in free))
+
+    async def read(call: GenerationCall) -> Int32Array:
+        parts, durable = [], 0
+        async for chunk in engine.generate(call):
+            parts.append(chunk.token_ids)
+            count = sum(map(len, parts))
+            assert not call.unacknowledged_token_limit or count - durable <= call.unacknowledged_token_limit
+            for _ in range(rng.choice([0, 0, 1, 30])):
+                await asyncio.sleep(0.0001)
+            durable = count
+            engine.acknowledge({call.trajectory_id: len(call.context_ids) + durable})
+        assert chunk.finish_reason is FinishReason.LENGTH
+        return np.concatenate(parts)
+
+    async with asyncio.timeout(60):
+        found = await asyncio.gather(*(read(call) for call in calls))
+    for one, other in zip(whole, found, strict=True):
+        np.testing.assert_array_equal(one.tokens, other)
+    assert engine.status().held_back_total > 0
+    assert engine.status().reprefill_token_total == 0
+
+
+@pytest.mark.usefixtures("_long_holds")
+async def test_a_held_call_obeys_an_interrupt_and_frees_its_slot_when_its_caller_hangs_up(engine_of):
+    engine = await engine_of(slots=2)
+    held = [await Reader(engine, limited(f"h{i}")).held() for i in range(2)]
+    assert await engine.interrupt(["h0"]) == 1
+    assert await held[0].end() is FinishReason.INTERRUPTED
+    assert len(held[0].tokens) <= LIMIT
+    await held[1].hang_up()
+    assert (await collect(engine, make_call("next"))).reason is FinishReason.LENGTH
+    status = engine.status()
+    assert (status.running_count, status.kv_tokens_used) == (0, 0)
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["alone", "while another call waits for the slot"])
+async def test_a_call_that_nobody_acknowledges_ends_as_interrupted_and_gives_its_slot_away(
+    engine_of, waiting, monkeypatch
+):
+    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS" if waiting else "_HOLD_SECONDS", 0.05)
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS" if waiting else "_CONTENDED_HOLD_SECONDS", 600.0)
+    engine = await engine_of(slots=1)
+    held = await Reader(engine, limited("h")).held()
+    if waiting:
+        assert (await collect(engine, make_call("w"))).reason is FinishReason.LENGTH
+    assert await held.end() is FinishReason.INTERRUPTED
+    assert len(held.tokens) <= LIMIT
+    assert engine.status().kv_tokens_used == 0
+
+
+@pytest.mark.usefixtures("_long_holds")
+async def test_a_held_call_gives_its_cache_to_a_running_one(engine_of):
+    engine = await engine_of(slots=4, kv_token_capacity=400)
+    # Nothing but short answers so far: admission expects too little of what comes.
+    await asyncio.gather(*(collect(engine, make_call(f"s{i}", max_new_token_count=LIMIT)) for i in range(8)))
+    held = [await Reader(engine, limited(f"h{i}", prompt_ids(i, 60), max_new_token_count=80)).held() for i in range(2)]
+    running = await collect(engine, make_call("r", prompt_ids(5, 20), max_new_token_count=230))
+    assert (running.reason, len(running.tokens)) == (FinishReason.LENGTH, 230)
+    ended = [reader for reader in held if reader.task.done()]
+    assert ended and all(reader.reason is FinishReason.INTERRUPTED for reader in ended)
+    assert engine.status().reprefill_token_total == 0
+
+
+@pytest.mark.usefixtures("_long_holds")
+async def test_a_held_call_keeps_its_cache_through_a_keep_kv_load_and_ends_when_the_version_falls(
+    engine_of, model_folder
+):
+    engine = await engine_of(version=4)
+    held = await Reader(engine, limited("h", max_new_token_count=3 * LIMIT)).held()
+    await engine.load(model_folder("qwen2", seed=1), 5, OnNewVersion.KEEP_KV)
+    held.acknowledge()
+    async with asyncio.timeout(60):
+        while len(held.tokens) < 2 * LIMIT:
+            await asyncio.sleep(0.001)
+    assert [(c.policy_version, c.kv_min_version) for c in held.chunks] == [(4, 4)] * 2 + [(5, 4)] * 2
+    await engine.load(model_folder("qwen2"), 4, OnNewVersion.KEEP_KV)
+    assert await held.end() is FinishReason.INTERRUPTED
+    assert len(held.tokens) == 2 * LIMIT
+
+
+@pytest.mark.usefixtures("_long_holds")
+async def test_an_interrupting_load_ends_a_held_call(engine_of, model_folder):
+    engine = await engine_of()
+    held = await Reader(engine, limited("h")).held()
+    await engine.load(model_folder("qwen2", seed=1), 1, OnNewVersion.INTERRUPT)
+    assert await held.end() is FinishReason.INTERRUPTED
+
+
+@pytest.mark.parametrize("acknowledged", [True, False])
+async def test_a_drain_waits_for_a_held_call_but_not_for_ever(engine_of, model_folder, monkeypatch, acknowledged):
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", 600.0)
+    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 600.0 if acknowledged else 0.05)
+    engine = await engine_of()
+    folder = model_folder("qwen2", seed=1)
+    await engine.stage(folder)
+    held = await Reader(engine, limited("h", max_new_token_count=LIMIT + 8)).held()
+    load = asyncio.create_task(engine.load(folder, 1, OnNewVersion.DRAIN))
+    if acknowledged:
+        await engine.interrupt(["of no call"])  # the load has been asked for by then
+        assert not load.done()
+        held.acknowledge()
+    async with asyncio.timeout(60):
+        await load
+    assert await held.end() is (FinishReason.LENGTH if acknowledged else FinishReason.INTERRUPTED)
+    assert {c.policy_version for c in held.chunks if len(c.token_ids)} == {0}
+    assert engine.status().policy_version == 1
+
+
+@pytest.mark.usefixtures("_long_holds")
+async def test_calls_held_through_a_pause_continue_and_stay_exact(engine_of, model_folder):
+    engine = await engine_of()
+    held = await Reader(engine, limited("h", max_new_token_count=2 * LIMIT)).held()
+    await engine.pause()
+    held.acknowledge()
+    assert engine.status().paused
+    await engine.resume()
+    assert await held.end() is FinishReason.LENGTH
+    ids = np.concatenate((held.call.context_ids, held.tokens))
+    wanted = hf_logprobs(model_folder(), ids)[len(held.call.context_ids) - 1 :]
+    np.testing.assert_allclose(held.logprobs, wanted, atol=1e-4)
