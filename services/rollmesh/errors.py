@@ -8,6 +8,7 @@
     │   ├── SessionLost        the worker session, trainer session or leadership has expired
     │   └── Conflict           the state in Redis is not the one the caller assumed
     ├── CheckpointError        a checkpoint is torn, truncated, tampered with or foreign          (RuntimeError)
+    ├── TrainingDiverged       update after update has a gradient that is not finite              (RuntimeError)
     ├── EngineError            the generation engine cannot serve a request                      (RuntimeError)
     ├── GenerationRefused      a generator refused a call before sampling a token                (RuntimeError)
     ├── VerifierError          a verifier failed or returned something that is not a number      (RuntimeError)
@@ -70,6 +71,12 @@ class CheckpointError(RollmeshError, RuntimeError):
         self.reason = reason
         self.final = reason in {"tampered", "mismatch", "foreign_architecture", "foreign_tokenizer", "path_escape"}
         self.passing = reason in {"disk_full", "unreachable"}
+
+
+class TrainingDiverged(RollmeshError, RuntimeError):
+    """Updates in a row had a gradient that is not finite; starting the trainer again changes nothing."""
+
+    final = True
 
 
 class EngineError(RollmeshError, RuntimeError):

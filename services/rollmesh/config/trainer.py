@@ -56,6 +56,9 @@ class TrainerConfig(Section):
     """AdamW betas."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradient clipping."""
+    nonfinite_updates_limit: int = Field(default=2, ge=1)
+    """Updates in a row, over train steps too, whose gradient is not finite: that many end the run with an error. Such
+    an update changes no weight."""
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per batch; groups are split evenly."""
     tokens_per_microbatch: int = Field(default=4096, ge=16)

@@ -21,7 +21,7 @@ from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.states import load_weights
 from rollmesh.checkpoints.store import CheckpointStore
-from rollmesh.errors import CheckpointError
+from rollmesh.errors import CheckpointError, TrainingDiverged
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.distributed import Gang, broadcast_bytes
 from rollmesh.trainer.report import StepReport
@@ -84,9 +84,15 @@ class Crew:
         self._take_weights(policy_version)
 
     def canary(self, sequences: Sequence[Int32Array]) -> list[CanarySequence]:
-        """The fixed sequences with the log-probabilities of the present weights."""
+        """The fixed sequences with the log-probabilities of the present weights; TrainingDiverged if not all finite."""
         self._order({"do": "canary", "sequences": [s.tolist() for s in sequences]})
         values = self.trainer.logprobs(sequences)
+        if not all(np.isfinite(logprobs).all() for logprobs in values):
+            raise TrainingDiverged(
+                f"train step {self.trainer.train_step}: the log-probabilities of the policy are not finite, so no "
+                "generator can serve it. Start a new run from an older policy (model.path), with a lower "
+                "trainer.learning_rate"
+            )
         return [
             CanarySequence(token_ids=ids.tolist(), logprobs=[float(v) for v in logprobs])
             for ids, logprobs in zip(sequences, values, strict=True)

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
-from rollmesh.errors import RollmeshError, StoreUnavailable
+from rollmesh.errors import RollmeshError, StoreUnavailable, TrainingDiverged
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
@@ -126,10 +126,29 @@ class TrainingLoop:
             waited = time.monotonic() - waiting_since
             with step_span(claimed):
                 await self._step(claimed, waited, last)
+            if self._diverged:
+                break
             waiting_since = time.monotonic()
         await self._commit()
         await self._tidy()
         await self._reports.restore_if_lost(self.train_step)
+        # A run that has reached its last step like this has diverged, too, each time it is started.
+        if self._diverged and (self.train_step >= last or not self._shutdown.is_set()):
+            raise self._divergence()
+
+    @property
+    def _diverged(self) -> bool:
+        limit = self._place.config.trainer.nonfinite_updates_limit
+        return self._place.progress.nonfinite_updates_in_a_row >= limit
+
+    def _divergence(self) -> TrainingDiverged:
+        count = self._place.progress.nonfinite_updates_in_a_row
+        return TrainingDiverged(
+            f"train step {self.train_step}: the gradients of the last {count} updates are not finite "
+            f"(trainer.nonfinite_updates_limit={self._place.config.trainer.nonfinite_updates_limit}); the policy has "
+            "diverged. Roll back to an older version, or start a new run from one (model.path), with a lower "
+            "trainer.learning_rate"
+        )
 
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
         place, step = self._place, claimed.batch.train_step
@@ -190,6 +209,7 @@ class TrainingLoop:
         progress = place.progress
         counts = await place.session.patiently("counts", place.session.store.counts)
         progress.trained_token_total += report.batch.trained_tokens
+        progress.count_updates(report.updates, report.trailing_skipped_updates)
         deciles = trained_by_decile(claimed.batch, counts.finished_lengths)
         totals = zip(progress.trained_groups_by_length_decile, deciles, strict=True)
         progress.trained_groups_by_length_decile = [before + now for before, now in totals]

@@ -28,6 +28,8 @@ class Progress:
     """The newest request carried out."""
     rolled_back_to: int | None = None
     """Policy version that the newest rollback went back to."""
+    nonfinite_updates_in_a_row: int = 0
+    """Updates with a gradient that is not finite since the last one that was made."""
     generated: GeneratedTokens = field(default_factory=GeneratedTokens)
     """What the generators have sampled."""
 
@@ -46,6 +48,11 @@ class Progress:
             extra.get("generated_tokens"), trained_tokens=progress.trained_token_total
         )
         return progress
+
+    def count_updates(self, made: int, trailing_skipped: int) -> None:
+        """Take in the updates of one train step."""
+        before = 0 if made else self.nonfinite_updates_in_a_row
+        self.nonfinite_updates_in_a_row = before + trailing_skipped
 
     def label(self, session: str) -> str:
         """Session part of folder names: a rollback publishes and saves a train step anew."""

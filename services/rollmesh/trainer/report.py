@@ -110,6 +110,8 @@ class StepReport:
     updates: int
     skipped_updates: int
     """Updates that were not made because the gradient was not finite."""
+    trailing_skipped_updates: int
+    """Those among them after which no update was made."""
     microbatches: int
     forward_tokens: int
     """Tokens that went through the model in the gradient passes, prompts included."""

@@ -76,4 +76,5 @@ class Rollbacks:
         self._progress.rollback_count += 1
         self._progress.rollback_id = request.request_id
         self._progress.rolled_back_to = version
+        self._progress.nonfinite_updates_in_a_row = 0
         await commit()

@@ -24,12 +24,17 @@ class Updates:
     before_any_update: BoolArray  # [tokens], in the first minibatch
     loss: float
     grad_norm: float
-    updates: int
-    skipped: int
+    made: tuple[bool, ...]
+    """Whether each update was made: one whose gradient is not finite is not."""
     microbatches: int
     forward_tokens: int
     gradient_seconds: float
     update_seconds: float
+
+    @property
+    def trailing_skipped(self) -> int:
+        """Updates after the last one that was made."""
+        return next((i for i, made in enumerate(reversed(self.made)) if made), len(self.made))
 
 
 def run_minibatches(
@@ -44,7 +49,7 @@ def run_minibatches(
     max_grad_norm: float,
 ) -> Updates:
     """Make one optimizer step per minibatch (trajectory indices)."""
-    passes, norms, skipped = [], [], 0
+    passes, norms, updates = [], [], []
     gradient_seconds = update_seconds = 0.0
     for sequences in minibatches:
         begin = time.perf_counter()
@@ -52,7 +57,7 @@ def run_minibatches(
         middle = time.perf_counter()
         norm, updated = apply_update(optimizer, max_grad_norm)
         norms.append(norm)
-        skipped += not updated
+        updates.append(updated)
         gradient_seconds += middle - begin
         update_seconds += time.perf_counter() - middle
     return Updates(
@@ -61,8 +66,7 @@ def run_minibatches(
         before_any_update=np.isin(batch.sequence_index, minibatches[0]),
         loss=float(np.mean([p.loss for p in passes])),
         grad_norm=float(np.mean(norms)),
-        updates=len(passes) - skipped,
-        skipped=skipped,
+        made=tuple(updates),
         microbatches=sum(p.microbatches for p in passes),
         forward_tokens=sum(p.forward_tokens for p in passes),
         gradient_seconds=gradient_seconds,

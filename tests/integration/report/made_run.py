@@ -62,6 +62,7 @@ def _step(rng: np.random.Generator, step: int, steps: int, gain: float, seconds:
         grad_norm=0.3,
         updates=1,
         skipped_updates=0,
+        trailing_skipped_updates=0,
         microbatches=4,
         forward_tokens=int(trajectories * (length + 20)),
         seconds={"evidence": 0.02 * seconds, "gradient": 0.3 * seconds, "update": 0.01 * seconds},
