@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
-from rollmesh.generator.canary import canary_threshold
+from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.factory import build_engine
 from rollmesh.generator.engines.protocol import Engine, OnNewVersion
 from rollmesh.generator.interrupting import interrupt_all
@@ -61,7 +61,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             own,
             health,
             mode=OnNewVersion(config.generator.on_new_version),
-            canary_threshold=canary_threshold(config),
+            canary=Canary.from_config(config),
             max_context_tokens=config.generator.max_context_tokens,
         )
         server = create_server(security)

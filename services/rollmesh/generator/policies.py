@@ -14,15 +14,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
 
 import numpy as np
 
-from rollmesh.checkpoints.manifest import CanarySequence, Manifest
+from rollmesh.checkpoints.manifest import Manifest
 from rollmesh.checkpoints.policies import VerifiedPolicy
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavailable
+from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores
 from rollmesh.generator.engines.protocol import Engine, EngineLost, OnNewVersion
 from rollmesh.generator.interrupting import interrupt_all
 from rollmesh.generator.metrics import GeneratorMetrics
@@ -44,10 +44,6 @@ _PASSING = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED, Reason.DISK
 """What a shared folder that lags behind can look like: tried again. The rest is refused until the policy changes."""
 
 
-class CanaryFailed(EngineError):
-    """The engine does not reproduce the trainer's log-probabilities."""
-
-
 class PolicyWatcher:
     """Keeps the engine on the run's effective policy (the pinned one, else the newest)."""
 
@@ -61,7 +57,7 @@ class PolicyWatcher:
         health: Health,
         *,
         mode: OnNewVersion,
-        canary_threshold: float,
+        canary: Canary,
         max_context_tokens: int,
     ) -> None:
         self._engine = engine
@@ -71,7 +67,7 @@ class PolicyWatcher:
         self._metrics = metrics
         self._health = health
         self._mode = mode
-        self._canary_threshold = canary_threshold
+        self._canary = canary
         self._max_context_tokens = max_context_tokens
         self._serving: VerifiedPolicy | None = None
         self._unchecked = False
@@ -282,18 +278,16 @@ class PolicyWatcher:
         return True
 
     async def _check_canary(self, policy: VerifiedPolicy) -> None:
-        gap = await self._canary_gap(policy.manifest.canary)
-        self._metrics.canary_gap.set(gap)
-        if not gap <= self._canary_threshold:
-            raise CanaryFailed(
-                f"policy version {policy.manifest.policy_version}: the canary's logprobs differ by {gap:.3g} from the "
-                f"trainer's, generator.canary_threshold is {self._canary_threshold:g}"
-            )
+        scores = await self._canary_scores(policy.manifest)
+        self._metrics.canary_gap.set(scores.gap)
+        self._canary.check(scores)
 
-    async def _canary_gap(self, canary: Sequence[CanarySequence]) -> float:
-        """Largest difference of a token's log-probability between engine and trainer."""
-        sequences = [np.array(c.token_ids[: self._max_context_tokens], np.int32) for c in canary]
-        scores = await self._engine.score(sequences)
-        theirs = [np.array(c.logprobs[: len(mine)]) for mine, c in zip(scores, canary, strict=True)]
-        gaps = [np.abs(mine - other) for mine, other in zip(scores, theirs, strict=True)]
-        return float(np.concatenate(gaps).max()) if gaps else 0.0
+    async def _canary_scores(self, manifest: Manifest) -> CanaryScores:
+        sequences = [np.array(c.token_ids[: self._max_context_tokens], np.int32) for c in manifest.canary]
+        own = await self._engine.score(sequences)
+        theirs = [np.array(c.logprobs[: len(mine)]) for mine, c in zip(own, manifest.canary, strict=True)]
+        return CanaryScores(
+            policy_version=manifest.policy_version,
+            own=np.concatenate(own).astype(np.float64),
+            theirs=np.concatenate(theirs).astype(np.float64),
+        )

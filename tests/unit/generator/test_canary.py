@@ -11,7 +11,7 @@ import torch
 from rollmesh.config.load import validate_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.generator.canary import canary_threshold
+from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores, canary_threshold
 from rollmesh.generator.engines.torch.engine import TorchEngine
 from rollmesh.generator.engines.torch.options import TorchEngineOptions
 from rollmesh.trainer.publishing import canary_sequences
@@ -41,6 +41,23 @@ async def test_the_canary_lets_own_weights_pass_and_refuses_others(tmp_path: Pat
         gaps[which] = np.abs(np.concatenate(await engine.score(canary)) - expected).max()
         await engine.aclose()
     assert gaps["own"] <= threshold(dtype) < gaps["other"]
+
+
+def scores(version: int, own: float, theirs: float) -> CanaryScores:
+    tokens = np.array([-1.0, -2.0, -3.0])
+    return CanaryScores(policy_version=version, own=tokens + own, theirs=tokens + theirs)
+
+
+def test_an_engine_that_stays_where_the_trainer_moved_is_refused_though_it_is_near_enough() -> None:
+    canary = Canary(threshold=0.5, least_move=0.02)
+    canary.check(scores(0, 0.0, 0.0))
+    canary.check(scores(1, 0.0, 0.015))  # lost in rounding
+    with pytest.raises(CanaryFailed, match="policy version 2: its weights were not delivered .* from version 0 on"):
+        canary.check(scores(2, 0.001, 0.03))
+    canary.check(scores(3, 0.04, 0.045))
+    canary.check(scores(4, 0.04, 0.045))
+    with pytest.raises(CanaryFailed, match="differ by nan"):
+        canary.check(scores(5, float("nan"), 0.1))
 
 
 def test_a_threshold_in_the_run_file_wins() -> None:

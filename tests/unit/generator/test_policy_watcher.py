@@ -14,6 +14,7 @@ import pytest
 
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, EngineError
+from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.protocol import OnNewVersion
 from rollmesh.generator.metrics import GeneratorMetrics
 from rollmesh.generator.policies import PolicyWatcher
@@ -89,7 +90,7 @@ def rotation() -> Rotation:
 @pytest.fixture
 def watcher(engine: Engine, rotation: Rotation) -> PolicyWatcher:
     parts: tuple[Any, ...] = (engine, Store(), Checkpoints(), rotation, GeneratorMetrics(Metrics("generator")))
-    limits: dict[str, Any] = {"canary_threshold": 0.1, "max_context_tokens": 64}
+    limits: dict[str, Any] = {"canary": Canary(threshold=0.1, least_move=1e-6), "max_context_tokens": 64}
     return PolicyWatcher(*parts, Health(), mode=OnNewVersion.INTERRUPT, **limits)
 
 
