@@ -46,6 +46,10 @@ class SecurityConfig(Section):
     """File with the bearer token, read again when it changes. With more than one line the first is sent and every one
     is accepted, so that a token can be changed while the mesh runs."""
 
+    open_metrics: bool = False
+    """Whether /metrics of the admin ports answers without certificate and token. ``rollmesh up`` turns it on for a run
+    that it gives a token of its own."""
+
     @model_validator(mode="after")
     def _one_source_of_the_token(self) -> Self:
         if self.token is not None and self.token_file is not None:

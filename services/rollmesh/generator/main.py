@@ -91,18 +91,22 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 async def _run(
     shutdown: Shutdown, engine: Engine, rotation: Rotation, watcher: PolicyWatcher, registration: Registration
 ) -> None:
-    """Run the loops until shutdown or until one fails; then leave the mesh with every sampled token delivered."""
+    """Run the loops until shutdown, a drain or a failed loop; then leave the mesh with every sampled token delivered.
+
+    A drained process takes no call again, so it ends: its supervisor starts a new one unless it was to scale down.
+    """
     log = get_logger("generator")
     waiting = asyncio.create_task(shutdown.wait(), name="shutdown")
+    drained = asyncio.create_task(rotation.drained.wait(), name="drained")
     loops = [
         asyncio.create_task(watcher.run(), name="policies"),
         asyncio.create_task(registration.run(), name="heartbeat"),
     ]
     try:
-        await asyncio.wait([waiting, *loops], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([waiting, drained, *loops], return_when=asyncio.FIRST_COMPLETED)
     finally:
         rotation.drain()
-        for task in (waiting, *loops):
+        for task in (waiting, drained, *loops):
             task.cancel()
         ended = await asyncio.gather(*loops, return_exceptions=True)
         await registration.leave()

@@ -19,8 +19,8 @@ class Rotation:
     """host:port of the gRPC server."""
     instance_id: str = field(default_factory=lambda: secrets.token_hex(16))
     """New at every start: addresses are reused, instances are not."""
-    draining: bool = False
-    """The process ends or a person asked for it: no new calls, for good."""
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    """The process ends, or was asked to drain: no new calls, for good."""
     reloading: bool = False
     """The running calls finish before the next policy is loaded: no new calls until then."""
     started: bool = False
@@ -39,6 +39,11 @@ class Rotation:
     """Set on every change: the registry should know at once."""
     _call_count: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def draining(self) -> bool:
+        """Whether no new call will ever be taken."""
+        return self.drained.is_set()
 
     @property
     def reason(self) -> str:
@@ -83,8 +88,8 @@ class Rotation:
             await self._idle.wait()
 
     def drain(self) -> None:
-        """Take no more calls."""
-        self.draining = True
+        """Take no more calls; the process then ends."""
+        self.drained.set()
         self.changed.set()
 
     def set_reloading(self, reloading: bool) -> None:

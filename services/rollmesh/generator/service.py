@@ -124,7 +124,7 @@ class GenerationService(stubs.GenerationServiceServicer):
         return pb.ResumeResponse()
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Refuse new calls and end the running ones as interrupted."""
+        """Refuse new calls, end the running ones as interrupted, and end the process."""
         self._rotation.drain()
         count = await self._run(context, self._engine.interrupt()) if self._rotation.started else 0
         return pb.DrainResponse(interrupted_count=count)

@@ -13,6 +13,7 @@ from rollmesh.config import RunConfig
 from rollmesh.config.scaling import SCALABLE
 from rollmesh.errors import RollmeshError, StoreUnavailable
 from rollmesh.launcher.evaluations import EvaluationJournal
+from rollmesh.launcher.mesh_token import with_mesh_token
 from rollmesh.launcher.page import PageNotes
 from rollmesh.launcher.progress import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
@@ -235,6 +236,7 @@ async def local_mesh(
         metrics=folder.metrics,
         samples=folder.samples,
     )
+    config = with_mesh_token(config, folder)
     security = PortSecurity.from_config(config.security)
     async with (
         running_store(config, folder, owner=True, note=progress.note) as running,

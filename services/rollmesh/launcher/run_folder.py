@@ -2,6 +2,7 @@
 
 config.yaml         the resolved run file (no secrets)
 secret              key of the manifests' HMAC, mode 0600
+mesh-token          bearer token of the services' ports, mode 0600, unless the run file has its own
 logs/               one file per service process
 services/           where the processes listen
 redis/              data of the embedded server

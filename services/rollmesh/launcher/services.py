@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -38,6 +39,9 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
         "ROLLMESH_GATEWAY__TOKEN": config.gateway.token,
     }
     environment |= {name: secret.get_secret_value() for name, secret in secrets.items() if secret is not None}
+    if config.security.token_file is not None:
+        environment["ROLLMESH_SECURITY__TOKEN_FILE"] = json.dumps(config.security.token_file)
+        environment["ROLLMESH_SECURITY__OPEN_METRICS"] = json.dumps(config.security.open_metrics)
     return environment
 
 

@@ -18,14 +18,18 @@ from rollmesh.runtime.tls import TlsFiles
 class PortSecurity:
     """Certificates and tokens of one process, for every server and client in it."""
 
-    def __init__(self, tls: TlsFiles | None = None, tokens: Tokens | None = None) -> None:
+    def __init__(
+        self, tls: TlsFiles | None = None, tokens: Tokens | None = None, *, open_metrics: bool = False
+    ) -> None:
         self.tls = tls
         self.tokens = tokens
+        self._open_metrics = open_metrics
 
     @classmethod
     def from_config(cls, config: SecurityConfig) -> Self:
         """What the run file asks for. Raises ConfigError naming a file that cannot be used."""
-        return cls(TlsFiles.from_config(config.tls), Tokens.from_config(config))
+        tls, tokens = TlsFiles.from_config(config.tls), Tokens.from_config(config)
+        return cls(tls, tokens, open_metrics=config.open_metrics)
 
     @property
     def sent_token(self) -> str | None:
@@ -72,8 +76,8 @@ class PortSecurity:
         return "" if self.tls is None else self.tls.server_name
 
     def http_refusal(self, authorization: str, verified_certificate: bool) -> str:
-        """Why an HTTP request may not see a guarded path; empty when it may: a certificate or a token suffices."""
-        if verified_certificate or (self.tls is None and self.tokens is None):
+        """Why an HTTP request may not see ``/metrics``; empty when it may: a certificate or a token suffices."""
+        if self._open_metrics or verified_certificate or (self.tls is None and self.tokens is None):
             return ""
         if self.tokens is not None:
             return self.tokens.refusal(authorization)

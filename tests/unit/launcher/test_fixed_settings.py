@@ -26,7 +26,7 @@ MAY_CHANGE: dict[str, str] = {
     "schedule": "pool_size straggler_timeout_seconds max_filtered_in_a_row",
     "generator": (
         "replicas device slots max_context_tokens kv_token_capacity on_new_version canary_threshold "
-        "drain_timeout_seconds pace cuda_graphs sglang.url sglang.python sglang.arguments "
+        "refused_versions_limit drain_timeout_seconds pace cuda_graphs sglang.url sglang.python sglang.arguments "
         "sglang.environment sglang.interrupt sglang.start_timeout_seconds sglang.request_timeout_seconds "
         "sglang.update_timeout_seconds sglang.admin_key"
     ),
