@@ -33,6 +33,10 @@ class WorkerSession:
         self._metrics = metrics
         self._log = get_logger("session")
         self._lock = asyncio.Lock()
+        self._differing: set[str] = set()
+        """Trajectories that only one of the queue and this worker counted as held here at the last heartbeat."""
+        self.leasing = asyncio.Lock()
+        """Taken from asking for a lease until its trajectories are in ``held``; nothing is compared meanwhile."""
         self._session = ""
         self._server = ""
         self.held: dict[str, Held] = {}
@@ -67,6 +71,8 @@ class WorkerSession:
                 server = await self._store.heartbeat(session)
                 if server != self._server:
                     await self.recover(session, server)
+                else:
+                    await self._compare(session)
             except SessionLost:
                 await self.recover(session)
             except StoreUnavailable as error:
@@ -111,6 +117,23 @@ class WorkerSession:
                 session = await self._retrying(lambda: self._store.open_session(self._worker))
             await self._retrying(lambda: self._register(session))
 
+    async def _compare(self, session: str) -> None:
+        """Register everything again when the queue has differed about a trajectory at two heartbeats in a row.
+
+        At a single heartbeat they may differ: a release or a score that the queue has done is not answered yet.
+        """
+        if self.leasing.locked():
+            return
+        async with self.leasing:
+            before = self._differing
+            self._differing = await self._store.held_by(session) ^ self.held.keys()
+            if not before & self._differing:
+                return
+            async with self._lock:
+                if self._session == session:
+                    self._log.warning("leases_differ", trajectories=sorted(before & self._differing))
+                    await self._retrying(lambda: self._register(session))
+
     async def _register(self, session: str) -> None:
         """Take everything held along into ``session``, which is nobody's before: a lease under it could bring a
         trajectory that a task here is still writing."""
@@ -123,6 +146,7 @@ class WorkerSession:
             answers = await self._store.reregister(session, stated, self._worker)
         self._server = await self._store.heartbeat(session)
         self._session = session
+        self._differing = set()
         kept = 0
         for answer in answers:
             held = self.held.get(answer.trajectory_id)

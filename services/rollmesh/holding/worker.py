@@ -132,11 +132,12 @@ class Worker:
         async def ask(session: str) -> Fork:
             return await self._parts.store.fork(session, held.trajectory_id, nonce)
 
-        fork = await self._parts.session.call(ask)
-        if fork.leased is not None:
-            await self._parts.session.call(lambda _: self._look_at_desired())
-            self._start(fork.leased, self._roll)
-            self._parts.metrics.leases.inc()
+        async with self._parts.session.leasing:
+            fork = await self._parts.session.call(ask)
+            if fork.leased is not None:
+                await self._parts.session.call(lambda _: self._look_at_desired())
+                self._start(fork.leased, self._roll)
+                self._parts.metrics.leases.inc()
         return fork
 
     # -- work ------------------------------------------------------------------------------------------------------
@@ -145,7 +146,8 @@ class Worker:
             self._parts.health.beat("lease")
             taken, session = 0, self._parts.session.current
             try:
-                taken = await self._lease(session)
+                async with self._parts.session.leasing:
+                    taken = await self._lease(session)
             except StoreUnavailable as error:
                 self._log.warning("lease_failed", message=str(error))
             except SessionLost:

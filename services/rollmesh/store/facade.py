@@ -55,6 +55,7 @@ class TrajectoryStore:
     def _for_workers(self, sessions: Sessions, queue: TrajectoryQueue) -> None:
         self.open_session = sessions.open_session
         self.heartbeat = sessions.heartbeat
+        self.held_by = sessions.held_by
         self.close_session = sessions.close_session
         self.server_run_id = sessions.server_run_id
         self.begin_recovery = sessions.begin_recovery

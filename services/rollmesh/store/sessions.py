@@ -32,6 +32,11 @@ class Sessions:
         reply: bytes = await self._connection.run("heartbeat", session)
         return reply.decode()
 
+    async def held_by(self, session: str) -> set[str]:
+        """Ids of the trajectories that a session holds."""
+        members = await self._connection.command("SMEMBERS", self._connection.keys.of("held", session))
+        return {member.decode() for member in members}
+
     async def close_session(self, session: str) -> None:
         """End a session; what it holds goes back to the queue at once and does not count as an attempt."""
         await self.give_back(session, counts_as_attempt=False)

@@ -36,6 +36,47 @@ async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_
     assert refused
 
 
+async def test_a_lease_that_no_task_works_on_is_noticed_and_leased_again(store, monkeypatch):
+    """The queue counts it as held by a session that lives: nobody else would ever take it."""
+    lease, forgotten = store.lease, []
+
+    async def lease_and_forget_one(*arguments):
+        leased = await lease(*arguments)
+        if leased and not forgotten:
+            forgotten.append(leased.pop().trajectory.trajectory_id)
+        return leased
+
+    monkeypatch.setattr(store, "lease", lease_and_forget_one)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
+    async with running(store, cluster, ScriptedReward(), plan, heartbeat=0.1):
+        check_batch(await trainer.train(1), plan)
+    assert forgotten[0] in {t.trajectory_id for g in trainer.batches[0].groups for t in g.trajectories}
+    assert (await store.counts()).totals["released_by_recovery_total"] == 1
+
+
+async def test_a_busy_worker_that_has_forgotten_nothing_never_registers_again(store, monkeypatch):
+    reregister, held_by, stated, compared = store.reregister, store.held_by, [], []
+
+    async def noted(session, held, worker=""):
+        stated.append(len(held))
+        return await reregister(session, held, worker)
+
+    async def looked(session):
+        compared.append(session)
+        return await held_by(session)
+
+    monkeypatch.setattr(store, "reregister", noted)
+    monkeypatch.setattr(store, "held_by", looked)
+    plan = schedule("copris", train_steps=6)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
+    async with running(store, cluster, ScriptedReward(), plan, heartbeat=0.05):
+        for step in range(1, 7):
+            check_batch(await trainer.train(step), plan)
+        await until(lambda: len(compared) >= 10)
+    assert stated == []
+
+
 async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_not_forgotten(store, monkeypatch):
     """It comes back as the same server, so nobody registers anything again."""
     lease, desired, away = store.lease, store.desired, []
