@@ -48,6 +48,8 @@ class Scene:
     """Unix seconds at which a fault was over: the process killed, the stalled one running again."""
     in_flight: list[int] = field(default_factory=list)
     """Rollouts that each victim held when it was struck."""
+    killed_generators: list[str] = field(default_factory=list)
+    """gRPC addresses of the generators that were killed; who had a call there, the workers say afterwards."""
     counted: dict[str, float] = field(default_factory=dict)
     """Tokens that a generator had sampled when it was killed, by process."""
 
@@ -69,11 +71,14 @@ class Scene:
         """Strike a process and note how many rollouts it held.
 
         A worker is stopped first and its leases are counted in Redis: by its own metrics they are a moment old, and it
-        takes dozens at once.
+        takes dozens at once. Of a killed generator only the workers know which calls had not ended: its own count
+        leaves out those whose last tokens were sampled and not read yet, and these tokens are lost with it.
         """
         if victim.endpoint.service == "rollout":
             send(victim.endpoint.pid, signal.SIGSTOP)
             self.in_flight.append(self.leases(f"rollout-{victim.endpoint.index}"))
+        elif victim.endpoint.service == "generator" and number is signal.SIGKILL:
+            self.killed_generators.append(victim.endpoint.grpc)
         else:
             self.in_flight.append(victim.rollouts)
         self.strike(victim.endpoint.pid, number)

@@ -252,7 +252,7 @@ def _judge(
 ) -> Round:
     audit_file = folder.path / "audit.json"
     audit: dict[str, Any] = json.loads(audit_file.read_text()) if audit_file.exists() else {}
-    in_flight = sum(scene.in_flight)
+    in_flight = sum(scene.in_flight) + rollouts_cut_off(folder, scene.killed_generators)
     return Round(
         fault=fault.name,
         injected=any(step < _TRAIN_STEPS for step in scene.struck_at),
@@ -274,6 +274,21 @@ def regenerated_bound(cost: Cost, in_flight: int, data: Mapping[str, Any]) -> in
     if cost is Cost.UNBOUNDED:
         return None
     return 0 if cost is Cost.NOTHING else in_flight * int(data["rollout"][cost.value])
+
+
+def rollouts_cut_off(folder: RunFolder, addresses: Sequence[str]) -> int:
+    """Rollouts whose calls broke on generators at these addresses, by the logs of the workers.
+
+    Calls that found nothing at the address any more had no tokens there.
+    """
+    found = set()
+    for log in folder.logs.glob("rollout-*.log"):
+        for line in log.read_text().splitlines():
+            record = json.loads(line) if '"generator_misbehaved"' in line else {}
+            broken = record.get("reason") == "broken" and record.get("address") in addresses
+            if broken and "Failed to connect" not in record["message"]:
+                found.add(record["trajectory"])
+    return len(found)
 
 
 def _count(value: object) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import random
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,18 +14,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollmesh.bench.attack import Cost
+from rollmesh.bench.attack import Cost, Scene, Victim
 from rollmesh.bench.chaos import (
     FAULTS,
     Round,
+    _judge,
     _regenerated,
     _regeneration,
     regenerated_bound,
     round_config,
     rounds_table,
 )
+from rollmesh.bench.faults import KillService
 from rollmesh.bench.measure import missed
 from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.runtime.endpoints import Endpoint
+from rollmesh.store.embedded import EmbeddedServer
 
 GOOD = Round(
     fault="kill -9 generator",
@@ -90,6 +97,37 @@ def test_the_last_tokens_of_rollouts_that_the_end_of_a_run_lets_go_are_not_the_f
     ]
     assert _regenerated(written(tmp_path, looks), {}, since=2.0) == 7, "before the fault and at work do not count"
     assert _regenerated(written(tmp_path, looks), {}, since=5.5) == 20
+
+
+def test_rollouts_of_a_killed_generator_are_those_whose_calls_broke_there_and_not_its_own_count(tmp_path: Path) -> None:
+    """Its own count leaves out calls that have ended there while their last tokens are on the way to the worker."""
+    (tmp_path / "run").mkdir()
+    folder = written(
+        tmp_path / "run", [look(1.0, {"0:7": 50.0}, 50, running=1), look(9.0, {"0:7": 50.0, "0:9": 169.0}, 50)]
+    )
+
+    def broken(trajectory: str, address: str = "127.0.0.1:7", reason: str = "broken", message: str = "reset") -> str:
+        words = {"event": "generator_misbehaved", "reason": reason, "address": address, "trajectory": trajectory}
+        return json.dumps({**words, "message": message}) + "\n"
+
+    folder.logs.mkdir()
+    (folder.logs / "rollout-0.log").write_text("no JSON\n" + broken("e0-0.0") * 2 + broken("e0-0.1", reason="hung"))
+    others = "".join(broken(f"e0-1.{member}") for member in range(10))
+    others += broken("e0-2.0", message="UNAVAILABLE: Failed to connect to remote host: Connection refused")
+    (folder.logs / "rollout-1.log").write_text(others + broken("e0-9.0", address="127.0.0.1:9"))
+    killed = Endpoint(service="generator", index=0, pid=10**9, grpc="127.0.0.1:7", admin="")
+    scene = Scene(
+        folder=tmp_path,
+        run="chaos",
+        redis=EmbeddedServer(tmp_path / "redis"),
+        rng=random.Random(0),
+        ended=lambda: False,
+        deadline=time.monotonic() + 60.0,
+    )
+    scene.strike_holder(Victim(endpoint=killed, rollouts=6), signal.SIGKILL)
+    data = round_config(Path("run"), 1)
+    result = _judge(folder, data, KillService("generator"), scene, 0, 1.0, "")
+    assert (result.in_flight, result.regenerated_tokens, result.regenerated_bound) == (11, 169, 11 * 16)
 
 
 def test_without_a_timeline_nobody_has_counted(tmp_path: Path) -> None:
