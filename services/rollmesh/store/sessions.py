@@ -80,10 +80,11 @@ class Sessions:
             [("HGET", keys.of("trajectory", h.trajectory_id), "tokens") for h in held], "reregister"
         )
         words: list[Argument] = []
-        for each, tokens in zip(held, saved, strict=True):
-            # Tokens in the queue that the worker does not have are not its own: it states its own number, and differs.
-            count = min(int(tokens or 0), each.token_count)
-            words += [each.trajectory_id, each.incarnation, count, str(each.digest_at(count))]
+        for each, raw in zip(held, saved, strict=True):
+            tokens = int(raw or 0)
+            # Of tokens that it does not have, the worker has no digest.
+            digest = str(each.digest_at(tokens)) if tokens <= each.token_count else "-"
+            words += [each.trajectory_id, each.incarnation, tokens, digest]
         reply = await self._connection.run("reregister", session, worker, *words)
         return [
             ReRegistered(trajectory_id=h.trajectory_id, kept=bool(reply[2 * at]), saved_token_count=reply[2 * at + 1])

@@ -136,9 +136,14 @@ async def test_a_redis_that_forgot_saves_keeps_those_that_begin_the_worker_s_own
     # Of one save it has the first part only: whatever the worker's own cuts were.
     answers = await store.reregister(mesh.session, [held(NAME, segment(64), segment(36, start=64))])
     assert [(a.kept, a.saved_token_count) for a in answers] == [(True, 40)]
-    await other_server(store)
-    answers = await store.reregister(mesh.session, [held(NAME, segment(100, version=1))])
-    assert [a.kept for a in answers] == [False], "tokens of another version are other tokens"
+    await store.connection.command("HSET", store.connection.keys.single("meta"), "recovering_until", 1)
+    await store.close_trainer_session(mesh.trainer)
+    for theirs, why in (
+        (segment(100, version=1), "tokens of another version are other tokens"),
+        (segment(30), "the queue has more than the worker"),
+    ):
+        await store.lease(mesh.session, 1)
+        assert [a.kept for a in await store.reregister(mesh.session, [held(NAME, theirs)])] == [False], why
 
 
 async def test_a_finished_trajectory_is_not_scored_for_the_tokens_of_another_worker(store: TrajectoryStore) -> None:

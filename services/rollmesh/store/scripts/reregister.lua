@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- A worker states everything it holds after the server came back; what it does not name goes back, and what it names
 -- stays its own only if the tokens in the queue are the first ones of those that it has.
--- ARGV: session, worker name, then (id, incarnation, tokens, digest of so many tokens) each. Returns (kept, saved tokens)
--- per item.
+-- ARGV: session, worker name, then (id, incarnation, tokens, digest of so many tokens, '-' for fewer ones) each.
+-- Returns (kept, saved tokens) per item.
 local session, named = ARGV[1], {}
 if not recovering() then
   require_session(session)
@@ -13,14 +13,14 @@ else
   call('SREM', K.closing, session)
 end
 
--- Whether the queue has these tokens and no more; to the session that holds them since before, a save of its own may
--- have been answered after it looked. Digests are of the version after the one that counted only (see lib/save.lua).
+-- Whether the queue has the tokens that the worker states, and no others. The worker read their number a moment ago: if
+-- its session has held them since, more of them are its own saves. Field d<n>: see lib/save.lua.
 local function agrees(at)
   local stated = tonumber(ARGV[at + 2])
   local v = call('HMGET', trajectory_key(ARGV[at]), 'incarnation', 'tokens', 'session', 'd' .. stated)
   local tokens = tonumber(v[2] or '0')
   local same = (v[1] or '0') == ARGV[at + 1] and (v[4] or ARGV[at + 3]) == ARGV[at + 3]
-  return same and (tokens == stated or (v[3] == session and tokens > stated))
+  return same and ARGV[at + 3] ~= '-' and (tokens == stated or (v[3] == session and tokens > stated))
 end
 
 for at = 3, #ARGV, 4 do named[ARGV[at]] = agrees(at) end
