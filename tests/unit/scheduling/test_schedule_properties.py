@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.config.schedule import ScheduleConfig
-from rollmesh.scheduling import resolve_schedule
+from rollmesh.scheduling import OnStale, resolve_schedule
 
 from .virtual_mesh import VirtualMesh
 
@@ -92,12 +92,22 @@ def test_a_short_straggler_timeout_drops_stragglers_and_nothing_else(mesh):
 
 
 @settings(max_examples=60, deadline=None)
-@given(meshes(straggler_timeout=30.0, crashes=False, least_size=2, whole_pool=True), st.integers(0, 12))
+@given(
+    meshes(
+        on_stale=("pace", "evict", "mask_old_segments"),
+        straggler_timeout=30.0,
+        crashes=False,
+        least_size=2,
+        whole_pool=True,
+    ),
+    st.integers(0, 12),
+)
 def test_one_stuck_rollout_halts_no_preset(mesh, stuck_group):
     mesh.stuck_group = stuck_group
     mesh.run(ticks_enough(mesh))
     assert len(mesh.batches) == mesh.schedule.train_steps
-    assert set(mesh.evicted.values()) <= {"run_complete", "straggler_timeout"}
+    allowed = {"run_complete", "straggler_timeout"} | ({"stale"} if mesh.schedule.on_stale is OnStale.EVICT else set())
+    assert set(mesh.evicted.values()) <= allowed
 
 
 class ArealStalenessManager:
