@@ -72,7 +72,7 @@ class Worker:
         self._arrivals = 0
         self._steps_since_admission = _STRIDE
         self._stuck = False
-        """Whether no call is active and none of those that wait can start: until a command or the end of a hold."""
+        """Whether calls that wait cannot start beside held ones: until a command or the end of a hold."""
         self._swaps: list[Swap] = []
         self._ended = False
         self._ending = threading.Lock()
@@ -190,7 +190,6 @@ class Worker:
         for sequence in self.batch.make_room():
             insort(self.waiting, sequence, key=lambda s: s.arrival)
         running = self.batch.active_count
-        self._stuck = not running
         if running:
             self.batch.step()
             self._steps_since_admission += 1
@@ -203,6 +202,7 @@ class Worker:
         self._try_swaps()
         if self._outbox and (not self.batch.active_count or self.counters.decode_steps % _STRIDE == 0):
             self._deliver()
+        self._stuck = not running and self.batch.held_since is not None
 
     def _admit(self) -> None:
         """Move waiting calls into slots, oldest first, as far as slots, cache and prefill budget go."""
