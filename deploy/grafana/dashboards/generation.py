@@ -130,7 +130,7 @@ PAGE = Page(
             ),
             curve(
                 "Held back and fruitless",
-                "Calls ended because their worker fell behind with saving, and calls given up without a token.",
+                "Calls held because their worker fell behind with saving, and calls given up without a token.",
                 per_second("rollmesh_generator_calls_held_back_total", word="held back", labels=PROCESS),
                 per_second("rollmesh_rollout_calls_fruitless_total", word="fruitless"),
                 unit="ops",
