@@ -91,6 +91,8 @@ class ObjectMirror:
         written = {key.rpartition("/")[0] for key in sizes if key.endswith("/" + MANIFEST_FILE)}
         found = []
         for path in sorted(announced | written):
+            if not policies.is_folder_name(path.rpartition("/")[2]):
+                continue
             data = None
             if path in written:
                 try:

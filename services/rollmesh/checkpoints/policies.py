@@ -165,7 +165,7 @@ class FoundManifest:
     def manifest(self, secret: bytes) -> Manifest:
         """Its content; raises CheckpointError unless it is complete and sealed with this secret."""
         if self.data is None:
-            raise CheckpointError(f"{self.path}/{MANIFEST_FILE}: missing", reason=Reason.TORN)
+            raise CheckpointError(f"{self.path}/{MANIFEST_FILE}: missing or not readable", reason=Reason.TORN)
         manifest = parse_manifest(self.data, self.path)
         manifest.check_signature(secret)
         return manifest

@@ -53,6 +53,7 @@ class Canary:
         self._threshold = threshold
         self._least_move = least_move
         self._moved_last: CanaryScores | None = None
+        """Those of the last version at which the trainer's scores moved, and the engine's with them."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Canary:
@@ -70,9 +71,8 @@ class Canary:
         if before is None or before.theirs.shape != scores.theirs.shape:
             self._moved_last = scores
             return
-        theirs, own = (
-            float(np.abs(a - b).mean()) for a, b in ((scores.theirs, before.theirs), (scores.own, before.own))
-        )
+        theirs = float(np.abs(scores.theirs - before.theirs).mean())
+        own = float(np.abs(scores.own - before.own).mean())
         if theirs < self._least_move:
             return  # the moves of further versions are added to this one
         if own < UNMOVED_SHARE * theirs:

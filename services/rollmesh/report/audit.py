@@ -153,6 +153,9 @@ def _audit(
 
 
 def _committed_steps(folder: RecordedRun, store: CheckpointStore, registry: Sequence[PolicyRecord]) -> CommittedSteps:
+    # Before the states: of a run that goes on, a later look could find a policy whose state the earlier one had not.
+    announced = [record.train_step for record in (*registry, *store.complete_policies(announced_only=True))]
+    announced += [policy.train_step for policy in store.unsound_policies() if policy.announced]
     judged = store.judged_states()
     unsound = dict(judged.unsound)
     if judged.sound:
@@ -163,8 +166,6 @@ def _committed_steps(folder: RecordedRun, store: CheckpointStore, registry: Sequ
             # A run that goes on may have pruned it meanwhile.
             if any(state.folder == newest.folder for state in store.committed_states()):
                 unsound[newest.folder.name] = str(error)
-    announced = [record.train_step for record in (*registry, *store.complete_policies(announced_only=True))]
-    announced += [policy.train_step for policy in store.unsound_policies() if policy.announced]
     config = folder.config
     return CommittedSteps(
         committed=judged.sound[0].train_step if judged.sound else -1,

@@ -91,7 +91,8 @@ def unchecked(found: Findings) -> Iterator[str]:
     elif rescoring.tokens < LEAST_SCORED_SHARE * rescoring.policy_tokens:
         yield (
             f"{rescoring.tokens:,} of {rescoring.policy_tokens:,} policy tokens were scored again, less than "
-            f"{100 * LEAST_SCORED_SHARE:g}%: raise checkpoints.keep_last to keep the checkpoints that tokens name"
+            f"{100 * LEAST_SCORED_SHARE:g}%: {rescoring.skipped_tokens:,} others name a checkpoint that is gone (raise "
+            f"checkpoints.keep_last), {rescoring.skipped_impure_tokens:,} attended to another version's cache (keep_kv)"
         )
     if rescoring.skipped_impure_segments and found.on_new_version not in ("keep_kv", None):
         yield (
