@@ -98,6 +98,12 @@ async def _measure_isolation(pool: WorkerPool, metrics: RewardMetrics) -> None:
         raise RollmeshError(f"reward: a worker process does not survive its start: {error}") from error
     metrics.isolated(level)
     get_logger("reward").info("isolation_measured", isolation=str(level), note="no security boundary")
+    if "python_code" not in pool.timeout_means_wrong:
+        return
+    if not level.code.available:
+        get_logger("reward").warning("code_cannot_run", message="no answer in Python can be scored on this machine")
+    elif remaining := level.code.remaining():
+        get_logger("reward").warning("code_is_confined_in_part", code_can="; ".join(remaining))
 
 
 async def _until_shutdown(shutdown: Shutdown, failure: asyncio.Future[None], health: Health) -> None:

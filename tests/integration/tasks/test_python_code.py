@@ -15,6 +15,8 @@ import pytest
 
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.sandbox import command, identity, kernel
+from rollmesh.tasks.sandbox.command import Sandbox
+from rollmesh.tasks.sandbox.enter import Walls
 from rollmesh.tasks.sandbox.identity import own_uid
 from rollmesh.tasks.verifiers.code_tests import same_output, same_value
 from rollmesh.tasks.verifiers.protocol import RewardParts
@@ -33,10 +35,18 @@ PATIENCE_SECONDS = 60.0
 """Time for code that ends by itself, and for processes to go: a machine that stalls is no fault of theirs."""
 
 
+@pytest.fixture
+def code_may_run() -> None:
+    """Skip where code is refused: an ordinary user on a machine without user namespaces."""
+    if danger := Sandbox.danger():
+        pytest.skip(f"code is refused here: {danger}")
+
+
 def run(code: str, metadata: dict[str, Any], **options: Any) -> RewardParts:
     return PythonCodeVerifier(**{"timeout_seconds": PATIENCE_SECONDS, **options}).verify(code, metadata)
 
 
+@pytest.mark.usefixtures("code_may_run")
 @pytest.mark.parametrize(
     ("code", "metadata", "expected"),
     [
@@ -67,11 +77,13 @@ def test_code_is_worth_one_when_all_tests_pass(code: str, metadata: dict[str, An
     assert run(code, metadata).value == expected
 
 
+@pytest.mark.usefixtures("code_may_run")
 def test_partial_credit_is_the_share_of_passed_tests() -> None:
     reward = run("def add(a, b): return 3", ADD, partial_credit=True)
     assert (reward.value, reward.parts["tests_passed"], reward.parts["tests"]) == (0.5, 1, 2)
 
 
+@pytest.mark.usefixtures("code_may_run")
 def test_tests_may_come_as_json_text() -> None:
     assert run("def add(a, b): return a + b", {"tests": '["assert add(2, 2) == 4"]'}).value == 1.0
 
@@ -115,12 +127,14 @@ ASSERT_CHEATS = {
 }
 
 
+@pytest.mark.usefixtures("code_may_run")
 @pytest.mark.parametrize("code", [*CHEATS.values(), *ASSERT_CHEATS.values()], ids=[*CHEATS, *ASSERT_CHEATS])
 def test_cheating_at_calls_and_asserts_earns_nothing(code: str) -> None:
     assert run(code, ADD).value == 0.0
     assert run(code, ASSERTED).value == 0.0
 
 
+@pytest.mark.usefixtures("code_may_run")
 def test_what_asserts_expect_is_not_in_the_process_that_runs_the_answer() -> None:
     secret = "the-expected-text"
     code = (
@@ -151,6 +165,7 @@ POISON = {
 }
 
 
+@pytest.mark.usefixtures("code_may_run")
 @pytest.mark.parametrize("code", POISON.values(), ids=POISON.keys())
 def test_poison_is_wrong_in_time_and_leaves_nothing_behind(code: str) -> None:
     start = time.monotonic()
@@ -160,6 +175,7 @@ def test_poison_is_wrong_in_time_and_leaves_nothing_behind(code: str) -> None:
     wait_until_nothing_is_left()
 
 
+@pytest.mark.usefixtures("code_may_run")
 @pytest.mark.parametrize("name", ["output bomb", "daemon"])
 def test_a_poisonous_program_is_wrong_in_time_too(name: str) -> None:
     assert run(POISON[name], DOUBLE, timeout_seconds=0.5).value == 0.0
@@ -185,6 +201,7 @@ def processes_of_our_sandboxes() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.usefixtures("code_may_run")
 def test_a_time_out_is_wrong_and_marked() -> None:
     # Long enough for an interpreter to start and to answer the first test, however busy the machine.
     reward = run(
@@ -215,6 +232,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.usefixtures("code_may_run")
 def test_what_code_can_see_and_use_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMESH_STORE__PASSWORD", "secret")
     verifier = PythonCodeVerifier(process_count=8)
@@ -228,6 +246,7 @@ def test_what_code_can_see_and_use_is_little(monkeypatch: pytest.MonkeyPatch) ->
     assert seen["last_descriptor"] < 8
 
 
+@pytest.mark.usefixtures("code_may_run")
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
@@ -286,7 +305,7 @@ def test_printed_text_is_compared_without_trailing_space() -> None:
 @pytest.fixture
 def no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that allows no user namespaces, as in most containers."""
-    monkeypatch.setattr(command, "namespaces_allowed", lambda uid: False)
+    monkeypatch.setattr(command, "strongest_walls", lambda uid: Walls.NONE)
 
 
 @pytest.mark.usefixtures("no_namespaces")

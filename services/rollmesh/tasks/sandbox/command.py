@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from rollmesh.errors import VerifierError
-from rollmesh.tasks.sandbox import identity, leftovers
-from rollmesh.tasks.sandbox.enter import Confinement, enter, namespaces_allowed
+from rollmesh.tasks.sandbox import identity, leftovers, seal
+from rollmesh.tasks.sandbox.enter import Confinement, Walls, enter, strongest_walls
 from rollmesh.tasks.sandbox.limits import ResourceLimits
 
 _SCRIPT_NAME = "answer.py"
@@ -48,15 +48,28 @@ class Sandbox:
     """Most standard output that is read."""
     scratch_bytes: int = 64 << 20
     """Private space for files, in memory where the machine allows it."""
+    may_fork: bool = False
+    """Whether scripts may start processes; ``limits`` then hold for each of them."""
 
     @staticmethod
     def danger() -> str:
-        """Why code should not run here: it could reach processes that are not its own. Empty where it cannot."""
+        """Why code should not run here: it could reach what is not its own. Empty where it cannot."""
         if identity.is_root():
             return "" if identity.can_become(identity.own_uid(0)) else "root here cannot take another uid"
-        if identity.has_own_uid() or namespaces_allowed(None):
+        if identity.has_own_uid():
             return ""
-        return "code would share its uid with other processes, and this machine allows no user namespaces"
+        match strongest_walls(None):
+            case Walls.NONE:
+                return (
+                    "code would share its uid with other processes and could change this user's files, checkpoints "
+                    "and Redis included, and this machine allows no user namespaces"
+                )
+            case Walls.NAMESPACES:
+                return (
+                    "code could change this user's files, checkpoints and Redis included: this machine allows user "
+                    "namespaces, but no root folder of its own in them (mount, pivot_root, mount_setattr of Linux 5.12)"
+                )
+        return ""
 
     def run(self, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
         """Run ``script`` with the interpreter of this process, without site-packages.
@@ -70,11 +83,12 @@ class Sandbox:
             confinement = Confinement(
                 limits=self.limits,
                 uid=uid,
-                namespaces=namespaces_allowed(uid),
+                walls=strongest_walls(uid),
+                may_fork=self.may_fork,
                 folder=folder,
                 scratch_bytes=self.scratch_bytes,
             )
-            if confinement.namespaces:
+            if confinement.walls is not Walls.NONE:
                 return self._run_in(confinement, script, stdin, timeout_seconds)
             with leftovers.cleared():
                 return self._run_in(confinement, script, stdin, timeout_seconds)
@@ -82,13 +96,14 @@ class Sandbox:
     def _run_in(self, confinement: Confinement, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
         # The interpreter below a virtual environment: the environment itself is not needed and may be private.
         interpreter = os.path.realpath(sys.executable)
+        home = seal.WORKING_FOLDER if confinement.walls is Walls.SEALED else confinement.folder
         try:
             process = subprocess.Popen(
                 [interpreter, "-I", "-S", "-B", _SCRIPT_NAME],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**_ENVIRONMENT, "HOME": confinement.folder},
+                env={**_ENVIRONMENT, "HOME": home},
                 start_new_session=True,
                 preexec_fn=partial(enter, confinement, _SCRIPT_NAME, script),
             )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn
 
-from rollmesh.tasks.sandbox import identity, kernel, reach
+from rollmesh.tasks.sandbox import identity, kernel, reach, seal, system_calls
 from rollmesh.tasks.sandbox.limits import ResourceLimits, apply_limits
 
 NAMESPACES = (
@@ -25,7 +27,15 @@ NAMESPACES = (
 """What code gets for itself; any user may have these, where the machine allows user namespaces at all."""
 
 _SCRATCH_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-_FIRST_OTHER_DESCRIPTOR = 3
+_TRIAL_SCRATCH_BYTES = 1 << 20
+
+
+class Walls(Enum):
+    """What the kernel of this machine lets us build around code, strongest first."""
+
+    SEALED = "namespaces and a root folder of its own"
+    NAMESPACES = "namespaces; the files of the host stay"
+    NONE = "a uid and resource limits only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,34 +45,45 @@ class Confinement:
     limits: ResourceLimits
     uid: int | None
     """Uid to become, one that runs nothing else; None keeps the uid of this process."""
-    namespaces: bool
-    """Whether to leave this process's namespaces for new ones."""
+    walls: Walls
+    may_fork: bool
+    """Whether code may start processes; each then has the memory limit for itself."""
     folder: str
-    """Working folder on disk, used when the child cannot have private scratch space in memory."""
+    """Working folder on disk where there is no private scratch space; else the place to build the new root on."""
     scratch_bytes: int
-    """Size of each private scratch space."""
+    """Size of the private scratch space."""
 
 
 def enter(confinement: Confinement, script_name: str, script: bytes) -> None:
     """Confine this process and leave ``script`` in its working folder; runs in a forked child."""
     os.umask(0o077)
-    if confinement.uid is not None:
-        reach.expose([Path(sys.base_prefix).resolve()])
-        identity.become(confinement.uid)
-    with suppress(OSError):
-        kernel.refuse_new_privileges()
-    folder = confinement.folder
-    own_process_count = confinement.uid is not None
-    if confinement.namespaces:
-        _new_namespaces()
-        own_process_count = True
-        _become_first_process()
-        folder = _private_scratch(confinement.scratch_bytes) or folder
+    folder = _build(confinement)
     with suppress(OSError):
         kernel.die_with_parent()
     os.chdir(folder)
     Path(script_name).write_bytes(script)
+    own_process_count = confinement.uid is not None or confinement.walls is not Walls.NONE
     apply_limits(confinement.limits, own_uid=own_process_count)
+    with suppress(OSError):  # not every kernel and architecture; the measured level says so
+        system_calls.restrict(may_fork=confinement.may_fork)
+
+
+def _build(confinement: Confinement) -> str:
+    """Build the walls around this process; returns its working folder."""
+    uid, folder = confinement.uid, confinement.folder
+    if uid is not None:
+        reach.expose([Path(sys.base_prefix).resolve()])
+        identity.become(uid)
+    with suppress(OSError):
+        kernel.refuse_new_privileges()
+    if confinement.walls is Walls.NONE:
+        return folder
+    _new_namespaces()
+    _become_first_process()
+    if confinement.walls is Walls.SEALED:
+        seal.seal(folder, confinement.scratch_bytes)
+        return seal.WORKING_FOLDER
+    return _private_scratch(confinement.scratch_bytes) or folder
 
 
 def _new_namespaces() -> None:
@@ -108,16 +129,36 @@ def _private_scratch(size_bytes: int) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def namespaces_allowed(uid: int | None) -> bool:
-    """Whether this process, once it is ``uid`` (None: as it is), may have new namespaces; tried out in a child."""
+def strongest_walls(uid: int | None) -> Walls:
+    """The strongest walls that this process, once it is ``uid`` (None: as it is), can have; tried out in children."""
+    limits = ResourceLimits(address_space_bytes=0, cpu_seconds=0, process_count=0, file_bytes=0, open_file_count=0)
+    for walls in Walls:
+        with tempfile.TemporaryDirectory(prefix="rollmesh-walls-", ignore_cleanup_errors=True) as folder:
+            if uid is not None:
+                os.chown(folder, uid, uid)
+            trial = Confinement(
+                limits=limits,
+                uid=uid,
+                walls=walls,
+                may_fork=False,
+                folder=folder,
+                scratch_bytes=_TRIAL_SCRATCH_BYTES,
+            )
+            if walls is Walls.NONE or _holds(trial):
+                return walls
+    raise AssertionError("the last walls need nothing")
+
+
+def _holds(trial: Confinement) -> bool:
+    interpreter = os.path.realpath(sys.executable)
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            if uid is not None:
-                identity.become(uid)
-            _new_namespaces()
-            status = 0
+            _build(trial)
+            status = 0 if os.access(interpreter, os.X_OK) else 1
+        except OSError:
+            status = 1
         finally:
             os._exit(status)
     return os.waitpid(child, 0)[1] == 0

@@ -11,8 +11,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from decimal import Decimal
-from fractions import Fraction
 from itertools import islice
 from typing import Any
 
@@ -67,6 +65,10 @@ def plain(value: Any) -> Any:
     for kind, write in _WRITERS:
         if isinstance(value, kind):
             return write(value)
+    for module, kind in (("decimal", "Decimal"), ("fractions", "Fraction")):
+        # An answer with such a value has loaded the module; others need not wait for it.
+        if module in sys.modules and isinstance(value, getattr(sys.modules[module], kind)):
+            return {kind: str(value)}
     if hasattr(value, "__iter__") and not isinstance(value, type):
         items = plain_items(islice(value, LONGEST_ITERATOR + 1))
         if len(items) <= LONGEST_ITERATOR:
@@ -91,8 +93,6 @@ _WRITERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     ((bytes, bytearray), lambda value: {"bytes": value.hex()}),
     (complex, lambda value: {"complex": [value.real, value.imag]}),
     (range, lambda value: {"range": [value.start, value.stop, value.step]}),
-    (Decimal, lambda value: {"decimal": str(value)}),
-    (Fraction, lambda value: {"fraction": str(value)}),
 )
 
 

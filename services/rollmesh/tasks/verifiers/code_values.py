@@ -16,8 +16,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "range": lambda bounds: range(*bounds),
     "bytes": bytes.fromhex,
     "complex": lambda parts: complex(*parts),
-    "decimal": Decimal,
-    "fraction": Fraction,
+    "Decimal": Decimal,
+    "Fraction": Fraction,
     "other": lambda _: object(),
 }
 

@@ -40,12 +40,15 @@ class PythonCodeVerifier:
         partial_credit: bool = False,
         memory_bytes: int = 512 << 20,
         process_count: int = 16,
+        may_fork: bool = False,
         allow_shared_uid: bool = False,
     ) -> None:
         """``timeout_seconds`` is for all tests of one answer together; keep it below reward.timeout_seconds.
 
-        ``process_count``: processes and threads that an answer may have at once. ``allow_shared_uid``: run code even
-        where it could signal every process of this user; for a container that holds nothing else.
+        ``memory_bytes`` is for all that an answer runs, files of at most 64 MiB aside. ``process_count``: threads that
+        an answer may have at once. ``may_fork``: it may start processes as well, each with an equal share of the
+        memory. ``allow_shared_uid``: run code even where it could reach every process and file of this user; for a
+        container that holds nothing else.
 
         Raises ConfigError where code cannot be confined.
         """
@@ -56,19 +59,25 @@ class PythonCodeVerifier:
                 f"reward.options: timeout_seconds={timeout_seconds} (> 0), memory_bytes={memory_bytes} (>= 64 MiB), "
                 f"process_count={process_count} (>= 1)"
             )
+        share = memory_bytes // process_count if may_fork else memory_bytes
+        if share < 64 << 20:
+            raise ConfigError(
+                f"reward.options: may_fork shares memory_bytes={memory_bytes} between process_count={process_count} "
+                "processes, and each needs 64 MiB; lower process_count or raise memory_bytes"
+            )
         if not allow_shared_uid and (danger := Sandbox.danger()):
             raise ConfigError(
                 f"verifier python_code: {danger}; run the reward service as root or allow user namespaces, or, in a "
                 "container of its own, set reward.options.allow_shared_uid"
             )
         limits = ResourceLimits(
-            address_space_bytes=memory_bytes,
+            address_space_bytes=share,
             cpu_seconds=int(timeout_seconds) + 1,
             process_count=process_count,
             file_bytes=16 << 20,
             open_file_count=64,
         )
-        self.sandbox = Sandbox(limits=limits)
+        self.sandbox = Sandbox(limits=limits, may_fork=may_fork)
         """Where answers run."""
         self._timeout_seconds = timeout_seconds
         self._partial_credit = partial_credit

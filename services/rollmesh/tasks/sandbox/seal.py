@@ -1,0 +1,95 @@
+"""A root folder of its own: the interpreter's files, read-only, private scratch space, and nothing else of the host.
+
+The folders of runs, homes, data sets, sockets and everything that is open to all users are not covered one by one: they
+are not there. Needs a mount namespace of its own with the right to mount in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from rollmesh.tasks.sandbox import kernel
+
+WORKING_FOLDER = "/tmp"
+"""The only place that code can write to."""
+
+_SYSTEM_PATHS = (
+    "/bin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/usr/bin",
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/local/lib",
+    "/usr/share/zoneinfo",
+    "/etc/ld.so.cache",
+    "/nix/store",
+)
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_LINKS = {
+    "/dev/shm": WORKING_FOLDER,
+    "/var/tmp": WORKING_FOLDER,
+    "/dev/fd": "/proc/self/fd",
+    "/dev/stdin": "/proc/self/fd/0",
+    "/dev/stdout": "/proc/self/fd/1",
+    "/dev/stderr": "/proc/self/fd/2",
+}
+_READ_ONLY = kernel.MOUNT_ATTR_RDONLY | kernel.MOUNT_ATTR_NOSUID | kernel.MOUNT_ATTR_NODEV
+_MOST_FILES = 4096
+
+
+def seal(folder: str, scratch_bytes: int) -> None:
+    """Make ``folder`` the root folder of this process, with so much scratch space.
+
+    Raises OSError where the kernel does not allow all of it.
+    """
+    umask = os.umask(0o022)
+    kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+    flags = kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("tmpfs", folder, "tmpfs", flags, "size=1m,nr_inodes=4096,mode=755")
+    scratch = f"{folder}{WORKING_FOLDER}"
+    os.mkdir(scratch)
+    kernel.mount("tmpfs", scratch, "tmpfs", flags, f"size={scratch_bytes},nr_inodes={_MOST_FILES},mode=700")
+    for path in _shown_paths():
+        _show(folder, path, _READ_ONLY)
+    for name in _DEVICES:
+        _show(folder, Path("/dev") / name, kernel.MOUNT_ATTR_NOSUID)
+    os.mkdir(f"{folder}/proc")
+    with suppress(OSError):  # a container that hides parts of /proc allows no other; then there is none
+        kernel.mount("proc", f"{folder}/proc", "proc", flags | kernel.MS_NOEXEC)
+        kernel.restrict_mount(f"{folder}/proc", kernel.MOUNT_ATTR_RDONLY)
+    for link, target in _LINKS.items():
+        os.makedirs(os.path.dirname(f"{folder}{link}"), exist_ok=True)
+        os.symlink(target, f"{folder}{link}")
+    kernel.change_root(folder)
+    kernel.restrict_mount("/", _READ_ONLY, recursive=False)
+    os.umask(umask)
+
+
+def _shown_paths() -> list[Path]:
+    """Libraries of the system and of this interpreter; not the whole prefix, which may hold a working folder."""
+    prefixes = {Path(sys.base_prefix).resolve(), Path(sys.base_exec_prefix).resolve()}
+    own = {prefix / name for prefix in prefixes for name in ("bin", "lib", "lib64")}
+    own |= {Path(os.__file__).resolve().parent, Path(sys.executable).resolve().parent}
+    found = {path for path in (*map(Path, _SYSTEM_PATHS), *own) if path.exists()}
+    return sorted(path for path in found if not any(parent in found for parent in path.parents))
+
+
+def _show(folder: str, path: Path, attributes: int) -> None:
+    """Let ``path`` appear below the new root."""
+    target = f"{folder}{path}"
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if path.is_symlink():
+        os.symlink(os.readlink(path), target)
+        return
+    if path.is_dir():
+        os.mkdir(target)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    kernel.mount(str(path), target, flags=kernel.MS_BIND | kernel.MS_REC)
+    kernel.restrict_mount(target, attributes)

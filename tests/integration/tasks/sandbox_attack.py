@@ -1,0 +1,45 @@
+"""Run one script in the sandbox as the service of an ordinary user would; started by the tests as a process.
+
+``python sandbox_attack.py UID JOB``: as root, take that uid first, as if it had started the run. JOB is JSON with the
+script, its input and the limits. Prints JSON: the walls around the script and its standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from rollmesh.tasks.sandbox import identity, reach
+from rollmesh.tasks.sandbox.command import Sandbox
+from rollmesh.tasks.sandbox.limits import ResourceLimits
+
+
+def may_mount() -> bool:
+    """Whether a user namespace of its own lets this uid mount, tried out without the code under test."""
+    script = "mount -t tmpfs none /tmp"
+    return subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]).returncode == 0
+
+
+def main(uid: int, job: dict[str, object]) -> None:
+    """Drop to ``uid`` and run the job."""
+    if os.geteuid() == 0 and uid != 0:
+        reach.expose([Path(sys.base_prefix).resolve()])
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    from rollmesh.tasks.sandbox.enter import strongest_walls
+
+    limits = ResourceLimits(
+        address_space_bytes=128 << 20, cpu_seconds=60, process_count=16, file_bytes=16 << 20, open_file_count=64
+    )
+    walls = strongest_walls(identity.own_uid(0) if os.geteuid() == 0 else None)
+    result = Sandbox(limits=limits).run(str(job["script"]).encode(), json.dumps(job["input"]).encode(), 60.0)
+    print(json.dumps({"walls": walls.name, "may_mount": may_mount(), "output": result.stdout.decode()}))
+    print(result.stderr.decode("utf-8", "replace"), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))
