@@ -42,7 +42,10 @@ _CONVERTERS = frozenset(
 )
 """Functions that may run beside the answer when its value is all they are given: their result is compared here."""
 
-_FORBIDDEN = frozenset(dir(builtins)) - {"callable", "hasattr", "hash", "issubclass", "iter", "next", "repr"}
+_BUILTINS_THERE = frozenset({"callable", "hasattr", "hash", "issubclass", "iter", "next", "repr"})
+"""Other built-in functions that run beside the answer."""
+
+_FORBIDDEN = frozenset(dir(builtins)) - _BUILTINS_THERE
 """Built-in names that tests cannot use unless ``_HERE`` has them."""
 
 # fmt: off
@@ -182,12 +185,30 @@ class _Split:
         names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         if names & bound:
             raise self._error(node, f"depends on the loop variable {min(names & bound)!r}")
+        self._refuse_judges(node)
         root = _root(node)
         if truth and root in self._own_names:
             raise self._error(node, f"{root!r} is the test's own and would judge inside of the answer's process")
         self._step("value", node, truth=truth)
         self._value_count += 1
         return ast.Name(f"{_VALUE}{self._value_count - 1}", ast.Load())
+
+    def _refuse_judges(self, node: ast.expr) -> None:
+        """Raise for an expression in which the answer's process would compare a value of the answer."""
+        own = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        own |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        for part in ast.walk(node):
+            match part:
+                case ast.Compare(left=left, comparators=others):
+                    judges = any(self._is_there(side, frozenset(own)) for side in (left, *others))
+                case ast.Call(func=ast.Attribute(attr=method)):
+                    judges = method.startswith("__")
+                case ast.Call(func=ast.Name(id=name), args=[ast.GeneratorExp(), *_]):
+                    judges = name in _BUILTINS_THERE
+                case _:
+                    judges = False
+            if judges:
+                raise self._error(node, "would compare inside of the answer's process")
 
     def _is_there(self, node: ast.expr, bound: frozenset[str]) -> bool:
         """Whether the answer's process computes ``node``."""
