@@ -31,13 +31,17 @@ def write(path, size):
     with open(path, "wb") as file:
         file.write(bytes(size))
 
+def leaves(path):
+    write(path, 1)
+    os.unlink(path)
+
 folders = ("/", "/usr/lib", os.path.dirname(sys.executable))
 outside = [f"{folder}/rollmesh-probe" for folder in folders]
 seen = {
     "uid": os.getuid(),
     "first_process": os.getpid() == 1,
     "connects": works(lambda: socket.create_connection(("127.0.0.1", job["port"]), 5).close()),
-    "sees_files": os.path.exists(job["marker"]) or any([works(write, path, 1) for path in outside]),
+    "sees_files": os.path.exists(job["marker"]) or any([works(leaves, path) for path in outside]),
     "fills_disk": all([works(write, f"filler{n}", job["scratch_bytes"] // 2) for n in range(4)]),
     "memory": works(lambda: len(bytearray(job["memory_bytes"]))),
 }
@@ -106,24 +110,24 @@ def probe_sandbox() -> SandboxLevel:
     )
     # Without a limit in force this many children are still harmless.
     tried = 4 * _PROCESS_COUNT
-    with (
-        tempfile.NamedTemporaryFile(prefix="rollmesh-probe-") as marker,
-        socket.create_server(("127.0.0.1", 0)) as port,
-    ):
-        os.chmod(marker.name, 0o666)
-        job = {
-            "marker": marker.name,
-            "port": port.getsockname()[1],
-            "scratch_bytes": _SCRATCH_BYTES,
-            "memory_bytes": 2 * _MEMORY_BYTES,
-            "tried": tried,
-        }
-        sandbox = Sandbox(limits=limits, scratch_bytes=_SCRATCH_BYTES)
-        try:
+    sandbox = Sandbox(limits=limits, scratch_bytes=_SCRATCH_BYTES)
+    try:
+        with (
+            tempfile.NamedTemporaryFile(prefix="rollmesh-probe-") as marker,
+            socket.create_server(("127.0.0.1", 0)) as port,
+        ):
+            os.chmod(marker.name, 0o666)
+            job = {
+                "marker": marker.name,
+                "port": port.getsockname()[1],
+                "scratch_bytes": _SCRATCH_BYTES,
+                "memory_bytes": 2 * _MEMORY_BYTES,
+                "tried": tried,
+            }
             result = sandbox.run(_SCRIPT.encode(), json.dumps(job).encode(), _PROBE_TIMEOUT_SECONDS)
-            seen = json.loads(result.stdout)
-        except (VerifierError, OSError, ValueError):
-            return SandboxLevel()
+        seen = json.loads(result.stdout)
+    except (VerifierError, OSError, ValueError):
+        return SandboxLevel()
     return SandboxLevel(
         available=seen["uid"] != 0,
         own_network=not seen["connects"],
