@@ -16,6 +16,7 @@ from rollmesh.config.scaling import SCALABLE, check_scale, configured_replicas
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.console import output_console
+from rollmesh.runtime.capacity import check_capacity
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import TrajectoryStore
 
@@ -37,6 +38,9 @@ def scale(
         ),
     ] = None,
     as_json: JsonOption = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Ask even for more processes than this machine's cores and memory can take.")
+    ] = False,
 ) -> None:
     """Change how many generators, reward services or rollout workers a run has while it trains.
 
@@ -47,6 +51,11 @@ def scale(
     async def main() -> None:
         async with store_of(run) as (config, folder, store):
             wishes = parse_replicas(config, replicas or ())
+            asked = dict(await store.scale_requests())
+            for service, number in wishes.items():
+                if number is not None and not force:
+                    check_capacity(config, asked, service, number)
+                    asked[service] = number
             heard = [await store.request_scale(service, number) for service, number in wishes.items()]
             rows = await _rows(config, folder, store)
         if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import rollmesh
@@ -29,6 +30,7 @@ from rollmesh.gateway.models import (
 )
 from rollmesh.gateway.sampler import Sampler
 from rollmesh.gateway.viewer import Viewer
+from rollmesh.runtime.capacity import check_capacity
 from rollmesh.scheduling import resolve_schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.types import DeadLetter
@@ -178,6 +180,9 @@ class RunActions:
             check_replicas(request.service, 1)
         else:
             check_scale(self._config, request.service, request.replicas)
+            if not request.force:
+                asked = await self._store.scale_requests()
+                await asyncio.to_thread(check_capacity, self._config, asked, request.service, request.replicas)
         carried_out = await self._store.request_scale(request.service, request.replicas)
         self._count("scale")
         wish = "as the run file has it" if request.replicas is None else f"{request.replicas}"

@@ -10,9 +10,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
+import pytest
 
 from rollmesh.config import load_run_config
 from rollmesh.config.services import StoreConfig
+from rollmesh.runtime.capacity import Machine
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 
@@ -98,6 +100,19 @@ async def test_dead_letters_are_shown_replayed_and_deleted(client: httpx.AsyncCl
     assert (await client.delete("api/v1/dead-letters/e0-0.0")).status_code == 200
     assert (await client.delete("api/v1/dead-letters/e0-0.0")).status_code == 404
     assert (await client.post("api/v1/dead-letters/e0-0.0/replay")).status_code == 404
+
+
+async def test_more_processes_than_the_machine_can_take_are_refused_unless_forced(
+    client: httpx.AsyncClient, scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmesh.runtime.capacity.this_machine", lambda: Machine(cores=2, available_bytes=64 << 30))
+    body = {"service": "generator", "replicas": 178}
+    refused = await client.post("api/v1/scale", json=body)
+    assert refused.status_code == 400
+    assert "8 for each of the 2 cores" in refused.text
+    assert await scene.store.scale_requests() == {}
+    assert (await client.post("api/v1/scale", json={**body, "force": True})).status_code == 200
+    assert await scene.store.scale_requests() == {"generator": 178}
 
 
 async def test_a_scale_request_reaches_the_store_and_a_wrong_one_is_refused(

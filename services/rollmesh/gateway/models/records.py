@@ -205,3 +205,5 @@ class ScaleRequest(Model):
     """Service to scale."""
     replicas: int | None = Field(ge=0, le=256)
     """Processes to keep; a surplus one is drained, and loses nothing. null: as the run file has it."""
+    force: bool = False
+    """Ask even for more processes than the cores and the memory of the machine can take."""

@@ -1,0 +1,27 @@
+"""How many processes a machine is asked to take."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.capacity import Machine, refuse_overload
+
+SMALL = Machine(cores=2, available_bytes=8 << 30)
+WANTED = {"generator": 2, "reward": 1, "rollout": 1}
+
+
+def test_more_processes_than_the_cores_can_take_are_refused() -> None:
+    refuse_overload(SMALL, WANTED, "generator", 14, 100 << 20)
+    with pytest.raises(ConfigError, match=r"generator=178: 180 .* are more than 16, 8 for each of the 2 cores"):
+        refuse_overload(SMALL, WANTED, "generator", 178, 100 << 20)
+
+
+def test_more_processes_than_the_memory_can_take_are_refused() -> None:
+    refuse_overload(SMALL, WANTED, "generator", 5, 2 << 30)
+    with pytest.raises(ConfigError, match=r"generator=6: 4 more processes of about 2048 MiB each do not fit into 6553"):
+        refuse_overload(SMALL, WANTED, "generator", 6, 2 << 30)
+
+
+def test_fewer_processes_are_never_refused() -> None:
+    refuse_overload(Machine(cores=1, available_bytes=0), {**WANTED, "generator": 200}, "generator", 100, 2 << 30)
