@@ -274,8 +274,8 @@ class GeneratorRecord:
     work: GeneratorWork = GeneratorWork()
     """For the reports of train steps."""
     refused_version: int | None = None
-    """Newest version that it refused, until it serves that one or a newer one."""
+    """Last version that it refused, until it serves that one or a newer one."""
     refused_count: int = 0
-    """Versions that it has refused in a row, up to that one."""
+    """Versions that it has refused in a row and does not retry."""
     refused_reason: str = ""
     """Why it refused it."""

@@ -19,7 +19,7 @@ import numpy as np
 
 from rollmesh.checkpoints.manifest import Manifest
 from rollmesh.checkpoints.policies import VerifiedPolicy
-from rollmesh.checkpoints.reasons import Reason
+from rollmesh.checkpoints.reasons import PASSING, Reason
 from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavailable
 from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores
@@ -154,7 +154,8 @@ class PolicyWatcher:
 
     def _refused(self, record: PolicyRecord, reason: str, error: Exception) -> None:
         self._metrics.reload_failed(reason)
-        self._rotation.refuse(record.policy_version, f"{reason}: {error}")
+        if reason not in PASSING:
+            self._rotation.refuse(record.policy_version, f"{reason}: {error}", retried=reason in _PASSING)
         old = self._serving.manifest.policy_version if self._serving is not None else None
         self._log.error(
             "policy_refused",

@@ -30,13 +30,14 @@ class Rotation:
     out_of_rotation: str = "no policy has been loaded yet"
     """Why the policy in the engine must not be served; empty when it may."""
     refused_version: int | None = None
-    """Newest version that was refused, until that one or a newer one is served."""
+    """Last version that was refused, until that one or a newer one is served."""
     refused_count: int = 0
     """Versions refused in a row, up to that one."""
     refused_reason: str = ""
     """Why it was refused."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on every change: the registry should know at once."""
+    _counted_version: int = -1
     _call_count: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -103,12 +104,12 @@ class Rotation:
         self.out_of_rotation = ""
         self.changed.set()
 
-    def refuse(self, version: int, reason: str) -> None:
-        """A version cannot be served; a second attempt at the same one is not counted again."""
-        if self.refused_version is None or version > self.refused_version:
-            self.refused_version = version
+    def refuse(self, version: int, reason: str, *, retried: bool) -> None:
+        """A version cannot be served. It counts once; not while it is retried, for its folder may only lag behind."""
+        if not retried and version > self._counted_version:
+            self._counted_version = version
             self.refused_count += 1
-        self.refused_reason = reason
+        self.refused_version, self.refused_reason = version, reason
         self.changed.set()
 
     def accept(self, version: int) -> None:

@@ -179,10 +179,10 @@ class LocalMesh:
                 self.progress.note(f"generator {generator.address} refuses policy version {version}: {words}")
 
     async def refuse_unserved(self) -> None:
-        """Raise ServiceFailed when every generator refuses the newest policy."""
+        """Raise ServiceFailed when every generator refuses the newest policy and does not retry it."""
         newest = await self.answer(self.latest_version, "the newest policy version")
         refusal = refused_by_all(newest, await self.answer(self.store.generators, "the generators"))
-        if refusal is not None:
+        if refusal is not None and refusal.refused_count:
             raise ServiceFailed(
                 f"every generator refuses the newest policy version, {newest}: {refusal.refused_reason}"
             )

@@ -61,3 +61,17 @@ async def test_idle_means_that_every_admitted_call_has_ended():
 
 def test_every_instance_has_its_own_identity():
     assert Rotation().instance_id != Rotation().instance_id
+
+
+def test_refused_versions_count_once_each_until_one_is_served_and_not_while_they_are_retried():
+    rotation = serving()
+    rotation.refuse(1, "torn", retried=True)
+    assert (rotation.refused_version, rotation.refused_count) == (1, 0)
+    for _ in range(2):
+        rotation.refuse(1, "tampered", retried=False)
+    rotation.refuse(3, "canary", retried=False)
+    assert (rotation.refused_version, rotation.refused_count, rotation.refused_reason) == (3, 2, "canary")
+    rotation.accept(2)
+    assert rotation.refused_count == 2
+    rotation.accept(4)
+    assert (rotation.refused_version, rotation.refused_count) == (None, 0)
