@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import os
+import shutil
 import signal
 
 import psutil
@@ -115,6 +116,25 @@ def test_a_run_that_diverges_fails_and_says_so_everywhere(small_run) -> None:
     audit = line.run("audit", str(line.folder), "--json")
     assert audit.returncode == 1
     assert any(problem.startswith(f"the run failed: {failure}") for problem in json.loads(audit.stdout)["problems"])
+
+
+def test_a_damaged_batch_file_ends_the_run_at_once_with_its_reason(started, wait_until) -> None:
+    line, process = started(trainer={"train_steps": ENDLESS}, evaluation={"before_and_after": False})
+    wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=PATIENCE)
+    shutil.rmtree(line.folder / "checkpoints" / "states")  # so that the first step is trained again from its file
+    file = min((line.folder / "checkpoints" / "batches").glob("*.pb"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 3] ^= 1
+    file.write_bytes(content)
+
+    done = line.run("up", str(line.run_file))
+    assert done.returncode == 2, done.stdout
+    assert "trainer-0 cannot go on: CheckpointError: " in done.stderr
+    assert file.name in done.stderr
+    assert "restart 1 of" not in done.stdout
+    assert file.name in json.loads(line.run("status", str(line.folder), "--json").stdout)["failure"]
 
 
 def test_a_second_launcher_on_the_same_folder_is_refused_and_a_second_ctrl_c_kills(started, wait_until) -> None:
