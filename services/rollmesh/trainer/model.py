@@ -114,6 +114,7 @@ def load_policy_model(
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _refuse_experts(config)
+        _refuse_lengths(config, longest)
         _without_dropout(config)
         # Sizes that do not fit are taken in here and refused by name below, instead of by a table on the terminal.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -139,8 +140,6 @@ def load_policy_model(
     _refuse_other_weights(folder, loaded[1])
     nn.Module.to(causal_lm, device)
     model = PolicyModel(causal_lm, linear_head=check_packing(causal_lm, longest=longest, precision=precision))
-    if model.limit is not None and longest > model.limit.tokens:
-        raise model.limit.refusal("generator.max_context_tokens", longest)
     if gradient_checkpointing:
         _enable_checkpointing(causal_lm)
     return model
@@ -194,6 +193,12 @@ def _refuse_experts(config: PretrainedConfig) -> None:
                 f"model.path: {config.model_type} routes tokens to {experts} experts ({field}); ratio losses need the "
                 "sampler's routing replayed, which is not supported"
             )
+
+
+def _refuse_lengths(config: PretrainedConfig, longest: int) -> None:
+    limit = length_limit(config)
+    if limit is not None and longest > limit.tokens:
+        raise limit.refusal("generator.max_context_tokens", longest)
 
 
 def _without_dropout(config: PretrainedConfig) -> None:
