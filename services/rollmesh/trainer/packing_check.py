@@ -91,8 +91,8 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
         rounding = _HALF_TOLERANCE if _is_half(packed) else _ROUNDING
         if moved[: len(ids[0])].max() > rounding:
             raise ConfigError(
-                f"model.path: {name} cannot be packed: a token changes with a later one (it ignores causality, or does "
-                "not use transformers' attention interface)"
+                f"model.path: {name} cannot be packed: a token changes with a later one (it ignores causality, keeps a "
+                "dropout, or does not use transformers' attention interface)"
             )
         if moved.max() > rounding or (packed - alone).abs().max() > _tolerance(packed) * scale:
             raise ConfigError(

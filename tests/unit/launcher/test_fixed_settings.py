@@ -32,7 +32,7 @@ MAY_CHANGE: dict[str, str] = {
     ),
     "trainer": (
         "train_steps learning_rate tokens_per_microbatch device gradient_checkpointing "
-        "sample_completions algorithm.kl_reference_version"
+        "sample_completions algorithm.kl_reference_version nonfinite_updates_limit"
     ),
     "checkpoints": "cache_folder cache_policies parallel_transfers object_store keep_last state_every_steps secret",
     "store": (
