@@ -10,7 +10,6 @@ import pytest
 from rollmesh.config.services import StoreConfig
 from rollmesh.holding.generators import Generators
 from rollmesh.holding.held import Held, Parked
-from rollmesh.holding.routing import Need
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, ReleaseReason, TrajectoryStore
 from rollmesh.types import GeneratorRecord, Trajectory
 
@@ -32,9 +31,11 @@ def record(name: str, *, version: int = 0, slots: int = 8, running: int = 0) -> 
     )
 
 
-def held(number: int) -> Held:
+def held(number: int, min_version: int = 0) -> Held:
     name = f"e0-{number}"
-    return Held(Trajectory(trajectory_id=f"{name}.0", group_id=name, member_index=0, prompt=prompt(number)))
+    found = Held(Trajectory(trajectory_id=f"{name}.0", group_id=name, member_index=0, prompt=prompt(number)))
+    found.start_floor = min_version
+    return found
 
 
 async def by_name(store: TrajectoryStore) -> dict[str, GeneratorRecord]:
@@ -128,7 +129,7 @@ async def test_a_generator_with_eight_slots_wakes_eight_of_five_hundred_waiters(
     ends = [asyncio.Event() for _ in range(500)]
 
     async def call(number: int) -> None:
-        with await generators.acquire(held(number), Need(min_version=1)):
+        with await generators.acquire(held(number, min_version=1)):
             seated.append(number)
             await ends[number].wait()
 
@@ -152,13 +153,13 @@ async def test_a_waiter_that_no_generator_can_take_does_not_hold_up_those_behind
     generators = Generators(store)
     seated: list[str] = []
 
-    async def call(number: int, need: Need, name: str) -> None:
-        with await generators.acquire(held(number), need):
+    async def call(waiter: Held, name: str, pinned_version: int | None = None) -> None:
+        with await generators.acquire(waiter, pinned_version):
             seated.append(name)
 
-    evaluation = asyncio.create_task(call(0, Need(pinned_version=9), "evaluation"))
+    evaluation = asyncio.create_task(call(held(0), "evaluation", pinned_version=9))
     await settled()
-    rollout = asyncio.create_task(call(1, Need(min_version=1), "rollout"))
+    rollout = asyncio.create_task(call(held(1, min_version=1), "rollout"))
     await settled()
     await store.register_generator(record("one", version=1, slots=1), TTL)
     await generators.refresh()
@@ -172,7 +173,7 @@ async def test_a_waiter_that_no_generator_can_take_does_not_hold_up_those_behind
 async def test_a_waiter_that_has_to_stop_is_woken_without_a_generator(store: TrajectoryStore) -> None:
     generators = Generators(store)
     parked, others = held(0), held(1)
-    calls = [asyncio.create_task(generators.acquire(each, Need())) for each in (parked, others)]
+    calls = [asyncio.create_task(generators.acquire(each)) for each in (parked, others)]
     await settled()
     parked.park(ReleaseReason.PAUSED)
     generators.wake()
