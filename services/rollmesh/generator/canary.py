@@ -1,8 +1,7 @@
-"""Whether an engine computes the policy that it names: its log-probabilities of the canary beside the trainer's.
+"""The canary: an engine's log-probabilities of fixed sequences beside the trainer's, at every new version.
 
-Two rules. The engine is as near to the trainer as its dtype allows; and where the trainer's log-probabilities moved
-from one version to another, the engine's moved too. The second one notices weights that were never delivered before
-they are far enough off for the first.
+Two rules. The engine is as near to the trainer as its dtype allows. Where the trainer's log-probabilities moved from
+one version to another, the engine's moved too: this finds weights that were never delivered at the first version.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccou
 
 
 async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
-    """The last thing that the trainer still has to do before the run is closed; empty when the run is over.
+    """Name the next thing that the trainer still has to do before the run is closed; empty when the run is over.
 
     Redis alone does not end a run: the audit reads the trainer state of the last step from disk.
     """
@@ -71,7 +71,7 @@ async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
 
 
 def _committed_on_disk(config: RunConfig) -> int:
-    """Train step of the newest trainer state in the checkpoint store; -1 without one, or without an answer."""
+    """Return the train step of the newest trainer state on disk; -1 without one, or without an answer."""
     try:
         state = CheckpointStore.from_config(config).latest_committed()
     except CheckpointError as error:

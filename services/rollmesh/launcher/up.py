@@ -78,13 +78,13 @@ async def _train(mesh: LocalMesh) -> None:
 
 
 async def _trained(mesh: LocalMesh) -> bool:
-    """Whether the trainer has nothing left to do; until then there is a trainer."""
+    """Tell whether the trainer has nothing left to do; until then there is a trainer."""
     # In this order: a trainer that ends between the two looks has done its work.
     ended = mesh.supervisor.finished(_TRAINER)
     missing = await missing_at_the_end(mesh.store, mesh.config)
     if missing and ended:
-        # Somebody sent it SIGTERM, Redis came back without its last reports, the request came after its last look, or
-        # its newest state was damaged.
+        # An operator sent it SIGTERM, Redis came back without its last reports, the request came after its last look,
+        # or its newest state was damaged.
         mesh.progress.note(f"the trainer has ended before {missing}: starting it again")
         mesh.supervisor.start_again(_TRAINER)
     return not missing

@@ -53,7 +53,7 @@ class Findings:
 
 
 def problems(found: Findings) -> Iterator[str]:
-    """Everything that does not hold, in plain words."""
+    """Yield everything that does not hold, in plain words."""
     trained = found.trained
     if found.failure:
         yield f"the run failed: {found.failure}"
@@ -84,7 +84,7 @@ def problems(found: Findings) -> Iterator[str]:
 
 
 def unchecked(found: Findings) -> Iterator[str]:
-    """Why too little was checked to call the run green, in plain words."""
+    """Yield the reasons why too little was checked to call the run green, in plain words."""
     rescoring = found.rescoring
     if not rescoring.policy_tokens:
         yield "no batch file holds a token that a policy wrote, so no log-probability was checked"
@@ -113,7 +113,7 @@ def _state_problems(steps: CommittedSteps) -> Iterator[str]:
 
 
 def rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
-    """Log-probabilities that are not those of the checkpoint that they name."""
+    """Yield the versions whose log-probabilities are not those of their checkpoint."""
     bounds = GAP_BOUNDS[rescoring.dtype]
     for version in rescoring.versions:
         name = f"policy version {version.policy_version}"

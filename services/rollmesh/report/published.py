@@ -25,11 +25,11 @@ class PublishedPolicies:
         self._complete = _complete(store)
 
     def announced(self, version: int) -> bool | None:
-        """Whether the registry has the version, so that ``open`` compares manifest digests; None without a registry."""
+        """Tell whether the registry has the version, whose manifest digest ``open`` compares; None without a registry."""
         return None if self._registry is None else version in self._registry
 
     def open(self, version: int) -> Path | None:
-        """The verified folder of a version; None where it was pruned.
+        """Return the verified folder of a version; None where it was pruned.
 
         Raises CheckpointError for one that is damaged, or is not the one that the registry announced.
         """

@@ -171,7 +171,7 @@ def _audit(summary: RunSummary) -> Iterator[Sentence]:
 
 
 def verdict_line(audit: AuditResult) -> str:
-    """The verdict, the share of tokens that it rests on, and the tokens whose checkpoint is gone."""
+    """State the verdict, the share of tokens that it rests on, and the tokens whose checkpoint is gone."""
     line, rescoring = _verdict("audit", audit), audit.rescoring
     if rescoring is None or rescoring.scored_share is None:
         return f"{line}: no token was scored again"
