@@ -25,7 +25,7 @@ class PublishedPolicies:
         self._complete = _complete(store)
 
     def announced(self, version: int) -> bool | None:
-        """Tell whether the registry has the version, whose manifest digest ``open`` compares; None without a registry."""
+        """Tell whether the registry has the version, so that ``open`` compares digests; None without a registry."""
         return None if self._registry is None else version in self._registry
 
     def open(self, version: int) -> Path | None:
