@@ -7,7 +7,7 @@ import numpy as np
 from rollmesh.store import Append, TrajectoryStore
 from rollmesh.store.payload import INLINE_LIMIT_BYTES
 
-from .store_mesh import Mesh, segment
+from .store_mesh import Mesh, known, segment
 
 CHUNK = 3000
 
@@ -57,7 +57,8 @@ async def test_a_trajectory_that_began_again_is_read_whole_though_it_is_as_long_
     seen = await store.unclaimed_trajectories({})
     await store.restart(mesh.session, ["e0-0.0"])
     assert await store.unclaimed_trajectories(seen) == {}
-    other = Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(8, start=77)])
+    begun = await known(store, "e0-0.0", 0)
+    other = Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(8, start=77)], **begun)
     await store.append(mesh.session, [other])
     await mesh.append("e0-0.0", 8, 4)
     now = await store.unclaimed_trajectories(seen)
