@@ -61,6 +61,7 @@ def rollout_of(held: Held) -> Rollout:
         params=SamplingParams(temperature=1.0, seed=0, stop_token_ids=(1,)),
         budget=2 * TOKENS,
         save=done,
+        report_first_token=done,
         restart=done,
         keep_snapshot=done,
     )
