@@ -8,7 +8,7 @@
     │   ├── SessionLost        the worker session, trainer session or leadership has expired
     │   └── Conflict           the state in Redis is not the one the caller assumed
     ├── CheckpointError        a checkpoint is torn, truncated, tampered with or foreign          (RuntimeError)
-    ├── TrainingDiverged       update after update has a gradient that is not finite              (RuntimeError)
+    ├── TrainingDiverged       gradients or logprobs of the policy are not finite                 (RuntimeError)
     ├── EngineError            the generation engine cannot serve a request                      (RuntimeError)
     ├── GenerationRefused      a generator refused a call before sampling a token                (RuntimeError)
     ├── VerifierError          a verifier failed or returned something that is not a number      (RuntimeError)
@@ -74,7 +74,7 @@ class CheckpointError(RollmeshError, RuntimeError):
 
 
 class TrainingDiverged(RollmeshError, RuntimeError):
-    """Updates in a row had a gradient that is not finite; starting the trainer again changes nothing."""
+    """Updates in a row had no finite gradient, or the new policy has no finite logprobs; a restart changes nothing."""
 
     final = True
 

@@ -121,7 +121,9 @@ def judge_states(root: Path, secret: bytes) -> JudgedStates:
 
 def newest_first(states: Iterable[CommittedState]) -> list[CommittedState]:
     """In the order in which they count."""
-    return sorted(states, key=lambda s: (s.record.rollback_count, s.record.train_step), reverse=True)
+    return sorted(
+        states, key=lambda s: (s.record.rollback_count, s.record.train_step, s.record.create_time), reverse=True
+    )
 
 
 def verify_files(state: CommittedState, *, part: int = 0, parts: int = 1) -> None:

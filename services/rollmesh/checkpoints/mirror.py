@@ -236,7 +236,10 @@ class ObjectMirror:
         path = f"{committed.FOLDER}/{state.folder.name}"
         with self._one_at_a_time(state.folder.name):
             wanted = [(f"{path}/{file.path}", file, confined(state.folder, file.path)) for file in state.record.files]
-            self.objects.get_all([(key, target) for key, file, target in wanted if not is_here(file, target)])
+            try:
+                self.objects.get_all([(key, target) for key, file, target in wanted if not is_here(file, target)])
+            except FileNotFoundError as error:
+                raise CheckpointError(f"{self.objects.url}/{path}: {error}", reason=Reason.MISSING) from error
 
     def prune_states(self, *, keep_last: int, session: str) -> list[str]:
         """``committed.prune_states`` in the bucket."""

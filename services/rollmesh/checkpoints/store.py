@@ -269,7 +269,8 @@ class CheckpointStore:
     def verify_state(self, state: CommittedState) -> None:
         """Compare every file of a state with its digest; raises CheckpointError with the reason."""
         if self.mirror is not None:
-            self.mirror.fetch_state(state)
+            # A damaged local copy is pulled again, as a trainer that loads the state would do.
+            self.mirror.fetch_state_again(state)
         committed.verify_files(state)
 
     def latest_committed(self) -> CommittedState | None:

@@ -97,6 +97,7 @@ class Generators:
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._waiters: dict[_Waiter, None] = {}
         """In the order in which they came."""
+        self._wake_due = False
 
     @property
     def records(self) -> Mapping[str, GeneratorRecord]:
@@ -142,6 +143,7 @@ class Generators:
 
     def wake(self) -> None:
         """Wake the waiters that have to stop, and as many others as generators that can take them have free slots."""
+        self._wake_due = False
         if not self._waiters:
             return
         for waiter in [waiter for waiter in self._waiters if not waiter.held.wanted]:
@@ -183,7 +185,10 @@ class Generators:
         """The call is over."""
         self._seats.discard(seat)
         self._candidates.leave(seat.record.instance_id)
-        self._wake_able(lambda _: 1)
+        if self._waiters and not self._wake_due:
+            # Once for all calls that end together: a new version may end every call of the worker at once.
+            self._wake_due = True
+            asyncio.get_running_loop().call_soon(self.wake)
 
     def answered_well(self, instance_id: str) -> None:
         """A good chunk came: earlier trouble is forgiven."""
@@ -211,14 +216,15 @@ class Generators:
 
     def _wake_able(self, most: Callable[[Need], int]) -> None:
         """Wake the first waiters that a generator can take; ``most`` says how many with such a need there may be."""
-        limits: dict[tuple[int, int | None], int] = {}
+        left: dict[tuple[int, int | None], int] = {}
         able: list[_Waiter] = []
         for waiter in self._waiters:
-            need = waiter.need
-            kind = (need.min_version, need.pinned_version)
-            if kind not in limits:
-                limits[kind] = most(need) if self._choose(need) is not None else 0
-            if len(able) < limits[kind]:
+            kind = (waiter.held.min_version, waiter.pinned_version)
+            if kind not in left:
+                need = waiter.need
+                left[kind] = most(need) if self._choose(need) is not None else 0
+            if left[kind] > 0:
+                left[kind] -= 1
                 able.append(waiter)
         for waiter in able:
             self._wake(waiter)

@@ -148,7 +148,7 @@ class Held:
         return HeldTokens(
             trajectory_id=self.trajectory_id,
             incarnation=self.incarnation,
-            token_count=self.token_count,
+            token_count=lambda: self.token_count,
             digest_at=self.digest_at,
         )
 

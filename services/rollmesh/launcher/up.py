@@ -78,7 +78,10 @@ async def _train(mesh: LocalMesh) -> None:
 
 
 async def _trained(mesh: LocalMesh) -> bool:
-    """Tell whether the trainer has nothing left to do; until then there is a trainer."""
+    """Tell whether the trainer has ended well and left nothing to do.
+
+    One that still runs may yet end with an error: a run that diverges at its last step announces that step first.
+    """
     # In this order: a trainer that ends between the two looks has done its work.
     ended = mesh.supervisor.finished(_TRAINER)
     missing = await missing_at_the_end(mesh.store, mesh.config)
@@ -87,4 +90,4 @@ async def _trained(mesh: LocalMesh) -> bool:
         # or its newest state was damaged.
         mesh.progress.note(f"the trainer has ended before {missing}: starting it again")
         mesh.supervisor.start_again(_TRAINER)
-    return not missing
+    return ended and not missing

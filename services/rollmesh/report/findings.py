@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rollmesh.report.ledger import StalenessRule, Trained
 from rollmesh.report.rescore import PRUNED
-from rollmesh.report.verdict import GAP_BOUNDS, LEAST_SCORED_SHARE, MOST_EXCUSED_SHARE, Rescoring
+from rollmesh.report.verdict import GAP_BOUNDS, LEAST_MEAN_TOKENS, LEAST_SCORED_SHARE, MOST_EXCUSED_SHARE, Rescoring
 
 _NAMED = 5
 """Ids that a problem spells out; the rest is counted."""
@@ -126,7 +126,7 @@ def rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
                 f"{name}: {version.over_bound} behavior_logprob(s) are up to {version.largest_gap:.3g} nats from its "
                 f"checkpoint (bound {bounds.token:g})"
             )
-        elif (version.mean_gap or 0.0) > bounds.mean:
+        elif version.tokens >= LEAST_MEAN_TOKENS and (version.mean_gap or 0.0) > bounds.mean:
             yield f"{name}: mean gap of {version.mean_gap:.3g} nats to its checkpoint (bound {bounds.mean:g})"
     if rescoring.unresolvable > MOST_EXCUSED_SHARE * rescoring.tokens:
         yield (

@@ -152,13 +152,19 @@ def _version_gap(
         segments=segments,
         tokens=tokens,
         largest_gap=float(found.values.max()) if len(found.values) else None,
-        mean_gap=float(found.values.mean()) if len(found.values) else None,
+        mean_gap=_mean_without(found.values, excused),
         over_bound=over_bound,
         unresolvable=len(excused),
         largest_unresolvable=float(excused.max(initial=0.0)),
         not_finite=found.not_finite,
         skipped=skipped,
     )
+
+
+def _mean_without(values: Float64Array, excused: Float64Array) -> float | None:
+    """Mean of the gaps that are not excused; None without one."""
+    count = len(values) - len(excused)
+    return float((values.sum() - excused.sum()) / count) if count else None
 
 
 def gaps_of_version(

@@ -174,7 +174,8 @@ class Leader:
         """Why refused policies end the run; while a version is pinned, the newest need not be served."""
         if self._refusals is None or await self._store.pinned_policy() is not None:
             return ""
-        return self._refusals.judge(time.monotonic(), view.policy_version, await self._store.generators())
+        generators, trains = await self._store.generators(), view.cut_step > view.trained_step
+        return self._refusals.judge(time.monotonic(), view.policy_version, generators, trains=trains)
 
     async def _write(self, view: MeshView, desired: Desired, blocked_by: str = "") -> None:
         """Write the desired state where the store holds another one, whoever wrote or lost it."""

@@ -27,13 +27,18 @@ class RefusedPolicies:
         self._refused_since: tuple[int, float] | None = None
         """Newest version and the moment since which every generator refuses it."""
 
-    def judge(self, now: float, newest_version: int, generators: Sequence[GeneratorRecord]) -> str:
-        """Why the run has to end; empty while it need not. ``now`` are monotonic seconds."""
+    def judge(
+        self, now: float, newest_version: int, generators: Sequence[GeneratorRecord], *, trains: bool = False
+    ) -> str:
+        """Why the run has to end; empty while it need not. ``now`` are monotonic seconds.
+
+        While the trainer ``trains`` no time passes: the next version may be served again.
+        """
         refusal = refused_by_all(newest_version, generators)
         if refusal is None:
             self._refused_since = None
             return ""
-        if self._refused_since is None or self._refused_since[0] != newest_version:
+        if trains or self._refused_since is None or self._refused_since[0] != newest_version:
             self._refused_since = (newest_version, now)
         if refusal.refused_count >= self._version_limit:
             why = f"{refusal.refused_count} versions in a row (generator.refused_versions_limit={self._version_limit})"

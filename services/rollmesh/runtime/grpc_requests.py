@@ -41,10 +41,12 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+        # The health service's handlers write by themselves, and have no requests that could be wrong.
+        if handler is None or handler.request_streaming or method.startswith("/grpc.health."):
             return handler
+        decode = handler.request_deserializer
         codecs = {
-            "request_deserializer": _tolerant(handler.request_deserializer),
+            "request_deserializer": None if decode is None else _tolerant(decode),
             "response_serializer": handler.response_serializer,
         }
         if handler.response_streaming:
@@ -55,7 +57,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         async def answer(request: Any, context: Context) -> Any:
             try:
                 await _check(request, context)
-                return await handle(request, context)
+                response = await handle(request, context)
+                self._note(method, context)
+                return response
             except Exception as error:
                 await self._refused(method, error, context)
 
@@ -68,10 +72,16 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 async with aclosing(handle(request, context)) as responses:
                     async for response in responses:
                         yield response
+                self._note(method, context)
             except Exception as error:
                 await self._refused(method, error, context)
 
         return answer
+
+    def _note(self, method: str, context: Context) -> None:
+        """Log a refusal that the handler set as its status instead of raising it."""
+        if context.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            self._line("request_refused", method, "INVALID_ARGUMENT", context.details(), None)
 
     async def _refused(self, method: str, error: Exception, context: Context) -> NoReturn:
         if isinstance(error, grpc.aio.AbortError):

@@ -5,7 +5,7 @@ A set of groups blocks the batch when nothing but the end of these groups lets i
 due      B groups are ready, but the batch must also contain unfinished groups (the rule of ``cutting.py``): those.
 lacking  Fewer than B groups are ready, no group can be admitted, no trajectory waits for a lease or a reward, and part
          of the pool is idle: the oldest open groups, as many as the batch lacks. Which set it is follows from the
-         trajectories in progress: it is another set as soon as one of them ends.
+         trajectories in progress: it is another set as soon as one of them ends or saves tokens.
 
 While every slot that the batch can fill is filled, the batch is being generated, however long that takes. The time-out
 counts from the moment since when the same set blocks; the store keeps it beside the name of the set. It does not count
@@ -54,4 +54,5 @@ def _lacking(schedule: Schedule, view: MeshView) -> str:
     slots = min(schedule.pool_size, (view.open_groups + view.ready_groups) * schedule.group_size)
     if not 0 < view.leased < slots:
         return ""
-    return f"lacking {view.cut_step} {view.open_groups} {view.leased} {view.finished_total}"
+    progress = f"{view.open_groups} {view.leased} {view.finished_total} {view.saved_bytes_total}"
+    return f"lacking {view.cut_step} {progress}"

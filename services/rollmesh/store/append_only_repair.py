@@ -18,7 +18,8 @@ from pathlib import Path
 _TOOL_SECONDS = 600.0
 _DAMAGED = re.compile(
     r"(Bad file format|Unexpected end of file|Unknown command .*) reading the append only file"
-    r"|RDB preamble of the AOF file|rdb file reading failure|Wrong signature|AOF manifest|Internal error in RDB"
+    r"|RDB preamble of the AOF file|rdb file reading failure|Wrong signature|Internal error in RDB"
+    r"|AOF manifest(?! file .* for reading)|AOF MANIFEST FILE ERROR"
 )
 """What the server logs before it ends for the content of its files. A full disk or a taken port reads differently."""
 

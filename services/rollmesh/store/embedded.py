@@ -119,7 +119,10 @@ class EmbeddedServer:
         """Apply a repair to the append-only files, unless another process has the server or repairs them."""
         files = self.folder / "appendonlydir"
         with open(self.folder / "lock", "a", encoding="utf-8") as lock:
-            lost = repair(files, find_server_binary()) if files.is_dir() and _locked(lock.fileno()) else ""
+            try:
+                lost = repair(files, find_server_binary()) if files.is_dir() and _locked(lock.fileno()) else ""
+            except OSError as error:
+                raise StoreUnavailable(f"{files}: damaged, and cannot be repaired: {error}") from error
         if lost:
             get_logger("redis").error("append_only_file_repaired", message=lost)
             self._note(lost)

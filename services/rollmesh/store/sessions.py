@@ -82,8 +82,9 @@ class Sessions:
         words: list[Argument] = []
         for each, raw in zip(held, saved, strict=True):
             tokens = int(raw or 0)
-            # Of tokens that it does not have, the worker has no digest.
-            digest = str(each.digest_at(tokens)) if tokens <= each.token_count else "-"
+            # Of tokens that it does not have, the worker has no digest. Asked after the read: a save may have been
+            # in progress.
+            digest = str(each.digest_at(tokens)) if tokens <= each.token_count() else "-"
             words += [each.trajectory_id, each.incarnation, tokens, digest]
         reply = await self._connection.run("reregister", session, worker, *words)
         return [

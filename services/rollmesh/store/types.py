@@ -169,8 +169,8 @@ class HeldTokens:
     """What a worker states about a trajectory that it holds."""
 
     trajectory_id: str
-    token_count: int
-    """Tokens in its memory, saved or not."""
+    token_count: Callable[[], int]
+    """Tokens in its memory at the moment of the call, saved or not."""
     digest_at: Callable[[int], TokenDigest]
     """Digest of the first tokens of them, for any number up to ``token_count``."""
     incarnation: int = 0

@@ -100,6 +100,8 @@ class TrainingLoop:
         place = self._place
         await self._tidy()
         await self._reports.restore(self.train_step)
+        # First: a rollback is the way out of weights that cannot be published.
+        await place.rollbacks.carry_out(self._save)
         await place.publisher.publish(self.train_step)
         self._engines.begin(await self._generators())
         watch = asyncio.create_task(self._watch_engines(), name="watch-engines")

@@ -175,7 +175,7 @@ async def test_the_documents_name_every_operation_and_load_nothing_from_elsewher
     for path, operations in document["paths"].items():
         assert path in page.text
         for operation in operations.values():
-            assert "422" not in operation["responses"]
+            assert "HTTPValidationError" not in str(operation["responses"])
             assert operation["description"]
     for schema in document["components"]["schemas"].values():
         undocumented = [name for name, field in schema.get("properties", {}).items() if not field.get("description")]

@@ -20,6 +20,11 @@ from rollmesh.store import TrajectoryStore
 from rollmesh.types import PolicyRecord
 
 STEPS = 2
+TRAINER = """
+import pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.02)
+"""
 
 
 async def announce_everything(store: TrajectoryStore) -> None:
@@ -50,19 +55,22 @@ async def test_a_run_whose_newest_state_is_gone_is_not_over_before_the_state_is_
     trainer = ServiceSpec(
         service="trainer",
         index=0,
-        command=[sys.executable, "-c", "import signal; signal.pause()"],
+        command=[sys.executable, "-c", TRAINER, str(tmp_path / "ends")],
         environment={},
         log_file=tmp_path / "trainer-0.log",
+        one_shot=True,
     )
     async with local_mesh(run, RunFolder(tmp_path), asyncio.Event(), Console(file=io.StringIO())) as mesh:
         mesh.supervisor.start(trainer)
         try:
             assert not await _trained(mesh)
             await announce_everything(mesh.store)
-            assert await _trained(mesh)
+            assert not await _trained(mesh), "the trainer still runs, and may yet end with an error"
+            (tmp_path / "ends").touch()
+            await mesh.until(lambda: _trained(mesh), "the end of the trainer", 120.0)
             shutil.rmtree(newest)
             assert not await _trained(mesh)
             save_state(checkpoints, STEPS)
-            assert await _trained(mesh)
+            await mesh.until(lambda: _trained(mesh), "the end of the trainer", 120.0)
         finally:
             await mesh.supervisor.kill_all()

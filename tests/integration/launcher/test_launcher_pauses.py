@@ -31,10 +31,11 @@ async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
 
 
 async def overview(mesh: LocalMesh) -> Overview:
+    schedule = resolve_schedule(mesh.config.schedule, mesh.config.trainer.train_steps)
     return build_overview(
-        await read_look(mesh.store),
+        await read_look(mesh.store, schedule),
         run=mesh.config.name,
-        schedule=resolve_schedule(mesh.config.schedule, mesh.config.trainer.train_steps),
+        schedule=schedule,
         rates=Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
         curves=Curves(),
         evaluations=[],

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from rollmesh.generator.engines.torch.engine import TorchEngine
 from rollmesh.generator.engines.torch.options import TorchEngineOptions
 from rollmesh.report.rescore import gaps_of_version
-from rollmesh.report.verdict import LOGPROB_BOUNDS
+from rollmesh.report.verdict import GAP_BOUNDS
 from rollmesh.trainer.scorer import PolicyScorer
 from rollmesh.types import GenerationCall, Prompt, SamplingParams, Segment, Trajectory
 
@@ -97,4 +97,4 @@ async def test_a_correct_engine_passes_the_audit_at_8k_positions(tmp_path, confi
     scorer = PolicyScorer.from_folder(folder, device="cpu", tokens_per_microbatch=POSITIONS)
     gaps = gaps_of_version(scorer, 0, [trajectory])
     assert len(gaps.values) == TOKENS
-    assert gaps.values.max() <= LOGPROB_BOUNDS["float32"]
+    assert gaps.values.max() <= GAP_BOUNDS["float32"].token

@@ -85,7 +85,7 @@ def held(trajectory_id: str, *segments: Segment, incarnation: int = 0) -> HeldTo
     return HeldTokens(
         trajectory_id=trajectory_id,
         incarnation=incarnation,
-        token_count=sum(map(len, segments)),
+        token_count=lambda: sum(map(len, segments)),
         digest_at=lambda count: digest_of(segments, count),
     )
 

@@ -31,6 +31,8 @@ async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open(
         assert await call.read() == reward_service_pb2.ScoreResponse()
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        watched = await health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()).read()
+        assert watched.status == health_pb2.HealthCheckResponse.SERVING
     finally:
         await channel.close()
         await server.stop(None)

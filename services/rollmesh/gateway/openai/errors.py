@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from rollmesh.errors import RollmeshError
 
@@ -12,16 +12,25 @@ from rollmesh.errors import RollmeshError
 class ErrorFields(BaseModel):
     """The fields of an error in OpenAI's API."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     message: str
+    """What is wrong, and what to do about it."""
     type: str
+    """Kind of the error: invalid_request_error, authentication_error, rate_limit_error or server_error."""
     param: str | None
+    """Field of the request that is wrong."""
     code: str | None
+    """Short name of the error, for programs."""
 
 
 class OpenAiErrorBody(BaseModel):
     """The body of every answer below /v1 with a status of 400 or more."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     error: ErrorFields
+    """The error."""
 
 
 class OpenAiError(RollmeshError):

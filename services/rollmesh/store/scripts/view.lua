@@ -47,9 +47,12 @@ end
 local open = {}
 local stalest = bound > 0 and call('ZRANGE', K.open_steps, 0, bound - 1, 'WITHSCORES') or {}
 for at = 1, #stalest, 2 do
-  open[#open + 1] = stalest[at]
-  open[#open + 1] = call('ZSCORE', K.open, stalest[at])
-  open[#open + 1] = stalest[at + 1]
+  local index = call('ZSCORE', K.open, stalest[at])
+  -- During a recovery a group may be older than its entry here.
+  if index then
+    local to = #open
+    open[to + 1], open[to + 2], open[to + 3] = stalest[at], index, stalest[at + 1]
+  end
 end
 if #stalest < 2 * bound then
   for _, gid in ipairs(call('ZRANGE', K.open, 0, bound - 1)) do
