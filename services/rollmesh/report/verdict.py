@@ -56,8 +56,9 @@ float32 bit of the weights and of the positions does to that very token. Over 1e
 most 5 times of it."""
 LARGEST_EXCUSED_GAP = 1e-3
 """No gap above it, in nats, is the arithmetic's."""
-LEAST_MEAN_TOKENS = 100
-"""Tokens of a version from which on its mean gap is judged: the mean of a few is that of the unluckiest one."""
+LEAST_MEAN_TOKENS = 16
+"""Tokens of a version from which on its mean gap is judged: the worst token of a correct engine moves the mean of so
+many by less than half of the bound."""
 MOST_EXCUSED_SHARE = 1e-2
 """Share of the scored tokens that may be excused so."""
 
