@@ -285,7 +285,12 @@ def test_the_init_containers_of_every_example_let_its_services_start(
     run = yaml.safe_load(machine.rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
     claims = machine.folder / "claims"
     if run["model"]["path"].startswith("/models/"):
-        shutil.copytree(resolve_model("recipe:countdown"), claims / run["model"]["path"].removeprefix("/"))
+        model = claims / run["model"]["path"].removeprefix("/")
+        shutil.copytree(resolve_model("recipe:countdown"), model)
+        # The models of the examples have more positions than the demo's: as many as the run file asks for.
+        described = json.loads((model / "config.json").read_text())
+        positions = max(described["max_position_embeddings"], run["generator"]["max_context_tokens"])
+        (model / "config.json").write_text(json.dumps({**described, "max_position_embeddings": positions}))
         prompts = claims / "prompts" / Path(run["data"]["source"]["path"]).name
         prompts.parent.mkdir(parents=True)
         prompts.touch()
