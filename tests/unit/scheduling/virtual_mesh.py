@@ -8,6 +8,7 @@ the first few of them: ``decide`` is called afresh every tick anyway.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from rollmesh.mesh import Decisions, Desired, GroupView, MeshView
@@ -53,6 +54,10 @@ class VirtualMesh:
     """Admission index of the group whose first rollout never ends."""
     now: float = 0.0
     groups: dict[str, MeshGroup] = field(default_factory=dict)
+    """Those that are open, ready or cut, in the order of their admission."""
+    admitted: int = 0
+    finished: int = 0
+    """Rollouts that ever finished."""
     versions: list[int] = field(default_factory=lambda: [0])
     trained_step: int = 0
     cut_step: int = 0
@@ -76,10 +81,11 @@ class VirtualMesh:
         return [(gid, g) for gid, g in self.groups.items() if g.state in states]
 
     def rollouts(self, *states: str) -> list[Rollout]:
-        return [m for _, g in self.in_state("open") for m in g.members if m.state in states]
+        return [m for g in self.groups.values() if g.state == "open" for m in g.members if m.state in states]
 
     def view(self) -> MeshView:
         prefix = 2 * self.schedule.groups_per_batch
+        rollouts = Counter(m.state for _, g in self.in_state("open") for m in g.members)
 
         def seen(state: str) -> list[GroupView]:
             return [
@@ -102,22 +108,22 @@ class VirtualMesh:
             cut_step=self.cut_step,
             policy_version=len(self.versions) - 1,
             policy_train_step=self.versions[-1],
-            admitted_unconsumed=len(self.in_state("open", "ready", "cut")),
+            admitted_unconsumed=len(self.groups),
             open_groups=len(opened),
             ready_groups=len(ready),
             ready=(*ready[:prefix], *oldest),
             stalest_open=tuple(sorted(opened, key=by_age)[:prefix]),
             unclaimed_by_step=tuple(sorted(counts.items())),
-            pending=len(self.rollouts("pending")),
-            partial=len(self.rollouts("partial")),
-            leased=len(self.rollouts("leased")),
-            finished=len(self.rollouts("finished")),
+            pending=rollouts["pending"],
+            partial=rollouts["partial"],
+            leased=rollouts["leased"],
+            finished=rollouts["finished"],
             memory_ratio=0.0,
             filtered_in_a_row=self.filtered_in_a_row,
             blocked_by=self.blocked_by,
             blocked_since=self.blocked_since,
             registered_generators=self.generators,
-            finished_total=sum(m.state in ("finished", "scored") for g in self.groups.values() for m in g.members),
+            finished_total=self.finished,
             recovering=False,
             user_paused=False,
             trained_enough=self.trained_step >= self.schedule.train_steps,
@@ -161,7 +167,7 @@ class VirtualMesh:
 
     def apply_evictions(self, decisions: Decisions) -> None:
         for eviction in decisions.evict:
-            self.groups[eviction.group_id].state = "evicted"
+            del self.groups[eviction.group_id]
             self.evicted[eviction.group_id] = eviction.reason
 
     def apply_cut(self, decisions: Decisions) -> None:
@@ -182,13 +188,14 @@ class VirtualMesh:
 
     def apply_admission(self, decisions: Decisions) -> None:
         for _ in range(decisions.admit_groups):
-            index = len(self.groups)
+            index = self.admitted
+            self.admitted += 1
             members = [Rollout(tokens_left=self.length()) for _ in range(self.schedule.group_size)]
             if index == self.stuck_group:
                 members[0].tokens_left = 1 << 30
             self.groups[f"e0-{index}"] = MeshGroup(index, members)
         unfinished = len(self.rollouts("pending", "partial", "leased"))
-        assert len(self.in_state("open", "ready", "cut")) <= self.schedule.capacity_groups
+        assert len(self.groups) <= self.schedule.capacity_groups
         n = self.schedule.group_size
         if decisions.admit_groups and self.schedule.admission is AdmissionRule.POOL:
             ahead = len(self.in_state("ready")) + unfinished / n
@@ -225,10 +232,11 @@ class VirtualMesh:
             rollout.tokens_left -= 1
             if rollout.tokens_left <= 0:
                 rollout.state, rollout.generator = "finished", None
+                self.finished += 1
                 rollout.reward_ticks = self.rng.randrange(3)
 
     def score(self) -> None:
-        for _, group in self.in_state("open"):
+        for gid, group in self.in_state("open"):
             for member in group.members:
                 if member.state == "finished":
                     member.reward_ticks -= 1
@@ -236,7 +244,9 @@ class VirtualMesh:
                         member.state = "scored"
             if all(m.state == "scored" for m in group.members):
                 filtered = self.rng.random() < self.filter_chance
-                group.state = "filtered" if filtered else "ready"
+                group.state = "ready"
+                if filtered:
+                    del self.groups[gid]
                 self.filtered_in_a_row = self.filtered_in_a_row + 1 if filtered else 0
 
     def train(self) -> None:
@@ -249,8 +259,7 @@ class VirtualMesh:
             self.training = None
             self.trained_step += 1
             for gid in self.batches[self.trained_step - 1]:
-                assert self.groups[gid].state == "cut"
-                self.groups[gid].state = "consumed"
+                assert self.groups.pop(gid).state == "cut"
             self.publishing.append(int(self.now) + self.rng.randint(0, self.publish_ticks))
 
     def reload(self) -> None:
@@ -276,6 +285,6 @@ class VirtualMesh:
         for _ in range(ticks):
             self.tick()
             ended = self.trained_step >= self.schedule.train_steps
-            if ended and not self.in_state("open", "ready", "cut"):
+            if ended and not self.groups:
                 return
         raise AssertionError(f"not done after {ticks} ticks: {self.view()} {self.trace[-1]}")
