@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -63,22 +61,6 @@ def test_ctrl_c_before_a_command_has_its_event_loop_ends_it_without_a_trace() ->
     assert ended.value.exit_code == EXIT_STOPPED
 
 
-def test_ctrl_c_while_the_commands_are_imported_ends_the_process_without_a_trace() -> None:
-    """The moment is chosen by what is imported: pydantic comes long before the last command."""
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    module, _, function = project["project"]["scripts"]["rollmesh"].partition(":")
-    script = f"from {module} import {function}; {function}()"
-    with subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stderr is not None
-        assert any(line.endswith(" pydantic.version\n") for line in process.stderr)
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGINT
-    assert "Traceback" not in rest
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_a_stop_is_asked_for_once_and_the_second_one_cancels(number: signal.Signals) -> None:
     waiting = asyncio.Event()
@@ -103,20 +85,3 @@ async def test_a_stop_is_asked_for_once_and_the_second_one_cancels(number: signa
         for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().remove_signal_handler(each)
         signal.signal(number, inherited)
-
-
-def test_a_run_under_nohup_outlives_its_terminal() -> None:
-    script = """
-import asyncio, os, signal
-from rollmesh.cli.common import shutdown_event
-
-async def main():
-    shutdown = shutdown_event()
-    os.kill(os.getpid(), signal.SIGHUP)
-    await asyncio.sleep(0)
-    print("alive" if not shutdown.is_set() else "stopped")
-
-asyncio.run(main())
-"""
-    command = ["nohup", sys.executable, "-c", script]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "alive\n"

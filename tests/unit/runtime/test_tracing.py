@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
-import time
 from collections.abc import AsyncIterator
 
 import pytest
-import structlog
 
 from rollmesh.config.services import TelemetryConfig
 from rollmesh.errors import ConfigError
-from rollmesh.runtime.logging import configure_logging
-from rollmesh.runtime.ports import free_port
 from rollmesh.runtime.spans import MOST_LINKS, NOTHING
 from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_of, traceparent_of_step
 from rollmesh.runtime.tracing import Tracer, recorded_traces, tracer
@@ -123,24 +117,3 @@ async def test_an_endpoint_that_is_no_address_is_a_clear_error() -> None:
     with pytest.raises(ConfigError, match="telemetry.otlp_endpoint=collector:4318: expected http://"):
         async with recorded_traces(config, service="reward", instance="reward-0", run="run"):
             pass
-
-
-async def test_a_collector_that_is_away_is_said_once_and_holds_nobody_up(capsys, unused_port: int) -> None:
-    config = TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{unused_port}")
-    configure_logging(config, service="reward-0", run="run", stream=sys.stderr)
-    async with recorded_traces(config, service="reward", instance="reward-0", run="run") as spans:
-        for index in range(20):
-            spans.span("score", traceparent_of("run", f"e0-{index}.0")).end()
-        started = time.monotonic()
-    assert time.monotonic() - started < 6.0
-    structlog.reset_defaults()
-    structlog.contextvars.clear_contextvars()
-    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
-    said = [line for line in lines if line["event"] == "traces_not_delivered"]
-    assert said
-    assert all(line["level"] == "warning" for line in said)
-
-
-@pytest.fixture
-def unused_port() -> int:
-    return free_port()

@@ -52,3 +52,11 @@ def test_a_process_of_our_own_ends_without_looking_for_garbage(arguments: list[s
     command = [sys.executable, "-c", CYCLE_AT_THE_END, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ("collected" in done.stdout) is collected
+
+
+def test_the_sglang_engine_is_imported_without_torch_and_without_sglang():
+    code = (
+        "import sys; import rollmesh.generator.engines.sglang.engine; import rollmesh.generator.engines.factory;"
+        "assert not {'torch', 'transformers', 'sglang'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

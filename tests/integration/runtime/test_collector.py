@@ -1,0 +1,34 @@
+"""Traces whose collector does not answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import pytest
+import structlog
+
+from rollmesh.config.services import TelemetryConfig
+from rollmesh.runtime.logging import configure_logging
+from rollmesh.runtime.ports import free_port
+from rollmesh.runtime.tracecontext import traceparent_of
+from rollmesh.runtime.tracing import recorded_traces
+
+pytest.importorskip("rollmesh.runtime.otel")
+
+
+async def test_a_collector_that_is_away_is_said_once_and_holds_nobody_up(capsys) -> None:
+    config = TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{free_port()}")
+    configure_logging(config, service="reward-0", run="run", stream=sys.stderr)
+    async with recorded_traces(config, service="reward", instance="reward-0", run="run") as spans:
+        for index in range(20):
+            spans.span("score", traceparent_of("run", f"e0-{index}.0")).end()
+        started = time.monotonic()
+    assert time.monotonic() - started < 6.0
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    said = [line for line in lines if line["event"] == "traces_not_delivered"]
+    assert said
+    assert all(line["level"] == "warning" for line in said)
