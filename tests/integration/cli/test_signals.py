@@ -14,8 +14,13 @@ def test_ctrl_c_while_the_commands_are_imported_ends_the_process_without_a_trace
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
     module, _, function = project["project"]["scripts"]["rollmesh"].partition(":")
     script = f"from {module} import {function}; {function}()"
+    # With a pipe this small the imports cannot run ahead of the signal.
     with subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-X", "importtime", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        pipesize=4096,
     ) as process:
         assert process.stderr is not None
         assert any(line.endswith(" pydantic.version\n") for line in process.stderr)
