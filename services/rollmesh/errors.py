@@ -9,7 +9,9 @@
     │   └── Conflict           the state in Redis is not the one the caller assumed
     ├── CheckpointError        a checkpoint is torn, truncated, tampered with or foreign          (RuntimeError)
     ├── TrainingDiverged       gradients or logprobs of the policy are not finite                 (RuntimeError)
+    ├── PoliciesRefused        every generator refuses the policy that the run has trained       (RuntimeError)
     ├── EngineError            the generation engine cannot serve a request                      (RuntimeError)
+    │   └── UnsupportedModel   the engine cannot compute this model, whatever its weights
     ├── GenerationRefused      a generator refused a call before sampling a token                (RuntimeError)
     ├── VerifierError          a verifier failed or returned something that is not a number      (RuntimeError)
     └── RewardUnavailable      no reward service answered in time                                (RuntimeError)
@@ -79,8 +81,20 @@ class TrainingDiverged(RollmeshError, RuntimeError):
     final = True
 
 
+class PoliciesRefused(RollmeshError, RuntimeError):
+    """Every generator has tried the newest policy and refuses it; a restart of the generators changes nothing."""
+
+    final = True
+
+
 class EngineError(RollmeshError, RuntimeError):
     """The generation engine cannot serve a request."""
+
+
+class UnsupportedModel(EngineError):
+    """The engine cannot compute this model: the message names the key, the tensor or the file."""
+
+    final = True
 
 
 class GenerationRefused(RollmeshError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import redis
 from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
+from rollmesh.config.recipes import recipe_file
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
@@ -99,6 +101,23 @@ def test_a_path_or_an_override_that_means_nothing_is_a_clear_error(
 
 
 # Refused by a service ---------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_the_engine_cannot_compute_ends_the_run_at_the_first_load_of_its_generator(small_run) -> None:
+    line = small_run(
+        model={"path": "model"},
+        generator={"replicas": 1},
+        evaluation={"before_and_after": False},
+        gateway={"enabled": False},
+    )
+    model = line.run_file.parent / "model"
+    shutil.copytree(recipe_file("countdown", "model"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    done = line.run("up", str(line.run_file))
+    assert done.returncode == 2, done.stdout
+    assert "generator-0 cannot go on: UnsupportedModel: config.hidden_act='gelu': only silu is supported" in done.stderr
+    assert "restart 1 of" not in done.stdout
 
 
 def test_a_bad_row_ends_the_run_at_once_and_the_person_reads_its_line(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """Serve the run's policies until ``shutdown``, then deregister, end streams as interrupted and stop the engine.
 
     Raises ConfigError for options that cannot work here, StoreUnavailable when Redis does not answer at the start,
-    EngineError when the engine fails while it serves.
+    EngineError when the engine cannot load its first policy or fails while it serves.
     """
     host, security = bind_host(config), PortSecurity.from_config(config.security)
     metrics, health, rotation = Metrics("generator"), Health(), Rotation()

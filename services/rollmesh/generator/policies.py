@@ -142,6 +142,9 @@ class PolicyWatcher:
             raise
         except EngineError as error:
             self._refused(record, "engine", error)
+            if not self._rotation.started:
+                # The first load: nothing older serves, so the process ends. A final error ends the run with it.
+                raise
         self._settled = record
         return True
 

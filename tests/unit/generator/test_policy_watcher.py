@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.errors import CheckpointError, EngineError
+from rollmesh.errors import CheckpointError, ConfigError, EngineError, RollmeshError, UnsupportedModel
 from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.protocol import OnNewVersion
 from rollmesh.generator.metrics import GeneratorMetrics
@@ -30,11 +30,14 @@ class Engine:
 
     told: list[str] = field(default_factory=list)
     may_load: asyncio.Event = field(default_factory=asyncio.Event)
+    start_error: RollmeshError | None = None
     score_error: EngineError | None = None
     paused: bool = False
 
     async def start(self, folder: Path, version: int) -> None:
         assert not self.told, "started twice"
+        if self.start_error is not None:
+            raise self.start_error
         self.told.append(f"start {version}")
 
     async def stage(self, folder: Path) -> None:
@@ -62,7 +65,10 @@ class Engine:
 
 
 class Store:
-    """Has announced every version."""
+    """Has announced every version; the newest is 0."""
+
+    async def effective_policy(self, instance_id: str) -> PolicyRecord:
+        return await self.policy(0)
 
     async def policy(self, version: int) -> PolicyRecord:
         return PolicyRecord(policy_version=version, train_step=version, path=str(version), manifest_digest="")
@@ -151,3 +157,21 @@ async def test_a_first_canary_that_cannot_be_scored_leaves_an_engine_that_the_ne
     await watcher.load_version(1)
     assert engine.told == ["start 0", "load 1", "resume"]
     assert not rotation.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (UnsupportedModel("config.model_type='gpt2': the torch engine serves qwen2, qwen3, llama"), True),
+        (ConfigError("generator.max_context_tokens=640 is more than the model's max_position_embeddings=512"), True),
+        (EngineError("model.safetensors: cannot be read"), False),
+    ],
+)
+async def test_a_first_policy_that_the_engine_cannot_load_ends_the_process_and_says_whether_a_restart_helps(
+    watcher, engine, error, final
+):
+    engine.start_error = error
+    async with asyncio.timeout(5):
+        with pytest.raises(type(error)) as ended:
+            await watcher.run()
+    assert ended.value is error and error.final is final

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollmesh.errors import EngineError
+from rollmesh.errors import EngineError, UnsupportedModel
 
 _ARCHITECTURE_KEYS = (
     "architectures",
@@ -62,13 +62,13 @@ def read_folder(path: Path) -> PolicyFolder:
     tensors: dict[str, tuple[int, ...]] = {}
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise EngineError(f"{path}: no *.safetensors file")
+        raise UnsupportedModel(f"{path}: no *.safetensors file")
     for file in files:
         tensors.update(_read_header(file))
     try:
         vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
     except (KeyError, TypeError, ValueError) as error:
-        raise EngineError(f"{path / 'config.json'}: vocab_size and max_position_embeddings are needed") from error
+        raise UnsupportedModel(f"{path / 'config.json'}: vocab_size and max_position_embeddings are needed") from error
     return PolicyFolder(
         path=path,
         vocab_size=vocab_size,
@@ -79,10 +79,10 @@ def read_folder(path: Path) -> PolicyFolder:
 
 
 def _refuse_ambiguous(config: Mapping[str, Any], path: Path) -> None:
-    """Raise EngineError when the two keys of rotary embedding differ: libraries disagree on which one counts."""
+    """Raise UnsupportedModel when the two keys of rotary embedding differ: libraries disagree on which one counts."""
     scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
     if scaling and parameters and scaling != parameters:
-        raise EngineError(
+        raise UnsupportedModel(
             f"{path / 'config.json'}: rope_scaling={scaling} and rope_parameters={parameters}: keep one of them; the "
             "trainer takes rope_scaling"
         )
@@ -109,7 +109,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise EngineError(f"{file} cannot be read: {error}") from error
     if not isinstance(data, dict):
-        raise EngineError(f"{file}: expected a JSON object")
+        raise UnsupportedModel(f"{file}: expected a JSON object")
     return data
 
 

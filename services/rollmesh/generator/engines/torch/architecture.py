@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rollmesh.errors import EngineError
+from rollmesh.errors import EngineError, UnsupportedModel
 
 _FAMILIES = ("qwen2", "qwen3", "llama")
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
@@ -61,16 +61,16 @@ class Architecture:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read ``config.json``; EngineError names the key that is missing or not supported."""
+    """Read ``config.json``; UnsupportedModel names the key that is missing or not supported."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise EngineError(f"{file}: cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise EngineError(f"{file}: not valid JSON: {error}") from error
+        raise UnsupportedModel(f"{file}: not valid JSON: {error}") from error
     if not isinstance(config, dict):
-        raise EngineError(f"{file}: expected an object, got {type(config).__name__}")
+        raise UnsupportedModel(f"{file}: expected an object, got {type(config).__name__}")
     return architecture_from_config(config)
 
 
@@ -78,16 +78,16 @@ def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
     """Translate a Hugging Face config (format of transformers 4 or 5)."""
     family = config.get("model_type")
     if family not in _FAMILIES:
-        raise EngineError(f"config.model_type={family!r}: the torch engine serves {', '.join(_FAMILIES)}")
+        raise UnsupportedModel(f"config.model_type={family!r}: the torch engine serves {', '.join(_FAMILIES)}")
     _refuse_unsupported(config)
     heads = _integer(config, "num_attention_heads")
     kv_heads = config.get("num_key_value_heads", _ABSENT_KV_HEADS[family]) or heads
     if heads % kv_heads:
-        raise EngineError(f"config.num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+        raise UnsupportedModel(f"config.num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
     hidden = _integer(config, "hidden_size")
     head_size = config.get("head_dim", _ABSENT_HEAD_SIZE[family]) or hidden // heads
     if head_size % 2:
-        raise EngineError(f"config.head_dim={head_size}: rotary embedding needs an even number")
+        raise UnsupportedModel(f"config.head_dim={head_size}: rotary embedding needs an even number")
     attention_bias = bool(config.get("attention_bias", False))
     return Architecture(
         family=family,
@@ -120,16 +120,16 @@ def difference(running: Architecture, other: Architecture) -> str:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise EngineError(f"config.hidden_act={activation!r}: only silu is supported")
+        raise UnsupportedModel(f"config.hidden_act={activation!r}: only silu is supported")
     if config.get("use_sliding_window"):
-        raise EngineError("config.use_sliding_window=true: sliding-window attention is not supported")
+        raise UnsupportedModel("config.use_sliding_window=true: sliding-window attention is not supported")
     other = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
     if other:
-        raise EngineError(f"config.layer_types: {other[0]!r} is not supported, only full_attention is")
+        raise UnsupportedModel(f"config.layer_types: {other[0]!r} is not supported, only full_attention is")
     if config.get("mlp_bias"):
-        raise EngineError("config.mlp_bias=true is not supported")
+        raise UnsupportedModel("config.mlp_bias=true is not supported")
     if config.get("quantization_config"):
-        raise EngineError("config.quantization_config: quantised weights are not supported")
+        raise UnsupportedModel("config.quantization_config: quantised weights are not supported")
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
@@ -138,16 +138,16 @@ def _rope(config: Mapping[str, Any]) -> Rope:
     scaling = config.get(key) or {}
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
     if nested:
-        raise EngineError(f"config.{key}.{nested[0]}: rotary embeddings that differ by layer are not supported")
+        raise UnsupportedModel(f"config.{key}.{nested[0]}: rotary embeddings that differ by layer are not supported")
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     for origin, values in ((f"config.{key}", scaling), ("config", config)):
         if float(values.get("partial_rotary_factor") or 1.0) != 1.0:
-            raise EngineError(f"{origin}.partial_rotary_factor: only 1.0 is supported")
+            raise UnsupportedModel(f"{origin}.partial_rotary_factor: only 1.0 is supported")
     if kind == "default":
         return Rope(theta=theta)
     if kind != "llama3":
-        raise EngineError(f"config.{key}.rope_type={kind!r}: only default and llama3 are supported")
+        raise UnsupportedModel(f"config.{key}.rope_type={kind!r}: only default and llama3 are supported")
     try:
         return Rope(
             theta=theta,
@@ -158,11 +158,11 @@ def _rope(config: Mapping[str, Any]) -> Rope:
             original_context=int(config.get(_ORIGINAL_CONTEXT) or scaling[_ORIGINAL_CONTEXT]),
         )
     except KeyError as error:
-        raise EngineError(f"config.{key}.{error.args[0]} is missing") from error
+        raise UnsupportedModel(f"config.{key}.{error.args[0]} is missing") from error
 
 
 def _integer(config: Mapping[str, Any], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise EngineError(f"config.{key}={value!r}: expected a positive integer")
+        raise UnsupportedModel(f"config.{key}={value!r}: expected a positive integer")
     return value

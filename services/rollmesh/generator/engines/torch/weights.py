@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from rollmesh.errors import EngineError
+from rollmesh.errors import EngineError, UnsupportedModel
 from rollmesh.generator.engines.torch.architecture import Architecture
 from rollmesh.generator.engines.torch.rope import pair_order
 
@@ -63,14 +63,15 @@ class Weights:
 
 
 def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Read and pack the weights in ``folder``; EngineError names the tensor that is missing or has another shape."""
+    """Read and pack the weights in ``folder``; UnsupportedModel names the tensor that is missing or has another
+    shape."""
     with _open_tensors(folder) as read, torch.inference_mode():
         hidden = arch.hidden_size
 
         def tensor(name: str, *shape: int) -> Tensor:
             found = read(name)
             if tuple(found.shape) != shape:
-                raise EngineError(f"{folder}: {name} has shape {list(found.shape)}, expected {list(shape)}")
+                raise UnsupportedModel(f"{folder}: {name} has shape {list(found.shape)}, expected {list(shape)}")
             return found.float()
 
         def place(packed: Tensor) -> Tensor:
@@ -144,7 +145,7 @@ def _open_tensors(folder: Path) -> Iterator[Callable[[str], Tensor]]:
     def read(name: str) -> Tensor:
         shard = shards.get(name) if shards is not None else "model.safetensors"
         if shard is None:
-            raise EngineError(f"{folder}: {name} is missing from the checkpoint")
+            raise UnsupportedModel(f"{folder}: {name} is missing from the checkpoint")
         try:
             if shard not in handles:
                 handles[shard] = safe_open(str(folder / shard), framework="pt", device="cpu")
