@@ -276,6 +276,6 @@ class GeneratorRecord:
     refused_version: int | None = None
     """Last version that it refused, until it serves that one or a newer one."""
     refused_count: int = 0
-    """Versions that it has refused in a row and does not retry."""
+    """Versions that it has refused in a row, up to that one; 0 while it retries that one."""
     refused_reason: str = ""
     """Why it refused it."""

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from rollmesh.cli.common import EXIT_STOPPED, RunFileArgument, SetOption, clear_errors, shutdown_event
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.errors import ConfigError
+from rollmesh.errors import ConfigError, PoliciesRefused
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
 from rollmesh.launcher.supervisor import ServiceFailed
@@ -111,7 +111,7 @@ def run_to_report(config: RunConfig, console: Console) -> int:
         except OSError as error:
             _note_unwritten_report(folder, error, console)
             return EXIT_STOPPED if result.account is None else 1
-    except ServiceFailed:
+    except (PoliciesRefused, ServiceFailed):
         with contextlib.suppress(OSError, ConfigError):  # the report helps to see why
             close_run(folder, None, console)
         raise

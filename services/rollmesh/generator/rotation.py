@@ -32,12 +32,13 @@ class Rotation:
     refused_version: int | None = None
     """Last version that was refused, until that one or a newer one is served."""
     refused_count: int = 0
-    """Versions refused in a row, up to that one."""
+    """Versions refused in a row, up to that one; 0 while that one is retried."""
     refused_reason: str = ""
     """Why it was refused."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set on every change: the registry should know at once."""
     _counted_version: int = -1
+    _refused_in_a_row: int = 0
     _call_count: int = 0
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -108,14 +109,16 @@ class Rotation:
         """A version cannot be served. It counts once; not while it is retried, for its folder may only lag behind."""
         if not retried and version > self._counted_version:
             self._counted_version = version
-            self.refused_count += 1
+            self._refused_in_a_row += 1
         self.refused_version, self.refused_reason = version, reason
+        self.refused_count = 0 if retried else self._refused_in_a_row
         self.changed.set()
 
     def accept(self, version: int) -> None:
         """A version is served; refusals of older ones no longer matter."""
         if self.refused_version is not None and version >= self.refused_version:
             self.refused_version, self.refused_count, self.refused_reason = None, 0, ""
+            self._refused_in_a_row = 0
             self.changed.set()
 
     def take_out(self, reason: str) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from rollmesh.config import RunConfig
 from rollmesh.config.scaling import SCALABLE
-from rollmesh.errors import RollmeshError, StoreUnavailable
+from rollmesh.errors import PoliciesRefused, RollmeshError, StoreUnavailable
 from rollmesh.launcher.evaluations import EvaluationJournal
 from rollmesh.launcher.mesh_token import with_mesh_token
 from rollmesh.launcher.page import PageNotes
@@ -178,14 +178,27 @@ class LocalMesh:
                 words = " ".join(generator.refused_reason.split())
                 self.progress.note(f"generator {generator.address} refuses policy version {version}: {words}")
 
-    async def refuse_unserved(self) -> None:
-        """Raise ServiceFailed when every generator refuses the newest policy and does not retry it."""
-        newest = await self.answer(self.latest_version, "the newest policy version")
-        refusal = refused_by_all(newest, await self.answer(self.store.generators, "the generators"))
+    async def newest_served(self) -> bool:
+        """Tell whether a generator serves the newest policy, or none has to: there is none, or a version is pinned.
+
+        Raises PoliciesRefused when every generator has tried the newest policy, and refuses it.
+        """
+        newest, generators = await self.latest_version(), await self.store.generators()
+        refusal = refused_by_all(newest, generators)
         if refusal is not None and refusal.refused_count:
-            raise ServiceFailed(
+            raise PoliciesRefused(
                 f"every generator refuses the newest policy version, {newest}: {refusal.refused_reason}"
             )
+        if any(g.serving and g.policy_version == newest for g in generators):
+            return True
+        return not self.supervisor.indexes("generator")[0] or await self.store.pinned_policy() is not None
+
+    async def until_newest_served(self) -> None:
+        """Wait until the generators have tried the newest policy; PoliciesRefused when every one refuses it."""
+        deadline = self.config.launcher.start_timeout_seconds
+        await self.until(
+            self.newest_served, "a generator that serves the newest policy", deadline, ask_seconds=OFTEN_SECONDS
+        )
 
     def _complain(self, error: Exception) -> None:
         """Say once what is being waited out: Redis, or a disk without room for the timeline."""

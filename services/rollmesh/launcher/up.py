@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from rollmesh.config import RunConfig
-from rollmesh.errors import StoreUnavailable
+from rollmesh.errors import PoliciesRefused, StoreUnavailable
 from rollmesh.launcher.closing import missing_at_the_end, queue_account
 from rollmesh.launcher.evaluating import evaluate_version, finish_evaluations
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
@@ -33,7 +33,8 @@ class RunResult:
 async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -> RunResult:
     """Start or continue the run of ``config``; returns when it is trained, or stopped by ``shutdown``.
 
-    Raises ServiceFailed when a service cannot be kept up, ConfigError when another launcher holds the folder.
+    Raises ServiceFailed when a service cannot be kept up, PoliciesRefused when no generator serves what was trained,
+    ConfigError when another launcher holds the folder.
     """
     with locked_run_folder(config) as folder:
         folder.forget_failure()
@@ -54,7 +55,7 @@ async def _failure_noted(folder: RunFolder) -> AsyncIterator[None]:
     """Write a failure of the run into its folder, for the audit, the report and ``rollmesh status``."""
     try:
         yield
-    except ServiceFailed as error:
+    except (PoliciesRefused, ServiceFailed) as error:
         folder.note_failure(str(error))
         raise
 
@@ -70,11 +71,12 @@ async def _train(mesh: LocalMesh) -> None:
         await mesh.pause(False)
         mesh.progress.note(f"training to step {mesh.config.trainer.train_steps}; Ctrl-C drains and keeps everything")
         await mesh.until(lambda: _trained(mesh), "the last train step")
-        await mesh.refuse_unserved()
+        # Before the evaluation, which waits for minutes until it gives up a version that no generator serves.
+        await mesh.answer(mesh.newest_served, "the generators")
         if before_and_after:
             await evaluate_version(mesh, await mesh.answer(mesh.latest_version, "the last policy version"))
         await finish_evaluations(mesh)
-        await mesh.refuse_unserved()
+        await mesh.until_newest_served()
 
 
 async def _trained(mesh: LocalMesh) -> bool:

@@ -171,11 +171,12 @@ class Leader:
         return bool(decisions.evict or decisions.cut or decisions.admit_groups)
 
     async def _judge_refusals(self, view: MeshView) -> str:
-        """Why refused policies end the run; while a version is pinned, the newest need not be served."""
+        """Name the error with which refused policies end the run; none while a pin keeps generators from the newest."""
         if self._refusals is None or await self._store.pinned_policy() is not None:
             return ""
         generators, trains = await self._store.generators(), view.cut_step > view.trained_step
-        return self._refusals.judge(time.monotonic(), view.policy_version, generators, trains=trains)
+        error = self._refusals.judge(time.monotonic(), view.policy_version, generators, trains=trains)
+        return "" if error is None else f"{type(error).__name__}: {error}"
 
     async def _write(self, view: MeshView, desired: Desired, blocked_by: str = "") -> None:
         """Write the desired state where the store holds another one, whoever wrote or lost it."""

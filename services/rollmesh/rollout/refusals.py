@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rollmesh.errors import PoliciesRefused
 from rollmesh.types import GeneratorRecord
 
 
@@ -29,15 +30,15 @@ class RefusedPolicies:
 
     def judge(
         self, now: float, newest_version: int, generators: Sequence[GeneratorRecord], *, trains: bool = False
-    ) -> str:
-        """Why the run has to end; empty while it need not. ``now`` are monotonic seconds.
+    ) -> PoliciesRefused | None:
+        """Return the error that ends the run; None while it need not end. ``now`` are monotonic seconds.
 
         While the trainer ``trains`` no time passes: the next version may be served again.
         """
         refusal = refused_by_all(newest_version, generators)
         if refusal is None:
             self._refused_since = None
-            return ""
+            return None
         if trains or self._refused_since is None or self._refused_since[0] != newest_version:
             self._refused_since = (newest_version, now)
         if refusal.refused_count >= self._version_limit:
@@ -45,8 +46,8 @@ class RefusedPolicies:
         elif now - self._refused_since[1] >= self._seconds:
             why = f"it for {self._seconds:.0f} s (launcher.start_timeout_seconds)"
         else:
-            return ""
-        return (
+            return None
+        return PoliciesRefused(
             f"every generator refuses policy version {newest_version}, and has refused {why}: "
             f"{refusal.refused_reason}; roll back to an older version or lower trainer.learning_rate"
         )

@@ -71,7 +71,10 @@ def test_refused_versions_count_once_each_until_one_is_served_and_not_while_they
         rotation.refuse(1, "tampered", retried=False)
     rotation.refuse(3, "canary", retried=False)
     assert (rotation.refused_version, rotation.refused_count, rotation.refused_reason) == (3, 2, "canary")
+    rotation.refuse(4, "torn", retried=True)
+    assert (rotation.refused_version, rotation.refused_count) == (4, 0)
+    rotation.refuse(4, "tampered", retried=False)
     rotation.accept(2)
-    assert rotation.refused_count == 2
+    assert rotation.refused_count == 3
     rotation.accept(4)
     assert (rotation.refused_version, rotation.refused_count) == (None, 0)

@@ -1,0 +1,95 @@
+"""A run ends well only if a generator serves its last policy, and is judged when the generators have tried it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rollmesh.errors import PoliciesRefused
+from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.launcher.supervisor import ServiceSpec
+from rollmesh.types import GeneratorRecord, PolicyRecord
+
+from .test_launcher_outages import config
+
+NEWEST = 2
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
+    """A run that has announced versions 0 to 2, and has one generator process."""
+    generator = ServiceSpec(
+        service="generator",
+        index=0,
+        command=[sys.executable, "-c", "import signal; signal.pause()"],
+        environment={},
+        log_file=tmp_path / "generator-0.log",
+    )
+    async with local_mesh(config(tmp_path), RunFolder(tmp_path), asyncio.Event(), Console(file=io.StringIO())) as mesh:
+        session = await mesh.store.open_trainer_session("trainer")
+        for version in range(NEWEST + 1):
+            record = PolicyRecord(
+                policy_version=version, train_step=version, path=f"{version}-x", manifest_digest="ab" * 32
+            )
+            await mesh.store.announce_policy(session, record)
+        mesh.supervisor.start(generator)
+        yield mesh
+        await mesh.supervisor.kill_all()
+
+
+async def register(mesh: LocalMesh, served: int, refused: int | None = None, count: int = 0) -> None:
+    await mesh.store.register_generator(
+        GeneratorRecord(
+            instance_id="generator-0",
+            address="127.0.0.1:1",
+            policy_version=served,
+            running_count=0,
+            waiting_count=0,
+            slot_count=4,
+            kv_token_capacity=64,
+            serving=True,
+            refused_version=refused,
+            refused_count=count,
+            refused_reason="canary: nan",
+        ),
+        60.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("refused", "count"), [(None, 0), (NEWEST - 1, 1), (NEWEST, 0)], ids=["untried", "refused before", "retried"]
+)
+async def test_a_last_version_that_no_generator_has_tried_yet_ends_no_run_and_is_waited_for(
+    mesh: LocalMesh, refused: int | None, count: int
+) -> None:
+    await register(mesh, 0, refused, count)
+    end = asyncio.create_task(mesh.until_newest_served())
+    await asyncio.wait({end}, timeout=1.0)
+    assert not end.done()
+    await register(mesh, NEWEST)
+    await asyncio.wait_for(end, 60)
+
+
+async def test_a_last_version_that_every_generator_has_tried_and_refuses_ends_the_run_with_a_typed_error(
+    mesh: LocalMesh,
+) -> None:
+    await register(mesh, 0)
+    end = asyncio.create_task(mesh.until_newest_served())
+    await asyncio.wait({end}, timeout=1.0)
+    await register(mesh, 0, NEWEST, 1)
+    with pytest.raises(PoliciesRefused, match="refuses the newest policy version, 2: canary: nan") as ended:
+        await asyncio.wait_for(end, 60)
+    assert ended.value.final
+
+
+async def test_a_run_whose_operator_pinned_an_older_version_does_not_wait_for_the_newest(mesh: LocalMesh) -> None:
+    await register(mesh, 0)
+    await mesh.store.pin_policy(0)
+    await asyncio.wait_for(mesh.until_newest_served(), 60)
