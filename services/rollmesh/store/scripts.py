@@ -30,9 +30,7 @@ Three take all of something in one step, each once in a recovery or a rollback: 
 the worker has forgotten; ``roll_back`` and ``reassert_groups`` a cut that gives way, so that no leader sees half of it.
 1,024 trajectories took the server 5 ms to keep and 37 ms to give back.
 
-``evict``, ``roll_back``, ``sweep`` and ``forget_groups`` take one group apart in one step, because its members may be
-leased meanwhile; above 126 members that is more keys. A group that ends by itself has no leased members: a large one is
-swept in slices (``sweep_dropped``).
+A group of more than 100 members is gone with the first step; its records are deleted in slices (``sweep_dropped``).
 """
 
 _HELPER = re.compile(r"^local (?:function )?(\w+(?:, \w+)*)", re.MULTILINE)

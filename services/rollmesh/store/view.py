@@ -122,7 +122,7 @@ class View:
                 ("HKEYS", self._keys.single("dropped")),
             ]
         )
-        return [group_id.decode() for queue in queues for group_id in queue]
+        return list(dict.fromkeys(group_id.decode() for queue in queues for group_id in queue))
 
     async def dropped_groups(self) -> dict[str, str]:
         """Reason of every group in the ledger, by group id; O(ledger), for audits."""

@@ -57,6 +57,19 @@ class ModelGroup:
 
 
 @dataclass
+class HalfGone:
+    """A large group that has left the queue, and whose members are deleted in slices."""
+
+    reason: str
+    members: list[ModelMember]
+    deleted: int = 0
+
+
+LARGE = 100
+"""Members up to which a group goes at once."""
+
+
+@dataclass
 class Model:
     """States of every group and trajectory; mirrors the rules of design, not of the scripts."""
 
@@ -65,6 +78,7 @@ class Model:
     groups: dict[str, ModelGroup] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
     """Why each group left: consumed, filtered, dead or the reason of an eviction."""
+    half_gone: dict[str, HalfGone] = field(default_factory=dict)
     wasted: Counter[str] = field(default_factory=Counter)
     """Saved tokens that are never trained on, by reason."""
     pool_size: int = 0
@@ -91,7 +105,12 @@ class Model:
         ]
 
     def leased(self) -> int:
-        return len(self.ids("leased"))
+        return self.count("leased")
+
+    def count(self, state: str) -> int:
+        """How many are in a state, those of half-gone groups included."""
+        left = [m for g in self.half_gone.values() for m in g.members[g.deleted :]]
+        return len(self.ids(state)) + sum(m.state == state for m in left)
 
     def admit(self, gid: str, needed: int) -> None:
         self.sequence += 1
@@ -222,8 +241,19 @@ class Model:
     def drop(self, gid: str, reason: str) -> None:
         members = self.groups.pop(gid).members
         self.gone[gid] = reason
-        if reason != "consumed":
-            self.wasted[reason] += sum(m.tokens for m in members if m.state not in ("unscorable", "dead"))
+        if reason == "consumed":
+            return
+        self.half_gone[gid] = HalfGone(reason, members)
+        if len(members) <= LARGE:
+            self.sweep(gid, len(members))
+
+    def sweep(self, gid: str, most: int) -> None:
+        group = self.half_gone[gid]
+        group.deleted += most
+        if group.deleted >= len(group.members):
+            del self.half_gone[gid]
+            lost = (m for m in group.members if m.state not in ("unscorable", "dead"))
+            self.wasted[group.reason] += sum(m.tokens for m in lost)
 
     def ready(self) -> list[str]:
         ready = [gid for gid, g in self.groups.items() if g.state == "ready"]

@@ -30,10 +30,12 @@ class Truth:
     """State by group that is open, ready or cut."""
     members: dict[str, Record] = field(default_factory=dict)
     tombstones: set[str] = field(default_factory=set)
+    half_gone: dict[str, Record] = field(default_factory=dict)
+    """Members, not deleted yet, of large groups that are gone."""
     problems: list[str] = field(default_factory=list)
 
     def count(self, state: str) -> int:
-        return sum(r.state == state for r in self.members.values())
+        return sum(r.state == state for r in (*self.members.values(), *self.half_gone.values()))
 
 
 class _Reader:
@@ -62,6 +64,7 @@ class _Reader:
         truth.problems += [f"{i} waits {n} times" for i, n in placed.items() if n > 1]
         for gid in truth.groups:
             await self.read_group(gid, queues)
+        await self.read_half_gone()
         truth.problems += [f"{i} waits, but its group is gone" for i in placed if i not in truth.members]
         await self.check_leases(queues["scoring"])
         await self.check_counters()
@@ -104,6 +107,17 @@ class _Reader:
         if state == "open" and terminal == len(ids):
             truth.problems.append(f"{gid} is open, but every member is terminal")
 
+    async def read_half_gone(self) -> None:
+        raw = await self.connection.command("HGETALL", self.keys.single("dropped"))
+        for gid, entry in raw.items():
+            first, launched = (int(entry.split()[at]) for at in (0, 4))
+            ids = [f"{gid.decode()}.{member}" for member in range(launched)]
+            hashes = await self.connection.commands([("HGETALL", self.keys.of("trajectory", i)) for i in ids])
+            self.truth.problems += [
+                f"{i} was deleted and is there" for i, h in zip(ids[:first], hashes, strict=False) if h
+            ]
+            self.truth.half_gone |= {i: _record(h) for i, h in zip(ids, hashes, strict=True) if h}
+
     async def check_batch_file(self, gid: str) -> None:
         """A cut group without a record is in a confirmed batch file."""
         step = await self.connection.command("HGET", self.keys.single("cut"), gid)
@@ -126,7 +140,11 @@ class _Reader:
                     truth.problems.append(f"{trajectory_id} is {record.state}, but its session does not hold it")
             elif trajectory_id in scoring and (record.state != "finished" or record.session is not None):
                 truth.problems.append(f"{trajectory_id} waits for scoring as {record}")
-        truth.problems += [f"{i} is held by {s}, but its state says otherwise" for i, s in held.items()]
+        truth.problems += [
+            f"{i} is held by {s}, but its state says otherwise"
+            for i, s in held.items()
+            if i not in truth.half_gone or truth.half_gone[i].session != s
+        ]
 
     async def check_counters(self) -> None:
         raw = await self.connection.command("HMGET", self.keys.single("counts"), *COUNTED)

@@ -2,7 +2,7 @@
 -- Held trajectories become dead letters. ARGV: session, then (id, reason) each. Returns how many.
 local buried = 0
 for at = 2, #ARGV, 2 do
-  if call('SREM', held_key(ARGV[1]), ARGV[at]) == 1 then
+  if load_group(group_of(ARGV[at])) and call('SREM', held_key(ARGV[1]), ARGV[at]) == 1 then
     count(call('HGET', trajectory_key(ARGV[at]), 'state'), -1)
     bury(ARGV[at], ARGV[at + 1])
     buried = buried + 1

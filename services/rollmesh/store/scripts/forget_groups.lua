@@ -7,7 +7,7 @@ for at = 2, #ARGV do
   local gid = ARGV[at]
   local group = load_group(gid)
   if group and (call('HGET', K.cut, gid) or call('ZSCORE', K.tombstones, gid)) then
-    delete_records(gid, group.launched)
+    delete_group(group, '')
     -- A last score may have made it ready once more.
     for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps}) do call('ZREM', queue, gid) end
     deleted = deleted + 1

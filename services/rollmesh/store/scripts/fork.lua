@@ -19,6 +19,7 @@ local desired = call('HMGET', K.desired, 'pool_size', 'paused')
 if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return {'paused'} end
 if tonumber(call('HGET', K.counts, 'leased') or '0') >= tonumber(desired[1] or '0') then return {'pool_full'} end
 local group = load_group(group_of(parent))
+if not group then return {'lost'} end
 if group.launched >= 2 * group.needed then return {'group_full'} end
 touch(group)
 local member = group.launched

@@ -12,6 +12,8 @@ local function apply(id, scored, reward, outcome)
     return there[1] == reward and there[2] == outcome and DUPLICATE or REFUSED, tonumber(v[3])
   end
   if v[2] ~= 'finished' then return REFUSED, tonumber(v[3]) end
+  local group = load_group(group_of(id))
+  if not group then return LOST, 0 end
   local state = scored and 'scored' or 'unscorable'
   call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome)
   if v[4] then
@@ -23,7 +25,6 @@ local function apply(id, scored, reward, outcome)
   count('finished', -1)
   count(state, 1)
   count(state .. '_total', 1)
-  local group = load_group(group_of(id))
   if scored then
     touch(group)
     group.terminal, group.scored = group.terminal + 1, group.scored + 1

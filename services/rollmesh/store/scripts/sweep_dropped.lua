@@ -1,12 +1,13 @@
 #!lua flags=allow-oom
--- Deletes records of a dropped group whose members are all terminal, a slice a call, and notes the drop with the last one.
+-- Deletes records of a large group that is gone, a slice a call, and notes the drop with the last one.
 -- ARGV: group, slice size. Returns 1 while another call is needed.
 local gid = ARGV[1]
 local before = call('HGET', K.dropped, gid)
 if not before then return 0 end
-local first, total, longest, wasted, reason = string.match(before, '^(%d+) (%d+) (%d+) (%d+) (.*)$')
+local first, total, longest, wasted, size, reason = string.match(before, '^(%d+) (%d+) (%d+) (%d+) (%d*) ?(.*)$')
 first, total, longest, wasted = tonumber(first), tonumber(total), tonumber(longest), tonumber(wasted)
-local launched = tonumber(call('HGET', group_key(gid), 'launched') or '0')
+-- An older release kept the number in the group's record.
+local launched = tonumber(size ~= '' and size or call('HGET', group_key(gid), 'launched') or '0')
 local last, keys = math.min(first + tonumber(ARGV[2]), launched) - 1, {}
 for member = first, last do
   local tokens, before_drop = take_out_member(gid .. '.' .. member, keys)
@@ -15,9 +16,9 @@ end
 if last + 1 >= launched then
   keys[#keys + 1], keys[#keys + 2] = group_key(gid), prompt_key(gid)
   call('HDEL', K.dropped, gid)
-  note_drop(gid, reason, total, longest, wasted)
+  if reason ~= '' then note_drop(gid, reason, total, longest, wasted) end
 else
-  local words = {integer(last + 1), integer(total), integer(longest), integer(wasted), reason}
+  local words = {integer(last + 1), integer(total), integer(longest), integer(wasted), integer(launched), reason}
   call('HSET', K.dropped, gid, table.concat(words, ' '))
 end
 unlink(keys)

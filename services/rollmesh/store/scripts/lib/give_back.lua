@@ -2,22 +2,24 @@
 -- older release that reads every member: a script that gives many trajectories back ends its call once it has read so
 -- many.
 local members_read, MOST_MEMBERS_READ = 0, 256
-local function forget_first_token(id)
-  local group = load_group(group_of(id))
+local function forget_first_token(group, id)
   call('HDEL', trajectory_key(id), 'step')
   if not group.member_steps then members_read = members_read + group.launched end
   recompute_step(group, id)
 end
 
--- A held trajectory goes back: unfinished to partial or pending, finished to the scoring queue.
+-- A held trajectory goes back: unfinished to partial or pending, finished to the scoring queue; to none when its group is
+-- gone, and its record with the next slice.
 local function give_back(id, free_attempt)
+  local group = load_group(group_of(id))
+  if not group then return call('HDEL', trajectory_key(id), 'session') end
   local v = call('HMGET', trajectory_key(id), 'state', 'order', 'tokens', 'attempts', 'scorings', 'step')
   if v[1] == 'leased' then
     local partial = tonumber(v[3]) > 0
     call('HSET', trajectory_key(id), 'state', partial and 'partial' or 'pending')
     if free_attempt then call('HSET', trajectory_key(id), 'attempts', math.max(0, tonumber(v[4]) - 1)) end
     call('HDEL', trajectory_key(id), 'session')
-    if v[6] and not partial then forget_first_token(id) end
+    if v[6] and not partial then forget_first_token(group, id) end
     call('ZADD', partial and K.partial or K.pending, v[2], id)
     count('leased', -1)
   elseif v[1] == 'finished' then

@@ -52,6 +52,7 @@ end
 -- Smallest train_step whose tokens are in the loss, for an open group. The step of each member stands beside it, so that
 -- it is found again without a look at every member.
 local function lower_step(group, step, id)
+  if not group then return end
   call('HSET', group_key(group.id), step_field(id), step)
   if group.step and group.step <= step then return end
   group.step = step
@@ -82,6 +83,7 @@ end
 
 -- After a member's tokens have left the loss.
 local function recompute_step(group, id)
+  if not group then return end
   call('HDEL', group_key(group.id), step_field(id))
   local lowest = lowest_of_group(group)
   group.step = lowest
@@ -182,26 +184,34 @@ local function note_drop(gid, reason, total, longest, wasted)
 end
 
 local function take_out_of_queues(group, reason)
-  group.gone = true
   for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps}) do call('ZREM', queue, group.id) end
   bury_group(group.id)
   call('HINCRBY', K.drops, 'groups:' .. reason, 1)
 end
 
--- Takes a group out of the queue for a reason: members, payload, indexes; leaves a tombstone and a ledger entry.
-local function drop_group(group, reason)
-  local total, longest, wasted = delete_records(group.id, group.launched)
-  take_out_of_queues(group, reason)
-  note_drop(group.id, reason, total, longest, wasted)
-end
-
--- A group whose members are all terminal. The records of a large one are deleted in slices (sweep_dropped).
+-- A large group is gone with its record, its members out of every queue: none is leased again, and their workers lose
+-- them. Their records are deleted in slices (sweep_dropped), the last of which notes the drop if there is a reason.
 local MOST_MEMBERS_AT_ONCE = 100
 
-local function drop_settled(group, reason)
-  if group.launched <= MOST_MEMBERS_AT_ONCE then return drop_group(group, reason) end
+local function delete_group(group, reason)
+  local gid = group.id
+  group.gone = true
+  if group.launched <= MOST_MEMBERS_AT_ONCE then
+    local total, longest, wasted = delete_records(gid, group.launched)
+    if reason ~= '' then note_drop(gid, reason, total, longest, wasted) end
+    return
+  end
+  for _, queue in ipairs({K.pending, K.partial, K.scoring}) do
+    call('ZREMRANGEBYSCORE', queue, order_of(group.index, 0), order_of(group.index, 4095))
+  end
+  call('HSET', K.dropped, gid, '0 0 0 0 ' .. group.launched .. ' ' .. reason)
+  call('UNLINK', group_key(gid))
+end
+
+-- Takes a group out of the queue for a reason: members, payload, indexes; leaves a tombstone and a ledger entry.
+local function drop_group(group, reason)
   take_out_of_queues(group, reason)
-  call('HSET', K.dropped, group.id, '0 0 0 0 ' .. reason)
+  delete_group(group, reason)
 end
 
 -- How many trajectories one lease may bury: each may drop its group.
@@ -225,11 +235,11 @@ local function settle(group)
   if group.terminal < group.launched then return end
   if group.scored < 2 then
     call('HINCRBY', K.meta, 'unscored_in_a_row', 1)
-    drop_settled(group, 'too_few_scored')
+    drop_group(group, 'too_few_scored')
   elseif tonumber(group.low) == tonumber(group.high) and call('HGET', K.limits, 'filter_zero_variance') == '1' then
     call('HINCRBY', K.meta, 'filtered_in_a_row', 1)
     call('HSET', K.meta, 'unscored_in_a_row', 0)
-    drop_settled(group, tonumber(group.low) > 0 and 'filtered_all_right' or 'filtered_all_wrong')
+    drop_group(group, tonumber(group.low) > 0 and 'filtered_all_right' or 'filtered_all_wrong')
   else
     make_ready(group)
   end

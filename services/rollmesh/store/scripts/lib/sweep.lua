@@ -3,8 +3,8 @@
 local function sweep_groups(step, first, last)
   if not call('HGET', batch_key(step), 'digest') then return 0 end
   for _, gid in ipairs(call('LRANGE', batch_groups_key(step), first, last)) do
-    local launched = call('HGET', group_key(gid), 'launched')
-    if launched then delete_records(gid, tonumber(launched)) end
+    local group = load_group(gid)
+    if group then delete_group(group, '') end
   end
   local size = call('LLEN', batch_groups_key(step))
   if last >= size - 1 then
