@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from rollmesh.errors import SessionLost, StoreUnavailable
@@ -14,6 +15,8 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 
 R = TypeVar("R")
+Beat = Callable[[], None]
+"""Tells the watch of one loop that it is alive. Only what that loop itself waits for may call it."""
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
@@ -41,9 +44,11 @@ class WorkerSession:
         self._server = ""
         self.held: dict[str, Held] = {}
         """Everything this worker holds, finished ones that wait for their reward included."""
-        self.while_unreachable: Callable[[], None] = _nothing
-        """Called before each further attempt during an outage: whoever waits here is not stuck."""
-        self._beat: Callable[[], None] = _nothing
+        self.registrations = 0
+        """How often everything held was registered; what was leased before a registration and is not in ``held`` yet
+        has been given back by it."""
+        self._waiting: list[Beat] = []
+        """Beats of the loops that wait for the recovery in progress."""
 
     @property
     def current(self) -> str:
@@ -61,26 +66,25 @@ class WorkerSession:
             await self._store.close_session(self._session)
             self._session = ""
 
-    async def keep_alive(self, beat: Callable[[], None]) -> None:
+    async def keep_alive(self, beat: Beat) -> None:
         """Heartbeat until cancelled; ``beat`` is called after each round, and during an outage that it waits out."""
-        self._beat = beat
         while True:
             started = time.monotonic()
             session = self._session
             try:
                 server = await self._store.heartbeat(session)
                 if server != self._server:
-                    await self.recover(session, server)
+                    await self.recover(session, server, beat=beat)
                 else:
-                    await self._compare(session)
+                    await self._compare(session, beat)
             except SessionLost:
-                await self.recover(session)
+                await self.recover(session, beat=beat)
             except StoreUnavailable as error:
                 self._log.warning("heartbeat_failed", message=str(error))
             beat()
             await asyncio.sleep(max(0.0, self._heartbeat_seconds - (time.monotonic() - started)))
 
-    async def call(self, operation: Callable[[str], Awaitable[R]]) -> R:
+    async def call(self, operation: Callable[[str], Awaitable[R]], beat: Beat | None = None) -> R:
         """Run a store operation under the current session until it gets an answer.
 
         A lost session is replaced, an outage is waited out: tokens stay in memory meanwhile.
@@ -91,24 +95,19 @@ class WorkerSession:
             try:
                 return await operation(session)
             except SessionLost:
-                await self.recover(session)
+                await self.recover(session, beat=beat)
             except StoreUnavailable as error:
-                pause = await self._outlast(error, pause)
+                pause = await self._outlast(error, pause, [beat] if beat else [])
 
     async def confirm(self) -> None:
         """Make sure that the session lives: a write that was refused may mean that it does not."""
-        session = self._session
-        try:
-            server = await self._retrying(lambda: self._store.heartbeat(session))
-        except SessionLost:
-            await self.recover(session)
-        else:
-            if server != self._server:
-                await self.recover(session, server)
+        server = await self.call(self._store.heartbeat)
+        if server != self._server:
+            await self.recover(self._session, server)
 
-    async def recover(self, lost: str, server: str | None = None) -> None:
+    async def recover(self, lost: str, server: str | None = None, *, beat: Beat | None = None) -> None:
         """Replace session ``lost`` (or confirm it to a new server) and register everything held."""
-        async with self._lock:
+        async with self._recovery(beat):
             if self._session != lost or (server is not None and server == self._server):
                 return  # another task has done it
             session = lost
@@ -117,7 +116,7 @@ class WorkerSession:
                 session = await self._retrying(lambda: self._store.open_session(self._worker))
             await self._retrying(lambda: self._register(session))
 
-    async def _compare(self, session: str) -> None:
+    async def _compare(self, session: str, beat: Beat) -> None:
         """Register everything again when the queue has differed about a trajectory at two heartbeats in a row.
 
         At a single heartbeat they may differ: a release or a score that the queue has done is not answered yet.
@@ -129,14 +128,27 @@ class WorkerSession:
             self._differing = await self._store.held_by(session) ^ self.held.keys()
             if not before & self._differing:
                 return
-            async with self._lock:
+            async with self._recovery(beat):
                 if self._session == session:
                     self._log.warning("leases_differ", trajectories=sorted(before & self._differing))
                     await self._retrying(lambda: self._register(session))
 
+    @asynccontextmanager
+    async def _recovery(self, beat: Beat | None) -> AsyncIterator[None]:
+        """Recover alone; ``beat`` is called in outages, also while another task recovers."""
+        beats = [beat] if beat else []
+        self._waiting += beats
+        try:
+            async with self._lock:
+                yield
+        finally:
+            for each in beats:
+                self._waiting.remove(each)
+
     async def _register(self, session: str) -> None:
         """Take everything held along into ``session``, which is nobody's before: a lease under it could bring a
         trajectory that a task here is still writing."""
+        self.registrations += 1
         saved_before = {held.trajectory_id: held.saved_token_count for held in self.held.values()}
         stated = [held.stated() for held in self.held.values()]
         try:
@@ -169,16 +181,12 @@ class WorkerSession:
             try:
                 return await operation()
             except StoreUnavailable as error:
-                pause = await self._outlast(error, pause)
+                pause = await self._outlast(error, pause, self._waiting)
 
-    async def _outlast(self, error: StoreUnavailable, pause: float) -> float:
+    async def _outlast(self, error: StoreUnavailable, pause: float, beats: Sequence[Beat]) -> float:
         """Wait before the next attempt; returns the pause after that one."""
         self._log.warning("store_unavailable", message=str(error), pause_seconds=pause)
-        self.while_unreachable()
-        self._beat()
+        for beat in beats:
+            beat()
         await asyncio.sleep(pause)
         return min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
-def _nothing() -> None:
-    """Nobody watches."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from rollmesh.holding.policies import Policies
 from rollmesh.holding.program import Program, Rollout
 from rollmesh.holding.saving import Saver
 from rollmesh.holding.scoring import Scorer
-from rollmesh.holding.sessions import WorkerSession
+from rollmesh.holding.sessions import Beat, WorkerSession
 from rollmesh.holding.traces import attempt_on, end_of_trajectory
 from rollmesh.holding.worker_metrics import WorkerMetrics
 from rollmesh.mesh import Desired
@@ -32,7 +32,7 @@ from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.types import Fork, LeasedTrajectory, ReleaseReason
+from rollmesh.store.types import Fork, ForkStatus, LeasedTrajectory, ReleaseReason
 from rollmesh.types import OutcomeKind, RewardOutcome, SamplingParams, Trajectory
 
 _LEASES_AT_ONCE = 64
@@ -93,14 +93,13 @@ class Worker:
         self._room = asyncio.Event()
         self._draining = asyncio.Event()
         self._orphans_due = 0.0
+        self._alive: Beat = lambda: parts.health.beat("lease")
         self._log = get_logger("worker")
 
     async def run(self, shutdown: Shutdown) -> None:
         """Work until ``shutdown``, then bring everything to rest and give it back."""
         for name in ("lease", "watch"):
             self._parts.health.watch(name, _LOOP_DEADLINE_SECONDS)
-        # The lease loop waits out an outage of Redis inside the session; a restart would only lose what is held.
-        self._parts.session.while_unreachable = lambda: self._parts.health.beat("lease")
         loops = [
             asyncio.create_task(self._lease_loop(), name="lease"),
             asyncio.create_task(self._watch_loop(), name="watch"),
@@ -129,14 +128,19 @@ class Worker:
         Its program starts after the caller's next await.
         """
 
-        async def ask(session: str) -> Fork:
-            return await self._parts.store.fork(session, held.trajectory_id, nonce)
+        session, asked_at = self._parts.session, 0
 
-        async with self._parts.session.leasing:
-            fork = await self._parts.session.call(ask)
+        async def ask(current: str) -> Fork:
+            nonlocal asked_at
+            asked_at = session.registrations
+            return await self._parts.store.fork(current, held.trajectory_id, nonce)
+
+        async with session.leasing:
+            fork = await session.call(ask)
             if fork.leased is not None:
-                await self._parts.session.call(lambda _: self._look_at_desired())
-                self._start(fork.leased, self._roll)
+                await session.call(lambda _: self._look_at_desired())
+                if not await self._start_all([fork.leased], asked_at, self._roll):
+                    return Fork(status=ForkStatus.PAUSED)
                 self._parts.metrics.leases.inc()
         return fork
 
@@ -146,13 +150,15 @@ class Worker:
             self._parts.health.beat("lease")
             taken, session = 0, self._parts.session.current
             try:
-                async with self._parts.session.leasing:
-                    taken = await self._lease(session)
+                # A fork that leases may wait out an outage: this loop does not wait for it.
+                if not self._parts.session.leasing.locked():
+                    async with self._parts.session.leasing:
+                        taken = await self._lease(session)
             except StoreUnavailable as error:
                 self._log.warning("lease_failed", message=str(error))
             except SessionLost:
                 # Of the session that was asked with: another task may have replaced it before the answer came.
-                await self._parts.session.recover(session)
+                await self._parts.session.recover(session, beat=self._alive)
             if taken == _LEASES_AT_ONCE:
                 continue
             self._room.clear()
@@ -168,24 +174,38 @@ class Worker:
         parts = self._parts
         if time.monotonic() >= self._orphans_due:
             self._orphans_due = time.monotonic() + _ORPHANS_SECONDS
-            for leased in await parts.store.lease_scoring(session, _LEASES_AT_ONCE):
-                self._start(leased, self._score_only)
+            asked_at = parts.session.registrations
+            unscored = await parts.store.lease_scoring(session, _LEASES_AT_ONCE)
+            await self._start_all(unscored, asked_at, self._score_only)
         unfinished = sum(1 for held in parts.session.held.values() if not held.finished)
         limit = min(_LEASES_AT_ONCE, self._concurrency - unfinished)
         if self._desired.paused or limit < 1 or not parts.generators.serving_slots:
             return 0
         new_limit = None if self._new_limit is None else self._new_limit()
+        asked_at = parts.session.registrations
         leased_now = await parts.store.lease(session, limit, new_limit)
         if leased_now:
             # Groups may have been admitted under a higher floor than the one last seen: read it after the lease. It may
             # take long, but the queue counts these trajectories as ours, and nobody else would start them.
-            await parts.session.call(lambda _: self._look_at_desired())
-        for leased in leased_now:
-            self._start(leased, self._roll)
-            parts.metrics.leases.inc()
-            if leased.trajectory.segments:
-                parts.metrics.resumed.inc()
-        return len(leased_now)
+            await parts.session.call(lambda _: self._look_at_desired(), beat=self._alive)
+        started = await self._start_all(leased_now, asked_at, self._roll)
+        parts.metrics.leases.inc(len(started))
+        parts.metrics.resumed.inc(sum(1 for leased in started if leased.trajectory.segments))
+        return len(started)
+
+    async def _start_all(
+        self, leased: Sequence[LeasedTrajectory], asked_at: int, work: Callable[[Held], Coroutine[Any, Any, None]]
+    ) -> Sequence[LeasedTrajectory]:
+        """Start what was leased after that many registrations; a later one has given it back, so that none starts."""
+        session = self._parts.session
+        if leased and session.registrations != asked_at:
+            self._log.warning("lease_is_void", count=len(leased))
+            ids = [each.trajectory.trajectory_id for each in leased]
+            await self._parts.store.release(session.current, ids, ReleaseReason.DRAINED)
+            return []
+        for each in leased:
+            self._start(each, work)
+        return leased
 
     def _start(self, leased: LeasedTrajectory, work: Callable[[Held], Coroutine[Any, Any, None]]) -> None:
         held = Held(leased.trajectory, leased.attempt, leased.snapshot, leased.incarnation)

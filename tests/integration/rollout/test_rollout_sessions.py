@@ -266,6 +266,28 @@ async def test_saves_go_on_while_everything_is_registered_with_a_server_that_cam
     assert saves[0] > 0
 
 
+async def test_a_lease_whose_answer_comes_after_everything_was_registered_again_costs_no_tokens(store, monkeypatch):
+    """The registration did not name its trajectories, so the queue has taken them back: they are leased again."""
+    lease, late = store.lease, []
+
+    async def lease_late(session, *arguments):
+        leased = await lease(session, *arguments)
+        if leased and not late:
+            late.append(len(leased))
+            await run.session.recover(session, "another server")
+        return leased
+
+    monkeypatch.setattr(store, "lease", lease_late)
+    plan = schedule("sync", train_steps=1)
+    cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.01))
+    async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
+        check_batch(await trainer.train(1), plan)
+        assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 0
+        tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
+        assert run.value("rollmesh_rollout_sampled_tokens_total", age="0") == tokens
+    assert late == [plan.pool_size]
+
+
 async def test_a_killed_redis_costs_time_and_nothing_else(own_server):
     plan = schedule("sync", train_steps=2)
     async with await TrajectoryStore.connect(StoreConfig(), run="killed", url=own_server.url, retry_seconds=1) as store:

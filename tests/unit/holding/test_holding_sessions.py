@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from rollmesh.errors import SessionLost, StoreUnavailable
@@ -51,11 +53,10 @@ async def test_a_loop_that_waits_out_a_long_outage_is_not_stuck(monkeypatch: pyt
         stalled.append(health.stalled())
         health.beat("lease")
 
-    session.while_unreachable = beat
     if way == "call":
-        assert await session.call(store.heartbeat) == "server"
+        assert await session.call(store.heartbeat, beat) == "server"
     else:
-        await session.recover("")
+        await session.recover("", beat=beat)
         assert session.current == "new"
     assert store.now > 600.0
     assert len(stalled) == 10
@@ -66,12 +67,45 @@ async def test_a_lost_session_is_not_an_outage() -> None:
     store = Outage(attempts=0)
     session = WorkerSession(store, "rollout-0", 1.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
     waits: list[None] = []
-    session.while_unreachable = lambda: waits.append(None)
 
     async def once_lost(current: str) -> str:
         if not current:
             raise SessionLost("gone")
         return current
 
-    assert await session.call(once_lost) == "new"
+    assert await session.call(once_lost, lambda: waits.append(None)) == "new"
     assert not waits
+
+
+async def test_a_save_that_waits_out_an_outage_does_not_beat_for_a_heartbeat_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sessions, "_FIRST_PAUSE_SECONDS", 0.0)
+    store, beats, stuck = Outage(attempts=0), list[None](), asyncio.Event()
+    session = WorkerSession(store, "rollout-0", 0.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    await session.open()
+
+    async def never(_session: str) -> str:
+        stuck.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    save = store.heartbeat
+    store.heartbeat = never  # type: ignore[method-assign]
+    heartbeat = asyncio.create_task(session.keep_alive(lambda: beats.append(None)))
+    await stuck.wait()
+    store.left = 10
+    assert await session.call(save) == "server"
+    assert not beats
+    heartbeat.cancel()
+    await asyncio.gather(heartbeat, return_exceptions=True)
+
+
+async def test_a_heartbeat_that_waits_for_the_recovery_of_a_save_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_FIRST_PAUSE_SECONDS", 0.0)
+    store, beats = Outage(attempts=10), list[None]()
+    session = WorkerSession(store, "rollout-0", 0.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    save = asyncio.create_task(session.recover(""))
+    heartbeat = asyncio.create_task(session.recover("", beat=lambda: beats.append(None)))
+    await asyncio.gather(save, heartbeat)
+    assert len(beats) == 9, "the first attempt came before it waited"
