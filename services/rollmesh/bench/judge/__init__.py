@@ -1,0 +1,86 @@
+"""An outside judge of a run: it reads the run folder's files and nothing else, by code that no service shares.
+
+``rollmesh audit`` is built from the mesh's own readers, model and scorer, so a fault in one of them could hide in both.
+This package imports nothing else of rollmesh (a contract of import-linter): it has its own decoder, ledger, scoring by
+transformers' plain forward pass, and replay of one train step. ``python -m rollmesh.bench.judge RUN_FOLDER`` judges any
+run in float32 whose run file names ``schedule.max_staleness``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.bench.judge.files import RunFiles, read_run
+from rollmesh.bench.judge.ledger import Ledger, examine
+from rollmesh.bench.judge.scores import GAP_NATS, REPLAY_SHARE, largest_gap, replay_distance, sampled
+
+LEAST_SCORED_SHARE = 0.5
+"""Share of the sampled tokens that must be scored: other policies are pruned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What the judge found."""
+
+    problems: tuple[str, ...]
+    """Empty when nothing speaks against the run."""
+    committed: int
+    """Train step of the newest sound trainer state."""
+    trajectories: int
+    scored_tokens: int
+    largest_gap: float
+    """Largest gap of a scored token, in nats."""
+    replay_distance: float | None
+    """Of the replayed step, as a share of its update; None when no step could be replayed."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing speaks against the run."""
+        return not self.problems
+
+
+def judge(folder: Path, sequences_per_step: int = 8) -> Judgement:
+    """Judge a run folder, scoring so many sequences of each train step; OSError when it is no run folder."""
+    run = read_run(folder)
+    ledger = examine(run)
+    problems = [*ledger.problems]
+    gap, scored = _gap(run, ledger, sequences_per_step, problems)
+    distance = _replay(run)
+    if distance is not None and not distance <= REPLAY_SHARE:
+        problems.append(f"a replayed step is {distance:.3g} of its update from the published weights")
+    return Judgement(
+        problems=tuple(problems),
+        committed=ledger.committed,
+        trajectories=sum(len(list(batch.trajectories)) for batch in run.batches.values()),
+        scored_tokens=scored,
+        largest_gap=gap,
+        replay_distance=distance,
+    )
+
+
+def _gap(run: RunFiles, ledger: Ledger, sequences_per_step: int, problems: list[str]) -> tuple[float, int]:
+    """Score the sample; returns (largest gap, tokens scored) and adds to ``problems``."""
+    worst, scored, tokens = 0.0, 0, 0
+    folders = {p.record["policy_version"]: p.folder for p in run.policies if not p.damage}
+    for version, sample in sorted(sampled(run, ledger.committed, sequences_per_step).items()):
+        count = sum(len(segment.token_ids) for _, _, segment in sample)
+        tokens += count
+        if version in folders:
+            gap = largest_gap(folders[version], sample)
+            worst, scored = max(worst, gap), scored + count
+            if gap > GAP_NATS:
+                problems.append(f"policy version {version}: a log-probability is {gap:.3g} nats from its checkpoint")
+    if scored < LEAST_SCORED_SHARE * tokens or not tokens:
+        problems.append(f"{scored} of {tokens} sampled tokens could be scored")
+    return worst, scored
+
+
+def _replay(run: RunFiles) -> float | None:
+    """Replay the step after the oldest state that allows it."""
+    published = {p.record["train_step"]: p.folder for p in run.policies if not p.damage}
+    for state in run.states:
+        step = state.train_step + 1
+        if not state.damage and step in run.batches and step in published:
+            return replay_distance(state, run.batches[step], published[step])
+    return None

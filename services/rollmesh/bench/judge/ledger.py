@@ -1,0 +1,179 @@
+"""The judge's ledger: what was trained, how often, how old, and whether nothing is missing in between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from rollmesh.bench.judge.files import BatchFile, RunFiles, SealedFolder, Trajectory
+
+_LAG_STEPS = 4
+"""Steps beyond the staleness bound after which an admitted group must have been trained or dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What follows from the files alone."""
+
+    committed: int
+    """Train step of the newest sound trainer state; 0 without one."""
+    train_steps: Mapping[int, int]
+    """Train step of every policy version that a manifest or a batch file names."""
+    problems: tuple[str, ...]
+
+
+def examine(run: RunFiles) -> Ledger:
+    """Hold everything that needs no model against the run file."""
+    sound = [state for state in run.states if not state.damage]
+    newest = max(sound, key=lambda s: (s.record["rollback_count"], s.record["train_step"]), default=None)
+    committed = 0 if newest is None else int(newest.record["train_step"])
+    named, contradictions = _train_steps(run)
+    found = [
+        *contradictions,
+        *_steps(run, committed),
+        *_identities(run),
+        *_members(run),
+        *_staleness(run, named),
+        *_policies(run, named),
+        *_totals(run, newest),
+        *_left_behind(run, committed),
+    ]
+    return Ledger(committed=committed, train_steps=named, problems=tuple(found))
+
+
+def _train_steps(run: RunFiles) -> tuple[dict[int, int], list[str]]:
+    named: dict[int, int] = {}
+    problems: list[str] = []
+    manifests = [(p.record["policy_version"], p.record["train_step"]) for p in run.policies if not p.damage]
+    footers = [b.footer.get("version_train_steps", {}) for b in run.batches.values()]
+    for version, step in (*manifests, *((int(v), s) for footer in footers for v, s in footer.items())):
+        if named.setdefault(version, step) != step:
+            problems.append(f"policy version {version} is of train step {named[version]} and of {step}")
+    return named, problems
+
+
+def _steps(run: RunFiles, committed: int) -> Iterator[str]:
+    """Steps without a gap: batch files, states, announced policies and metrics."""
+    for name, reason in run.damaged.items():
+        yield f"batch file {name}: {reason}"
+    missing = [step for step in range(1, committed + 1) if step not in run.batches]
+    if missing or not committed:
+        yield f"train step {committed} is committed; there is no sound batch file of steps {missing}"
+    for state in run.states:
+        if state.damage:
+            yield f"trainer state {state.folder.name}: {state.damage}"
+    announced = max((p.train_step for p in run.policies if (p.folder / "ANNOUNCED").exists()), default=0)
+    every, last = run.config["checkpoints"]["state_every_steps"], run.config["trainer"]["train_steps"]
+    if committed < (announced if announced >= last else announced - announced % every):
+        yield f"train step {committed} is committed, but a policy of step {announced} was announced"
+    logged = [record["train_step"] for record in run.metrics]
+    if logged and logged != list(range(1, len(logged) + 1)):
+        yield f"metrics.jsonl has the steps {logged}"
+    if logged and logged[-1] > max(run.batches, default=0):
+        yield f"metrics.jsonl goes to step {logged[-1]}, sound batch files to {max(run.batches, default=0)}"
+
+
+def _identities(run: RunFiles) -> Iterator[str]:
+    """Every group, trajectory and prompt once."""
+    groups = Counter(group for batch in run.batches.values() for group, _ in batch.groups)
+    yield from _more_than_once("group", groups)
+    yield from _more_than_once("trajectory", Counter(t.trajectory_id for t in _trajectories(run)))
+    epoch_of = {group: group.partition("-")[0] for group in groups}
+    prompts = {(group, members[0].prompt_id) for b in run.batches.values() for group, members in b.groups if members}
+    yield from _more_than_once("prompt", Counter(f"{epoch_of[group]} {prompt}" for group, prompt in prompts))
+
+
+def _more_than_once(kind: str, counts: Counter[str]) -> Iterator[str]:
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        yield f"{len(twice)} {kind}(s) were trained more than once: {', '.join(twice[:5])}"
+
+
+def _members(run: RunFiles) -> Iterator[str]:
+    """Groups with all of their members, batches with all of their groups."""
+    schedule = run.config["schedule"]
+    absent = 0
+    for step, batch in run.batches.items():
+        if len(batch.groups) != schedule["groups_per_batch"]:
+            yield f"train step {step} has {len(batch.groups)} groups, not {schedule['groups_per_batch']}"
+        for group, members in batch.groups:
+            places = {t.member for t in members}
+            absent += schedule["group_size"] - len(places)
+            strange = any(t.group_id != group or not t.scored or not t.written for t in members)
+            if strange or len(places) != len(members) or not places <= set(range(schedule["group_size"])):
+                yield f"group {group} of train step {step} has other members than 0 to {schedule['group_size'] - 1}"
+    totals = run.metrics[-1]["mesh"]["totals"] if run.metrics else {}
+    if absent > totals.get("unscorable_total", 0):
+        yield f"{absent} member(s) of groups are missing, of which {totals.get('unscorable_total', 0)} had no score"
+
+
+def _staleness(run: RunFiles, named: Mapping[int, int]) -> Iterator[str]:
+    bound = run.config["schedule"]["max_staleness"]
+    if bound is None:
+        yield "the run file names no schedule.max_staleness, so nothing was held against it"
+        return
+    stale = [
+        t.trajectory_id
+        for step, batch in run.batches.items()
+        for t in batch.trajectories
+        if any(step - 1 - named.get(s.policy_version, -1 - bound) > bound for s in t.written)
+    ]
+    if stale:
+        yield f"{len(stale)} trajectories are older than {bound} steps, or of no known version: {', '.join(stale[:5])}"
+
+
+def _policies(run: RunFiles, named: Mapping[int, int]) -> Iterator[str]:
+    """One version for one set of weights; a version that a segment names is sound, or has left no folder behind."""
+    sound = Counter(p.record["policy_version"] for p in run.policies if not p.damage)
+    yield from _more_than_once("policy version", Counter({str(version): count for version, count in sound.items()}))
+    weights: dict[str, set[str]] = {}
+    for policy in run.policies:
+        # After a rollback a step is trained anew: the session in the name ends with r and the number of rollbacks.
+        name = f"{policy.train_step}{policy.folder.name.partition('-')[2].partition('r')[1:]}"
+        digests = [f["sha256"] for f in policy.record.get("files", ()) if f["path"].endswith(".safetensors")]
+        weights.setdefault(name, set()).update(digests)
+    yield from (f"the policies of train step {step} differ" for step, found in weights.items() if len(found) > 1)
+    damaged = [p for p in run.policies if p.damage]
+    for version in sorted({s.policy_version for t in _trajectories(run) for s in t.written} - set(sound)):
+        for policy in damaged:
+            if _may_be(policy, version, named):
+                yield f"policy version {version}, which trained tokens name: {policy.folder.name}: {policy.damage}"
+
+
+def _may_be(policy: SealedFolder, version: int, named: Mapping[int, int]) -> bool:
+    claimed = policy.record.get("policy_version")
+    return claimed == version if isinstance(claimed, int) else policy.train_step == named.get(version)
+
+
+def _totals(run: RunFiles, newest: SealedFolder | None) -> Iterator[str]:
+    """The newest state counts as many groups and tokens as the batch files up to its step hold."""
+    progress = {} if newest is None else newest.record["extra"].get("progress", {})
+    if newest is None or not progress:
+        return
+    batches: list[BatchFile] = [b for step, b in run.batches.items() if step <= newest.record["train_step"]]
+    tokens = sum(len(s.token_ids) for b in batches for t in b.trajectories for s in t.written)
+    counts = {
+        "groups": (sum(len(b.groups) for b in batches), sum(progress["trained_groups_by_length_decile"])),
+        "tokens": (tokens, progress["trained_token_total"]),
+    }
+    for what, (in_files, in_state) in counts.items():
+        if in_files != in_state:
+            yield f"trainer state {newest.folder.name} counts {in_state} trained {what}, its batch files {in_files}"
+
+
+def _left_behind(run: RunFiles, committed: int) -> Iterator[str]:
+    """Positions admitted long ago are trained, or the metrics count them as dropped."""
+    bound = run.config["schedule"]["max_staleness"]
+    early = None if bound is None else run.batches.get(committed - bound - _LAG_STEPS)
+    if early is None or early.footer["cursor_epoch"]:
+        return
+    trained = {group for batch in run.batches.values() for group, _ in batch.groups}
+    absent = [g for g in (f"e0-{i}" for i in range(early.footer["cursor_index"])) if g not in trained]
+    dropped = sum(run.metrics[-1]["mesh"]["dropped_groups"].values()) if run.metrics else 0
+    if len(absent) > dropped:
+        yield f"{len(absent)} groups admitted before train step {early.train_step} are lost: {', '.join(absent[:5])}"
+
+
+def _trajectories(run: RunFiles) -> Iterable[Trajectory]:
+    return (t for batch in run.batches.values() for t in batch.trajectories)

@@ -1,0 +1,143 @@
+"""The judge's own arithmetic: transformers' plain forward pass for log-probabilities, and one replayed train step."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollmesh.bench.judge.files import BatchFile, RunFiles, SealedFolder, Segment, Trajectory
+
+GAP_NATS = 1e-3
+"""Largest gap of a float32 engine's log-probability. Transformers keeps some tables in float32: up to 4e-5 is its."""
+REPLAY_SHARE = 0.02
+"""Largest distance of the published weights from the replayed ones, as a share of the step's whole update."""
+_SEED = 20_110_715
+
+_Sample: TypeAlias = list[tuple[Trajectory, int, Segment]]
+"""Trajectory, index of the segment's first token, segment."""
+
+
+def sampled(run: RunFiles, committed: int, per_step: int) -> dict[int, _Sample]:
+    """Pure segments of ``per_step`` random trajectories of each step, by policy version."""
+    samples: dict[int, _Sample] = defaultdict(list)
+    for step in range(1, committed + 1):
+        if step not in run.batches:
+            continue
+        members = list(run.batches[step].trajectories)
+        for trajectory in random.Random(_SEED + step).sample(members, min(per_step, len(members))):
+            at = len(trajectory.prompt_ids)
+            for segment in trajectory.segments:
+                if segment.by_policy and len(segment.token_ids) and segment.kv_min_version == segment.policy_version:
+                    samples[segment.policy_version].append((trajectory, at, segment))
+                at += len(segment.token_ids)
+    return samples
+
+
+def largest_gap(policy: Path, sample: _Sample) -> float:
+    """Largest difference of a segment's log-probabilities to those of the policy, in nats; inf for no number."""
+    model = _model(policy)
+    worst = 0.0
+    with torch.no_grad():
+        for trajectory, at, segment in sample:
+            end = at + len(segment.token_ids)
+            values = _logprobs(model, _ids(trajectory)[:end], segment.temperature)[at - 1 :]
+            gap = (values - torch.from_numpy(segment.logprobs).double()).abs().max()
+            worst = max(worst, float(gap.nan_to_num(nan=torch.inf)))
+    return worst
+
+
+def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> float | None:
+    """Train ``batch`` once more from a trainer state; distance to the published weights as a share of the update.
+
+    None for other settings than GRPO, clipped PPO over the sampler's log-probabilities, token mean and one minibatch.
+    """
+    settings = batch.footer["settings"]
+    recipe = (settings or {}).get("recipe") or {}
+    algorithm = recipe.get("algorithm", {})
+    known = {"advantage": "grpo", "loss": "ppo_clip", "old_logprobs": "sampler", "aggregation": "token_mean"}
+    plain = recipe.get("minibatches") == 1 and recipe.get("max_token_staleness") is None
+    if not plain or algorithm.get("kl_coefficient") or any(algorithm.get(k) != v for k, v in known.items()):
+        return None
+    (file,) = state.record["files"]
+    tensors = load_file(state.folder / file["path"])
+    model = _model(published)
+    wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    _loss(model, batch, algorithm).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["max_grad_norm"])
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": recipe["weight_decay"]},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=settings["learning_rate"],
+        betas=tuple(recipe["betas"]),
+    )
+    for name, parameter in model.named_parameters():
+        moments = {key: tensors[f"optimizer.{name}.{key}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {k: v if k == "step" else v.double() for k, v in moments.items()}
+    if norm.isfinite():
+        optimizer.step()
+    after = dict(model.named_parameters())
+    moved = sum(float((wanted[name] - before[name]).square().sum()) for name in wanted)
+    off = sum(float((wanted[name] - after[name].detach()).square().sum()) for name in wanted)
+    return float((off / moved) ** 0.5) if moved else float(off > 0)
+
+
+def _loss(model: transformers.PreTrainedModel, batch: BatchFile, algorithm: Mapping[str, Any]) -> Tensor:
+    """GRPO's clipped surrogate, its mean over all tokens that a policy wrote."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for _, members in batch.groups:
+        rewards = torch.tensor([t.reward for t in members if t.scored], dtype=torch.float64)
+        spread = rewards.std() if len(rewards) > 1 else torch.zeros(())
+        advantages = (rewards - rewards.mean()) / (spread + 1e-6)
+        for trajectory, advantage in zip((t for t in members if t.scored), advantages, strict=True):
+            for values, old in _columns(model, trajectory):
+                ratio = (values - old).clamp(-20, 20).exp()
+                clipped = ratio.clamp(1 - algorithm["clip_low"], 1 + algorithm["clip_high"])
+                loss = torch.maximum(-ratio * advantage, -clipped * advantage)
+                if advantage < 0 and algorithm["dual_clip"] is not None:
+                    loss = loss.clamp(max=float(-algorithm["dual_clip"] * advantage))
+                total, tokens = total + loss.sum(), tokens + len(old)
+    return total / max(tokens, 1)
+
+
+def _columns(model: transformers.PreTrainedModel, trajectory: Trajectory) -> Iterator[tuple[Tensor, Tensor]]:
+    """Present and recorded log-probabilities of each segment that a policy wrote."""
+    at = len(trajectory.prompt_ids)
+    by_temperature = {t: _logprobs(model, _ids(trajectory), t) for t in {s.temperature for s in trajectory.written}}
+    for segment in trajectory.segments:
+        end = at + len(segment.token_ids)
+        if segment.by_policy and end > at:
+            yield by_temperature[segment.temperature][at - 1 : end - 1], torch.from_numpy(segment.logprobs).double()
+        at = end
+
+
+def _model(folder: Path) -> transformers.PreTrainedModel:
+    transformers.utils.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
+    )
+    return model.eval()
+
+
+def _ids(trajectory: Trajectory) -> Tensor:
+    parts = [trajectory.prompt_ids, *(s.token_ids for s in trajectory.segments)]
+    return torch.cat([torch.from_numpy(part).long() for part in parts])
+
+
+def _logprobs(model: transformers.PreTrainedModel, ids: Tensor, temperature: float) -> Tensor:
+    """log_softmax(z / T) of each token after its predecessors, float64 [tokens - 1]."""
+    logits = model(input_ids=ids[None]).logits[0, :-1].double() / temperature
+    return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

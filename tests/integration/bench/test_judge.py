@@ -1,0 +1,236 @@
+"""The outside judge is silent on a sound run, and speaks up for everything that the chaos bench is to find."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from rollmesh.bench.judge import judge
+from rollmesh.mesh import Cursor
+from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def made() -> ModuleType:
+    """The module that makes the run folders of the report's tests."""
+    file = Path(__file__).parents[1] / "report" / "made_checkpoints.py"
+    spec = importlib.util.spec_from_file_location("rollmesh_bench_tests_made_checkpoints", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def original(made: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with real policies, states and batch files, made once; never change it."""
+    folder: Path = made.make_audited_run(tmp_path_factory.mktemp("made") / "run").folder
+    return folder
+
+
+@pytest.fixture
+def run(made: ModuleType, original: Path, tmp_path: Path) -> Any:
+    """A copy to break, as ``made_checkpoints.MadeRun``."""
+    shutil.copytree(original, tmp_path / "run")
+    copy = made.MadeRun(tmp_path / "run")
+    copy.change_config(schedule={"max_staleness": 4})
+    return copy
+
+
+def with_group(number: int, change: Callable[[Group], Group]) -> Callable[[Batch], Batch]:
+    """The batch with one of its groups changed."""
+
+    def changed(batch: Batch) -> Batch:
+        groups = (change(group) if at == number else group for at, group in enumerate(batch.groups))
+        return dataclasses.replace(batch, groups=tuple(groups))
+
+    return changed
+
+
+def with_member(change: Callable[[Trajectory], Trajectory]) -> Callable[[Batch], Batch]:
+    """The batch with the first trajectory changed."""
+    return with_group(
+        0, lambda g: dataclasses.replace(g, trajectories=(change(g.trajectories[0]), *g.trajectories[1:]))
+    )
+
+
+def with_segments(change: Callable[[Segment], Segment]) -> Callable[[Batch], Batch]:
+    """The batch with the first trajectory's segments changed."""
+    return with_member(lambda t: dataclasses.replace(t, segments=tuple(map(change, t.segments))))
+
+
+def the_problem(run: Any) -> str:
+    """The only problem that the judge names."""
+    (problem,) = judge(run.folder, sequences_per_step=4).problems
+    return problem
+
+
+def flip(file: Path, at: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def test_a_sound_run_is_judged_in_silence_and_every_pure_token_is_scored(run: Any) -> None:
+    judgement = judge(run.folder, sequences_per_step=4)
+    assert judgement.problems == ()
+    assert (judgement.committed, judgement.trajectories, judgement.scored_tokens) == (STEPS, 24, 5 * 37)
+    assert 0 < judgement.largest_gap < 1e-4
+
+
+def test_a_trajectory_in_two_groups_is_found(run: Any) -> None:
+    stolen = run.store.read_batch(2).groups[0].trajectories[0]
+
+    def doubled(group: Group) -> Group:
+        mine = dataclasses.replace(stolen, group_id=group.group_id, prompt=group.trajectories[1].prompt)
+        return dataclasses.replace(group, trajectories=(mine, *group.trajectories[1:]))
+
+    run.replace_batch(3, with_group(0, doubled))
+    assert "1 trajectory(s) were trained more than once: e0-2.0" in judge(run.folder).problems
+
+
+def test_a_group_that_was_trained_twice_is_found(run: Any) -> None:
+    again = run.store.read_batch(2).groups[1]
+    run.replace_batch(5, with_group(1, lambda _: again))
+    problems = judge(run.folder).problems
+    assert "1 group(s) were trained more than once: e0-3" in problems
+
+
+def test_a_prompt_under_two_group_ids_is_found(run: Any) -> None:
+    prompt_id = run.store.read_batch(2).groups[1].trajectories[0].prompt.prompt_id
+    run.replace_batch(
+        5, with_member(lambda t: dataclasses.replace(t, prompt=dataclasses.replace(t.prompt, prompt_id=prompt_id)))
+    )
+    assert the_problem(run) == f"1 prompt(s) were trained more than once: e0 {prompt_id}"
+
+
+def test_a_lost_trajectory_is_found(run: Any) -> None:
+    run.replace_batch(3, with_group(0, lambda g: dataclasses.replace(g, trajectories=g.trajectories[1:])))
+    assert the_problem(run) == "1 member(s) of groups are missing, of which 0 had no score"
+
+
+def test_a_group_that_was_admitted_long_ago_and_never_trained_is_found(run: Any) -> None:
+    run.change_config(schedule={"max_staleness": 1})
+    file = run.folder / "checkpoints" / "batches" / "00000001.pb"
+    batch = run.store.read_batch(1)
+    file.unlink()
+
+    def renamed(group: Group) -> Group:
+        trajectories = tuple(dataclasses.replace(t, group_id="e0-40") for t in group.trajectories)
+        return dataclasses.replace(group, group_id="e0-40", trajectories=trajectories)
+
+    run.store.write_batch(with_group(0, renamed)(batch), Cursor(epoch=0, index=2))
+    lost = "1 groups admitted before train step 1 are lost: e0-0"
+    assert lost in judge(run.folder).problems
+    dropped = {"dropped_groups": {"straggler_timeout": 1}, "totals": {}}
+    lines = (json.dumps({"train_step": step, "mesh": dropped}) + "\n" for step in range(1, STEPS + 1))
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+    assert lost not in judge(run.folder).problems
+
+
+def test_a_step_that_the_metrics_repeat_is_found(run: Any) -> None:
+    mesh = {"dropped_groups": {}, "totals": {}}
+    lines = (json.dumps({"train_step": step, "mesh": mesh}) + "\n" for step in (1, 2, 2, 3, 4, 5, 6))
+    (run.folder / "metrics.jsonl").write_text("".join(lines))
+    assert the_problem(run) == "metrics.jsonl has the steps [1, 2, 2, 3, 4, 5, 6]"
+
+
+@pytest.mark.parametrize("at", [40, 400, -200, -2])
+def test_a_byte_that_is_flipped_in_a_batch_file_is_found(run: Any, at: int) -> None:
+    flip(run.folder / "checkpoints" / "batches" / "00000004.pb", at)
+    problems = judge(run.folder).problems
+    assert any(problem.startswith("batch file 00000004.pb: ") for problem in problems)
+    assert "train step 6 is committed; there is no sound batch file of steps [4]" in problems
+
+
+@pytest.mark.parametrize("delete_state", [False, True])
+def test_a_lost_newest_state_is_found(run: Any, delete_state: bool) -> None:
+    state = run.folder / "checkpoints" / "states" / f"{STEPS:08d}-s{STEPS}"
+    if delete_state:
+        shutil.rmtree(state)
+    else:
+        flip(state / "COMMITTED", 100)
+    problems = judge(run.folder).problems
+    assert "train step 5 is committed, but a policy of step 6 was announced" in problems
+    assert any(problem.startswith(f"trainer state {state.name}: ") for problem in problems) is not delete_state
+
+
+def test_a_damaged_policy_is_found_where_tokens_name_it_and_a_pruned_one_is_not(run: Any) -> None:
+    for step in range(1, STEPS + 1):
+        batch = run.store.read_batch(step)
+        (run.folder / "checkpoints" / "batches" / f"{step:08d}.pb").unlink()
+        run.store.write_batch(batch, Cursor(), {version: version for version in range(STEPS)})
+    folder = run.folder / "checkpoints" / "policies" / "00000003-s3"
+    flip(folder / "model.safetensors", -5)
+    assert the_problem(run).startswith("policy version 3, which trained tokens name: 00000003-s3: model.safetensors")
+    shutil.rmtree(folder)
+    assert judge(run.folder, sequences_per_step=4).silent
+
+
+def test_a_trajectory_beyond_the_staleness_bound_is_found(run: Any) -> None:
+    run.change_config(schedule={"max_staleness": 1})
+    (problem,) = judge(run.folder).problems
+    assert problem.startswith("8 trajectories are older than 1 steps, or of no known version: e0-4.1, ")
+
+
+@pytest.mark.parametrize("off", [2e-3, float("nan")])
+def test_a_wrong_logprob_is_found(run: Any, off: float) -> None:
+    def change(segment: Segment) -> Segment:
+        assert segment.behavior_logprobs is not None
+        logprobs = segment.behavior_logprobs.copy()
+        logprobs[2] += off
+        return dataclasses.replace(segment, behavior_logprobs=logprobs)
+
+    run.replace_batch(4, with_segments(change))
+    assert the_problem(run).startswith("policy version 3: a log-probability is ")
+
+
+def test_tokens_of_another_version_than_they_name_are_found(run: Any) -> None:
+    def rename(segment: Segment) -> Segment:
+        return dataclasses.replace(segment, policy_version=4, kv_min_version=4)
+
+    run.replace_batch(6, with_segments(rename))
+    assert the_problem(run).startswith("policy version 4: a log-probability is ")
+
+
+def test_a_run_of_which_nothing_can_be_scored_is_not_judged_in_silence(run: Any) -> None:
+    def change(segment: Segment) -> Segment:
+        return dataclasses.replace(segment, kv_min_version=-1) if segment.source is SegmentSource.POLICY else segment
+
+    for step in range(1, STEPS + 1):
+        run.replace_batch(
+            step,
+            lambda b: dataclasses.replace(
+                b,
+                groups=tuple(
+                    dataclasses.replace(
+                        g,
+                        trajectories=tuple(
+                            dataclasses.replace(t, segments=tuple(map(change, t.segments))) for t in g.trajectories
+                        ),
+                    )
+                    for g in b.groups
+                ),
+            ),
+        )
+    assert the_problem(run) == "0 of 0 sampled tokens could be scored"
+
+
+def test_the_judge_imports_nothing_else_of_rollmesh() -> None:
+    code = "import rollmesh.bench.judge, sys; print([m for m in sys.modules if m.startswith('rollmesh.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    mine = {f"rollmesh.bench.judge{part}" for part in ("", ".files", ".ledger", ".scores")}
+    assert set(json.loads(done.stdout.replace("'", '"'))) == {"rollmesh.bench", *mine}
