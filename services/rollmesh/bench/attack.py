@@ -135,6 +135,18 @@ class Cost(Enum):
     """Redis loses what it had taken: whole rollouts that nobody holds any more may have to be sampled again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run must end that has met a fault."""
+
+    exit_statuses: tuple[int, ...] = (0,)
+    """Of ``rollmesh up``; then, where the run is not to be green, of a ``rollmesh audit``."""
+    green: bool = True
+    """Whether the audit has to be green, and the outside judge silent."""
+    says: str = ""
+    """Part of the console's output."""
+
+
 class Fault(Protocol):
     """One thing that goes wrong."""
 
@@ -145,6 +157,11 @@ class Fault(Protocol):
     @property
     def cost(self) -> Cost:
         """What it may waste."""
+
+    @property
+    def ending(self) -> Ending:
+        """How the run must end."""
+        return Ending()
 
     def inject(self, scene: Scene) -> None:
         """Do it, blocking; when the run is over before it can be done, nothing is struck."""

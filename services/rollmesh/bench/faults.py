@@ -10,6 +10,7 @@ from rollmesh.bench.attack import (
     HELD,
     PATIENCE_SECONDS,
     Cost,
+    Fault,
     Scene,
     Victim,
     busy_one_of,
@@ -23,7 +24,7 @@ from rollmesh.runtime.endpoints import read_endpoints
 
 
 @dataclass(frozen=True, slots=True)
-class KillService:
+class KillService(Fault):
     """kill -9 of one process of a service."""
 
     service: str
@@ -42,7 +43,7 @@ class KillService:
 
 
 @dataclass(frozen=True, slots=True)
-class KillLeader:
+class KillLeader(Fault):
     """kill -9 of the rollout replica that leads: another one takes over."""
 
     cost: Cost = Cost.UNSAVED
@@ -64,7 +65,7 @@ class KillLeader:
 
 
 @dataclass(frozen=True, slots=True)
-class StallService:
+class StallService(Fault):
     """SIGSTOP of one process of a service, SIGCONT after some seconds: it wakes up a zombie of its own session."""
 
     service: str
@@ -84,7 +85,7 @@ class StallService:
 
 
 @dataclass(frozen=True, slots=True)
-class KillTrainerAfter:
+class KillTrainerAfter(Fault):
     """kill -9 of the trainer at the moment a new path of a kind appears: between two of its durable writes."""
 
     when: str

@@ -14,14 +14,14 @@ from pathlib import Path
 import redis
 from redis import Redis
 
-from rollmesh.bench.attack import Cost, Scene, one_of, send, sleep_unless_over
+from rollmesh.bench.attack import Cost, Ending, Fault, Scene, one_of, send, sleep_unless_over
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store.keys import Keys
 
 
 @dataclass(frozen=True, slots=True)
-class KillRedis:
-    """kill -9 of Redis; optionally the end of its append-only file is lost, as in a power cut.
+class KillRedis(Fault):
+    """kill -9 of Redis; optionally the end of its append-only file is lost, or is zeros, as after a power cut.
 
     The launcher starts it again at once, or after ``away_seconds``: until then connections are refused. Without a cut
     there is no bound either: with AOF every second, a server whose disk is slow answers up to two seconds before it
@@ -29,13 +29,19 @@ class KillRedis:
     """
 
     lost_bytes: int = 0
+    zero_bytes: int = 0
     away_seconds: float = 0.0
     cost: Cost = Cost.UNBOUNDED
 
     @property
     def name(self) -> str:
         lost = f", cut {self.lost_bytes >> 10} KiB of its AOF" if self.lost_bytes else ""
-        return f"kill -9 redis{lost}" + (f", refused {self.away_seconds:g} s" if self.away_seconds else "")
+        zeros = f", {self.zero_bytes >> 10} KiB of zeros at the end of its AOF" if self.zero_bytes else ""
+        return f"kill -9 redis{lost}{zeros}" + (f", refused {self.away_seconds:g} s" if self.away_seconds else "")
+
+    @property
+    def ending(self) -> Ending:
+        return Ending(says="append-only file of the embedded Redis was damaged" if self.zero_bytes else "")
 
     def inject(self, scene: Scene) -> None:
         pid = scene.redis.pid
@@ -43,8 +49,8 @@ class KillRedis:
             return
         # Stopped first: the launcher starts a dead server again at once, and must not find the file half cut.
         scene.strike(pid, signal.SIGSTOP)
-        if self.lost_bytes:
-            _cut_tail(scene.redis.folder, self.lost_bytes)
+        if self.lost_bytes or self.zero_bytes:
+            _damage_tail(scene.redis.folder, self.lost_bytes, self.zero_bytes)
         with open(scene.redis.folder / "lock", "a", encoding="utf-8") as lock:
             send(pid, signal.SIGKILL)
             if self.away_seconds:
@@ -53,7 +59,7 @@ class KillRedis:
 
 
 @dataclass(frozen=True, slots=True)
-class StallRedis:
+class StallRedis(Fault):
     """Redis does not answer for a while.
 
     It loses nothing that it has taken. Workers hold what is not saved, at most ``partial_save_tokens`` of each rollout,
@@ -88,7 +94,7 @@ class StallRedis:
 
 
 @dataclass(frozen=True, slots=True)
-class FillRedis:
+class FillRedis(Fault):
     """maxmemory is reached for a while: what needs memory is refused. A trainer dies in it, and has to begin again.
 
     Leases and saves are refused, heartbeats are not: workers wait with what is not saved, at most
@@ -143,8 +149,10 @@ def _take_lock(scene: Scene, descriptor: int, killed: int) -> None:
         time.sleep(0.001)
 
 
-def _cut_tail(folder: Path, lost_bytes: int) -> None:
+def _damage_tail(folder: Path, lost_bytes: int, zero_bytes: int) -> None:
     files = sorted(folder.glob("appendonlydir/*.incr.aof"), key=lambda f: f.stat().st_mtime)
     if files:
         size = files[-1].stat().st_size
-        os.truncate(files[-1], max(0, size - lost_bytes))
+        kept = max(0, size - lost_bytes)
+        os.truncate(files[-1], kept)
+        os.truncate(files[-1], kept + zero_bytes)  # a file that grows is filled with zeros

@@ -40,7 +40,8 @@ def bench(
     as_json: JsonOption = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: a check that it runs.")] = False,
     check: Annotated[bool, typer.Option("--check", help="End with status 1 when a bar is missed.")] = False,
-    rounds: Annotated[int, typer.Option(help="Rounds of the chaos bench.", min=1)] = 20,
+    rounds: Annotated[int | None, typer.Option(help="chaos: number of rounds; else each fault once.", min=1)] = None,
+    fault: Annotated[str | None, typer.Option(help="chaos: name of the only fault of all rounds.")] = None,
     curve_only: Annotated[bool, typer.Option("--curve-only", help="gpu: only the step-time curve of decode.")] = False,
     pool: Annotated[list[int] | None, typer.Option(help="gpu: pool_size of a copris_paper arm; repeatable.")] = None,
     updates: Annotated[int | None, typer.Option(help="gpu: measured updates of every arm.", min=1)] = None,
@@ -56,7 +57,7 @@ def bench(
     """
     options: dict[str, object] = {"quick": quick}
     if name is Bench.CHAOS:
-        options["rounds"] = rounds
+        options |= {"rounds": rounds, "fault": fault}
     if name is Bench.GPU:
         options |= {"curve_only": curve_only, "pools": pool or (), "updates": updates, "cuda_graphs": cuda_graphs}
         options["output"] = output

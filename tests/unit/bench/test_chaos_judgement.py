@@ -14,32 +14,28 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollmesh.bench.attack import Cost, Scene, Victim
-from rollmesh.bench.chaos import (
-    FAULTS,
-    Round,
-    _judge,
-    _regenerated,
-    _regeneration,
-    regenerated_bound,
-    round_config,
-    rounds_table,
-)
+from rollmesh.bench.attack import Cost, Ending, Scene, Victim
+from rollmesh.bench.chaos import FAULTS, _regeneration, faults_named, round_config
 from rollmesh.bench.faults import KillService
 from rollmesh.bench.measure import missed
+from rollmesh.bench.rounds import Round, regenerated, regenerated_bound, round_of, rounds_table
+from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import Endpoint
 from rollmesh.store.embedded import EmbeddedServer
 
 GOOD = Round(
     fault="kill -9 generator",
+    ending=Ending(),
     injected=True,
-    exit_status=0,
+    exit_statuses=(0,),
+    trainer_ends=0,
     seconds=1.0,
     lost=0,
     trained_twice=0,
     staleness_violations=0,
     green=True,
+    judged=(),
     in_flight=1,
     regenerated_tokens=5,
     regenerated_bound=5,
@@ -51,8 +47,10 @@ GOOD = Round(
     "change",
     [
         {"injected": False},
-        {"exit_status": 1},
+        {"exit_statuses": (1,)},
         {"green": False},
+        {"judged": ("1 trajectory(s) were trained more than once: e0-1.0",)},
+        {"green": False, "judged": ("a step is missing",)},
         {"lost": 1},
         {"trained_twice": -1},
         {"staleness_violations": 1},
@@ -60,9 +58,43 @@ GOOD = Round(
         {"regenerated_tokens": None},
     ],
 )
-def test_a_round_fails_for_each_broken_promise(change: dict[str, int | None]) -> None:
+def test_a_round_fails_for_each_broken_promise(change: dict[str, Any]) -> None:
     assert GOOD.passed
     assert not replace(GOOD, **change).passed
+
+
+DAMAGED = replace(
+    GOOD,
+    fault="flip a byte of a batch file, kill -9 trainer",
+    ending=Ending(exit_statuses=(2, 1), green=False, says="cannot go on: CheckpointError"),
+    exit_statuses=(2, 1),
+    trainer_ends=1,
+    green=False,
+    judged=("batch file 00000004.pb: Damaged",),
+    lost=-1,
+    regenerated_bound=None,
+    output="error: trainer-0 cannot go on:\nCheckpointError: tampered",
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"injected": False},
+        {"exit_statuses": (0, 1)},
+        {"exit_statuses": (2, 0)},
+        {"green": True},
+        {"green": True, "judged": ()},
+        {"judged": ()},
+        {"trainer_ends": 11},
+        {"output": "error: trainer-0 ended with status 1, 21 times"},
+    ],
+)
+def test_a_round_that_must_end_with_an_error_fails_when_it_does_not_or_judge_and_audit_disagree(
+    change: dict[str, Any],
+) -> None:
+    assert DAMAGED.passed
+    assert not replace(DAMAGED, **change).passed
 
 
 def look(t: float, generated: dict[str, float], saved: int, *, leased: int = 0, running: int = 0) -> dict[str, Any]:
@@ -84,7 +116,7 @@ def written(folder: Path, looks: list[dict[str, Any]]) -> RunFolder:
 
 def test_regenerated_tokens_include_what_a_killed_generator_took_along(tmp_path: Path) -> None:
     folder = written(tmp_path, [look(1.0, {"0:7": 50.0}, 40), look(2.0, {"0:7": 60.0, "0:9": 60.0}, 118)])
-    assert _regenerated(folder, {"0:7": 75.0}, since=1.5) == 120 + 15 - 118
+    assert regenerated(folder, {"0:7": 75.0}, since=1.5) == 120 + 15 - 118
 
 
 def test_the_last_tokens_of_rollouts_that_the_end_of_a_run_lets_go_are_not_the_faults(tmp_path: Path) -> None:
@@ -95,8 +127,8 @@ def test_the_last_tokens_of_rollouts_that_the_end_of_a_run_lets_go_are_not_the_f
         look(5.0, {"0:7": 200.0}, 193),
         look(6.0, {"0:7": 300.0}, 280),
     ]
-    assert _regenerated(written(tmp_path, looks), {}, since=2.0) == 7, "before the fault and at work do not count"
-    assert _regenerated(written(tmp_path, looks), {}, since=5.5) == 20
+    assert regenerated(written(tmp_path, looks), {}, since=2.0) == 7, "before the fault and at work do not count"
+    assert regenerated(written(tmp_path, looks), {}, since=5.5) == 20
 
 
 def test_rollouts_of_a_killed_generator_are_those_whose_calls_broke_there_and_not_its_own_count(tmp_path: Path) -> None:
@@ -126,12 +158,12 @@ def test_rollouts_of_a_killed_generator_are_those_whose_calls_broke_there_and_no
     )
     scene.strike_holder(Victim(endpoint=killed, rollouts=6), signal.SIGKILL)
     data = round_config(Path("run"), 1)
-    result = _judge(folder, data, KillService("generator"), scene, 0, 1.0, "")
+    result = round_of(folder, data, KillService("generator"), scene, (0,), 1.0, "")
     assert (result.in_flight, result.regenerated_tokens, result.regenerated_bound) == (11, 169, 11 * 16)
 
 
 def test_without_a_timeline_nobody_has_counted(tmp_path: Path) -> None:
-    assert _regenerated(RunFolder(tmp_path), {}) is None
+    assert regenerated(RunFolder(tmp_path), {}) is None
 
 
 @pytest.mark.parametrize(("cost", "bound"), [(Cost.NOTHING, 0), (Cost.UNSAVED, 5 * 16), (Cost.UNBOUNDED, None)])
@@ -141,7 +173,7 @@ def test_the_bound_counts_the_rollouts_of_the_victim_and_not_the_pool(cost: Cost
 
 def test_only_a_redis_that_is_killed_is_without_a_bound() -> None:
     unbounded = [fault.name for fault in FAULTS if fault.cost is Cost.UNBOUNDED]
-    assert len(unbounded) == 4
+    assert len(unbounded) == 5
     assert all(name.startswith("kill -9 redis") for name in unbounded)
     assert [fault.cost for fault in FAULTS if "outage" in fault.name or "maxmemory" in fault.name] == [Cost.UNSAVED] * 2
 
@@ -168,4 +200,18 @@ def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() 
     assert [any(word in name for name in names) for word in ("trainer", "generator", "AOF", "stall rollout")] == [
         True
     ] * 4
-    assert len(FAULTS) == 20
+    assert len(FAULTS) == 26
+    assert len({fault.name for fault in FAULTS}) == 26
+
+
+def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:
+    assert [fault.name for fault in faults_named("kill -9 generator")] == ["kill -9 generator"]
+    assert faults_named(None) == list(FAULTS)
+    with pytest.raises(ConfigError, match="there are: .*kill -9 generator; .*flip a byte of the newest policy"):
+        faults_named("kill -9 generators")
+
+
+def test_only_damaged_files_that_nothing_can_replace_end_a_run_and_their_names_are_on_the_console() -> None:
+    not_green = {fault.name: fault.ending for fault in FAULTS if not fault.ending.green}
+    assert [ending.exit_statuses for ending in not_green.values()] == [(2, 1), (2, 1), (0, 1)]
+    assert [bool(ending.says) for ending in not_green.values()] == [True, True, False]
