@@ -16,7 +16,10 @@ from typing import Any
 import pytest
 
 from rollmesh.bench.judge import judge
+from rollmesh.checkpoints.manifest import CanarySequence
+from rollmesh.config.trainer import TrainerConfig
 from rollmesh.mesh import Cursor
+from rollmesh.trainer.step import PolicyTrainer
 from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
 
 STEPS = 6
@@ -234,3 +237,25 @@ def test_the_judge_imports_nothing_else_of_rollmesh() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     mine = {f"rollmesh.bench.judge{part}" for part in ("", ".files", ".ledger", ".scores")}
     assert set(json.loads(done.stdout.replace("'", '"'))) == {"rollmesh.bench", *mine}
+
+
+@pytest.mark.parametrize(("rate", "sound"), [(1e-3, True), (1.1e-3, False)])
+def test_weights_that_are_not_those_of_the_recorded_settings_are_found(run: Any, rate: float, sound: bool) -> None:
+    store, versions = run.store, {version: version for version in range(STEPS)}
+    root = run.folder / "checkpoints"
+    config = TrainerConfig(train_steps=STEPS, learning_rate=rate, device="cpu")
+    trainer = PolicyTrainer.from_folder(root / "policies" / "00000004-s4", config)
+    trainer.train_step = 4
+    tensors, extra = trainer.state_tensors(), trainer.state_extra()
+    store.save_state(session="a", train_step=4, rollback_count=0, tensors=tensors, extra=extra)
+    batch, settings = store.read_batch(5), trainer.settings(5)
+    trainer.train(batch, versions, settings)
+    shutil.rmtree(root / "policies" / "00000005-s5")
+    canary = [CanarySequence(token_ids=[1, 2], logprobs=[-1.0])]
+    store.publish(session="a", policy_version=5, train_step=5, parent=4, write=trainer.export, canary=canary)
+    (root / "batches" / "00000005.pb").unlink()
+    store.write_batch(batch, Cursor(), versions, settings.model_copy(update={"learning_rate": 1e-3}))
+    judgement = judge(run.folder)
+    assert judgement.replay_distance is not None
+    assert (judgement.replay_distance < 1e-3) is sound
+    assert any(problem.startswith("a replayed step is ") for problem in judgement.problems) is not sound

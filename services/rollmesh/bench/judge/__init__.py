@@ -77,10 +77,12 @@ def _gap(run: RunFiles, ledger: Ledger, sequences_per_step: int, problems: list[
 
 
 def _replay(run: RunFiles) -> float | None:
-    """Replay the step after the oldest state that allows it."""
+    """Replay the step after the oldest state that allows it; None when none does."""
     published = {p.record["train_step"]: p.folder for p in run.policies if not p.damage}
     for state in run.states:
         step = state.train_step + 1
         if not state.damage and step in run.batches and step in published:
-            return replay_distance(state, run.batches[step], published[step])
+            distance = replay_distance(state, run.batches[step], published[step])
+            if distance is not None:
+                return distance
     return None
