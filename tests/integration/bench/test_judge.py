@@ -77,7 +77,7 @@ def with_segments(change: Callable[[Segment], Segment]) -> Callable[[Batch], Bat
 
 def the_problem(run: Any) -> str:
     """The only problem that the judge names."""
-    (problem,) = judge(run.folder, sequences_per_step=4).problems
+    (problem,) = judge(run.folder).problems
     return problem
 
 
@@ -88,7 +88,7 @@ def flip(file: Path, at: int) -> None:
 
 
 def test_a_sound_run_is_judged_in_silence_and_every_pure_token_is_scored(run: Any) -> None:
-    judgement = judge(run.folder, sequences_per_step=4)
+    judgement = judge(run.folder)
     assert judgement.problems == ()
     assert (judgement.committed, judgement.trajectories, judgement.scored_tokens) == (STEPS, 24, 5 * 37)
     assert 0 < judgement.largest_gap < 1e-4
@@ -180,7 +180,7 @@ def test_a_damaged_policy_is_found_where_tokens_name_it_and_a_pruned_one_is_not(
     flip(folder / "model.safetensors", -5)
     assert the_problem(run).startswith("policy version 3, which trained tokens name: 00000003-s3: model.safetensors")
     shutil.rmtree(folder)
-    assert judge(run.folder, sequences_per_step=4).silent
+    assert judge(run.folder).silent
 
 
 def test_a_trajectory_beyond_the_staleness_bound_is_found(run: Any) -> None:

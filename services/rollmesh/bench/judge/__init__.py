@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rollmesh.bench.judge.files import RunFiles, read_run
 from rollmesh.bench.judge.ledger import Ledger, examine
-from rollmesh.bench.judge.scores import GAP_NATS, REPLAY_SHARE, largest_gap, replay_distance, sampled
+from rollmesh.bench.judge.scores import GAP_NATS, REPLAY_SHARE, largest_gap, one_thread, replay_distance, sampled
 
 LEAST_SCORED_SHARE = 0.5
 """Share of the sampled tokens that must be scored: other policies are pruned."""
@@ -40,13 +40,14 @@ class Judgement:
         return not self.problems
 
 
-def judge(folder: Path, sequences_per_step: int = 8) -> Judgement:
+def judge(folder: Path, sequences_per_step: int = 4) -> Judgement:
     """Judge a run folder, scoring so many sequences of each train step; OSError when it is no run folder."""
     run = read_run(folder)
     ledger = examine(run)
     problems = [*ledger.problems]
-    gap, scored = _gap(run, ledger, sequences_per_step, problems)
-    distance = _replay(run)
+    with one_thread():
+        gap, scored = _gap(run, ledger, sequences_per_step, problems)
+        distance = _replay(run)
     if distance is not None and not distance <= REPLAY_SHARE:
         problems.append(f"a replayed step is {distance:.3g} of its update from the published weights")
     return Judgement(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -23,6 +24,17 @@ _SEED = 20_110_715
 
 _Sample: TypeAlias = list[tuple[Trajectory, int, Segment]]
 """Trajectory, index of the segment's first token, segment."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute in one thread: sequences are short, and on a busy machine several threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def sampled(run: RunFiles, committed: int, per_step: int) -> dict[int, _Sample]:
