@@ -10,6 +10,7 @@ import sys
 import threading
 from types import TracebackType
 
+from rollmesh.runtime.line_limit import LineLimit
 from rollmesh.runtime.logging import get_logger
 
 CRASH_EVENT = "service_crashed"
@@ -25,16 +26,21 @@ def adopt_foreign_lines() -> None:
 
 
 class _Adopting(logging.Handler):
-    """Records of the standard library's logging, as lines of ours."""
+    """Records of the standard library's logging, as lines of ours; equal ones share a line a second."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
+        self._limit = LineLimit()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            get_logger(record.name).log(
-                record.levelno, "library_message", message=record.getMessage().strip(), exc_info=record.exc_info
-            )
+            message = record.getMessage().strip()
+            suppressed = self._limit.suppressed((record.name, message))
+            if suppressed is not None:
+                counted = {"suppressed": suppressed} if suppressed else {}
+                get_logger(record.name).log(
+                    record.levelno, "library_message", message=message, exc_info=record.exc_info, **counted
+                )
         except Exception:
             self.handleError(record)
 

@@ -11,10 +11,8 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
+from rollmesh.runtime.line_limit import LineLimit
 from rollmesh.runtime.logging import get_logger
-
-_LINE_SECONDS = 1.0
-"""Refused requests of one method and status share a line in this time."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -33,16 +31,13 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self._limit = LineLimit(clock)
         self._log = get_logger("grpc")
-        self._lines: dict[tuple[str, str], tuple[float, int]] = {}
-        """Time of the newest line and requests since then, by method and status."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         method = str(handler_call_details.method)
-        # The health service's handlers write by themselves, and have no requests that could be wrong.
-        if handler is None or handler.request_streaming or method.startswith("/grpc.health."):
+        if handler is None or handler.request_streaming:
             return handler
         decode = handler.request_deserializer
         codecs = {
@@ -50,7 +45,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             "response_serializer": handler.response_serializer,
         }
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(self._streaming(method, handler.unary_stream), **codecs)
+            # The handlers of the health service write their responses themselves.
+            wrap = self._unary if method.startswith("/grpc.health.") else self._streaming
+            return grpc.unary_stream_rpc_method_handler(wrap(method, handler.unary_stream), **codecs)
         return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **codecs)
 
     def _unary(self, method: str, handle: Callable[[Any, Context], Awaitable[Any]]) -> Any:
@@ -92,12 +89,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         await context.abort(grpc.StatusCode.INTERNAL, "an error inside the service; its log has the traceback")
 
     def _line(self, event: str, method: str, status: str, message: str, error: Exception | None) -> None:
-        now = self._clock()
-        written, suppressed = self._lines.get((method, status), (-_LINE_SECONDS, 0))
-        if now - written < _LINE_SECONDS:
-            self._lines[method, status] = (written, suppressed + 1)
+        suppressed = self._limit.suppressed((method, status))
+        if suppressed is None:
             return
-        self._lines[method, status] = (now, 0)
         self._log.warning(
             event, method=method, status=status, message=message[:500], suppressed=suppressed, exc_info=error
         )

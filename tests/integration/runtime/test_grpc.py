@@ -38,6 +38,32 @@ async def test_a_call_without_the_bearer_token_is_refused_and_health_stays_open(
         await server.stop(None)
 
 
+async def test_malformed_health_requests_are_invalid_arguments_and_leave_no_traceback(
+    capsys, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = create_server()
+    reporter = HealthReporter(server, "rollmesh.v1.RewardService")
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await reporter.set_serving(True)
+    channel = create_channel(f"127.0.0.1:{port}")
+    try:
+        for method in ("Check", "Watch"):
+            for _ in range(20):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await channel.unary_stream(f"/grpc.health.v1.Health/{method}")(b"\xff\xff").read()
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="none"))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+    finally:
+        await channel.close()
+        await server.stop(None)
+    assert caplog.records == []
+    lines = [line for line in capsys.readouterr().out.splitlines() if "request_refused" in line]
+    assert 2 <= len(lines) < 20
+
+
 class Failing(reward_service_pb2_grpc.RewardServiceServicer):
     async def Score(self, request, context):
         if request.items:
