@@ -20,6 +20,8 @@ _TRIES_AFTER_TEMPLATE = 3
 """More tries for answers whose workers ended with their template, and the next one maybe with the same one."""
 _UNKNOWN = "unknown"
 _MOST_COMPLAINTS = 20
+_MOST_CHARACTERS = 500
+"""Of a verifier's name and of a message in a log line: callers choose both."""
 HOPELESS_ANSWERS = 256
 """Answers without a single value, from the start of the service, that end it."""
 
@@ -67,11 +69,12 @@ class Scoring:
 
     def _complain(self, name: str, outcome: RewardOutcome) -> None:
         """Log the first few different reasons for which answers got no value; the metrics count all of them."""
-        if outcome.kind is OutcomeKind.SCORED or outcome.message in self._said or len(self._said) >= _MOST_COMPLAINTS:
+        message = outcome.message[:_MOST_CHARACTERS]
+        if outcome.kind is OutcomeKind.SCORED or message in self._said or len(self._said) >= _MOST_COMPLAINTS:
             return
-        self._said.add(outcome.message)
+        self._said.add(message)
         get_logger("reward").warning(
-            "answer_without_value", verifier=name, outcome=outcome.kind.value, message=outcome.message
+            "answer_without_value", verifier=name[:_MOST_CHARACTERS], outcome=outcome.kind.value, message=message
         )
 
     def _judge_the_verifier(self, name: str, outcome: RewardOutcome) -> None:

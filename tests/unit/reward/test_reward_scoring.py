@@ -61,3 +61,20 @@ async def test_a_death_with_the_template_is_not_held_against_the_answer(
         on_hopeless=lambda error: None,
     )
     assert (await scoring.score("", b"")).kind is kind
+
+
+async def test_a_log_line_about_an_answer_is_short_whatever_the_caller_names(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scoring = Scoring(
+        DyingPool([alone(), alone()]),  # type: ignore[arg-type]
+        {},
+        RewardMetrics(Metrics("reward")),
+        default_verifier="exact",
+        timeout_seconds=1.0,
+        on_hopeless=lambda error: None,
+    )
+    outcome = await scoring.score("x" * 100_000, b"")
+    assert outcome.kind is OutcomeKind.VERIFIER_ERROR
+    assert "answer_without_value" in (line := capsys.readouterr().out)
+    assert len(line) < 2_000
