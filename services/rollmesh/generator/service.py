@@ -15,6 +15,7 @@ from rollmesh.generator.engines.protocol import Engine
 from rollmesh.generator.metrics import GeneratorMetrics
 from rollmesh.generator.rotation import Rotation
 from rollmesh.generator.traces import CallTrace
+from rollmesh.runtime.grpc import MOST_DETAIL_CHARACTERS
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.types import Chunk
@@ -177,7 +178,7 @@ class GenerationService(stubs.GenerationServiceServicer):
         except (GenerationRefused, DataError, EngineError) as error:
             await _abort(context, error)
         except CheckpointError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error)[:MOST_DETAIL_CHARACTERS])
 
 
 def _check_version(chunk: Chunk, need: VersionNeed) -> None:
@@ -203,5 +204,5 @@ async def _abort(context: Context, error: DataError | EngineError | GenerationRe
     elif isinstance(error, Full):
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
     kind = next(k.__name__ for k in (GenerationRefused, DataError, EngineError) if isinstance(error, k))
-    await context.abort(code, str(error), trailing_metadata=((ERROR_KEY, kind),))
+    await context.abort(code, str(error)[:MOST_DETAIL_CHARACTERS], trailing_metadata=((ERROR_KEY, kind),))
     raise asyncio.CancelledError  # abort raises; this tells the type checker so

@@ -15,6 +15,7 @@ import grpc.aio
 
 from rollmesh.errors import DataError
 from rollmesh.reward.scoring import Scoring
+from rollmesh.runtime.grpc import MOST_DETAIL_CHARACTERS
 from rollmesh.runtime.tracing import tracer
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.wire.codec import outcome_to_pb
@@ -63,7 +64,7 @@ class RewardService:
             heads = [score_item_head(item) for item in items] if len(items) <= free_items else []
         except DataError as error:
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
-            context.set_details(f"items: {error}")
+            context.set_details(f"items: {error}"[:MOST_DETAIL_CHARACTERS])
             return
         if len(items) > free_items:
             context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)

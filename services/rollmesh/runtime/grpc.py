@@ -18,6 +18,8 @@ from rollmesh.runtime.security import OPEN, PortSecurity
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either way: a 64k-token trajectory with logprobs is under 1 MB."""
+MOST_DETAIL_CHARACTERS = 1000
+"""Of a status: gRPC clients refuse an answer with more than 16 KiB of metadata, and do not see its code."""
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),

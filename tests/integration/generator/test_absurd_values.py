@@ -85,6 +85,9 @@ async def test_absurd_values_are_invalid_arguments_and_the_generator_goes_on(
         for version in (2**62, -1, -(2**63), INT64):
             call = stub.LoadPolicy(pb.LoadPolicyRequest(policy_version=version))
             codes[f"LoadPolicy {version}"] = await code_of(call)
+        acknowledge = pb.AcknowledgeRequest(instance_id="x" * 100_000)
+        # The refusal names the value; a client gets no status that is longer than its metadata may be.
+        assert await code_of(stub.Acknowledge(acknowledge)) is grpc.StatusCode.FAILED_PRECONDITION
         many = pb.InterruptRequest(trajectory_ids=[f"t{number}" for number in range(100_000)])
         codes["Interrupt of 100,000"] = await code_of(stub.Interrupt(many))
         for method in METHODS:
