@@ -30,6 +30,8 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.so_reuseport", 0),
+    # As long as HTTP clients have for a head; the default is two minutes.
+    ("grpc.server_handshake_timeout_ms", 30_000),
     # The defaults go up to two minutes, for which a service that came back at its old address would seem away.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
