@@ -85,6 +85,8 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             if context.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 self._line("request_refused", method, "INVALID_ARGUMENT", context.details(), None)
             raise error
+        if isinstance(error, grpc.aio.InternalError):
+            raise error  # the client has hung up before its answer was sent; gRPC ignores that
         self._line("request_failed", method, "INTERNAL", repr(error), error)
         await context.abort(grpc.StatusCode.INTERNAL, "an error inside the service; its log has the traceback")
 

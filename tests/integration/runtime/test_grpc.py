@@ -1,3 +1,5 @@
+import asyncio
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -62,6 +64,49 @@ async def test_malformed_health_requests_are_invalid_arguments_and_leave_no_trac
     assert caplog.records == []
     lines = [line for line in capsys.readouterr().out.splitlines() if "request_refused" in line]
     assert 2 <= len(lines) < 20
+
+
+class Slow(reward_service_pb2_grpc.RewardServiceServicer):
+    """Refuses its calls once their clients have hung up."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.refused = 0
+
+    async def Score(self, request, context):
+        self.entered.set()
+        try:
+            # As a handler that the cancellation reaches between its last await and its refusal.
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.refused += 1
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "items: empty")
+        yield
+
+
+async def test_a_client_that_hangs_up_before_it_is_refused_leaves_no_traceback(
+    capsys, caplog: pytest.LogCaptureFixture
+) -> None:
+    servicer = Slow()
+    server = create_server()
+    reward_service_pb2_grpc.add_RewardServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    channel = create_channel(f"127.0.0.1:{port}")
+    try:
+        stub = reward_service_pb2_grpc.RewardServiceStub(channel)
+        for count in range(1, 4):
+            servicer.entered.clear()
+            call = stub.Score(reward_service_pb2.ScoreRequest())
+            await servicer.entered.wait()
+            call.cancel()
+            while servicer.refused < count:
+                await asyncio.sleep(0.01)
+    finally:
+        await channel.close()
+        await server.stop(None)
+    assert [record.getMessage() for record in caplog.records] == []
+    assert "request_failed" not in capsys.readouterr().out
 
 
 class Failing(reward_service_pb2_grpc.RewardServiceServicer):
