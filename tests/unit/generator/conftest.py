@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
 from rollmesh.generator.engines.torch.engine import TorchEngine
@@ -141,9 +142,16 @@ async def collect(engine: TorchEngine, call: GenerationCall) -> Rollout:
     return Rollout([chunk async for chunk in engine.generate(call)])
 
 
+@cache
+def _reference(folder: Path) -> PreTrainedModel:
+    """The model of a folder that no test changes, as transformers computes it."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
 def hf_logprobs(folder: Path, ids: Int32Array, temperature: float = 1.0) -> Float32Array:
     """log_softmax(z / T) of every token after the first, by plain teacher forcing, float32 [tokens - 1]."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = _reference(folder)
     with torch.inference_mode():
         tokens = torch.from_numpy(ids.astype(np.int64))
         logprobs = torch.log_softmax(model(tokens[None]).logits[0] / (temperature or 1.0), dim=-1)

@@ -22,8 +22,9 @@ def sample(
     trainer: PolicyTrainer, contexts: list[Int32Array], rng: np.random.Generator
 ) -> tuple[Int32Array, np.ndarray]:
     """One token per context from the policy's own distribution, through its public scoring: (ids, logprobs)."""
-    tails = [np.append(c, v).astype(np.int32) for c in contexts for v in range(VOCAB)]
-    table = np.array([x[-1] for x in trainer.logprobs(tails)]).reshape(len(contexts), VOCAB)
+    distinct, which = np.unique(np.stack(contexts), axis=0, return_inverse=True)
+    tails = [np.append(c, v).astype(np.int32) for c in distinct for v in range(VOCAB)]
+    table = np.array([x[-1] for x in trainer.logprobs(tails)]).reshape(len(distinct), VOCAB)[which.reshape(-1)]
     noise = rng.gumbel(size=table.shape)
     ids = (table + noise).argmax(1).astype(np.int32)
     return ids, table[np.arange(len(contexts)), ids]

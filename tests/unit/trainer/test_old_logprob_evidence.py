@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,14 @@ def run(make_model: ModelMaker, tmp_path_factory: pytest.TempPathFactory) -> Run
     return Run(folders=folders, batch=batch_of(members, train_step=3))
 
 
+@cache
+def scorer(folder: Path) -> PolicyScorer:
+    return PolicyScorer.from_folder(folder)
+
+
 def score(folder: Path, member: Trajectory) -> np.ndarray:
     ids = np.concatenate([member.prompt.token_ids, member.response_ids]).astype(np.int32)
-    return PolicyScorer.from_folder(folder).logprobs([ids])[0][len(member.prompt.token_ids) - 1 :]
+    return scorer(folder).logprobs([ids])[0][len(member.prompt.token_ids) - 1 :]
 
 
 def explained(trainer: PolicyTrainer, batch: Batch) -> list[TokenExplanation]:
