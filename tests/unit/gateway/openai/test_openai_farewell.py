@@ -8,6 +8,7 @@ import time
 import pytest
 
 from rollmesh.errors import StoreUnavailable
+from rollmesh.gateway.openai import farewell
 from rollmesh.gateway.openai.farewell import farewell_at
 
 
@@ -24,19 +25,21 @@ async def _unknown() -> bool:
 
 
 @pytest.mark.parametrize("complete", [_going_on, _unknown])
-async def test_a_call_has_two_seconds_to_be_answered(complete) -> None:
+async def test_a_call_has_the_stated_time_to_be_answered(complete, monkeypatch) -> None:
+    assert farewell._ANSWER_SECONDS == 2.0
+    monkeypatch.setattr(farewell, "_ANSWER_SECONDS", 0.2)
     shutdown = asyncio.Event()
-    async with farewell_at(shutdown, complete) as farewell:
+    async with farewell_at(shutdown, complete) as told:
         start = time.monotonic()
         shutdown.set()
-        error = await farewell.heard()
-    assert time.monotonic() - start > 1.9
+        error = await told.heard()
+    assert time.monotonic() - start > 0.19
     assert (error.status, error.code) == (503, "shutting_down")
 
 
 async def test_a_run_that_needs_nothing_more_says_so_at_once() -> None:
     shutdown = asyncio.Event()
-    async with farewell_at(shutdown, _over) as farewell:
+    async with farewell_at(shutdown, _over) as told:
         shutdown.set()
-        error = await farewell.heard()
+        error = await told.heard()
     assert (error.status, error.code) == (410, "run_complete")
