@@ -142,7 +142,7 @@ class Ending:
     exit_statuses: tuple[int, ...] = (0,)
     """Of ``rollmesh up``; then, where the run is not to be green, of a ``rollmesh audit``."""
     green: bool = True
-    """Whether the audit has to be green, and the outside judge silent."""
+    """Whether the audit has to be green, and the outside judge to find no problem."""
     says: str = ""
     """Part of the console's output."""
 

@@ -77,7 +77,7 @@ def rounds_table(results: Sequence[Round]) -> Table:
         verdict = "ok" if r.passed else "FAILED"
         bound = EXEMPT if r.regenerated_bound is None else str(r.regenerated_bound)
         row = (number, r.fault if r.injected else f"{r.fault} (did not strike)", verdict, f"{r.seconds:.0f}")
-        row += ("green" if r.green else "not green", f"{len(r.judged)} problems" if r.judged else "silent")
+        row += ("green" if r.green else "not green", f"{len(r.judged)} problems" if r.judged else "sound")
         counts = (r.lost, r.trained_twice, r.staleness_violations, r.in_flight, r.regenerated_tokens, bound)
         table.add_row(*map(str, (*row, *counts)))
     return table

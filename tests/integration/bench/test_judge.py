@@ -1,4 +1,4 @@
-"""The outside judge is silent on a sound run, and speaks up for everything that the chaos bench is to find."""
+"""The outside judge finds no problem in a sound run, and each fault in a copy that has one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def flip(file: Path, at: int) -> None:
     file.write_bytes(bytes(content))
 
 
-def test_a_sound_run_is_judged_in_silence_and_every_pure_token_is_scored(run: Any) -> None:
+def test_a_sound_run_has_no_problem_and_every_pure_token_is_scored(run: Any) -> None:
     judgement = judge(run.folder)
     assert judgement.problems == ()
     assert (judgement.committed, judgement.trajectories, judgement.scored_tokens) == (STEPS, 24, 5 * 37)
@@ -155,7 +155,7 @@ def test_a_step_that_the_metrics_repeat_is_found(run: Any) -> None:
 def test_a_byte_that_is_flipped_in_a_batch_file_is_found(run: Any, at: int) -> None:
     flip(run.folder / "checkpoints" / "batches" / "00000004.pb", at)
     problems = judge(run.folder).problems
-    assert any(problem.startswith("batch file 00000004.pb: ") for problem in problems)
+    assert any(problem.startswith("batches/00000004.pb: ") for problem in problems)
     assert "train step 6 is committed; there is no sound batch file of steps [4]" in problems
 
 
@@ -180,7 +180,7 @@ def test_a_damaged_policy_is_found_where_tokens_name_it_and_a_pruned_one_is_not(
     flip(folder / "model.safetensors", -5)
     assert the_problem(run).startswith("policy version 3, which trained tokens name: 00000003-s3: model.safetensors")
     shutil.rmtree(folder)
-    assert judge(run.folder).silent
+    assert judge(run.folder).sound
 
 
 def test_a_trajectory_beyond_the_staleness_bound_is_found(run: Any) -> None:
@@ -209,7 +209,7 @@ def test_tokens_of_another_version_than_they_name_are_found(run: Any) -> None:
     assert the_problem(run).startswith("policy version 4: a log-probability is ")
 
 
-def test_a_run_of_which_nothing_can_be_scored_is_not_judged_in_silence(run: Any) -> None:
+def test_a_run_of_which_nothing_can_be_scored_is_not_sound(run: Any) -> None:
     def change(segment: Segment) -> Segment:
         return dataclasses.replace(segment, kv_min_version=-1) if segment.source is SegmentSource.POLICY else segment
 

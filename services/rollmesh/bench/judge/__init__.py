@@ -24,7 +24,7 @@ class Judgement:
     """What the judge found."""
 
     problems: tuple[str, ...]
-    """Empty when nothing speaks against the run."""
+    """Checks that failed, in words."""
     committed: int
     """Train step of the newest sound trainer state."""
     trajectories: int
@@ -35,8 +35,8 @@ class Judgement:
     """Of the replayed step, as a share of its update; None when no step could be replayed."""
 
     @property
-    def silent(self) -> bool:
-        """Whether nothing speaks against the run."""
+    def sound(self) -> bool:
+        """Whether no check failed."""
         return not self.problems
 
 

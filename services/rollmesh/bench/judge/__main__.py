@@ -12,4 +12,4 @@ from rollmesh.bench.judge import judge
 if __name__ == "__main__":
     judgement = judge(Path(sys.argv[1]))
     print(json.dumps(asdict(judgement), indent=2))
-    sys.exit(not judgement.silent)
+    sys.exit(not judgement.sound)

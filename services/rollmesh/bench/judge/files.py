@@ -10,7 +10,7 @@ import hmac
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +95,11 @@ class RunFiles:
     config: Mapping[str, Any]
     batches: Mapping[int, BatchFile]
     damaged: Mapping[str, str]
-    """Batch files that cannot be read, with the reason."""
+    """Batch files, and metrics, that cannot be read, with the reason."""
     states: tuple[SealedFolder, ...]
     policies: tuple[SealedFolder, ...]
-    metrics: tuple[Mapping[str, Any], ...] = field(default=())
+    metrics: tuple[Mapping[str, Any], ...]
+    """One record per train step."""
 
 
 def read_run(folder: Path) -> RunFiles:
@@ -113,15 +114,18 @@ def read_run(folder: Path) -> RunFiles:
         try:
             batches[int(file.stem)] = read_batch(file, secret)
         except (Damaged, ValueError, LookupError, struct.error) as error:
-            damaged[file.name] = f"{type(error).__name__}: {error}"
-    metrics = folder / "metrics.jsonl"
+            damaged[f"batches/{file.name}"] = f"{type(error).__name__}: {error}"
+    try:
+        metrics = _json_lines(folder / "metrics.jsonl")
+    except ValueError as error:
+        metrics, damaged["metrics.jsonl"] = (), str(error)
     return RunFiles(
         config=yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")),
         batches=batches,
         damaged=damaged,
         states=tuple(_sealed_folders(root / "states", "COMMITTED", secret)),
         policies=tuple(_sealed_folders(root / "policies", "manifest.json", secret)),
-        metrics=tuple(json.loads(line) for line in metrics.read_text().splitlines()) if metrics.exists() else (),
+        metrics=metrics,
     )
 
 
@@ -145,6 +149,11 @@ def read_batch(file: Path, secret: bytes) -> BatchFile:
     if [name for name, _ in groups] != footer["group_ids"]:
         raise Damaged("holds other groups than the footer names")
     return BatchFile(train_step=footer["train_step"], groups=tuple(groups), footer=footer)
+
+
+def _json_lines(file: Path) -> tuple[Mapping[str, Any], ...]:
+    """Records of a file; none when it is missing, as in a run without a train step."""
+    return tuple(map(json.loads, file.read_text(encoding="utf-8").splitlines())) if file.exists() else ()
 
 
 def _tag(secret: bytes, text: bytes) -> bytes:

@@ -56,7 +56,7 @@ def _train_steps(run: RunFiles) -> tuple[dict[int, int], list[str]]:
 def _steps(run: RunFiles, committed: int) -> Iterator[str]:
     """Steps without a gap: batch files, states, announced policies and metrics."""
     for name, reason in run.damaged.items():
-        yield f"batch file {name}: {reason}"
+        yield f"{name}: {reason}"
     missing = [step for step in range(1, committed + 1) if step not in run.batches]
     if missing or not committed:
         yield f"train step {committed} is committed; there is no sound batch file of steps {missing}"
