@@ -26,6 +26,7 @@ class Bench(StrEnum):
     QUEUE = "queue"
     RELOAD = "reload"
     CHAOS = "chaos"
+    FUZZ = "fuzz"
     GPU = "gpu"
     SGLANG = "sglang"
 
@@ -42,6 +43,8 @@ def bench(
     check: Annotated[bool, typer.Option("--check", help="End with status 1 when a bar is missed.")] = False,
     rounds: Annotated[int | None, typer.Option(help="chaos: number of rounds; else each fault once.", min=1)] = None,
     fault: Annotated[str | None, typer.Option(help="chaos: name of the only fault of all rounds.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests of the fuzz bench.", min=1)] = 100_000,
+    seed: Annotated[int, typer.Option(help="fuzz: seed of the requests.", min=0)] = 20261122,
     curve_only: Annotated[bool, typer.Option("--curve-only", help="gpu: only the step-time curve of decode.")] = False,
     pool: Annotated[list[int] | None, typer.Option(help="gpu: pool_size of a copris_paper arm; repeatable.")] = None,
     updates: Annotated[int | None, typer.Option(help="gpu: measured updates of every arm.", min=1)] = None,
@@ -58,6 +61,8 @@ def bench(
     options: dict[str, object] = {"quick": quick}
     if name is Bench.CHAOS:
         options |= {"rounds": rounds, "fault": fault}
+    if name is Bench.FUZZ:
+        options |= {"requests": requests, "seed": seed}
     if name is Bench.GPU:
         options |= {"curve_only": curve_only, "pools": pool or (), "updates": updates, "cuda_graphs": cuda_graphs}
         options["output"] = output

@@ -1,0 +1,230 @@
+"""``rollmesh bench fuzz``: random requests to every port of a training run, and a judgement of its services.
+
+Left out with the right token, because they are orders with a lasting meaning: ``Drain`` (ends the process), and the
+gateway's ``rollback`` and ``scale`` where they could be carried out. ``Pause``, ``pause`` and ``pin`` are undone at
+once; these, ``Interrupt`` of all calls and ``LoadPolicy`` of a version that may exist are sent seldom. Request ``n`` of
+seed ``s`` is the same in every run. Redis listens at a unix socket of its owner and is no target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rollmesh.bench.fuzz_ports import Answer, GrpcPort, HttpPort, RawPort
+from rollmesh.bench.fuzz_run import FuzzedRun, ServiceState
+from rollmesh.bench.measure import Figure, Measure, at_least, at_most, compared
+from rollmesh.report.console import output_console
+
+SEED = 20261122
+_IN_FLIGHT = 48
+_DEADLINE_SECONDS = 90.0
+"""Three times what a client has for the head of a request; a hang is an answer that takes longer."""
+_WARM_UP_SHARE = 0.1
+_REQUESTS_PER_SLOW = 5_000
+_REQUESTS_PER_LINE = 5_000
+_RSS_RATIO = 1.2
+_LINES_A_SECOND = 10.0
+_MIB = 1 << 20
+_STOPPED_STATUS = 130
+"""Status of ``rollmesh up`` after SIGTERM."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Answers of one port."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    backpressure: Counter[str] = field(default_factory=Counter)
+    slowest: float = 0.0
+
+    def add(self, answer: Answer, seconds: float) -> None:
+        """Count an answer."""
+        self.outcomes[answer.outcome] += 1
+        self.slowest = max(self.slowest, seconds)
+        if answer.fault:
+            self.faults[f"{answer.outcome} {answer.detail[:300]}"] += 1
+        elif answer.backpressure:
+            self.backpressure[f"{answer.outcome} {answer.detail[:160]}"] += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """The requests and the services that got them."""
+
+    tallies: Mapping[str, Tally]
+    fresh: Mapping[str, ServiceState]
+    warm: Mapping[str, ServiceState]
+    """After a tenth of the requests."""
+    last: Mapping[str, ServiceState]
+    trained: int
+    """Train steps while the requests after the warm-up were sent."""
+    trained_after: int
+    requests: int
+    seconds: float
+    green: bool
+    """The audit's verdict at the end, while the run is paused."""
+    exit_status: int
+    """Of the run, which is stopped at the end."""
+
+
+def run(*, requests: int = 100_000, seed: int = SEED, quick: bool = False) -> list[Measure]:
+    """Start a run, send the requests, print the answers, and return the counts; ``quick`` is 1,000 requests.
+
+    Raises FuzzError when the run does not start or does not train on.
+    """
+    console = output_console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="rollmesh-fuzz-") as temporary:
+        fuzzed = FuzzedRun(Path(temporary))
+        traffic = asyncio.run(_fuzz(fuzzed, 1_000 if quick else requests, seed, console))
+        _print(traffic, console)
+        if not traffic.green or traffic.exit_status != _STOPPED_STATUS:
+            console.print(fuzzed.output(), markup=False, highlight=False)
+        return _measures(traffic)
+
+
+async def _fuzz(fuzzed: FuzzedRun, requests: int, seed: int, console: Console) -> Traffic:
+    fuzzed.write()
+    with fuzzed.up() as process:
+        await fuzzed.until(lambda: fuzzed.train_steps >= 2, "two train steps", process)
+        fresh = await fuzzed.states()
+        async with AsyncExitStack() as stack:
+            ports = await fuzzed.ports(stack, process.pid)
+            tallies = {port.name: Tally() for port in ports}
+            warm_up = int(requests * _WARM_UP_SHARE)
+            await _send(ports, tallies, seed, range(warm_up), console)
+            warm = await fuzzed.states()
+            steps, started = fuzzed.train_steps, time.monotonic()
+            await _send(ports, tallies, seed, range(warm_up, requests), console)
+            seconds, trained = time.monotonic() - started, fuzzed.train_steps - steps
+            for port in ports:
+                if isinstance(port, GrpcPort):
+                    await port.undo()
+        end = fuzzed.train_steps
+        await fuzzed.until(lambda: fuzzed.train_steps >= end + 2, "two train steps after the requests", process)
+        last = await fuzzed.states()
+        trained_after = fuzzed.train_steps - end
+        for port in ports:
+            if isinstance(port, HttpPort) and port.known:
+                await port.order("/api/v1/pause")
+        green = await asyncio.to_thread(fuzzed.audit)
+        process.terminate()
+        status = await asyncio.to_thread(process.wait)
+    return Traffic(
+        tallies=tallies,
+        fresh=fresh,
+        warm=warm,
+        last=last,
+        trained=trained,
+        trained_after=trained_after,
+        requests=requests - warm_up,
+        seconds=seconds,
+        green=green,
+        exit_status=status,
+    )
+
+
+async def _send(
+    ports: Sequence[GrpcPort | RawPort], tallies: Mapping[str, Tally], seed: int, numbers: range, console: Console
+) -> None:
+    """Send the requests of these numbers, many at a time; after the warm-up also clients that never finish theirs."""
+    remaining = iter(numbers)
+    weights = [_weight(port) for port in ports]
+
+    async def send_on() -> None:
+        for number in remaining:
+            if number % _REQUESTS_PER_LINE == 0:
+                console.print(f"request {number:,}", highlight=False)
+            rng = random.Random(f"{seed}:{number}")
+            (port,) = rng.choices(ports, weights)
+            await _timed(port.send(rng), tallies[port.name])
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(_IN_FLIGHT):
+            group.create_task(send_on())
+        for port in (each for each in ports if isinstance(each, RawPort)):
+            for number in range(1 + len(numbers) // _REQUESTS_PER_SLOW if numbers.start else 0):
+                rng = random.Random(f"{seed}:{port.name}:{number}")
+                group.create_task(_timed(port.slow(rng), tallies[port.name]))
+
+
+def _weight(port: GrpcPort | RawPort) -> float:
+    if isinstance(port, GrpcPort):
+        return 4.0
+    return 0.3 if not isinstance(port, HttpPort) else 8.0 if port.known else 1.0
+
+
+async def _timed(request: Coroutine[Any, Any, Answer], tally: Tally) -> None:
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(_DEADLINE_SECONDS):
+            answer = await request
+    except TimeoutError:
+        answer = Answer(outcome="no answer", fault=True)
+    tally.add(answer, time.monotonic() - started)
+
+
+def _print(traffic: Traffic, console: Console) -> None:
+    table = Table("port", "requests", "answers", "backpressure", "slowest, s", "faults")
+    for name, tally in traffic.tallies.items():
+        answers = ", ".join(f"{count:,} {outcome}" for outcome, count in tally.outcomes.most_common())
+        counts = (f"{tally.backpressure.total():,}", f"{tally.slowest:.1f}", f"{tally.faults.total():,}")
+        table.add_row(name, f"{tally.outcomes.total():,}", answers, *counts)
+    console.print(table)
+    services = Table("service", "RSS before, MiB", "after the warm-up", "at the end", "log lines", "restarts")
+    for name, last in traffic.last.items():
+        states = [states[name] for states in (traffic.fresh, traffic.warm) if name in states]
+        sizes = [f"{state.rss / _MIB:,.0f}" for state in (*states, last)]
+        services.add_row(name, *sizes, f"{last.lines - states[0].lines:,}", "yes" if states[0].pid != last.pid else "")
+    console.print(services)
+    for name, state in traffic.last.items():
+        for line in state.tracebacks[-3:]:
+            console.print(f"{name}: {line[-3_000:]}", markup=False, highlight=False, soft_wrap=True)
+    for name, tally in traffic.tallies.items():
+        for text, count in (*tally.faults.most_common(8), *tally.backpressure.most_common(4)):
+            console.print(f"{name}: {count:,} times {text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _measures(traffic: Traffic) -> list[Measure]:
+    none, some = (at_most(Figure.VALUE, 0.0),), (at_least(Figure.VALUE, 1.0),)
+    stopped = (at_least(Figure.VALUE, _STOPPED_STATUS), at_most(Figure.VALUE, _STOPPED_STATUS))
+    tallies, warm, last = traffic.tallies.values(), traffic.warm, traffic.last
+    hangs = sum(tally.outcomes["no answer"] for tally in tallies)
+    kept = sum(name in last and last[name].pid == state.pid for name, state in traffic.fresh.items())
+    lines = max(last[name].lines - warm[name].lines for name in last if name in warm) / traffic.seconds
+    tracebacks = sum(len(state.tracebacks) for state in last.values())
+    counts = (
+        ("requests", sum(tally.outcomes.total() for tally in tallies), "requests", ()),
+        ("requests a second", traffic.requests / traffic.seconds, "requests/s", ()),
+        ("requests without an answer in time", hangs, "requests", none),
+        ("answers that are a fault of the service", sum(t.faults.total() for t in tallies) - hangs, "answers", none),
+        ("answers of documented backpressure", sum(t.backpressure.total() for t in tallies), "answers", ()),
+        ("services that restarted or ended", len(traffic.fresh) - kept, "services", none),
+        ("tracebacks in logs", tracebacks, "tracebacks", none),
+        ("log lines, the most of a service", lines, "lines/s", (at_most(Figure.VALUE, _LINES_A_SECOND),)),
+        ("train steps during the requests", traffic.trained, "steps", some),
+        ("train steps after them", traffic.trained_after, "steps", some),
+        ("exit status of the stopped run", traffic.exit_status, "status", stopped),
+        ("audit green", int(traffic.green), "audits", some),
+    )
+    memory = (at_most(Figure.RATIO, _RSS_RATIO),)
+    return [
+        *(Measure(name=name, value=value, unit=unit, bars=bars) for name, value, unit, bars in counts),
+        *(
+            compared(f"RSS of {name}", state.rss, "bytes", "after the warm-up", warm[name].rss, memory)
+            for name, state in last.items()
+            if name in warm
+        ),
+    ]

@@ -1,0 +1,358 @@
+"""Requests of the fuzz bench: one random request to one port, and how it was answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, unquote, urlencode
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from rollmesh.bench.fuzz_values import INTEGERS, Values
+from rollmesh.runtime.grpc import call_metadata
+from rollmesh.wire.generation_messages import ERROR_KEY
+
+_CANCELLED_SHARE = 0.08
+_CANCELLED_SECONDS = (0.0, 0.001, 0.01, 0.1)
+_THINNED_SHARE = 0.02
+"""Of the requests that would carry out an order which the run has to live with, so many are sent."""
+_HEALTH_WATCH_SECONDS = 0.05
+_EVENTS_SECONDS = 0.2
+_MOST_READ_BYTES = 1 << 26
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS", "TRACE", "BREW")
+_GRPC_FAULTS = frozenset({"UNKNOWN", "INTERNAL", "DATA_LOSS", "DEADLINE_EXCEEDED"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """How a request ended."""
+
+    outcome: str
+    """gRPC code, HTTP status, ``cancelled`` or ``closed``."""
+    detail: str = ""
+    fault: bool = False
+    backpressure: bool = False
+    """A documented refusal for now: UNAVAILABLE with the error's class, 503 with Retry-After or a JSON error."""
+
+
+def _token(rng: random.Random, token: str) -> str:
+    """Return the right token mostly, else none or a wrong one."""
+    return rng.choices((token, "", "wrong", token[:-1], "x" * 5_000), (80, 8, 4, 4, 4))[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrpcPort:
+    """A gRPC port and the services that it serves."""
+
+    name: str
+    channel: grpc.aio.Channel
+    services: Sequence[ServiceDescriptor]
+    token: str
+    known: Mapping[str, Sequence[Any]]
+
+    async def send(self, rng: random.Random) -> Answer:
+        """Call a random method with a random message."""
+        service = rng.choice(self.services)
+        method = rng.choice(service.methods)
+        path, token = f"/{service.full_name}/{method.name}", _token(rng, self.token)
+        values = Values(rng, self.known, rng.choice((0.03, 0.3, 1.0)))
+        message = values.message(GetMessageClass(method.input_type))
+        way = rng.random()
+        data = message.SerializeToString() if way < 0.8 else values.corrupted(message.SerializeToString())
+        if way > 0.9995:
+            data = rng.choice((b"\0", b"\n", b"x")) * rng.choice((10 << 20, 65 << 20))
+        if rng.random() < 0.04:
+            path = rng.choice((path + "x", "/", "//", f"/{values.text()[:200]!a}/x", "/rollmesh.v1.Nothing/Do"))
+        if token == self.token and not may_be_sent(method.name, method.input_type, data, rng):
+            token = "wrong"
+        seconds = _HEALTH_WATCH_SECONDS if method.name == "Watch" else None
+        if rng.random() < _CANCELLED_SHARE:
+            seconds = rng.choice(_CANCELLED_SECONDS)
+        answer = await self._call(path, data, token, seconds)
+        if method.name == "Pause":
+            await self.undo()
+        return answer
+
+    async def undo(self) -> None:
+        """Send Resume, which ends a pause that a request began."""
+        await self._call("/rollmesh.v1.GenerationService/Resume", b"", self.token, None)
+
+    async def _call(self, path: str, data: bytes, token: str, seconds: float | None) -> Answer:
+        method: Any = self.channel.unary_stream(path)
+        call = method(data, metadata=call_metadata(token=token))
+        try:
+            async with asyncio.timeout(seconds):
+                async for _ in call:
+                    pass
+                code, detail = await call.code(), ""
+        except TimeoutError:
+            call.cancel()
+            return Answer(outcome="cancelled")
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return Answer(outcome="CANCELLED")  # by the server: gRPC raises the same error
+        except grpc.aio.AioRpcError as error:
+            code, detail = error.code(), error.details() or ""
+            meant = ERROR_KEY in dict(error.trailing_metadata() or ())
+            unavailable = code is grpc.StatusCode.UNAVAILABLE
+            cut_off = "metadata size exceeds" in detail  # the details of the status are longer than gRPC carries
+            fault = code.name in _GRPC_FAULTS or (unavailable and not meant) or cut_off
+            return Answer(
+                outcome=code.name,
+                detail=f"{path}: {detail}",
+                fault=fault,
+                backpressure=(unavailable and meant) or code is grpc.StatusCode.RESOURCE_EXHAUSTED,
+            )
+        return Answer(outcome=code.name)
+
+
+def may_be_sent(method: str, kind: Any, data: bytes, rng: random.Random) -> bool:
+    """Return False for an order that is left out or not due: Drain, and most of the others with an effect."""
+    if method == "Drain":
+        return False
+    try:
+        message: Message = GetMessageClass(kind).FromString(data)
+    except DecodeError:
+        return True
+    effect = method == "Pause"
+    effect = effect or (method == "Interrupt" and not message.trajectory_ids)  # type: ignore[attr-defined]
+    effect = effect or (method == "LoadPolicy" and 0 <= message.policy_version < 2**20)  # type: ignore[attr-defined]
+    return not effect or rng.random() < _THINNED_SHARE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RawPort:
+    """A TCP port: bytes that are no request of its protocol."""
+
+    name: str
+    host: str
+    port: int
+
+    async def send(self, rng: random.Random) -> Answer:
+        """Send bytes that are no usable request and close our side."""
+        return await self.raw(rng.choice(_GARBAGE)(rng), end=True)
+
+    async def raw(self, data: bytes, *, seconds: float | None = None, end: bool = False) -> Answer:
+        """Send bytes over a connection of their own and read to its end, or for ``seconds``.
+
+        ``end`` closes our side first.
+        """
+        try:
+            reader, writer = await asyncio.open_connection(self.host, self.port)
+        except OSError as error:
+            return Answer(outcome="no connection", detail=repr(error), fault=True)
+        sending = asyncio.create_task(_write(writer, data, end))
+        received = b""
+        try:
+            async with asyncio.timeout(seconds):
+                while len(received) < _MOST_READ_BYTES and (part := await reader.read(1 << 16)):
+                    received = received[:4_000] + part if len(received) > 8_000 else received + part
+        except TimeoutError:
+            return _judged(received) if received else Answer(outcome="cancelled")
+        except OSError:
+            return _judged(received)
+        finally:
+            sending.cancel()
+            writer.transport.abort()
+        return _judged(received)
+
+    async def slow(self, rng: random.Random) -> Answer:
+        """Begin a request that never ends, silently or with ever more headers; wait until the server closes."""
+        start, more = rng.choice(_ENDLESS)
+        reader, writer = await asyncio.open_connection(self.host, self.port)
+        try:
+            writer.write(start)
+            closed = asyncio.create_task(_read_all(reader))
+            while not closed.done():
+                writer.write(more)
+                await asyncio.wait([closed], timeout=0.5)
+            return _judged(closed.result())
+        finally:
+            writer.transport.abort()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpPort(RawPort):
+    """An HTTP port and the OpenAPI document of its routes."""
+
+    token: str
+    document: Mapping[str, Any]
+    known: Mapping[str, Sequence[Any]]
+
+    async def send(self, rng: random.Random) -> Answer:
+        """Send a random request to a route, or bytes that are none."""
+        if rng.random() < 0.05:
+            return await RawPort.send(self, rng)
+        path, method, operation = self._operation(rng)
+        values = Values(rng, self.known, rng.choice((0.03, 0.3, 1.0)))
+        token, target = _token(rng, self.token), self._target(path, operation, values)
+        body = self._body(operation, values)
+        if rng.random() < 0.06:
+            method = rng.choice(_METHODS)
+        if rng.random() < 0.04:
+            target = rng.choice(
+                (
+                    "/" + quote(values.text()[:8_000]),
+                    "/../../etc/passwd",
+                    "//",
+                    "*",
+                    target + "/%00",
+                    "/?" + "a" * 9_000,
+                )
+            )
+        if token == self.token and not may_be_asked(method, path, target, body, rng):
+            token = "wrong"
+        seconds = _EVENTS_SECONDS if target.startswith("/api/v1/events") else None
+        if rng.random() < _CANCELLED_SHARE:
+            seconds = rng.choice(_CANCELLED_SECONDS)
+        answer = await self.raw(_request(rng, method, target, token, body), seconds=seconds)
+        if token == self.token and method == "POST" and path in _UNDO:
+            await self.order(_UNDO[path])
+        return answer
+
+    async def order(self, path: str) -> Answer:
+        """Send a POST with the right token and no body."""
+        return await self.raw(_request(random.Random(0), "POST", path, self.token, b""))
+
+    def _operation(self, rng: random.Random) -> tuple[str, str, Mapping[str, Any]]:
+        path, operations = rng.choice(list(self.document["paths"].items()))
+        method, operation = rng.choice(list(operations.items()))
+        return path, method.upper(), operation
+
+    def _target(self, path: str, operation: Mapping[str, Any], values: Values) -> str:
+        query: dict[str, str] = {}
+        for parameter in operation.get("parameters", ()):
+            value = values.json(parameter.get("schema", {}), self.document, parameter["name"])
+            text = (value if isinstance(value, str) else json.dumps(value))[:20_000]
+            if parameter["in"] == "path":
+                path = path.replace(f"{{{parameter['name']}}}", quote(text, safe=""))
+            elif parameter["in"] == "query" and values.rng.random() < 0.7:
+                query[parameter["name"]] = text
+        return path + (f"?{urlencode(query)}" if query else "")
+
+    def _body(self, operation: Mapping[str, Any], values: Values) -> bytes:
+        content = operation.get("requestBody", {}).get("content", {}).get("application/json")
+        if content is not None:
+            return values.body(content.get("schema", {}), self.document)
+        return values.corrupted(b"") if values.rng.random() < 0.1 else b""
+
+
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_ENDLESS = (
+    (_HEAD, b"X-More: 1\r\n"),
+    (_HEAD, b""),
+    (_HEAD + b"Connection: close\r\nContent-Length: 1000\r\n\r\n{", b""),
+    (_PREFACE[:-4], b""),
+    # SETTINGS, then HEADERS of stream 1 without END_HEADERS.
+    (_PREFACE + b"\0\0\0\4\0\0\0\0\0" + b"\0\0\1\1\0\0\0\0\1\x83", b""),
+)
+"""First bytes, and the bytes every half second after them."""
+
+
+async def _write(writer: asyncio.StreamWriter, data: bytes, end: bool) -> None:
+    try:
+        writer.write(data)
+        await writer.drain()
+        if end:
+            writer.write_eof()
+    except (OSError, RuntimeError):  # the server has closed the connection: the reader says with which answer
+        return
+
+
+async def _read_all(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except OSError:
+        return b""
+
+
+def _judged(received: bytes) -> Answer:
+    """Return the answer that an HTTP response is."""
+    line, _, rest = received.partition(b"\r\n")
+    words = line.split(b" ")
+    if not line.startswith(b"HTTP/1.1 ") or len(words) < 2 or not words[1].isdigit():
+        return Answer(outcome="closed", detail=repr(received[:100]) if received else "")
+    status, text = int(words[1]), rest.decode(errors="replace")
+    meant = status == 503 and ("retry-after" in text.lower() or '"error"' in text)
+    return Answer(
+        outcome=str(status),
+        detail=text[-200:] if status >= 500 else "",
+        fault=status >= 500 and not meant,
+        backpressure=meant or status == 429,
+    )
+
+
+_UNDO = {"/api/v1/pause": "/api/v1/resume", "/api/v1/policies/{version}/pin": "/api/v1/unpin"}
+
+
+def may_be_asked(method: str, path: str, target: str, body: bytes, rng: random.Random) -> bool:
+    """Return False for an order that is left out or not due: rollback, scale, and most of the others with an effect."""
+    if method != "POST":
+        return True
+    if path == "/api/v1/scale":
+        return not _scales(body)
+    if path.endswith(("/rollback", "/pin")):
+        return not _names_version(target) or (path.endswith("/pin") and rng.random() < _THINNED_SHARE)
+    return path != "/api/v1/pause" or rng.random() < _THINNED_SHARE
+
+
+def _names_version(target: str) -> bool:
+    """Return whether a path has a part that may be taken for an existing policy version; 0.0 may, too."""
+    for part in target.split("/"):
+        with contextlib.suppress(ValueError):
+            if 0 <= float(unquote(part)) < 2**20:
+                return True
+    return False
+
+
+def _scales(body: bytes) -> bool:
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(asked, dict) and asked.get("service") in ("generator", "reward", "rollout")
+
+
+def _request(rng: random.Random, method: str, target: str, token: str, body: bytes) -> bytes:
+    host = rng.choices(("127.0.0.1", "localhost:1", "evil.example", ""), (94, 2, 2, 2))[0]
+    lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", "Connection: close"]
+    lines += [f"Authorization: Bearer {token}"] if token else []
+    if body:
+        kind = rng.choices(
+            ("application/json", "text/plain", "multipart/form-data", "application/json; charset=x"), (90, 4, 3, 3)
+        )
+        lines.append(f"Content-Type: {kind[0]}")
+    if body and rng.random() < 0.1:
+        lines.append("Transfer-Encoding: chunked")
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    elif body or method != "GET":
+        lines.append(f"Content-Length: {len(body)}")
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+_GARBAGE: Sequence[Callable[[random.Random], bytes]] = (
+    lambda rng: rng.randbytes(rng.choice((0, 1, 100, 100_000))),
+    lambda rng: b"GET / HTTP/1.1\r\nX: " + b"a" * rng.choice((10_000, 70_000, 1_000_000)) + b"\r\n\r\n",
+    lambda rng: b"GET / HTTP/1.1\r\n" + b"X: 1\r\n" * rng.choice((200, 20_000)) + b"\r\n",
+    lambda rng: b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n{}" % rng.choice(INTEGERS),
+    lambda rng: b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
+    lambda rng: (
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffff\r\n"
+    ),
+    lambda rng: b"GET / HTTP/9.9\r\n\r\n",
+    lambda rng: b"GET /" + rng.randbytes(20) + b" HTTP/1.1\r\nHost: \xff\xfe\r\n\r\n",
+    lambda rng: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
+    lambda rng: _PREFACE + rng.randbytes(rng.choice((0, 9, 200))),
+    lambda rng: b"GET /api/v1/events HTTP/1.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+)
