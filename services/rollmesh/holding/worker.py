@@ -90,6 +90,8 @@ class Worker:
         self._desired = Desired(pool_size=0)
         self._looking = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._rolling: dict[Held, None] = {}
+        """Held trajectories without their last token; counted at every lease and look, so never by a walk over all."""
         self._room = asyncio.Event()
         self._draining = asyncio.Event()
         self._orphans_due = 0.0
@@ -177,8 +179,7 @@ class Worker:
             asked_at = parts.session.registrations
             unscored = await parts.store.lease_scoring(session, _LEASES_AT_ONCE)
             await self._start_all(unscored, asked_at, self._score_only)
-        unfinished = sum(1 for held in parts.session.held.values() if not held.finished)
-        limit = min(_LEASES_AT_ONCE, self._concurrency - unfinished)
+        limit = min(_LEASES_AT_ONCE, self._concurrency - len(self._rolling))
         if self._desired.paused or limit < 1 or not parts.generators.serving_slots:
             return 0
         new_limit = None if self._new_limit is None else self._new_limit()
@@ -215,6 +216,8 @@ class Worker:
             # Leased in the moment before the pause or the drain, which has parked all others already.
             held.park(ReleaseReason.DRAINED if self._draining.is_set() else ReleaseReason.PAUSED)
         self._parts.session.held[held.trajectory_id] = held
+        if not held.finished:
+            self._rolling[held] = None
         task = asyncio.create_task(self._attempt(held, work), name=held.trajectory_id)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -262,6 +265,7 @@ class Worker:
         finally:
             if parts.session.held.get(held.trajectory_id) is held:
                 del parts.session.held[held.trajectory_id]
+            self._rolling.pop(held, None)
             held.over = True
             held.changed()
             self._room.set()
@@ -290,6 +294,7 @@ class Worker:
         )
         ending = await parts.program.run(rollout)
         await parts.saver.finish(held, ending.reason)
+        self._rolling.pop(held, None)
         self._room.set()
         trajectory = held.result(ending.reason)
         versions = trajectory.policy_versions
@@ -341,7 +346,7 @@ class Worker:
             self._desired = now
         if now == before:
             return
-        rolling = self._rolling()
+        rolling = list(self._rolling)
         for held in rolling:
             held.start_floor, held.call_floor = now.start_at_version, now.interrupt_below_version
         if now.paused and not before.paused:
@@ -361,13 +366,10 @@ class Worker:
             self._parts.interrupter.start(old)
 
     def _park(self, reason: ReleaseReason) -> None:
-        for held in self._rolling():
+        for held in list(self._rolling):
             held.park(reason)
         self._parts.generators.wake()
         self._parts.interrupter.start(self._seats())
-
-    def _rolling(self) -> list[Held]:
-        return [held for held in self._parts.session.held.values() if not held.finished]
 
     def _seats(self) -> list[Seat]:
         """Calls of leased trajectories; evaluation has its own."""
@@ -375,7 +377,7 @@ class Worker:
         return [s for s in self._parts.generators.seats if held.get(s.held.trajectory_id) is s.held]
 
     def _observe(self) -> None:
-        metrics, rolling = self._parts.metrics, len(self._rolling())
+        metrics, rolling = self._parts.metrics, len(self._rolling)
         metrics.in_flight.set(rolling)
         metrics.awaiting_reward.set(len(self._parts.session.held) - rolling)
         metrics.awaiting_generator.set(self._parts.generators.waiting_count)
