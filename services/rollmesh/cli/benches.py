@@ -24,6 +24,7 @@ class Bench(StrEnum):
     ENGINE = "engine"
     TRAIN = "train"
     QUEUE = "queue"
+    SCALE = "scale"
     RELOAD = "reload"
     CHAOS = "chaos"
     FUZZ = "fuzz"
@@ -53,6 +54,12 @@ def bench(
     python: Annotated[Path | None, typer.Option(help="sglang: Python interpreter that has SGLang.")] = None,
     url: Annotated[str | None, typer.Option(help="sglang: a server of that model that runs already.")] = None,
     model: Annotated[Path | None, typer.Option(help="sglang: Hugging Face folder; else the demo's model.")] = None,
+    level: Annotated[list[int] | None, typer.Option(help="scale: rollouts in flight; repeatable.", min=1)] = None,
+    mean_tokens: Annotated[int, typer.Option(help="scale: mean tokens of an emulated answer.", min=8)] = 2048,
+    chunk_tokens: Annotated[int, typer.Option(help="scale: tokens of a chunk of an emulated stream.", min=1)] = 512,
+    baseline: Annotated[
+        Path | None, typer.Option(help="scale: services folder of another build, measured in turn with this one.")
+    ] = None,
 ) -> None:
     """Measure one part of the mesh beside a named baseline in the same run; --json prints one object per measure.
 
@@ -68,6 +75,9 @@ def bench(
         options["output"] = output
     if name is Bench.SGLANG:
         options |= {"python": None if python is None else str(python), "url": url, "model": model}
+    if name is Bench.SCALE:
+        options |= {"levels": level or (), "mean_tokens": mean_tokens, "chunk_tokens": chunk_tokens}
+        options["baseline"] = baseline
     with clear_errors():
         measures = heavy_module(f"rollmesh.bench.{name.value}", f"bench {name.value}").run(**options)
     if as_json:

@@ -1,0 +1,279 @@
+"""Emulated generators of the scale bench: the real service, registration and contract over an engine without a model.
+
+They always run this build, whichever build the other processes run: two builds meet the same load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NoReturn
+
+from rollmesh.bench.scale_answers import Answers
+from rollmesh.config import RunConfig
+from rollmesh.errors import EngineError, GenerationRefused
+from rollmesh.generator.engines.backlog import Backlog, hold_seconds
+from rollmesh.generator.engines.call_checks import check_call
+from rollmesh.generator.engines.protocol import EngineStatus, OnNewVersion
+from rollmesh.generator.metrics import GeneratorMetrics
+from rollmesh.generator.registration import Registration
+from rollmesh.generator.rotation import Rotation
+from rollmesh.generator.service import GenerationService
+from rollmesh.recipes.countdown.tokenizer import VOCABULARY_SIZE
+from rollmesh.runtime.grpc import HealthReporter, create_server
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.security import OPEN
+from rollmesh.store import TrajectoryStore
+from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, GeneratorRecord, Int32Array
+from rollmesh.v1 import generation_service_pb2_grpc as stubs
+
+_HOST = "127.0.0.1"
+_POLICY_SECONDS = 0.5
+_BEATS_AT_ONCE = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emulation:
+    """Generators of one process."""
+
+    generators: int
+    registered: int
+    """Further generators that have a record, renewed with every heartbeat, and take no calls."""
+    tokens_per_second: float
+    """Of a call in the mean (``Answers.pace``)."""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    backlog: Backlog
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    interrupted: bool = False
+
+    async def wait_until(self, deadline: float) -> None:
+        """Wait until a time of the loop, or until the call is interrupted or acknowledged."""
+        self.changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(deadline):
+                await self.changed.wait()
+
+
+class EmulatedEngine:
+    """Streams known answers at a steady rate a call; as in the torch engine a chunk arrives once it is sampled whole.
+
+    A new policy version takes effect at once, as with ``on_new_version: keep_kv``.
+    """
+
+    def __init__(self, config: RunConfig, answers: Answers, tokens_per_second: float) -> None:
+        self.policy_version = -1
+        self._slots = config.generator.slots
+        self._context = config.generator.max_context_tokens
+        self._answers = answers
+        self._rate = tokens_per_second
+        self._calls: dict[str, _Call] = {}
+        self._generated = self._prefilled = self._held_back = 0
+
+    async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
+        """Stream the rest of the trajectory's answer."""
+        budget = check_call(call, vocab_size=VOCABULARY_SIZE, longest=self._context)
+        if len(self._calls) >= self._slots:
+            raise GenerationRefused(f"all {self._slots} slots are taken")
+        done = len(call.context_ids) - call.prompt_token_count
+        length = self._answers.length(call.trajectory_id)
+        end = min(length, done + budget)
+        running = self._calls[call.trajectory_id] = _Call(Backlog.of(call))
+        self._prefilled += len(call.context_ids)
+        oldest, sampled_at, finish = self.policy_version, asyncio.get_running_loop().time(), None
+        rate = self._rate * self._answers.pace(call.trajectory_id)
+        try:
+            while finish is None:
+                sampled_at = await self._until_acknowledged(running, sampled_at)
+                count = await self._sample(running, min(call.chunk_token_count, end - done), sampled_at, rate)
+                sampled_at += count / rate
+                ids, logprobs = self._answers.tokens(call.trajectory_id, done, count)
+                done += count
+                running.backlog.add(count)
+                self._generated += count
+                if done == end:
+                    finish = FinishReason.STOP if end == length else FinishReason.LENGTH
+                elif running.interrupted:
+                    finish = FinishReason.INTERRUPTED
+                yield Chunk(
+                    token_ids=ids,
+                    behavior_logprobs=logprobs,
+                    policy_version=self.policy_version,
+                    kv_min_version=oldest,
+                    finish_reason=finish,
+                )
+        finally:
+            self._calls.pop(call.trajectory_id, None)
+
+    async def _sample(self, running: _Call, count: int, since: float, rate: float) -> int:
+        """Wait until ``count`` tokens are sampled; returns how many there are, fewer after an interrupt."""
+        now, due = asyncio.get_running_loop().time, since + count / rate
+        while now() < due and not running.interrupted:
+            await running.wait_until(due)
+        return min(count, max(0, int((now() - since) * rate))) if running.interrupted else count
+
+    async def _until_acknowledged(self, running: _Call, sampled_at: float) -> float:
+        """Hold a call whose caller is behind; returns since when it samples. One held for too long is interrupted."""
+        if not running.backlog.blocked:
+            return sampled_at
+        self._held_back += 1
+        now = asyncio.get_running_loop().time
+        deadline = now() + hold_seconds(contended=False)
+        while running.backlog.blocked and not running.interrupted:
+            await running.wait_until(deadline)
+            running.interrupted = running.interrupted or now() >= deadline
+        return now()
+
+    async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
+        """End calls as interrupted with the tokens sampled so far."""
+        names = self._calls.keys() if trajectory_ids is None else self._calls.keys() & set(trajectory_ids)
+        for running in [self._calls[name] for name in names]:
+            running.interrupted = True
+            running.changed.set()
+        return len(names)
+
+    def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
+        """Note how much of each trajectory its caller has saved."""
+        for name, count in context_token_counts.items():
+            if (running := self._calls.get(name)) is not None:
+                running.backlog.acknowledge(count)
+                running.changed.set()
+
+    def status(self) -> EngineStatus:
+        """Load and counters."""
+        return EngineStatus(
+            policy_version=self.policy_version,
+            running_count=len(self._calls),
+            waiting_count=0,
+            slot_count=self._slots,
+            kv_tokens_used=sum(call.backlog.sampled for call in self._calls.values()),
+            kv_token_capacity=self._slots * self._context,
+            generated_token_total=self._generated,
+            prefill_token_total=self._prefilled,
+            reprefill_token_total=0,
+            cached_token_total=0,
+            decode_step_total=None,
+            busy_seconds_total=0.0,
+            running_slot_seconds_total=0.0,
+            held_back_total=self._held_back,
+            paused=False,
+        )
+
+    async def start(self, folder: Path, policy_version: int) -> None:
+        """No model is loaded."""
+        _refuse()
+
+    async def stage(self, folder: Path) -> None:
+        """No model is loaded."""
+        _refuse()
+
+    async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
+        """No model is loaded."""
+        _refuse()
+
+    async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+        """No model is loaded."""
+        _refuse()
+
+    async def pause(self) -> None:
+        """Not part of the bench."""
+        _refuse()
+
+    async def resume(self) -> None:
+        """Not part of the bench."""
+        _refuse()
+
+    async def aclose(self) -> None:
+        """End running calls."""
+        await self.interrupt()
+
+
+def _refuse() -> NoReturn:
+    raise EngineError("the scale bench emulates token streams only")
+
+
+async def _no_policy(version: int) -> int:
+    raise EngineError(f"policy version {version}: the scale bench emulates token streams only")
+
+
+async def serve_generators(config: RunConfig, answers: Answers, emulation: Emulation, shutdown: Shutdown) -> None:
+    """Serve so many emulated generators, each on a port and with a record of its own, until ``shutdown``."""
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
+        engines, rotations, registrations = [], [], []
+        for _ in range(emulation.generators):
+            engine, rotation = EmulatedEngine(config, answers, emulation.tokens_per_second), Rotation()
+            metrics, server = GeneratorMetrics(Metrics("generator")), create_server()
+            service = GenerationService(engine, rotation, metrics, _no_policy)
+            stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+            reporter = HealthReporter(server, "rollmesh.v1.GenerationService")
+            rotation.address = f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}"
+            await server.start()
+            stack.push_async_callback(server.stop, 0.5)
+            registrations.append(Registration(store, engine, rotation, metrics, Health(), reporter, config.store))
+            engines.append(engine)
+            rotations.append(rotation)
+        loops = [
+            _follow_policies(store, engines, rotations),
+            _renew_records(store, emulation.registered, config),
+            *(registration.run() for registration in registrations),
+        ]
+        tasks = [asyncio.create_task(loop) for loop in loops]
+        stopped = asyncio.create_task(wait_or_shutdown(shutdown, float("inf")))
+        done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopped, *tasks):
+            task.cancel()
+        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+        for task in done - {stopped}:
+            task.result()
+
+
+async def _follow_policies(
+    store: TrajectoryStore, engines: Sequence[EmulatedEngine], rotations: Sequence[Rotation]
+) -> NoReturn:
+    """Serve the newest announced version on every generator."""
+    version = -1
+    while True:
+        newest = await store.latest_policy()
+        if newest is not None and newest.policy_version > version:
+            version = newest.policy_version
+            for engine, rotation in zip(engines, rotations, strict=True):
+                engine.policy_version = version
+                rotation.put_in()
+        await asyncio.sleep(_POLICY_SECONDS)
+
+
+async def _renew_records(store: TrajectoryStore, count: int, config: RunConfig) -> NoReturn:
+    """Keep ``count`` records alive, spread over the heartbeat; they serve an older version than any call may take."""
+    records = [
+        GeneratorRecord(
+            instance_id=secrets.token_hex(16),
+            address=f"{_HOST}:1",
+            policy_version=-1,
+            running_count=0,
+            waiting_count=0,
+            slot_count=config.generator.slots,
+            kv_token_capacity=config.generator.slots * config.generator.max_context_tokens,
+            serving=True,
+        )
+        for _ in range(count)
+    ]
+    ttl, beat = config.store.session_ttl_seconds, 0
+    while True:
+        started = asyncio.get_running_loop().time()
+        beat += 1
+        for at in range(0, count, _BEATS_AT_ONCE):
+            part = [replace(record, running_count=beat % 2) for record in records[at : at + _BEATS_AT_ONCE]]
+            await asyncio.gather(*(store.register_generator(record, ttl) for record in part))
+            due = started + config.store.heartbeat_seconds * (at + _BEATS_AT_ONCE) / count
+            await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
+        if not count:
+            await asyncio.sleep(config.store.heartbeat_seconds)

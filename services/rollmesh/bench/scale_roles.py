@@ -1,0 +1,151 @@
+"""The processes of the scale bench: services of a run as they are, the batches' consumer, and a probe in each.
+
+The probe writes a line a second: how late the event loop was, and how long looks and decisions took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from rollmesh.bench.scale_answers import Answers
+from rollmesh.config import RunConfig, load_run_config
+from rollmesh.runtime.lifecycle import Shutdown, die_with_parent, run_service
+from rollmesh.runtime.logging import configure_logging
+from rollmesh.scheduling import run_limits
+from rollmesh.store import TrajectoryStore
+from rollmesh.types import Batch, PolicyRecord
+
+_PROBE_SECONDS = 0.02
+_CLAIM_SECONDS = 5.0
+
+Samples = dict[str, list[float]]
+
+
+@asynccontextmanager
+async def _probed(file: Path, samples: Samples) -> AsyncIterator[None]:
+    """Measure the loop's lag for the length of the block."""
+    with file.open("a", encoding="utf-8") as lines:
+        task = asyncio.create_task(_probe(lines, samples))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _probe(lines: IO[str], samples: Samples) -> None:
+    while True:
+        written = time.monotonic()
+        while time.monotonic() < written + 1:
+            due = time.monotonic() + _PROBE_SECONDS
+            await asyncio.sleep(_PROBE_SECONDS)
+            samples.setdefault("lag", []).append(max(0.0, time.monotonic() - due))
+        lines.write(json.dumps({"t": time.time(), **samples}) + "\n")
+        lines.flush()
+        samples.clear()
+
+
+def _time_the_leader(samples: Samples) -> None:
+    """Time every look and every decision of this process's leader, in whichever build this is."""
+    from rollmesh.rollout import leader
+    from rollmesh.store.view import View
+
+    def timed(name: str, begun: float) -> None:
+        samples.setdefault(name, []).append(time.perf_counter() - begun)
+
+    view, decide = View.view, vars(leader)["decide"]
+
+    @functools.wraps(view)
+    async def timed_view(*arguments: Any, **options: Any) -> Any:
+        begun = time.perf_counter()
+        result = await view(*arguments, **options)
+        timed("look", begun)
+        return result
+
+    @functools.wraps(decide)
+    def timed_decide(*arguments: Any) -> Any:
+        begun = time.perf_counter()
+        result = decide(*arguments)
+        timed("decision", begun)
+        return result
+
+    View.view = timed_view  # type: ignore[method-assign]
+    vars(leader)["decide"] = timed_decide
+
+
+async def _consume(config: RunConfig, answers: Answers, ledger: Path, shutdown: Shutdown) -> None:
+    """Do the trainer's part without training: claim, check and acknowledge every batch, and announce a version."""
+    async with await TrajectoryStore.connect(config.store, config.name) as store:
+        await store.init_run(run_limits(config))
+        session = await store.open_trainer_session("scale")
+        await store.announce_policy(session, _policy(0))
+        step = 1
+        with ledger.open("a", encoding="utf-8") as lines:
+            while not shutdown.is_set():
+                batch = await store.claim(session, step, _CLAIM_SECONDS)
+                if batch is None:
+                    continue
+                lines.write(json.dumps({"step": step, "groups": await _checked(batch, answers)}) + "\n")
+                lines.flush()
+                await store.confirm_batch_file(session, step, f"digest-{step}")
+                await store.report_trained(session, step)
+                await store.report_committed(session, step)
+                await store.announce_policy(session, _policy(step))
+                step += 1
+
+
+async def _checked(batch: Batch, answers: Answers) -> list[tuple[str, list[str], int]]:
+    """Group id, trajectory ids, and how many of them have other tokens than their answers."""
+    rows = []
+    for group in batch.groups:
+        ids = [t.trajectory_id for t in group.trajectories]
+        rows.append((group.group_id, ids, sum(not answers.wrote(t) for t in group.trajectories)))
+        await asyncio.sleep(0)
+    return rows
+
+
+def _policy(step: int) -> PolicyRecord:
+    return PolicyRecord(policy_version=step, train_step=step, path=str(step), manifest_digest=str(step))
+
+
+def main() -> int:
+    """Run one role: ROLE RUN_FILE INDEX FOLDER PARENT OPTIONS (JSON)."""
+    role, run_file, index, folder, parent, options = sys.argv[1:7]
+    die_with_parent(int(parent))
+    config, asked = load_run_config(Path(run_file), environ={}), json.loads(options)
+    configure_logging(config.telemetry, service=f"{role}-{index}", run=config.name)
+    samples: Samples = {}
+    answers = Answers(asked["mean_tokens"])
+
+    async def serve(shutdown: Shutdown) -> None:
+        async with _probed(Path(folder) / f"{role}-{index}.probe", samples):
+            if role == "consumer":
+                await _consume(config, answers, Path(folder) / "ledger", shutdown)
+            elif role == "generators":
+                from rollmesh.bench.scale_generators import Emulation, serve_generators
+
+                await serve_generators(config, answers, Emulation(**asked["emulation"]), shutdown)
+            else:
+                await _service(role)(config, int(index), shutdown)
+
+    if role == "rollout":
+        _time_the_leader(samples)
+    return run_service(serve)
+
+
+def _service(name: str) -> Callable[..., Any]:
+    if name == "reward":
+        from rollmesh.reward.main import serve as serve_reward
+
+        return serve_reward
+    from rollmesh.rollout.main import serve as serve_rollout
+
+    return serve_rollout
