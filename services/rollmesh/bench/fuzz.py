@@ -149,7 +149,7 @@ async def _send(
                 console.print(f"request {number:,}", highlight=False)
             rng = random.Random(f"{seed}:{number}")
             (port,) = rng.choices(ports, weights)
-            await _timed(port.send(rng), tallies[port.name])
+            await _timed(port.send(rng), tallies[port.name], f"request {number}")
 
     async with asyncio.TaskGroup() as group:
         for _ in range(_IN_FLIGHT):
@@ -157,7 +157,7 @@ async def _send(
         for port in (each for each in ports if isinstance(each, RawPort)):
             for number in range(1 + len(numbers) // _REQUESTS_PER_SLOW if numbers.start else 0):
                 rng = random.Random(f"{seed}:{port.name}:{number}")
-                group.create_task(_timed(port.slow(rng), tallies[port.name]))
+                group.create_task(_timed(port.slow(rng), tallies[port.name], f"endless request {number}"))
 
 
 def _weight(port: GrpcPort | RawPort) -> float:
@@ -166,13 +166,13 @@ def _weight(port: GrpcPort | RawPort) -> float:
     return 0.3 if not isinstance(port, HttpPort) else 8.0 if port.known else 1.0
 
 
-async def _timed(request: Coroutine[Any, Any, Answer], tally: Tally) -> None:
+async def _timed(request: Coroutine[Any, Any, Answer], tally: Tally, name: str) -> None:
     started = time.monotonic()
     try:
         async with asyncio.timeout(_DEADLINE_SECONDS):
             answer = await request
     except TimeoutError:
-        answer = Answer(outcome="no answer", fault=True)
+        answer = Answer(outcome="no answer", detail=name, fault=True)
     tally.add(answer, time.monotonic() - started)
 
 
