@@ -207,17 +207,18 @@ def fields(message: bytes) -> dict[int, list[Any]]:
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
-        kind, value = key & 7, None
+        kind = key & 7
         if kind == 0:
             value, at = _varint(message, at)
-        else:
-            size = {1: 8, 5: 4}.get(kind)
-            if kind == 2:
-                size, at = _varint(message, at)
-            if size is None or at + size > len(message):
-                raise Damaged(f"malformed protobuf at byte {at}")
-            value, at = message[at : at + size], at + size
-        found.setdefault(key >> 3, []).append(value)
+            found.setdefault(key >> 3, []).append(value)
+            continue
+        size = {1: 8, 5: 4}.get(kind)
+        if kind == 2:
+            size, at = _varint(message, at)
+        if size is None or at + size > len(message):
+            raise Damaged(f"malformed protobuf at byte {at}")
+        found.setdefault(key >> 3, []).append(message[at : at + size])
+        at += size
     return found
 
 
