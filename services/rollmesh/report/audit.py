@@ -125,13 +125,14 @@ def _audit(
     steps = _committed_steps(folder, store, registry or ())
     train_steps = known_train_steps(folder, store, account)
     rule = _staleness_rule(folder)
+    keep_last = None if folder.config is None else folder.config.checkpoints.keep_last
     with _progress(progress) as stage:
         read = stage("reading batch files", max(steps.committed, 0))
         trained, damaged = read_batches(store, steps.committed, rule, train_steps, read)
         rescoring = rescore(
             store,
             trained,
-            PublishedPolicies(store, registry, train_steps),
+            PublishedPolicies(store, registry, train_steps, keep_last),
             dtype=_dtype(folder),
             train_steps=train_steps,
             load=_load_scorer,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollmesh.report.ledger import StalenessRule, Trained
-from rollmesh.report.rescore import PRUNED
+from rollmesh.report.rescore import GONE, PRUNED
 from rollmesh.report.verdict import GAP_BOUNDS, LEAST_MEAN_TOKENS, LEAST_SCORED_SHARE, MOST_EXCUSED_SHARE, Rescoring
 
 _NAMED = 5
@@ -86,13 +86,21 @@ def problems(found: Findings) -> Iterator[str]:
 def unchecked(found: Findings) -> Iterator[str]:
     """Yield the reasons why too little was checked to call the run green, in plain words."""
     rescoring = found.rescoring
+    asked = rescoring.policy_tokens - rescoring.pruned_tokens
     if not rescoring.policy_tokens:
         yield "no batch file holds a token that a policy wrote, so no log-probability was checked"
-    elif rescoring.tokens < LEAST_SCORED_SHARE * rescoring.policy_tokens:
+    elif not rescoring.tokens or rescoring.tokens < LEAST_SCORED_SHARE * asked:
         yield (
-            f"{rescoring.tokens:,} of {rescoring.policy_tokens:,} policy tokens were scored again, less than "
-            f"{100 * LEAST_SCORED_SHARE:g}%: {rescoring.skipped_tokens:,} others name a checkpoint that is gone (raise "
-            f"checkpoints.keep_last), {rescoring.skipped_impure_tokens:,} attended to another version's cache (keep_kv)"
+            f"{rescoring.tokens:,} of {asked:,} policy tokens were scored again (without the pruned ones), less than "
+            f"{100 * LEAST_SCORED_SHARE:g}%: {rescoring.skipped_tokens - rescoring.pruned_tokens:,} others name a "
+            f"checkpoint that is gone or damaged, {rescoring.skipped_impure_tokens:,} attended to another version's "
+            "cache (keep_kv)"
+        )
+    elif gone := [version for version in rescoring.versions if version.skipped == GONE]:
+        yield (
+            f"{sum(version.tokens for version in gone):,} tokens name policy versions that checkpoints.keep_last keeps "
+            f"and that are gone: {_some([str(version.policy_version) for version in gone])}. Deleted, or pruned while "
+            "checkpoints.keep_last was smaller"
         )
     if rescoring.skipped_impure_segments and found.on_new_version not in ("keep_kv", None):
         yield (
@@ -117,7 +125,7 @@ def rescoring_problems(rescoring: Rescoring) -> Iterator[str]:
     bounds = GAP_BOUNDS[rescoring.dtype]
     for version in rescoring.versions:
         name = f"policy version {version.policy_version}"
-        if version.skipped and version.skipped != PRUNED:
+        if version.skipped and version.skipped not in (PRUNED, GONE):
             yield f"{name}: {version.skipped}"
         elif version.not_finite:
             yield f"{name}: {version.not_finite} behavior_logprob(s) or their re-scoring are no finite number"

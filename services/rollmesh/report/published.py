@@ -16,10 +16,18 @@ class PublishedPolicies:
     """Every policy version of a checkpoint store, as the registry announced it where the registry is known."""
 
     def __init__(
-        self, store: CheckpointStore, registry: Iterable[PolicyRecord] | None, train_steps: Mapping[int, int]
+        self,
+        store: CheckpointStore,
+        registry: Iterable[PolicyRecord] | None,
+        train_steps: Mapping[int, int],
+        keep_last: int | None,
     ) -> None:
-        """``registry`` None: the queue was not reachable; ``train_steps`` has the train step of each version."""
+        """``registry`` None: the queue was not reachable; ``train_steps`` has the train step of each version.
+
+        ``keep_last`` is the run's ``checkpoints.keep_last``; None: the run file cannot be read.
+        """
         self._store = store
+        self._keep_last = keep_last
         self._registry = None if registry is None else {record.policy_version: record for record in registry}
         self._train_steps = train_steps
         self._complete = _complete(store)
@@ -28,8 +36,13 @@ class PublishedPolicies:
         """Tell whether the registry has the version, so that ``open`` compares digests; None without a registry."""
         return None if self._registry is None else version in self._registry
 
+    def outlived(self, version: int) -> bool:
+        """Tell whether the trainer prunes the version: so many newer ones are there as it keeps."""
+        newer = sum(other > version for other in _complete(self._store))
+        return self._keep_last is not None and newer >= self._keep_last
+
     def open(self, version: int) -> Path | None:
-        """Return the verified folder of a version; None where it was pruned.
+        """Return the verified folder of a version; None where it is gone.
 
         Raises CheckpointError for one that is damaged, or is not the one that the registry announced.
         """

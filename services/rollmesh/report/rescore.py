@@ -25,6 +25,7 @@ from rollmesh.report.verdict import (
 from rollmesh.types import Batch, Float32Array, Float64Array, FloatArray, Int32Array, SegmentSource, Trajectory
 
 PRUNED = "checkpoint pruned"
+GONE = "checkpoint gone, which checkpoints.keep_last keeps"
 NO_NUMBER_GAP = 1e9
 """Gap of a logprob that is no finite number; itself finite, so that the result stays valid JSON."""
 DOUBTED_GAP = 1e-5
@@ -112,7 +113,7 @@ def rescore(
         try:
             folder = published.open(version)
             if folder is None:
-                skipped = PRUNED
+                skipped = PRUNED if published.outlived(version) else GONE
             else:
                 exact = None if load_exact is None else partial(load_exact, folder)
                 steps = sorted(trained.pure_segments[version])
@@ -137,6 +138,7 @@ def rescore(
         skipped_impure_tokens=trained.impure_tokens,
         skipped_segments=sum(gap.segments for gap in skipped_gaps),
         skipped_tokens=sum(gap.tokens for gap in skipped_gaps),
+        pruned_tokens=sum(gap.tokens for gap in skipped_gaps if gap.skipped == PRUNED),
         versions=tuple(gaps),
         announced_manifests=None if None in announced else sum(map(bool, announced)),
     )

@@ -15,7 +15,10 @@ AUDIT_FILE = "audit.json"
 _TUPLES = ("policy_versions", "staleness_violations", "problems", "unchecked", "lost", "dropped_and_trained")
 
 LEAST_SCORED_SHARE = 0.5
-"""Share of the policy's tokens that must be scored again for a green verdict; below it the audit is incomplete."""
+"""Share of the policy's tokens that must be scored again for a green verdict; below it the audit is incomplete.
+
+Tokens of versions that the trainer prunes (``checkpoints.keep_last``) are not asked for: the verdict line names them.
+"""
 
 
 class AuditVerdict(StrEnum):
@@ -108,6 +111,8 @@ class Rescoring:
     skipped_segments: int
     """Pure segments whose checkpoint could not be opened."""
     skipped_tokens: int = 0
+    pruned_tokens: int = 0
+    """Those of them whose checkpoint the trainer pruned, as ``checkpoints.keep_last`` has it."""
     versions: tuple[VersionGap, ...]
     announced_manifests: int | None = None
     """Versions whose manifest is the one that the registry announced; None when the queue was not reachable."""

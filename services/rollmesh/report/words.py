@@ -179,6 +179,7 @@ def verdict_line(audit: AuditResult) -> str:
     if rescoring.skipped_tokens:
         share = percent(rescoring.skipped_tokens / rescoring.policy_tokens)
         line += f"; {rescoring.skipped_tokens:,} tokens, {share}, name a checkpoint that is gone"
+        line += f", {rescoring.pruned_tokens:,} of them pruned as checkpoints.keep_last has it"
     return line
 
 

@@ -189,6 +189,7 @@ def test_a_trajectory_is_in_the_loss_if_it_has_a_reward_whoever_gave_it(
 
 
 def test_a_pruned_checkpoint_is_counted_as_skipped_and_its_train_step_comes_from_the_metrics(audited: Any) -> None:
+    audited.change_config(checkpoints={"keep_last": 2})
     shutil.rmtree(audited.folder / "checkpoints" / "policies" / "00000001-s1")
     (audited.folder / "metrics.jsonl").write_text('{"train_step": 1, "policy_version": 1}\n', encoding="utf-8")
     result = audit_run(audited.folder)

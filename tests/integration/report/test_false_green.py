@@ -18,6 +18,7 @@ from rich.console import Console
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit
 from rollmesh.report.ledger import QueueAccount
+from rollmesh.report.verdict import AuditResult
 from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource
 
 STEPS = 6
@@ -120,20 +121,57 @@ def test_a_run_of_which_no_token_was_scored_again_is_not_green(audited: Any) -> 
     assert any("no batch file holds a token that a policy wrote" in reason for reason in result.unchecked)
 
 
-def test_tokens_of_pruned_versions_are_in_the_verdict_line_and_over_half_of_all_make_it_incomplete(
+def last_line(result: AuditResult) -> str:
+    out = io.StringIO()
+    print_audit(result, Console(file=out, width=120))
+    return out.getvalue().splitlines()[-1]
+
+
+def test_tokens_of_policies_that_are_gone_are_in_the_verdict_line_and_over_half_of_all_make_it_incomplete(
     audited: Any,
 ) -> None:
     forget_versions(audited, 0, 1, 2, 3)
     result = audit_run(audited.folder)
     assert not result.green
     assert (result.verdict, result.problems) == ("incomplete", ())
-    assert "40 of 210 policy tokens were scored again, less than 50%" in result.unchecked[0]
-    out = io.StringIO()
-    print_audit(result, Console(file=out, width=120))
-    assert out.getvalue().splitlines()[-1] == (
+    assert "40 of 210 policy tokens were scored again (without the pruned ones), less than 50%" in result.unchecked[0]
+    assert last_line(result) == (
         "audit INCOMPLETE: 19.0% of 210 policy tokens were scored again; "
-        "145 tokens, 69.0%, name a checkpoint that is gone"
+        "145 tokens, 69.0%, name a checkpoint that is gone, 0 of them pruned as checkpoints.keep_last has it"
     )
+
+
+def test_a_long_run_whose_older_policies_are_pruned_as_its_settings_have_it_is_green(audited: Any) -> None:
+    audited.change_config(checkpoints={"keep_last": 3})
+    forget_versions(audited, 0, 1, 2, 3)
+    result = audit_run(audited.folder)
+    assert (result.verdict, result.problems, result.unchecked) == ("green", (), ())
+    assert last_line(result) == (
+        "audit green: 19.0% of 210 policy tokens were scored again; "
+        "145 tokens, 69.0%, name a checkpoint that is gone, 145 of them pruned as checkpoints.keep_last has it"
+    )
+
+
+def test_a_policy_that_is_gone_although_it_is_among_those_that_are_kept_makes_the_audit_incomplete(
+    audited: Any,
+) -> None:
+    audited.change_config(checkpoints={"keep_last": 3})
+    forget_versions(audited, 4)
+    result = audit_run(audited.folder)
+    assert (result.verdict, result.problems) == ("incomplete", ())
+    assert "policy versions that checkpoints.keep_last keeps and that are gone: 4." in result.unchecked[0]
+
+
+def test_a_run_that_is_pruned_so_far_that_no_token_can_be_scored_is_incomplete(audited: Any) -> None:
+    audited.change_config(checkpoints={"keep_last": 2})
+    forget_versions(audited, 0, 1, 2, 3, 4)
+    for step in range(1, STEPS + 1):
+        audited.replace_batch(
+            step, with_every_segment(lambda s: dataclasses.replace(s, policy_version=0, kv_min_version=0))
+        )
+    result = audit_run(audited.folder)
+    assert not result.green
+    assert any("0 of 0 policy tokens" in reason for reason in result.unchecked)
 
 
 @pytest.mark.parametrize(("logprob", "told"), [(-40.0, "nats from its checkpoint"), (float("nan"), "no finite number")])
