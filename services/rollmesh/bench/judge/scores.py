@@ -86,7 +86,7 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    _loss(model, batch, algorithm).backward()
+    _loss(model, batch, algorithm).backward()  # type: ignore[no-untyped-call]
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["max_grad_norm"])
     optimizer = torch.optim.AdamW(
         [
@@ -137,11 +137,12 @@ def _columns(model: transformers.PreTrainedModel, trajectory: Trajectory) -> Ite
 
 
 def _model(folder: Path) -> transformers.PreTrainedModel:
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
-    return model.eval()
+    model.train(False)
+    return model
 
 
 def _ids(trajectory: Trajectory) -> Tensor:
@@ -151,5 +152,5 @@ def _ids(trajectory: Trajectory) -> Tensor:
 
 def _logprobs(model: transformers.PreTrainedModel, ids: Tensor, temperature: float) -> Tensor:
     """log_softmax(z / T) of each token after its predecessors, float64 [tokens - 1]."""
-    logits = model(input_ids=ids[None]).logits[0, :-1].double() / temperature
+    logits: Tensor = model(input_ids=ids[None]).logits[0, :-1].double() / temperature
     return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
