@@ -38,6 +38,8 @@ class CanaryScores:
     """The engine's."""
     theirs: Float64Array
     """The trainer's, from the manifest."""
+    weights: frozenset[str]
+    """SHA-256 digests of the weight files."""
 
     @property
     def gap(self) -> float:
@@ -72,8 +74,10 @@ class Canary:
             return
         theirs = float(np.abs(scores.theirs - before.theirs).mean())
         own = float(np.abs(scores.own - before.own).mean())
-        if theirs < self._least_move:
-            return  # the moves of further versions are added to this one
+        if theirs < self._least_move or scores.weights == before.weights:
+            # The moves of further versions are added to this one. A trainer that publishes the same weights again may
+            # score them on other hardware, which rounds otherwise.
+            return
         if own < UNMOVED_SHARE * theirs:
             raise CanaryFailed(
                 f"policy version {scores.policy_version}: its weights were not delivered to the engine: from version "

@@ -294,4 +294,5 @@ class PolicyWatcher:
             policy_version=manifest.policy_version,
             own=np.concatenate(own).astype(np.float64),
             theirs=np.concatenate(theirs).astype(np.float64),
+            weights=frozenset(file.sha256 for file in manifest.files if file.path.endswith(".safetensors")),
         )

@@ -43,9 +43,10 @@ async def test_the_canary_lets_own_weights_pass_and_refuses_others(tmp_path: Pat
     assert gaps["own"] <= threshold(dtype) < gaps["other"]
 
 
-def scores(version: int, own: float, theirs: float) -> CanaryScores:
+def scores(version: int, own: float, theirs: float, weights: str = "") -> CanaryScores:
     tokens = np.array([-1.0, -2.0, -3.0])
-    return CanaryScores(policy_version=version, own=tokens + own, theirs=tokens + theirs)
+    digests = frozenset({weights or str(version)})
+    return CanaryScores(policy_version=version, own=tokens + own, theirs=tokens + theirs, weights=digests)
 
 
 def test_an_engine_that_stays_where_the_trainer_moved_is_refused_though_it_is_near_enough() -> None:
@@ -58,6 +59,14 @@ def test_an_engine_that_stays_where_the_trainer_moved_is_refused_though_it_is_ne
     canary.check(scores(4, 0.04, 0.045))
     with pytest.raises(CanaryFailed, match="differ by nan"):
         canary.check(scores(5, float("nan"), 0.1))
+
+
+def test_the_same_weights_published_again_pass_though_the_trainer_rounds_otherwise() -> None:
+    canary = Canary(threshold=5e-3, least_move=1e-6)
+    canary.check(scores(3, 0.0, 0.0, "same"))
+    canary.check(scores(4, 0.0, 1e-5, "same"))
+    with pytest.raises(CanaryFailed, match="from version 3 on"):
+        canary.check(scores(5, 0.0, 1e-5, "other"))
 
 
 def test_a_threshold_in_the_run_file_wins() -> None:
