@@ -69,18 +69,17 @@ class Round:
 
 def rounds_table(results: Sequence[Round]) -> Table:
     """The table that ``make chaos`` prints."""
+    counted = ("lost", "twice", "stale", "in flight", "regenerated", "bound")
     columns = ("round", "fault", "result", "seconds", "audit", "judge")
-    counts = ("lost", "twice", "stale", "in flight", "regenerated", "bound")
     exempt = any(r.regenerated_bound is None for r in results)
-    table = Table(*columns, *counts, caption=_EXEMPT_BECAUSE if exempt else None, caption_justify="left")
+    table = Table(*columns, *counted, caption=_EXEMPT_BECAUSE if exempt else None, caption_justify="left")
     for number, r in enumerate(results, 1):
         verdict = "ok" if r.passed else "FAILED"
         bound = EXEMPT if r.regenerated_bound is None else str(r.regenerated_bound)
-        fault = r.fault if r.injected else f"{r.fault} (did not strike)"
-        judged = f"{len(r.judged)} problems" if r.judged else "sound"
-        row = (number, fault, verdict, f"{r.seconds:.0f}", "green" if r.green else "not green", judged)
-        numbers = (r.lost, r.trained_twice, r.staleness_violations, r.in_flight, r.regenerated_tokens, bound)
-        table.add_row(*map(str, (*row, *numbers)))
+        row = (number, r.fault if r.injected else f"{r.fault} (did not strike)", verdict, f"{r.seconds:.0f}")
+        verdicts = ("green" if r.green else "not green", f"{len(r.judged)} problems" if r.judged else "sound")
+        counts = (r.lost, r.trained_twice, r.staleness_violations, r.in_flight, r.regenerated_tokens, bound)
+        table.add_row(*map(str, (*row, *verdicts, *counts)))
     return table
 
 

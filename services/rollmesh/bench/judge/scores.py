@@ -86,7 +86,7 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
         for name, parameter in model.named_parameters():
             parameter.copy_(tensors[f"model.{name}"])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    _loss(model, batch, algorithm).backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(_loss(model, batch, algorithm))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["max_grad_norm"])
     optimizer = torch.optim.AdamW(
         [
@@ -137,12 +137,10 @@ def _columns(model: transformers.PreTrainedModel, trajectory: Trajectory) -> Ite
 
 
 def _model(folder: Path) -> transformers.PreTrainedModel:
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
-    model.train(False)
-    return model
+    return model  # from_pretrained has set it to evaluation
 
 
 def _ids(trajectory: Trajectory) -> Tensor:
