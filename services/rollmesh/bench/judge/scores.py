@@ -137,6 +137,7 @@ def _columns(model: transformers.PreTrainedModel, trajectory: Trajectory) -> Ite
 
 
 def _model(folder: Path) -> transformers.PreTrainedModel:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
