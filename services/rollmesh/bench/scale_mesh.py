@@ -28,6 +28,8 @@ from rollmesh.store.types import StoreCounts
 GROUP_SIZE = 8
 POOL_BATCHES = 2.5
 """Batches in flight: 4,000 trajectories a batch with 10,000 in flight, as docs/architecture.md has it."""
+_MAX_STALENESS = 16
+"""Far above the staleness of 2.5 batches in flight: the default of 4 holds admission back until groups are complete."""
 _FILLED = 0.98
 _WATCH_SECONDS = 0.25
 _START_SECONDS = 300.0
@@ -254,6 +256,7 @@ def _write_run_files(folder: Path, url: str, load: Load) -> RunConfig:
             "groups_per_batch": max(1, round(load.in_flight / POOL_BATCHES / GROUP_SIZE)),
             "group_size": GROUP_SIZE,
             "pool_size": load.in_flight,
+            "max_staleness": _MAX_STALENESS,
         },
         "generator": {
             "slots": -(-2 * load.in_flight // load.generators),

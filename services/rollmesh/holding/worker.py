@@ -390,9 +390,7 @@ class Worker:
         rolling = [task for task in self._tasks if not self._is_finished(task)]
         if rolling:
             await asyncio.wait(rolling, timeout=self._drain_seconds)
-        left = [task for task in self._tasks if not task.done()]
-        for task in left:
-            task.cancel()
+        left = [task for task in self._tasks if task.cancel()]
         await asyncio.gather(*left, return_exceptions=True)
         self._log.info("drained", parked=len(rolling), cut_off=len(left))
 
