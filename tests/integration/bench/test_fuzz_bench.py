@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -12,7 +13,8 @@ import pytest
 @pytest.mark.timeout(900)
 def test_random_requests_to_every_port_neither_break_nor_stop_a_training_run() -> None:
     command = [sys.executable, "-m", "rollmesh.cli.main", "bench", "fuzz", "--quick", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=840)
+    wide = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=840, env=wide)
     assert done.returncode == 0, done.stderr
     found = {m["name"]: m for m in map(json.loads, done.stdout.splitlines())}
     values = {name: m["value"] for name, m in found.items()}

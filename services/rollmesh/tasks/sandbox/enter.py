@@ -62,10 +62,11 @@ def enter(confinement: Confinement, script_name: str, script: bytes) -> None:
         kernel.die_with_parent()
     os.chdir(folder)
     Path(script_name).write_bytes(script)
-    own_process_count = confinement.uid is not None or confinement.walls is not Walls.NONE
-    apply_limits(confinement.limits, own_uid=own_process_count)
     with suppress(OSError):  # not every kernel and architecture; the measured level says so
         system_calls.restrict(may_fork=confinement.may_fork)
+    # Last: the process that forked this one may be larger than the limit, and then no memory can be had any more.
+    own_process_count = confinement.uid is not None or confinement.walls is not Walls.NONE
+    apply_limits(confinement.limits, own_uid=own_process_count)
 
 
 def _build(confinement: Confinement) -> str:

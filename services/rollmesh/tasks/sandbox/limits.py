@@ -33,11 +33,11 @@ def apply_limits(limits: ResourceLimits, *, own_uid: bool) -> None:
     process_count = limits.process_count + (0 if own_uid else running_thread_count(os.getuid()))
     for kind, value in (
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_AS, limits.address_space_bytes),
         (resource.RLIMIT_CPU, limits.cpu_seconds),
         (resource.RLIMIT_NPROC, process_count),
         (resource.RLIMIT_FSIZE, limits.file_bytes),
         (resource.RLIMIT_NOFILE, limits.open_file_count),
+        (resource.RLIMIT_AS, limits.address_space_bytes),
     ):
         lower_limit(kind, value)
 
