@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 import time
@@ -115,13 +116,15 @@ class FuzzedRun:
 
     @contextlib.contextmanager
     def up(self, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Start ``rollmesh up``; kill what is left of it at the end."""
+        """Start ``rollmesh up``; kill what is left of it at the end, also when a SIGTERM ends this process."""
         command = [sys.executable, "-m", "rollmesh.cli.main", "up", str(self.root / "run.yaml"), *options]
         with (self.root / "output.txt").open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             yield process
         finally:
+            signal.signal(signal.SIGTERM, before)
             if process.poll() is None:
                 process.kill()
                 process.wait()
