@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from chart_schema import schema_of
 
-from rollmesh.config.autoscaling import load_rule
+from rollmesh.config.autoscaling_rule import load_rule
 
 CHART = Path(__file__).resolve().parent / "rollmesh"
 _KEY = re.compile(r"^(?P<indent> *)(?P<key>[A-Za-z0-9_]+):(?P<rest>.*)$")

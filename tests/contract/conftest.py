@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.generator.engines.protocol import Engine
-from rollmesh.generator.engines.sglang.engine import SglangEngine
-from rollmesh.generator.engines.sglang.options import SglangOptions
-from rollmesh.generator.engines.torch.engine import TorchEngine
-from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.generator.engines.engine_protocol import Engine
+from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
+from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 
 from ..sglang_cpu import install
 from ..sglang_cpu.server import running_server

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.protocol import OnNewVersion
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
 from .contract_kit import (

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.runtime.ports import free_port
+from rollmesh.runtime.free_port import free_port
 
 from .audits import assert_rescored
 from .conftest import ENDLESS, PATIENCE

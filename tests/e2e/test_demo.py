@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.audit import open_checkpoints
 from rollmesh.report.recorded_run import RecordedRun

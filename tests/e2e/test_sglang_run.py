@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import load_run_config
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder

@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder

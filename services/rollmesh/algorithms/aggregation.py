@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
-from rollmesh.algorithms.segments import segment_count
+from rollmesh.algorithms.segment_columns import segment_count
 
 
 def token_mean(original_mask: Tensor, sequence_index: Tensor, sequence_count: int) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Protocol
 import httpx
 from redis import Redis
 
-from rollmesh.launcher.sampler import metric_sums
+from rollmesh.launcher.timeline_recorder import metric_sums
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
 from rollmesh.store.keys import Keys
@@ -30,7 +30,7 @@ the mesh may be without any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
+class AttackedRun:
     """The run under attack."""
 
     folder: Path
@@ -163,11 +163,11 @@ class Fault(Protocol):
         """How the run must end."""
         return Ending()
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         """Do it, blocking; when the run is over before it can be done, nothing is struck."""
 
 
-def one_of(scene: Scene, service: str) -> Endpoint | None:
+def one_of(scene: AttackedRun, service: str) -> Endpoint | None:
     """A process of the service by chance; None when the run is over before there is one."""
     while scene.waits():
         endpoints = read_endpoints(scene.folder, service)
@@ -177,7 +177,7 @@ def one_of(scene: Scene, service: str) -> Endpoint | None:
     return None
 
 
-def busy_one_of(scene: Scene, service: str) -> Victim | None:
+def busy_one_of(scene: AttackedRun, service: str) -> Victim | None:
     """One of the service's processes, at a moment when it holds rollouts that a fault can hurt."""
     held = HELD.get(service)
     while scene.waits():
@@ -203,7 +203,7 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def sleep_unless_over(scene: Scene, seconds: float) -> None:
+def sleep_unless_over(scene: AttackedRun, seconds: float) -> None:
     """Let a fault last, but not beyond the end of the run."""
     end = time.monotonic() + seconds
     while time.monotonic() < end and not scene.ended():

@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from rollmesh.bench.attack import Cost, Fault, Scene
+from rollmesh.bench.attack import AttackedRun, Cost, Fault
 from rollmesh.bench.faults import KillLeader, KillService, KillTrainerAfter, StallService
 from rollmesh.bench.faults_of_files import DamageLastStep, DamagePolicy, DamageReplay, DamageState
 from rollmesh.bench.faults_of_redis import FillRedis, KillRedis, StallRedis
@@ -154,7 +154,7 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ro
             stderr=output,
             stdin=subprocess.DEVNULL,
         )
-        scene = Scene(
+        scene = AttackedRun(
             folder=run_folder.path,
             run=str(data["name"]),
             redis=EmbeddedServer(run_folder.redis),
@@ -196,7 +196,7 @@ def round_config(folder: Path, number: int) -> dict[str, Any]:
     return {**data, "name": f"chaos-{number}", "folder": str(folder), "seed": number}
 
 
-def _attack(scene: Scene, fault: Fault) -> None:
+def _attack(scene: AttackedRun, fault: Fault) -> None:
     """Wait for a random train step of the first third, then a random moment, and inject."""
     step = scene.rng.randint(2, _TRAIN_STEPS // 3)
     while scene.train_step() < step:

@@ -28,8 +28,8 @@ import torch
 
 from rollmesh.bench.measure import Bar, Figure, Measure, at_least, at_most, compared
 from rollmesh.errors import EngineError
-from rollmesh.generator.engines.torch.engine import TorchEngine
-from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.types import Float32Array, GenerationCall, Int32Array, SamplingParams
 
 VOCABULARY = 96

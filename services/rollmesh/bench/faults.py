@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from rollmesh.bench.attack import (
     HELD,
     PATIENCE_SECONDS,
+    AttackedRun,
     Cost,
     Fault,
-    Scene,
     Victim,
     busy_one_of,
     metrics_of,
@@ -19,7 +19,7 @@ from rollmesh.bench.attack import (
     send,
     sleep_unless_over,
 )
-from rollmesh.launcher.sampler import GENERATED_TOKENS, process_key
+from rollmesh.launcher.timeline_recorder import GENERATED_TOKENS, process_key
 from rollmesh.runtime.endpoints import read_endpoints
 
 
@@ -34,7 +34,7 @@ class KillService(Fault):
     def name(self) -> str:
         return f"kill -9 {self.service}"
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         victim = busy_one_of(scene, self.service)
         if victim is not None:
             if self.service == "generator":
@@ -52,7 +52,7 @@ class KillLeader(Fault):
     def name(self) -> str:
         return "kill -9 leader"
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         busy_until = time.monotonic() + PATIENCE_SECONDS
         while scene.waits():
             for replica in read_endpoints(scene.folder, "rollout"):
@@ -76,7 +76,7 @@ class StallService(Fault):
     def name(self) -> str:
         return f"stall {self.service} {self.seconds:g} s"
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         victim = busy_one_of(scene, self.service)
         if victim is not None:
             scene.strike_holder(victim, signal.SIGSTOP)
@@ -97,7 +97,7 @@ class KillTrainerAfter(Fault):
     def name(self) -> str:
         return f"kill -9 trainer {self.when}"
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         trainer = one_of(scene, "trainer")
         before = set(scene.folder.glob(self.pattern))
         while trainer is not None and scene.waits():

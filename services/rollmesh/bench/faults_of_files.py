@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollmesh.bench.attack import Cost, Ending, Fault, Scene, one_of, send
+from rollmesh.bench.attack import AttackedRun, Cost, Ending, Fault, one_of, send
 from rollmesh.runtime.endpoints import read_endpoints
 
 _STATES, _BATCHES, _POLICIES = "checkpoints/states", "checkpoints/batches", "checkpoints/policies"
@@ -37,7 +37,7 @@ class DamageLastStep(Fault):
     def ending(self) -> Ending:
         return Ending(exit_statuses=(0, 1), green=False) if self.after_the_end else _ENDS_WITH_ERROR
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         pattern = f"{_STATES}/{self.train_step:08d}-*/COMMITTED"
         while scene.waits() and (self.after_the_end or not any(scene.folder.glob(pattern))):
             time.sleep(0.001)
@@ -64,7 +64,7 @@ class DamageReplay(Fault):
     def ending(self) -> Ending:
         return _ENDS_WITH_ERROR
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         def uncovered() -> Path | None:
             files = sorted((scene.folder / _BATCHES).glob("[0-9]*.pb"))
             covered = max((int(c.parent.name.split("-")[0]) for c in _committed(scene)), default=0)
@@ -83,7 +83,7 @@ class DamageState(Fault):
     def name(self) -> str:
         return "flip a byte of the newest state, kill -9 trainer"
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         def weights() -> Path | None:
             newest = max(_committed(scene), key=lambda committed: committed.parent.name, default=None)
             return None if newest is None else next(newest.parent.glob("*.safetensors"), None)
@@ -104,7 +104,7 @@ class DamagePolicy(Fault):
     def name(self) -> str:
         return "flip a byte of the newest policy, kill -9 trainer"
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         trainer = one_of(scene, "trainer")
         batches, announced = _seen(scene, f"{_BATCHES}/[0-9]*.pb"), f"{_POLICIES}/*/ANNOUNCED"
         while scene.waits() and _seen(scene, f"{_BATCHES}/[0-9]*.pb") == batches:
@@ -133,7 +133,7 @@ def flip_byte(file: Path, rng: random.Random) -> None:
     file.write_bytes(content)
 
 
-def _damage_and_kill(scene: Scene, target: Callable[[], Path | None]) -> None:
+def _damage_and_kill(scene: AttackedRun, target: Callable[[], Path | None]) -> None:
     """Flip a byte of a file, once there is one, while the trainer is stopped, and kill the trainer."""
     trainer = one_of(scene, "trainer")
     while trainer is not None and scene.waits():
@@ -147,9 +147,9 @@ def _damage_and_kill(scene: Scene, target: Callable[[], Path | None]) -> None:
         time.sleep(0.005)
 
 
-def _committed(scene: Scene) -> set[Path]:
+def _committed(scene: AttackedRun) -> set[Path]:
     return _seen(scene, f"{_STATES}/*/COMMITTED")
 
 
-def _seen(scene: Scene, pattern: str) -> set[Path]:
+def _seen(scene: AttackedRun, pattern: str) -> set[Path]:
     return set(scene.folder.glob(pattern))

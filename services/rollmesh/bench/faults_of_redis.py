@@ -14,7 +14,7 @@ from pathlib import Path
 import redis
 from redis import Redis
 
-from rollmesh.bench.attack import Cost, Ending, Fault, Scene, one_of, send, sleep_unless_over
+from rollmesh.bench.attack import AttackedRun, Cost, Ending, Fault, one_of, send, sleep_unless_over
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store.keys import Keys
 
@@ -43,7 +43,7 @@ class KillRedis(Fault):
     def ending(self) -> Ending:
         return Ending(says="append-only file of the embedded Redis was damaged" if self.zero_bytes else "")
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         pid = scene.redis.pid
         if pid is None:
             return
@@ -74,7 +74,7 @@ class StallRedis(Fault):
     def name(self) -> str:
         return f"redis outage {self.seconds:g} s"
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         pid = scene.redis.pid
         if pid is None:
             return
@@ -108,7 +108,7 @@ class FillRedis(Fault):
     def name(self) -> str:
         return f"redis maxmemory reached {self.seconds:g} s, kill -9 trainer"
 
-    def inject(self, scene: Scene) -> None:
+    def inject(self, scene: AttackedRun) -> None:
         scene.await_leases()
         with Redis(unix_socket_path=str(scene.redis.socket_path)) as client:
             limit = client.config_get("maxmemory")["maxmemory"]
@@ -124,7 +124,7 @@ class FillRedis(Fault):
             finally:
                 client.config_set("maxmemory", limit)
 
-    def _restart_trainer(self, scene: Scene, client: Redis) -> None:
+    def _restart_trainer(self, scene: AttackedRun, client: Redis) -> None:
         """Kill the trainer; the fault has struck once another one has opened its session in the full server."""
         session = functools.partial(client.hget, Keys(scene.run).single("meta"), "trainer")
         trainer, before, step = one_of(scene, "trainer"), session(), scene.train_step()
@@ -137,7 +137,7 @@ class FillRedis(Fault):
             scene.struck_at.append(step)
 
 
-def _take_lock(scene: Scene, descriptor: int, killed: int) -> None:
+def _take_lock(scene: AttackedRun, descriptor: int, killed: int) -> None:
     """Hold the lock of Redis's folder, without which no other server starts there."""
     while scene.waits():
         with contextlib.suppress(BlockingIOError):

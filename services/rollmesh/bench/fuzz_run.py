@@ -24,7 +24,7 @@ from grpc_health.v1 import health_pb2
 from rollmesh.bench.chaos import round_config
 from rollmesh.bench.fuzz_ports import GrpcPort, HttpPort, RawPort
 from rollmesh.errors import RollmeshError
-from rollmesh.gateway.token import TOKEN_FILE as GATEWAY_TOKEN_FILE
+from rollmesh.gateway.action_token import TOKEN_FILE as GATEWAY_TOKEN_FILE
 from rollmesh.launcher.mesh_token import TOKEN_FILE
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints

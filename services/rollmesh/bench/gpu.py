@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from rollmesh.bench.gpu_arm import Arm, Update, make_trainer
+from rollmesh.bench.gpu_arm import BenchArm, Update, make_trainer
 from rollmesh.bench.gpu_curve import Curve, running_counts, step_time_curve
 from rollmesh.bench.gpu_workload import QWEN2_5_05B, TINY, Shape, Workload, write_random_model
 from rollmesh.bench.measure import Measure, compared
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.errors import ConfigError
-from rollmesh.generator.engines.torch.engine import TorchEngine
-from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.scheduling import Schedule, resolve_schedule
 
 RESULTS, CURVE = "results.json", "step_time_curve.json"
@@ -60,7 +60,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Findings:
+class GpuFindings:
     """What was measured; either part may be empty."""
 
     parameters: int
@@ -141,7 +141,7 @@ def run(
     return measures(plan, findings)
 
 
-async def measure(plan: Plan, output: Path | None, *, curve_only: bool = False) -> Findings:
+async def measure(plan: Plan, output: Path | None, *, curve_only: bool = False) -> GpuFindings:
     """Carry out a plan; files are written anew after every update, so that a run that is cut short has left figures."""
     options = TorchEngineOptions(
         slots=max(*plan.pools, plan.groups_per_batch * plan.group_size),
@@ -158,13 +158,13 @@ async def measure(plan: Plan, output: Path | None, *, curve_only: bool = False) 
         try:
             context = plan.workload.prompt(0).token_ids.repeat(plan.curve_context)[: plan.curve_context]
             curve = await step_time_curve(engine, running_counts(options.slots), context)
-            findings = Findings(parameters=parameters, updates=(), curve=curve)
+            findings = GpuFindings(parameters=parameters, updates=(), curve=curve)
             _save(output, plan, findings)
             if curve_only:
                 return findings
             arms = [_arm(plan, schedule, engine, model, Path(scratch)) for schedule in schedules(plan)]
             async for update in _turns(plan, arms):
-                findings = Findings(parameters=parameters, updates=(*findings.updates, update), curve=curve)
+                findings = GpuFindings(parameters=parameters, updates=(*findings.updates, update), curve=curve)
                 _save(output, plan, findings)
             return findings
         finally:
@@ -184,7 +184,7 @@ def schedules(plan: Plan) -> list[Schedule]:
     return [resolve_schedule(config, steps) for config in (sync, *copris)]
 
 
-async def _turns(plan: Plan, arms: Sequence[Arm]) -> AsyncIterator[Update]:
+async def _turns(plan: Plan, arms: Sequence[BenchArm]) -> AsyncIterator[Update]:
     """One update of every arm in turn; yields those that count."""
     for turn in range(plan.warmup + plan.updates):
         for arm in arms:
@@ -195,13 +195,13 @@ async def _turns(plan: Plan, arms: Sequence[Arm]) -> AsyncIterator[Update]:
                 yield update
 
 
-def _arm(plan: Plan, schedule: Schedule, engine: TorchEngine, model: Path, scratch: Path) -> Arm:
+def _arm(plan: Plan, schedule: Schedule, engine: TorchEngine, model: Path, scratch: Path) -> BenchArm:
     name = SYNC if schedule.preset == SYNC else f"{schedule.preset} {schedule.pool_size}"
     trainer = make_trainer(model, dtype=plan.dtype, device=plan.device, token_budget=plan.token_budget)
-    return Arm(name, schedule, plan.workload, engine, trainer, scratch / name)
+    return BenchArm(name, schedule, plan.workload, engine, trainer, scratch / name)
 
 
-def measures(plan: Plan, findings: Findings) -> list[Measure]:
+def measures(plan: Plan, findings: GpuFindings) -> list[Measure]:
     """The table: every arm beside sync, then the curve."""
     label = f"{plan.shape.name} shape on {device_name(plan.device)}, {plan.dtype}"
     rows = [Measure(name=label, value=findings.parameters / 1e6, unit="million parameters")]
@@ -265,7 +265,7 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if device == "cuda" else "CPU"
 
 
-def _save(output: Path | None, plan: Plan, findings: Findings) -> None:
+def _save(output: Path | None, plan: Plan, findings: GpuFindings) -> None:
     if output is None:
         return
     output.mkdir(parents=True, exist_ok=True)

@@ -21,10 +21,10 @@ from rollmesh.bench.gpu_queue import Member, MemoryQueue
 from rollmesh.bench.gpu_workload import Workload
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.protocol import OnNewVersion
-from rollmesh.generator.engines.torch.engine import TorchEngine
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.scheduling import Schedule, decide
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Chunk, GenerationCall, SamplingParams
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Update:
         return sum(self.seconds.values())
 
 
-class Arm:
+class BenchArm:
     """Runs updates one at a time; ``engine`` must be idle in between."""
 
     def __init__(

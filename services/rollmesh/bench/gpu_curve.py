@@ -7,7 +7,7 @@ import statistics
 import time
 from itertools import pairwise
 
-from rollmesh.generator.engines.torch.engine import TorchEngine
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import GenerationCall, Int32Array, SamplingParams
 
 Curve = list[tuple[int, float]]

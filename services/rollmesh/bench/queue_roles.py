@@ -14,7 +14,7 @@ import uvloop
 from rollmesh.config.services import StoreConfig
 from rollmesh.mesh import Cursor
 from rollmesh.store import Append, Finish, NewGroup, Score, TokenDigest, TrajectoryStore
-from rollmesh.store.client import create_client
+from rollmesh.store.redis_client import create_client
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
 T = TypeVar("T")

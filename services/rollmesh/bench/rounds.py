@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from rollmesh.bench.attack import Cost, Ending, Fault, Scene
+from rollmesh.bench.attack import AttackedRun, Cost, Ending, Fault
 from rollmesh.bench.judge import judge
 from rollmesh.launcher.run_folder import RunFolder
 
@@ -87,7 +87,7 @@ def round_of(
     folder: RunFolder,
     data: Mapping[str, Any],
     fault: Fault,
-    scene: Scene,
+    scene: AttackedRun,
     exit_statuses: tuple[int, ...],
     seconds: float,
     output: str,

@@ -18,17 +18,17 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.generator.engines.backlog import Backlog, hold_seconds
 from rollmesh.generator.engines.call_checks import check_call
-from rollmesh.generator.engines.protocol import EngineStatus, OnNewVersion
-from rollmesh.generator.metrics import GeneratorMetrics
+from rollmesh.generator.engines.engine_protocol import EngineStatus, OnNewVersion
+from rollmesh.generator.generation_service import GenerationService
+from rollmesh.generator.generator_metrics import GeneratorMetrics
 from rollmesh.generator.registration import Registration
-from rollmesh.generator.rotation import Rotation
-from rollmesh.generator.service import GenerationService
+from rollmesh.generator.serving_state import ServingState
 from rollmesh.recipes.countdown.tokenizer import VOCABULARY_SIZE
 from rollmesh.runtime.grpc import HealthReporter, create_server
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.security import OPEN
+from rollmesh.runtime.port_security import OPEN
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, GeneratorRecord, Int32Array
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
@@ -210,7 +210,7 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
         engines, rotations, registrations = [], [], []
         for _ in range(emulation.generators):
-            engine, rotation = EmulatedEngine(config, answers, emulation.tokens_per_second), Rotation()
+            engine, rotation = EmulatedEngine(config, answers, emulation.tokens_per_second), ServingState()
             metrics, server = GeneratorMetrics(Metrics("generator")), create_server()
             service = GenerationService(engine, rotation, metrics, _no_policy)
             stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
@@ -237,7 +237,7 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
 
 
 async def _follow_policies(
-    store: TrajectoryStore, engines: Sequence[EmulatedEngine], rotations: Sequence[Rotation]
+    store: TrajectoryStore, engines: Sequence[EmulatedEngine], rotations: Sequence[ServingState]
 ) -> NoReturn:
     """Serve the newest announced version on every generator."""
     version = -1

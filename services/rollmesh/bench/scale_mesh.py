@@ -23,7 +23,7 @@ from rollmesh.bench.scale_generators import Emulation
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import RollmeshError
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
-from rollmesh.store.types import StoreCounts
+from rollmesh.store.queue_types import StoreCounts
 
 GROUP_SIZE = 8
 POOL_BATCHES = 2.5

@@ -20,11 +20,11 @@ import numpy as np
 import yaml
 
 from rollmesh.bench.models import CONTEXT, BenchModel, Policy
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.scheduling.limits import run_limits
+from rollmesh.scheduling.run_limits import run_limits
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.types import GenerationCall, GeneratorRecord, SamplingParams
 from rollmesh.wire.generation_client import GenerationClient

@@ -24,8 +24,8 @@ from typing import BinaryIO
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from rollmesh.checkpoints.batch_frames import decode_groups, encode_groups
 from rollmesh.checkpoints.durable import disk_full_error, full_disk, make_folder, sync_folder
-from rollmesh.checkpoints.frames import decode_groups, encode_groups
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical, seal, sealed
 from rollmesh.config.trainer import AlgorithmConfig

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from rollmesh.checkpoints.manifest import Architecture
+from rollmesh.checkpoints.manifest import ModelShape
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import canonical
 from rollmesh.errors import CheckpointError
@@ -32,7 +32,7 @@ _MAX_HEADER_BYTES = 100 << 20
 class FolderDescription:
     """Facts about a Hugging Face folder that its manifest repeats."""
 
-    architecture: Architecture
+    architecture: ModelShape
     dtype: str
     parameter_count: int
     tokenizer_sha256: str
@@ -55,11 +55,11 @@ def describe_folder(folder: Path) -> FolderDescription:
     )
 
 
-def architecture_of(config: Mapping[str, Any], origin: str) -> Architecture:
+def architecture_of(config: Mapping[str, Any], origin: str) -> ModelShape:
     """Summarise a model config; raises CheckpointError naming the field that is absent."""
     try:
         heads = int(config["num_attention_heads"])
-        return Architecture(
+        return ModelShape(
             model_type=str(config["model_type"]),
             vocab_size=int(config["vocab_size"]),
             hidden_size=int(config["hidden_size"]),

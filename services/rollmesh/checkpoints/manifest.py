@@ -36,7 +36,7 @@ class ManifestFile(_Closed):
     """Digest of the content."""
 
 
-class Architecture(_Closed):
+class ModelShape(_Closed):
     """What must agree before weights are swapped into a running engine."""
 
     model_type: str
@@ -89,7 +89,7 @@ class Manifest(_Closed):
     """Trainer session that wrote the folder."""
     files: list[ManifestFile] = Field(min_length=1)
     """Every file of the folder but the manifest."""
-    architecture: Architecture
+    architecture: ModelShape
     """Summary of config.json."""
     dtype: str
     """Dtype of most weights, as safetensors names it, for example ``F32``."""

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.cli.common import JsonOption, RunFolderArgument, clear_errors, run_of
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.backup import back_up

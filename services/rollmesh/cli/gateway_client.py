@@ -11,9 +11,9 @@ from pydantic import BaseModel, ValidationError
 
 from rollmesh.cli.common import run_of
 from rollmesh.errors import ConfigError, RollmeshError
-from rollmesh.gateway.token import known_token
+from rollmesh.gateway.action_token import known_token
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.runtime.security import OPEN, PortSecurity
+from rollmesh.runtime.port_security import OPEN, PortSecurity
 
 TOKEN_VARIABLE = "ROLLMESH_GATEWAY__TOKEN"
 

@@ -8,17 +8,17 @@ with many_imports():
     import typer
 
     from rollmesh.cli import (
-        autoscaling,
+        autoscale,
         backups,
         benches,
         configuration,
-        inspection,
-        letters,
+        dead_letters,
         metrics_table,
-        runs,
-        scaling,
+        run_commands,
+        scale,
         serving,
         top,
+        up,
     )
 
 app = typer.Typer(
@@ -29,14 +29,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-runs.register(app)
+up.register(app)
 serving.register(app)
-inspection.register(app)
+run_commands.register(app)
 top.register(app)
-scaling.register(app)
-autoscaling.register(app)
+scale.register(app)
+autoscale.register(app)
 backups.register(app)
-app.add_typer(letters.app, name="dead-letters")
+app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
 benches.register(app)
 metrics_table.register(app)

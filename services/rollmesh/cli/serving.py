@@ -12,10 +12,10 @@ from rollmesh.cli.common import RunFileArgument, SetOption, clear_errors, heavy_
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.runtime.foreign_lines import adopt_foreign_lines
+from rollmesh.runtime.addresses import instance_name
 from rollmesh.runtime.lifecycle import EXIT_CONFIG, Shutdown, die_with_parent, run_service
+from rollmesh.runtime.log_capture import capture_foreign_logs
 from rollmesh.runtime.logging import configure_logging
-from rollmesh.runtime.network import instance_name
 from rollmesh.runtime.tracing import recorded_traces
 
 IndexOption = Annotated[int, typer.Option(help="Index of this replica; names its log and its endpoint file.", min=0)]
@@ -54,7 +54,7 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
     with clear_errors(EXIT_CONFIG):
         config = load_run_config(run, overrides or ())
         configure_logging(config.telemetry, service=instance_name(config, service, index), run=config.name)
-        adopt_foreign_lines()
+        capture_foreign_logs()
         serve: Serve = heavy_module(f"rollmesh.{service}.main", f"the {service} service").serve
         if not config.network.shared_folder:
             _prepare_folder(config)

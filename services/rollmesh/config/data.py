@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rollmesh.config.base import Section
+from rollmesh.config.section import Section
 from rollmesh.types import LOWEST_TEMPERATURE
 
 

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from rollmesh.config.base import Section
+from rollmesh.config.section import Section
 
 
 class GatewayConfig(Section):

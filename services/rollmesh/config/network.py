@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rollmesh.config.base import Section
+from rollmesh.config.section import Section
 
 
 class NetworkConfig(Section):

@@ -6,11 +6,11 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from rollmesh.config.base import Section
 from rollmesh.config.data import DataConfig, RewardConfig, RolloutConfig
 from rollmesh.config.gateway import GatewayConfig
 from rollmesh.config.network import NetworkConfig
 from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.config.section import Section
 from rollmesh.config.security import SecurityConfig
 from rollmesh.config.services import (
     CheckpointConfig,

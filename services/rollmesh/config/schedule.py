@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollmesh.config.base import Section
+from rollmesh.config.section import Section
 
 
 class ScheduleConfig(Section):

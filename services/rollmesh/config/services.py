@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
-from rollmesh.config.base import Section, Temperature
+from rollmesh.config.section import Section, Temperature
 from rollmesh.config.security import StoreTlsConfig
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollmesh.config.base import Section
+from rollmesh.config.section import Section
 
 DUAL_CLIP = 10.0
 """Default of ``dual_clip``: in every resolved run file, whatever the loss."""

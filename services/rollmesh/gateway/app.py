@@ -14,14 +14,14 @@ from starlette.exceptions import HTTPException
 
 import rollmesh
 from rollmesh.errors import ConfigError, Conflict, DataError, RollmeshError, StoreError
-from rollmesh.gateway.auth import Check
+from rollmesh.gateway.api_errors import ApiError, Unauthorized, error_body
+from rollmesh.gateway.backend_protocols import Actions, Reads
 from rollmesh.gateway.docs_page import docs_page
-from rollmesh.gateway.errors import ApiError, Unauthorized, error_body
+from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.guard import Guard
-from rollmesh.gateway.metrics import GatewayMetrics
 from rollmesh.gateway.models import SnapshotEvent, TickEvent
-from rollmesh.gateway.ports import Actions, Reads
-from rollmesh.gateway.routes import PREFIX, action_router, read_router
+from rollmesh.gateway.rest_routes import PREFIX, action_router, read_router
+from rollmesh.gateway.token_check import Check
 from rollmesh.runtime.logging import get_logger
 
 PAGE = Path(__file__).parent / "page"

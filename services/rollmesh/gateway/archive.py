@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import SECRET_FILE
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.gateway.errors import Busy
+from rollmesh.gateway.api_errors import Busy
 from rollmesh.types import Group
 
 _MOST_GROUPS = 200_000

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 
 import rollmesh
 from rollmesh.config import RunConfig
-from rollmesh.config.scaling import check_replicas, check_scale
+from rollmesh.config.replica_bounds import check_replicas, check_scale
 from rollmesh.errors import Conflict
-from rollmesh.gateway.errors import NotFound
-from rollmesh.gateway.looks import finished_evaluations, generator_views
-from rollmesh.gateway.metrics import GatewayMetrics
+from rollmesh.gateway.api_errors import NotFound
+from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.mesh_poller import MeshPoller
+from rollmesh.gateway.mesh_snapshot import finished_evaluations, generator_views
 from rollmesh.gateway.models import (
     About,
     DeadLetterList,
@@ -28,19 +29,18 @@ from rollmesh.gateway.models import (
     TrajectoryDetail,
     TrajectoryPage,
 )
-from rollmesh.gateway.sampler import Sampler
 from rollmesh.gateway.viewer import Viewer
 from rollmesh.runtime.capacity import check_capacity
 from rollmesh.scheduling import resolve_schedule
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.types import DeadLetter
+from rollmesh.store.queue_types import DeadLetter
 
 
 class RunReads:
     """Implements ``ports.Reads``."""
 
     def __init__(
-        self, config: RunConfig, store: TrajectoryStore, sampler: Sampler, viewer: Viewer, *, text: bool
+        self, config: RunConfig, store: TrajectoryStore, sampler: MeshPoller, viewer: Viewer, *, text: bool
     ) -> None:
         self._config = config
         self._store = store

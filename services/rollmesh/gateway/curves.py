@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rollmesh.gateway.errors import BadRequest
-from rollmesh.gateway.models import EvaluationPoint, Series, SeriesAnswer, StalenessBin, StepReport
+from rollmesh.gateway.api_errors import BadRequest
+from rollmesh.gateway.models import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
 from rollmesh.gateway.thinning import Curve
 
 
@@ -53,8 +53,8 @@ class Curves:
     def __init__(self) -> None:
         self._reported = {name: Curve() for name in _REPORTED}
         self._live = {name: Curve() for name in _LIVE}
-        self._evaluations: Sequence[EvaluationPoint] = ()
-        self.report: StepReport | None = None
+        self._evaluations: Sequence[EvaluationView] = ()
+        self.report: StepReportView | None = None
         """Newest step report."""
         self.trained_staleness: list[StalenessBin] = []
         """Staleness of the trajectories of the newest step."""
@@ -84,7 +84,7 @@ class Curves:
         for name, value in values.items():
             self._live[name].add(time, value)
 
-    def set_evaluations(self, points: Sequence[EvaluationPoint]) -> None:
+    def set_evaluations(self, points: Sequence[EvaluationView]) -> None:
         """All finished evaluations, by version."""
         self._evaluations = points
 
@@ -117,7 +117,7 @@ def _series(name: str, unit: str, axis: Literal["train_step", "time"], curve: Cu
     )
 
 
-def _evaluation_series(evaluations: Sequence[EvaluationPoint], points: int) -> Series:
+def _evaluation_series(evaluations: Sequence[EvaluationView], points: int) -> Series:
     # Each is a measurement with an error of its own: of too many, some are left out, none is merged.
     every = -(-len(evaluations) // points) or 1
     shown = list(reversed(evaluations[::-1][::every]))
@@ -132,10 +132,10 @@ def _evaluation_series(evaluations: Sequence[EvaluationPoint], points: int) -> S
     )
 
 
-def _step_report(record: Mapping[str, Any], step: int) -> StepReport:
+def _step_report(record: Mapping[str, Any], step: int) -> StepReportView:
     phases = record.get("seconds")
     spent = [value for value in phases.values() if isinstance(value, int | float)] if isinstance(phases, dict) else []
-    return StepReport(
+    return StepReportView(
         train_step=step,
         time=_number(record, ("time",)) or 0.0,
         reward_mean=_number(record, ("reward_mean",)),

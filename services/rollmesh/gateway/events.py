@@ -14,8 +14,8 @@ from functools import cached_property
 
 from pydantic import BaseModel
 
-from rollmesh.gateway.errors import Busy
-from rollmesh.gateway.metrics import GatewayMetrics
+from rollmesh.gateway.api_errors import Busy
+from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models import SnapshotEvent, TickEvent
 
 _KEPT_TICKS = 16

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollmesh.gateway.errors import error_body
-from rollmesh.gateway.metrics import GatewayMetrics
+from rollmesh.gateway.api_errors import error_body
+from rollmesh.gateway.gateway_metrics import GatewayMetrics
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _BODY_SECONDS = 30.0

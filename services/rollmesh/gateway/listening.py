@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from rollmesh.runtime.http import listen
+from rollmesh.runtime.admin_http import listen
 
 _DEAF_SECONDS = 60.0
 

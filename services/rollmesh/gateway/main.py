@@ -8,28 +8,28 @@ from pathlib import Path
 
 from fastapi import APIRouter, FastAPI
 
+from rollmesh.agents.mounting import mount_openai
 from rollmesh.config import RunConfig
+from rollmesh.gateway.action_token import gateway_token
 from rollmesh.gateway.app import create_app
 from rollmesh.gateway.archive import Archive
-from rollmesh.gateway.auth import Check, no_check, token_check
 from rollmesh.gateway.backend import RunActions, RunReads
+from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.guard import LOOPBACK_NAMES
 from rollmesh.gateway.listening import listen_to_hearers
-from rollmesh.gateway.metrics import GatewayMetrics
-from rollmesh.gateway.openai.mounting import mount_openai
-from rollmesh.gateway.sampler import Sampler
-from rollmesh.gateway.token import gateway_token
+from rollmesh.gateway.mesh_poller import MeshPoller
+from rollmesh.gateway.token_check import Check, no_check, token_check
 from rollmesh.gateway.viewer import Viewer, open_tokenizer
+from rollmesh.runtime.addresses import WILDCARDS, advertised, bind_host, host_port
+from rollmesh.runtime.admin_http import admin_server, http_server
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server, http_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.network import WILDCARDS, advertised, bind_host, host_port
-from rollmesh.runtime.security import PortSecurity, is_loopback
+from rollmesh.runtime.port_security import PortSecurity, is_loopback
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.metrics import StoreCallMetrics
+from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.text import Tokenizer
 
 _GRACE_SECONDS = 3
@@ -56,7 +56,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
                 config.store, config.name, retry_seconds=_RETRY_SECONDS, observer=StoreCallMetrics(registry)
             )
         )
-        sampler = Sampler(store, config, metrics, health)
+        sampler = MeshPoller(store, config, metrics, health)
         tokenizer, check = open_tokenizer(config), token_check(gateway_token(config))
         openai = await mount_openai(stack, config, index, store, tokenizer, registry, health, shutdown, security, check)
         app = build_app(config, store, sampler, metrics, host, tokenizer, check, [openai])
@@ -82,7 +82,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 def build_app(
     config: RunConfig,
     store: TrajectoryStore,
-    sampler: Sampler,
+    sampler: MeshPoller,
     metrics: GatewayMetrics,
     host: str,
     tokenizer: Tokenizer | None,

@@ -6,28 +6,28 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.generator.canary import Canary
-from rollmesh.generator.engines.factory import build_engine
-from rollmesh.generator.engines.protocol import Engine, OnNewVersion
-from rollmesh.generator.interrupting import interrupt_all
-from rollmesh.generator.metrics import EngineCollector, GeneratorMetrics
-from rollmesh.generator.policies import PolicyWatcher
+from rollmesh.generator.engines.engine_factory import build_engine
+from rollmesh.generator.engines.engine_protocol import Engine, OnNewVersion
+from rollmesh.generator.generation_service import GenerationService
+from rollmesh.generator.generator_metrics import EngineCollector, GeneratorMetrics
+from rollmesh.generator.interrupt_all import interrupt_all
+from rollmesh.generator.policy_watcher import PolicyWatcher
 from rollmesh.generator.registration import Registration
-from rollmesh.generator.rotation import Rotation
-from rollmesh.generator.service import GenerationService
+from rollmesh.generator.serving_state import ServingState
+from rollmesh.runtime.addresses import advertised, bind_host, host_port
+from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.grpc import HealthReporter, create_server
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.network import advertised, bind_host, host_port
-from rollmesh.runtime.security import PortSecurity
+from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.metrics import StoreCallMetrics
+from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 
 SERVICE_NAME = "rollmesh.v1.GenerationService"
@@ -40,7 +40,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     EngineError when the engine cannot load its first policy or fails while it serves.
     """
     host, security = bind_host(config), PortSecurity.from_config(config.security)
-    metrics, health, rotation = Metrics("generator"), Health(), Rotation()
+    metrics, health, rotation = Metrics("generator"), Health(), ServingState()
     async with AsyncExitStack() as stack:
         engine = build_engine(config, index)
         stack.push_async_callback(engine.aclose)
@@ -89,7 +89,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 
 
 async def _run(
-    shutdown: Shutdown, engine: Engine, rotation: Rotation, watcher: PolicyWatcher, registration: Registration
+    shutdown: Shutdown, engine: Engine, rotation: ServingState, watcher: PolicyWatcher, registration: Registration
 ) -> None:
     """Run the loops until shutdown, a drain or a failed loop; then leave the mesh with every sampled token delivered.
 

@@ -8,9 +8,9 @@ import time
 
 from rollmesh.config.services import StoreConfig
 from rollmesh.errors import StoreUnavailable
-from rollmesh.generator.engines.protocol import Engine
-from rollmesh.generator.metrics import GeneratorMetrics
-from rollmesh.generator.rotation import Rotation
+from rollmesh.generator.engines.engine_protocol import Engine
+from rollmesh.generator.generator_metrics import GeneratorMetrics
+from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.grpc import HealthReporter
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.logging import get_logger
@@ -28,7 +28,7 @@ class Registration:
         self,
         store: TrajectoryStore,
         engine: Engine,
-        rotation: Rotation,
+        rotation: ServingState,
         metrics: GeneratorMetrics,
         health: Health,
         reporter: HealthReporter,

@@ -18,13 +18,13 @@ from typing import Any
 import httpx
 
 from rollmesh.config import RunConfig
-from rollmesh.config.autoscaling import AutoscalingRule
-from rollmesh.config.scaling import configured_replicas
+from rollmesh.config.autoscaling_rule import AutoscalingRule
+from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.lifecycle import wait_or_shutdown
-from rollmesh.scheduling.autoscaling import Look, Memory, next_replicas
+from rollmesh.scheduling.autoscaling import ReplicaMemory, ReplicaMetrics, next_replicas
 from rollmesh.store import TrajectoryStore
 
 _LOOK_SECONDS = 15.0
@@ -99,7 +99,7 @@ class Autoscaler:
         self._note = note
         self._selector = selector
         self._speed_up = speed_up
-        self._memory = {service: Memory() for service in self._rules}
+        self._memory = {service: ReplicaMemory() for service in self._rules}
         self._said: dict[str, str] = {}
 
     async def run(self, shutdown: asyncio.Event) -> None:
@@ -120,7 +120,7 @@ class Autoscaler:
         values = await self._values(rule)
         self._say("prometheus", f"waiting for Prometheus: {trouble}" if (trouble := self._prometheus.trouble) else "")
         wanted = (await self._store.scale_requests()).get(service, self._configured[service])
-        look = Look(now=time.monotonic(), wanted=wanted, ready=await self._ready(service), values=values)
+        look = ReplicaMetrics(now=time.monotonic(), wanted=wanted, ready=await self._ready(service), values=values)
         verdict = next_replicas(rule, self._memory[service], look, self._speed_up)
         self._memory[service] = verdict.memory
         self._say(service, f"{service} {wanted} -> {verdict.why}")

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.checkpoints.batches import FOLDER as BATCHES
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE
 from rollmesh.checkpoints.committed import FOLDER as STATES
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.policies import ANNOUNCED_FILE
 from rollmesh.checkpoints.policies import FOLDER as POLICIES
 from rollmesh.checkpoints.sealing import LINEAGE_FILE, SECRET_FILE
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
 

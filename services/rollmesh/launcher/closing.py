@@ -7,17 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import PASSING
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.config.data import PythonSource
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError, DataError
 from rollmesh.report.audit import audit_run
 from rollmesh.report.html import write_report
-from rollmesh.report.ledger import QueueAccount
+from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.store import TrajectoryStore
-from rollmesh.tasks.sources.factory import build_prompt_source
+from rollmesh.tasks.sources.source_factory import build_prompt_source
 from rollmesh.text import Tokenizer
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from rich.console import Console
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.evaluating import evaluate_version

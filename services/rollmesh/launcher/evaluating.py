@@ -6,7 +6,7 @@ from functools import partial
 
 from rollmesh.launcher.evaluations import Evaluation
 from rollmesh.launcher.local_mesh import OFTEN_SECONDS, LocalMesh
-from rollmesh.store.evaluations import asked_by_others_up_to, due_versions, evaluation_request
+from rollmesh.store.evaluation_requests import asked_by_others_up_to, due_versions, evaluation_request
 
 
 async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:

@@ -16,7 +16,7 @@ from typing import Any
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.recorded_run import read_json_lines
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.types import EvalRecord
+from rollmesh.store.queue_types import EvalRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

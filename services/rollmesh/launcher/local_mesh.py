@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from rollmesh.config import RunConfig
-from rollmesh.config.scaling import SCALABLE
+from rollmesh.config.replica_bounds import SCALABLE
 from rollmesh.errors import PoliciesRefused, RollmeshError, StoreUnavailable
 from rollmesh.launcher.evaluations import EvaluationJournal
 from rollmesh.launcher.mesh_token import with_mesh_token
 from rollmesh.launcher.page import PageNotes
-from rollmesh.launcher.progress import RunProgress
+from rollmesh.launcher.progress_panel import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
+from rollmesh.launcher.replica_scaler import ReplicaScaler
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.launcher.sampler import MeshSampler
-from rollmesh.launcher.scaling import ReplicaScaler
+from rollmesh.launcher.service_specs import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.service_time import ServiceTime
-from rollmesh.launcher.services import STOP_ORDER, child_environment, service_specs
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
-from rollmesh.rollout.refusals import refused_by_all
+from rollmesh.launcher.timeline_recorder import TimelineRecorder
+from rollmesh.rollout.refused_policies import refused_by_all
 from rollmesh.runtime.lifecycle import wait_or_shutdown
-from rollmesh.runtime.security import AdminClient, PortSecurity
+from rollmesh.runtime.port_security import AdminClient, PortSecurity
 from rollmesh.scheduling import resolve_schedule, run_limits
 from rollmesh.types import GeneratorRecord
 
@@ -50,7 +50,7 @@ class LocalMesh:
         running: RunningStore,
         shutdown: asyncio.Event,
         progress: RunProgress,
-        sampler: MeshSampler,
+        sampler: TimelineRecorder,
         client: AdminClient,
     ) -> None:
         self.config = config
@@ -255,7 +255,7 @@ async def local_mesh(
         running_store(config, folder, owner=True, note=progress.note) as running,
         AdminClient(security) as client,
     ):
-        sampler = MeshSampler(running.store, folder, client)
+        sampler = TimelineRecorder(running.store, folder, client)
         await running.store.init_run(run_limits(config))
         with progress:
             yield LocalMesh(config, folder, running, shutdown, progress, sampler, client)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from rollmesh.checkpoints.sealing import random_once
 from rollmesh.config import RunConfig
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.runtime.security import is_loopback
+from rollmesh.runtime.port_security import is_loopback
 
 TOKEN_FILE = "mesh-token"
 

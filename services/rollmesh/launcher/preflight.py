@@ -14,8 +14,8 @@ from rollmesh.config.recipes import resolve_model
 from rollmesh.config.services import SglangConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.estimate import Estimate, estimate
-from rollmesh.tasks.environments.factory import BUILT_IN as ENVIRONMENTS
-from rollmesh.tasks.verifiers.registry import BUILT_IN as VERIFIERS
+from rollmesh.tasks.environments.environment_factory import BUILT_IN as ENVIRONMENTS
+from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN as VERIFIERS
 from rollmesh.text import Tokenizer
 
 _LOOK_SECONDS = 60.0

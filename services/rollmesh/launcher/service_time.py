@@ -10,7 +10,7 @@ import httpx
 
 from rollmesh.launcher.supervisor import Supervisor
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
-from rollmesh.runtime.security import AdminClient
+from rollmesh.runtime.port_security import AdminClient
 
 
 class ServiceTime:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollmesh.errors import RollmeshError
-from rollmesh.launcher.last_words import last_words
+from rollmesh.launcher.exit_reason import exit_reason
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.runtime.logging import get_logger
 
@@ -172,7 +172,7 @@ class Supervisor:
             if child.spec.one_shot and code == 0:
                 child.finished = True
                 return
-            words = last_words(child.spec.log_file, child.log_start)
+            words = exit_reason(child.spec.log_file, child.log_start)
             if code == EXIT_CONFIG or words.error in child.spec.final_errors:
                 self._fail(child.spec, f"{child.spec.name} cannot go on: {words.text}")
                 return

@@ -16,7 +16,7 @@ from rollmesh.launcher.evaluating import evaluate_version, finish_evaluations
 from rollmesh.launcher.local_mesh import Interrupted, LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder, locked_run_folder
 from rollmesh.launcher.supervisor import ServiceFailed
-from rollmesh.report.ledger import QueueAccount
+from rollmesh.report.ledger_counts import QueueAccount
 
 _TRAINER = "trainer-0"
 

@@ -14,13 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.sealing import SECRET_FILE
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config.services import CheckpointConfig
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
+from rollmesh.report.audit_result import AUDIT_FILE, AuditResult, AuditVerdict
 from rollmesh.report.findings import CommittedSteps, Findings, problems, unchecked
-from rollmesh.report.ledger import (
+from rollmesh.report.ledger_counts import (
     QueueAccount,
     StalenessRule,
     lost_groups,
@@ -29,9 +30,8 @@ from rollmesh.report.ledger import (
 )
 from rollmesh.report.published import PublishedPolicies
 from rollmesh.report.recorded_run import RecordedRun
-from rollmesh.report.rescore import ExactScorer, Scorer, rescore
+from rollmesh.report.rescore import ExactScorer, SegmentScorer, rescore
 from rollmesh.report.series import train_series
-from rollmesh.report.verdict import AUDIT_FILE, AuditResult, AuditVerdict
 from rollmesh.runtime.imports import many_imports
 from rollmesh.types import PolicyRecord
 
@@ -97,7 +97,7 @@ def print_audit(result: AuditResult, console: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from rollmesh.report.words import audit_claims, gap, verdict_line
+    from rollmesh.report.sentences import audit_claims, gap, verdict_line
 
     if result.rescoring is not None and result.rescoring.versions:
         table = Table(box=None, title="re-scored by policy version", title_justify="left")
@@ -244,9 +244,9 @@ def _dtype(folder: RecordedRun) -> str:
     return folder.config.model.dtype if folder.config is not None else "float32"
 
 
-def _load_scorer(policy: Path) -> Scorer:
+def _load_scorer(policy: Path) -> SegmentScorer:
     with many_imports():
-        from rollmesh.trainer.scorer import PolicyScorer
+        from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
     return PolicyScorer.from_folder(policy)
 
@@ -254,7 +254,7 @@ def _load_scorer(policy: Path) -> Scorer:
 def _load_exact_scorer(policy: Path) -> ExactScorer:
     import torch
 
-    from rollmesh.trainer.scorer import PolicyScorer
+    from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
     return PolicyScorer.from_folder(policy, dtype=torch.float64)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rollmesh.report.audit_result import AuditVerdict
 from rollmesh.report.plots import style
 from rollmesh.report.plots.comparison import comparison_plot
 from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.sentences import NOISE_STANDARD_ERRORS, count, duration, percent
 from rollmesh.report.series import evaluation_points, train_series
 from rollmesh.report.summary import RunSummary, summarise
-from rollmesh.report.verdict import AuditVerdict
-from rollmesh.report.words import NOISE_STANDARD_ERRORS, count, duration, percent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
+class RunArm:
     """The runs under one label."""
 
     label: str
@@ -72,14 +72,14 @@ class Comparison:
     """Arms, differences, and what makes them unequal."""
 
     score_name: str
-    arms: tuple[Arm, ...]
+    arms: tuple[RunArm, ...]
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
     """What a reader must know before believing a difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class EqualityVerdict:
     """Whether the first label scores like each of the others at equal updates, in words."""
 
     equal: bool
@@ -133,19 +133,19 @@ def difference_words(difference: Difference, score_name: str) -> str:
     return f"{text} ± {error:.3f}, {within} {NOISE_STANDARD_ERRORS:g} standard errors"
 
 
-def equality_verdict(comparison: Comparison, points: float = EQUAL_POINTS) -> Verdict:
+def equality_verdict(comparison: Comparison, points: float = EQUAL_POINTS) -> EqualityVerdict:
     """Whether every difference, paired by seed, is at most ``points`` of 100, in either direction.
 
     A score far above the other one is no better news: then the arms did not do the same work. For the same reason,
     runs that are not finished, not evaluated, of unequal updates or without a green audit are not equal.
     """
     if comparison.notes:
-        return Verdict(equal=False, text=f"nothing is said of equal updates: {'; '.join(comparison.notes)}")
+        return EqualityVerdict(equal=False, text=f"nothing is said of equal updates: {'; '.join(comparison.notes)}")
     if not comparison.differences or not all(difference.pairs for difference in comparison.differences):
-        return Verdict(equal=False, text="nothing is said of equal updates: the arms have no seed in common")
+        return EqualityVerdict(equal=False, text="nothing is said of equal updates: the arms have no seed in common")
     equal = all(abs(difference.spread.mean) <= points / 100 for difference in comparison.differences)
     shown = [_in_points(difference, points) for difference in comparison.differences]
-    return Verdict(equal=equal, text="; ".join(shown))
+    return EqualityVerdict(equal=equal, text="; ".join(shown))
 
 
 def _in_points(difference: Difference, points: float) -> str:
@@ -189,8 +189,8 @@ def spread_of(values: Sequence[float | None]) -> Spread | None:
     return Spread(n=len(known), mean=mean, standard_error=math.sqrt(variance / len(known)))
 
 
-def _arm(label: str, runs: tuple[RunSummary, ...]) -> Arm:
-    return Arm(
+def _arm(label: str, runs: tuple[RunSummary, ...]) -> RunArm:
+    return RunArm(
         label=label,
         runs=runs,
         before=spread_of([r.before.mean if r.before is not None else None for r in runs]),
@@ -210,7 +210,7 @@ def _score(run: RunSummary) -> float | None:
     return run.after.mean if run.after is not None and run.before is not None else None
 
 
-def _difference(first: Arm, other: Arm) -> Difference | None:
+def _difference(first: RunArm, other: RunArm) -> Difference | None:
     scores = [
         {run.seed: score for run in arm.runs if run.seed is not None and (score := _score(run)) is not None}
         for arm in (first, other)
@@ -229,7 +229,7 @@ def _difference(first: Arm, other: Arm) -> Difference | None:
     return Difference(label=first.label, baseline=other.label, pairs=0, spread=spread)
 
 
-def _notes(arms: Sequence[Arm]) -> list[str]:
+def _notes(arms: Sequence[RunArm]) -> list[str]:
     notes: list[str] = []
     runs = [(arm.label, run) for arm in arms for run in arm.runs]
     steps = {run.train_steps for _, run in runs}
@@ -263,7 +263,7 @@ def _run_cells(run: RunSummary) -> list[str]:
     ]
 
 
-def _arm_cells(arm: Arm) -> list[str]:
+def _arm_cells(arm: RunArm) -> list[str]:
     def cell(spread: Spread | None, show: Callable[[float], str | None]) -> str:
         return "" if spread is None else spread.text(show)
 

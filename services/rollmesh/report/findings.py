@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollmesh.report.ledger import StalenessRule, Trained
+from rollmesh.report.audit_result import (
+    GAP_BOUNDS,
+    LEAST_MEAN_TOKENS,
+    LEAST_SCORED_SHARE,
+    MOST_EXCUSED_SHARE,
+    Rescoring,
+)
+from rollmesh.report.ledger_counts import StalenessRule, Trained
 from rollmesh.report.rescore import GONE, PRUNED
-from rollmesh.report.verdict import GAP_BOUNDS, LEAST_MEAN_TOKENS, LEAST_SCORED_SHARE, MOST_EXCUSED_SHARE, Rescoring
 
 _NAMED = 5
 """Ids that a problem spells out; the rest is counted."""

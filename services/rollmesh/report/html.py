@@ -16,12 +16,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import rollmesh
+from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.plots import PlotSpec, plot_specs, style
 from rollmesh.report.recorded_run import Record, RecordedRun
+from rollmesh.report.sentences import count, duration, facts, gap, moment, percent, sentences
 from rollmesh.report.series import EvaluationPoint, TrainSeries, number, train_series
 from rollmesh.report.summary import RunSummary, summarise
-from rollmesh.report.verdict import AuditResult
-from rollmesh.report.words import count, duration, facts, gap, moment, percent, sentences
 
 REPORT_FILE = "report.html"
 TEMPLATE = "report.html.j2"

@@ -6,19 +6,19 @@ from textwrap import fill
 
 from prometheus_client import Metric
 
+from rollmesh.agents.agents_metrics import OpenAiMetrics
 from rollmesh.errors import EngineError
-from rollmesh.gateway.metrics import GatewayMetrics
-from rollmesh.gateway.openai.metrics import OpenAiMetrics
-from rollmesh.generator.engines.protocol import EngineStatus
-from rollmesh.generator.metrics import EngineCollector, GeneratorMetrics
-from rollmesh.generator.rotation import Rotation
-from rollmesh.holding.worker_metrics import WorkerMetrics
-from rollmesh.reward.metrics import RewardMetrics
-from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.generator.engines.engine_protocol import EngineStatus
+from rollmesh.generator.generator_metrics import EngineCollector, GeneratorMetrics
+from rollmesh.generator.serving_state import ServingState
+from rollmesh.reward.reward_metrics import RewardMetrics
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.certificate_metrics import CertificateCollector
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.store.metrics import StoreCallMetrics
-from rollmesh.trainer.metrics import TrainerMetrics
+from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.worker.worker_metrics import WorkerMetrics
 
 _HEAD = """\
 # Metrics
@@ -95,7 +95,7 @@ def service_metrics() -> dict[str, list[Metric]]:
         StoreCallMetrics(registries[service])
     RolloutMetrics(registries["rollout"])
     GeneratorMetrics(registries["generator"])
-    registries["generator"].registry.register(EngineCollector(_not_started, Rotation()))
+    registries["generator"].registry.register(EngineCollector(_not_started, ServingState()))
     RewardMetrics(registries["reward"]).expect(["countdown"])
     TrainerMetrics(registries["trainer"])
     GatewayMetrics(registries["gateway"])

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rollmesh.report.sentences import facts, sentences
 from rollmesh.report.summary import RunSummary
-from rollmesh.report.words import facts, sentences
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:

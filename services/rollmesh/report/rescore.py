@@ -11,17 +11,17 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
-from rollmesh.report.ledger import Trained
-from rollmesh.report.published import PublishedPolicies
-from rollmesh.report.verdict import (
+from rollmesh.report.audit_result import (
     GAP_BOUNDS,
     LARGEST_EXCUSED_GAP,
     RESOLUTION_FACTOR,
     Rescoring,
     VersionGap,
 )
+from rollmesh.report.ledger_counts import Trained
+from rollmesh.report.published import PublishedPolicies
 from rollmesh.types import Batch, Float32Array, Float64Array, FloatArray, Int32Array, SegmentSource, Trajectory
 
 PRUNED = "checkpoint pruned"
@@ -34,7 +34,7 @@ the engine answers for its own only."""
 _CACHED_BATCHES = 8
 
 
-class Scorer(Protocol):
+class SegmentScorer(Protocol):
     """A policy that scores sequences; ``trainer.scorer.PolicyScorer`` is one."""
 
     def logprobs(self, sequences: list[Int32Array], temperature: float) -> list[FloatArray]:
@@ -42,7 +42,7 @@ class Scorer(Protocol):
         ...
 
 
-class ExactScorer(Scorer, Protocol):
+class ExactScorer(SegmentScorer, Protocol):
     """A scorer in float64, which also knows what float32 can tell apart."""
 
     def resolution(self, sequences: list[Int32Array], temperature: float) -> list[Float64Array]:
@@ -96,7 +96,7 @@ def rescore(
     *,
     dtype: str,
     train_steps: Mapping[int, int],
-    load: Callable[[Path], Scorer],
+    load: Callable[[Path], SegmentScorer],
     load_exact: Callable[[Path], ExactScorer] | None,
     advance: Callable[[], None],
 ) -> Rescoring:
@@ -170,7 +170,10 @@ def _mean_without(values: Float64Array, excused: Float64Array) -> float | None:
 
 
 def gaps_of_version(
-    scorer: Scorer, version: int, trajectories: Iterable[Trajectory], exact: Callable[[], ExactScorer] | None = None
+    scorer: SegmentScorer,
+    version: int,
+    trajectories: Iterable[Trajectory],
+    exact: Callable[[], ExactScorer] | None = None,
 ) -> Gaps:
     """The gap of every token in a pure segment of ``version``.
 
@@ -202,7 +205,7 @@ def gaps_of_version(
     return Gaps(values=_joined(values), resolution=_joined(resolution))
 
 
-def _gaps(scorer: Scorer, temperature: float, work: Sequence[_Work]) -> list[Float64Array]:
+def _gaps(scorer: SegmentScorer, temperature: float, work: Sequence[_Work]) -> list[Float64Array]:
     """The gaps of each trajectory's segments, one array per trajectory."""
     gaps: list[Float64Array] = []
     for values, (_, segments) in zip(scorer.logprobs([ids for ids, _ in work], temperature), work, strict=True):

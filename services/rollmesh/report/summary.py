@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from rollmesh.errors import DataError
+from rollmesh.report.audit_result import AuditResult, read_audit
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import (
     EvaluationPoint,
@@ -21,7 +22,6 @@ from rollmesh.report.series import (
     timeline_series,
     train_series,
 )
-from rollmesh.report.verdict import AuditResult, read_audit
 
 ALL_OR_NOTHING_VERIFIERS = frozenset({"exact", "numeric", "choice", "math", "countdown"})
 """Verifiers that return 1 for a right answer and 0 for a wrong one: their mean is an accuracy."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from rollmesh.errors import DataError, VerifierError
-from rollmesh.reward.handler import prompt_metadata
 from rollmesh.reward.outcomes import timed_out, verifier_error
-from rollmesh.tasks.verifiers.protocol import AsyncVerifier, checked_reward
-from rollmesh.tasks.verifiers.registry import BUILT_IN, build_verifier, built_in_class
+from rollmesh.reward.pool.handler import prompt_metadata
+from rollmesh.tasks.verifiers.verifier_protocol import AsyncVerifier, checked_reward
+from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN, build_verifier, built_in_class
 from rollmesh.text import Tokenizer
 from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.wire.reward_messages import score_item_from_bytes

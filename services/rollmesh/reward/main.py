@@ -10,23 +10,23 @@ from pathlib import Path
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import RollmeshError
-from rollmesh.reward.connection import WorkerDied, WorkerTimedOut
-from rollmesh.reward.isolation import IsolationLevel
 from rollmesh.reward.judges import Judge, build_judge
-from rollmesh.reward.metrics import RewardMetrics
-from rollmesh.reward.pool import WorkerPool
+from rollmesh.reward.pool.isolation import IsolationLevel
+from rollmesh.reward.pool.worker_connection import WorkerDied, WorkerTimedOut
+from rollmesh.reward.pool.worker_pool import WorkerPool
+from rollmesh.reward.pool.worker_spec import worker_spec
+from rollmesh.reward.reward_metrics import RewardMetrics
+from rollmesh.reward.reward_service import SERVICE_NAME, RewardService
 from rollmesh.reward.scoring import Scoring
-from rollmesh.reward.service import SERVICE_NAME, RewardService
-from rollmesh.reward.spec import worker_spec
+from rollmesh.runtime.addresses import advertised, bind_host, host_port
+from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.grpc import HealthReporter, create_server
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.network import advertised, bind_host, host_port
-from rollmesh.runtime.security import PortSecurity
+from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.text import Tokenizer
 
 _BEAT_SECONDS = 2.0

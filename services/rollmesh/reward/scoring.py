@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.reward.connection import WorkerDied, WorkerTimedOut
 from rollmesh.reward.judges import Judge
-from rollmesh.reward.metrics import RewardMetrics
 from rollmesh.reward.outcomes import timed_out, verifier_error
-from rollmesh.reward.pool import WorkerPool
+from rollmesh.reward.pool.worker_connection import WorkerDied, WorkerTimedOut
+from rollmesh.reward.pool.worker_pool import WorkerPool
+from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.runtime.logging import get_logger
 from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.wire.reward_messages import outcome_from_bytes

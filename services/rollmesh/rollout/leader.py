@@ -12,18 +12,18 @@ from dataclasses import dataclass, replace
 
 from rollmesh.errors import Conflict, DataError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Cursor, Decisions, Desired, MeshView
-from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.opening import OpenPrompts, open_prompts
-from rollmesh.rollout.periodic import PeriodicEvaluations
-from rollmesh.rollout.refusals import RefusedPolicies
+from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
+from rollmesh.rollout.prompt_opening import OpenPrompts, open_prompts
+from rollmesh.rollout.refused_policies import RefusedPolicies
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
 from rollmesh.scheduling import Schedule, decide, needs_groups
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.types import NewGroup
-from rollmesh.tasks.sources.protocol import PromptSource
+from rollmesh.store.queue_types import NewGroup
+from rollmesh.tasks.sources.source_protocol import PromptSource
 
 _BUSY_SECONDS = 0.1
 """Between the beginnings of two looks, after something has changed: at most ten looks a second."""
@@ -48,7 +48,7 @@ class _Waiting:
     said_at: float = 0.0
 
 
-class Leader:
+class MeshLeader:
     """Candidate for the lead; leads while it holds the token."""
 
     def __init__(

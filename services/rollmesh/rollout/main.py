@@ -8,41 +8,41 @@ from pathlib import Path
 
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
-from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
-from rollmesh.holding.generators import Generators
-from rollmesh.holding.interrupts import Interrupter
-from rollmesh.holding.policies import Policies
-from rollmesh.holding.saving import Saver
-from rollmesh.holding.scoring import Scorer
-from rollmesh.holding.sessions import WorkerSession
-from rollmesh.holding.worker import Worker, WorkerParts
-from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
-from rollmesh.rollout.leader import Leader
-from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.periodic import PeriodicEvaluations
-from rollmesh.rollout.programs import Program, SingleTurnProgram
-from rollmesh.rollout.programs.environment import EnvironmentProgram
-from rollmesh.rollout.programs.outside import OutsideProgram
-from rollmesh.rollout.refusals import RefusedPolicies
+from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
+from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
+from rollmesh.rollout.leader import MeshLeader
+from rollmesh.rollout.refused_policies import RefusedPolicies
 from rollmesh.rollout.replica import Replica
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.runtime.addresses import advertised, bind_host, instance_name
+from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.network import advertised, bind_host, instance_name
-from rollmesh.runtime.security import PortSecurity
+from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.scheduling import resolve_schedule, run_limits
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.metrics import StoreCallMetrics
-from rollmesh.tasks.environments.factory import environment_factory
+from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.tasks.sources.agent import AgentPrompts
-from rollmesh.tasks.sources.factory import build_prompt_source
-from rollmesh.tasks.sources.protocol import OnChecked, PromptSource
+from rollmesh.tasks.sources.source_factory import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
 from rollmesh.text import Tokenizer
 from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
+from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.interrupts import Interrupter
+from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.programs import Program, SingleTurnProgram
+from rollmesh.worker.programs.environment import EnvironmentProgram
+from rollmesh.worker.programs.outside import OutsideProgram
+from rollmesh.worker.saving import Saver
+from rollmesh.worker.trajectory_scoring import TrajectoryScorer
+from rollmesh.worker.worker import Worker, WorkerDeps
+from rollmesh.worker.worker_session import WorkerSession
 
 _INTERRUPT_GRACE_SECONDS = 3.0
 
@@ -99,12 +99,12 @@ async def open_replica(
     session = WorkerSession(store, instance_name(config, "rollout", index), config.store.heartbeat_seconds, metrics)
     client = await stack.enter_async_context(GenerationClient(security))
     reward = await stack.enter_async_context(RewardClient(config, security=security))
-    generators, policies = Generators(store), Policies(store)
+    generators, policies = GeneratorPool(store), NewestPolicy(store)
     caller = Caller(client, generators, policies, _call_limits(config, tokenizer), metrics)
-    scorer = Scorer(reward, config.reward, config.rollout.max_new_tokens, metrics)
+    scorer = TrajectoryScorer(reward, config.reward, config.rollout.max_new_tokens, metrics)
     program = _program(config, tokenizer, metrics)
     worker = Worker(
-        WorkerParts(
+        WorkerDeps(
             store=store,
             session=session,
             saver=Saver(store, session),
@@ -124,7 +124,7 @@ async def open_replica(
         concurrency=0 if config.rollout.program == "agent" else config.rollout.worker_concurrency,
         drain_seconds=config.generator.drain_timeout_seconds / 2,
     )
-    leader = Leader(
+    leader = MeshLeader(
         store,
         schedule,
         lambda on_checked: _prompts(config, tokenizer, on_checked),
@@ -136,7 +136,7 @@ async def open_replica(
         refusals=RefusedPolicies(config.generator.refused_versions_limit, config.launcher.start_timeout_seconds),
     )
     evaluator = Evaluator(
-        EvaluatorParts(
+        EvaluatorDeps(
             store=store,
             session=session,
             caller=caller,

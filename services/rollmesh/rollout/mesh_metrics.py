@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rollmesh.mesh import MeshView
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
 from rollmesh.scheduling import Schedule
-from rollmesh.store.types import StoreCounts
+from rollmesh.store.queue_types import StoreCounts
 
 _TRAJECTORY_STATES = ("pending", "partial", "leased", "finished")
 _GROUP_STATES = ("open", "ready", "cut")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-from rollmesh.holding.sessions import WorkerSession
-from rollmesh.holding.worker import Worker
-from rollmesh.rollout.evaluation import Evaluator
-from rollmesh.rollout.leader import Leader
+from rollmesh.rollout.evaluation.evaluator import Evaluator
+from rollmesh.rollout.leader import MeshLeader
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.worker.worker import Worker
+from rollmesh.worker.worker_session import WorkerSession
 
 _HEARTBEAT_DEADLINE_SECONDS = 120.0
 
@@ -19,7 +19,7 @@ class Replica:
     """The loops of one process, wired together."""
 
     def __init__(
-        self, session: WorkerSession, worker: Worker, leader: Leader, evaluator: Evaluator, health: Health
+        self, session: WorkerSession, worker: Worker, leader: MeshLeader, evaluator: Evaluator, health: Health
     ) -> None:
         self._session = session
         self._worker = worker

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from rollmesh.config import RunConfig
-from rollmesh.config.scaling import configured_replicas
+from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.errors import ConfigError
 from rollmesh.runtime.endpoints import read_endpoints
 

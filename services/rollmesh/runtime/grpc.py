@@ -12,9 +12,9 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from rollmesh.runtime.auth import Tokens
+from rollmesh.runtime.bearer_tokens import Tokens
 from rollmesh.runtime.grpc_requests import RequestInterceptor
-from rollmesh.runtime.security import OPEN, PortSecurity
+from rollmesh.runtime.port_security import OPEN, PortSecurity
 
 MAX_MESSAGE_BYTES = 64 << 20
 """Largest message either way: a 64k-token trajectory with logprobs is under 1 MB."""

@@ -8,7 +8,7 @@ from typing import Any
 import uvicorn
 
 from rollmesh.runtime.http_protocol import HttpProtocol
-from rollmesh.runtime.security import PortSecurity
+from rollmesh.runtime.port_security import PortSecurity
 
 _FAREWELL_SECONDS = 1.0
 VERIFIED = "rollmesh.verified_certificate"

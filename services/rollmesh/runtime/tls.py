@@ -13,8 +13,8 @@ import grpc
 
 from rollmesh.config.security import TlsConfig
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.file_stamp import Stamp, stamp_of
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.stamps import Stamp, stamp_of
 
 _LOOK_SECONDS = 1.0
 """The files are looked at no more often, however many connections come."""

@@ -1,8 +1,8 @@
 """Pure scheduling: what the leader does after one look at the mesh. No I/O, no clock, no asyncio."""
 
 from rollmesh.scheduling.decide import decide, needs_groups
-from rollmesh.scheduling.limits import run_limits
 from rollmesh.scheduling.presets import expected_staleness, resolve_schedule
+from rollmesh.scheduling.run_limits import run_limits
 from rollmesh.scheduling.schedule import AdmissionRule, OnStale, Schedule
 
 __all__ = [

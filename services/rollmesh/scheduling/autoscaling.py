@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollmesh.config.autoscaling import AutoscalingRule, ScalingDirection, Signal
-from rollmesh.config.scaling import MOST_REPLICAS
+from rollmesh.config.autoscaling_rule import AutoscalingRule, ScalingDirection, Signal
+from rollmesh.config.replica_bounds import MOST_REPLICAS
 
 _TOLERANCE = 0.1
 _ROUNDING = 1e-9
@@ -21,7 +21,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ReplicaMetrics:
     """What the autoscaler sees at one moment."""
 
     now: float
@@ -35,7 +35,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class ReplicaMemory:
     """What the autoscaler remembers between looks."""
 
     proposals: tuple[tuple[float, int], ...] = ()
@@ -45,19 +45,21 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ReplicaVerdict:
     """The end of one look."""
 
     replicas: int
-    memory: Memory
+    memory: ReplicaMemory
     why: str
     """In words, for the log."""
 
 
-def next_replicas(rule: AutoscalingRule, memory: Memory, look: Look, speed_up: float = 1.0) -> Verdict:
+def next_replicas(
+    rule: AutoscalingRule, memory: ReplicaMemory, look: ReplicaMetrics, speed_up: float = 1.0
+) -> ReplicaVerdict:
     """Replicas to ask for now, and what to remember. ``speed_up`` divides all times of the rule."""
     if look.wanted == 0:
-        return Verdict(replicas=0, memory=Memory(), why="scaled to zero by a person: autoscaling rests")
+        return ReplicaVerdict(replicas=0, memory=ReplicaMemory(), why="scaled to zero by a person: autoscaling rests")
     proposal, why = propose(rule, look)
     # The first look proposes what there is: nothing changes before a window has been seen.
     proposals = memory.proposals or ((look.now, look.wanted),)
@@ -67,9 +69,9 @@ def next_replicas(rule: AutoscalingRule, memory: Memory, look: Look, speed_up: f
     if replicas != proposal:
         why += f"; {replicas} for now"
     changes = memory.changes if replicas == look.wanted else (*memory.changes, (look.now, replicas - look.wanted))
-    return Verdict(
+    return ReplicaVerdict(
         replicas=replicas,
-        memory=Memory(
+        memory=ReplicaMemory(
             proposals=_since(proposals, look.now - _longest_window(rule) / speed_up),
             changes=_since(changes, look.now - _longest_period(rule) / speed_up),
         ),
@@ -77,7 +79,7 @@ def next_replicas(rule: AutoscalingRule, memory: Memory, look: Look, speed_up: f
     )
 
 
-def propose(rule: AutoscalingRule, look: Look) -> tuple[int, str]:
+def propose(rule: AutoscalingRule, look: ReplicaMetrics) -> tuple[int, str]:
     """The largest proposal of the signals within the bounds, and whose it is."""
     known = {s.name: v for s in rule.signals if (v := look.values.get(s.name)) is not None and math.isfinite(v)}
     missing = [s.name for s in rule.signals if s.name not in known]
@@ -94,7 +96,7 @@ def propose(rule: AutoscalingRule, look: Look) -> tuple[int, str]:
     return replicas, f"{replicas}: {words}"
 
 
-def _proposal(signal: Signal, value: float, look: Look) -> int:
+def _proposal(signal: Signal, value: float, look: ReplicaMetrics) -> int:
     per_replica = signal.target * (look.ready if signal.metricType == "AverageValue" else 1)
     ratio = value / per_replica
     if abs(ratio - 1) <= _TOLERANCE:
@@ -103,7 +105,9 @@ def _proposal(signal: Signal, value: float, look: Look) -> int:
     return math.ceil(min(ratio * look.ready, float(MOST_REPLICAS)) - _ROUNDING)
 
 
-def _stabilised(rule: AutoscalingRule, proposals: Sequence[tuple[float, int]], look: Look, speed_up: float) -> int:
+def _stabilised(
+    rule: AutoscalingRule, proposals: Sequence[tuple[float, int]], look: ReplicaMetrics, speed_up: float
+) -> int:
     """Go up only as far as every proposal of the window went, down only as far as every one of the longer window."""
     up = [n for t, n in proposals if t >= look.now - rule.behavior.scaleUp.stabilizationWindowSeconds / speed_up]
     down = [n for t, n in proposals if t >= look.now - rule.behavior.scaleDown.stabilizationWindowSeconds / speed_up]
@@ -111,7 +115,7 @@ def _stabilised(rule: AutoscalingRule, proposals: Sequence[tuple[float, int]], l
 
 
 def _limited(
-    rule: AutoscalingRule, changes: Sequence[tuple[float, int]], steady: int, look: Look, speed_up: float
+    rule: AutoscalingRule, changes: Sequence[tuple[float, int]], steady: int, look: ReplicaMetrics, speed_up: float
 ) -> int:
     """What the policies of the direction allow; bounds that a person has moved hold at once."""
     if not rule.minReplicas <= look.wanted <= rule.maxReplicas:
@@ -128,7 +132,7 @@ def _limited(
 
 
 def _limits(
-    direction: ScalingDirection, changes: Sequence[tuple[float, int]], look: Look, speed_up: float, sign: int
+    direction: ScalingDirection, changes: Sequence[tuple[float, int]], look: ReplicaMetrics, speed_up: float, sign: int
 ) -> list[int]:
     """Replicas that each policy allows to reach."""
     if direction.selectPolicy == "Disabled":

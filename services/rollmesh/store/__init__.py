@@ -7,9 +7,7 @@ group:      open -> ready | filtered | dead -> cut(s) -> consumed(s)    open, re
 
 from rollmesh.store.digest import TokenDigest
 from rollmesh.store.embedded import EmbeddedOptions, EmbeddedServer
-from rollmesh.store.facade import TrajectoryStore
-from rollmesh.store.reports import KEPT_REPORTS
-from rollmesh.store.types import (
+from rollmesh.store.queue_types import (
     Append,
     AppendResult,
     DeadLetter,
@@ -30,6 +28,8 @@ from rollmesh.store.types import (
     TrainingState,
     WriteStatus,
 )
+from rollmesh.store.step_reports import KEPT_REPORTS
+from rollmesh.store.trajectory_store import TrajectoryStore
 from rollmesh.store.unclaimed import SavedTokens
 
 __all__ = [

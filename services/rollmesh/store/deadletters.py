@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollmesh.errors import Conflict
-from rollmesh.store.connection import Connection
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
+from rollmesh.store.queue_types import DeadLetter
+from rollmesh.store.redis_connection import Connection
 from rollmesh.store.trajectories import load_chunks
-from rollmesh.store.types import DeadLetter
 
 
 class DeadLetters:

@@ -27,8 +27,8 @@ from pathlib import Path
 import psutil
 
 from rollmesh.errors import StoreUnavailable
+from rollmesh.runtime.free_port import free_port
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.ports import free_port
 from rollmesh.store.append_only_repair import cut, names_damage, set_aside
 
 _SOCKET_PATH_LIMIT = 100

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rollmesh.errors import DataError
-from rollmesh.store.connection import Connection
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
+from rollmesh.store.redis_connection import Connection
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Trajectory, TrajectoryState
 

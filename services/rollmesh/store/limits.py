@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollmesh.errors import Conflict, StoreError
 from rollmesh.mesh import RunLimits
-from rollmesh.store.connection import Connection
+from rollmesh.store.redis_connection import Connection
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 
 _SETTINGS = {

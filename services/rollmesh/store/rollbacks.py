@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 
-from rollmesh.store.connection import Connection
-from rollmesh.store.settings import Settings
-from rollmesh.store.types import RollbackRequest
+from rollmesh.store.operator_settings import Settings
+from rollmesh.store.queue_types import RollbackRequest
+from rollmesh.store.redis_connection import Connection
 
 
 class Rollbacks:

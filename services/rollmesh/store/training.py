@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.mesh import Cursor
-from rollmesh.store.connection import Connection, Reply
-from rollmesh.store.leader import sweep
+from rollmesh.store.leadership import sweep
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments
+from rollmesh.store.queue_types import TrainingState
+from rollmesh.store.redis_connection import Connection, Reply
 from rollmesh.store.trajectories import load_chunks, slices
-from rollmesh.store.types import TrainingState
 from rollmesh.types import Batch, Group, PolicyRecord, Prompt, Segment, Trajectory
 
 _TOMBSTONE_STEPS = 256

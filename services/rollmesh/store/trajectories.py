@@ -10,7 +10,6 @@ from itertools import islice
 from typing import TypeVar
 
 from rollmesh.errors import DataError, SessionLost
-from rollmesh.store.connection import Argument, Connection, Reply
 from rollmesh.store.limits import Limits
 from rollmesh.store.payload import (
     LINK_MARK,
@@ -23,8 +22,7 @@ from rollmesh.store.payload import (
     group_of,
 )
 from rollmesh.store.prompts import PromptCache
-from rollmesh.store.scripts import UploadExpired
-from rollmesh.store.types import (
+from rollmesh.store.queue_types import (
     Append,
     AppendResult,
     Finish,
@@ -36,6 +34,8 @@ from rollmesh.store.types import (
     Score,
     WriteStatus,
 )
+from rollmesh.store.redis_connection import Argument, Connection, Reply
+from rollmesh.store.scripts import UploadExpired
 from rollmesh.types import OutcomeKind, Prompt, Segment
 from rollmesh.wire.codec import outcome_to_pb
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from rollmesh.segments import join_segments
-from rollmesh.store.connection import Connection, Reply
 from rollmesh.store.payload import build_trajectory, decode_prompt, decode_segments, group_of
+from rollmesh.store.redis_connection import Connection, Reply
 from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Prompt, Trajectory
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 
 from rollmesh.mesh import Desired, GroupView, MeshView
-from rollmesh.store.connection import Connection, Reply
 from rollmesh.store.limits import Limits
-from rollmesh.store.settings import Settings
-from rollmesh.store.types import Drop, StoreCounts
+from rollmesh.store.operator_settings import Settings
+from rollmesh.store.queue_types import Drop, StoreCounts
+from rollmesh.store.redis_connection import Connection, Reply
 
 _LIVE = ("leased", "finished", "scored", "unscorable", "dead")
 

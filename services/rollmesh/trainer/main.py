@@ -10,41 +10,41 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.describe import architecture_of, read_json
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError, SessionLost
+from rollmesh.runtime.addresses import advertised, bind_host
+from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.endpoints import published_endpoint
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.network import advertised, bind_host
-from rollmesh.runtime.security import PortSecurity
-from rollmesh.scheduling.limits import run_limits
+from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.scheduling.presets import resolve_schedule
+from rollmesh.scheduling.run_limits import run_limits
 from rollmesh.scheduling.schedule import OnStale
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.metrics import StoreCallMetrics
-from rollmesh.trainer.claims import BatchClaims
-from rollmesh.trainer.crew import Crew
-from rollmesh.trainer.distributed import Gang, join_gang, leave_gang, pick_device
-from rollmesh.trainer.loop import LOOP_NAME, TrainingLoop, Workplace
-from rollmesh.trainer.metrics import TrainerMetrics
-from rollmesh.trainer.patience import Patience
-from rollmesh.trainer.progress import Progress, load_newest_state
-from rollmesh.trainer.publishing import Publisher, canary_sequences
-from rollmesh.trainer.records import StepRecords
-from rollmesh.trainer.reference import check_reference, references_in_use
-from rollmesh.trainer.rollback import Rollbacks
-from rollmesh.trainer.samples import decoder
-from rollmesh.trainer.session import Stopped, TrainingSession
-from rollmesh.trainer.shelf import PolicyShelf
-from rollmesh.trainer.stages import StageEnds
-from rollmesh.trainer.step import PolicyTrainer
-from rollmesh.trainer.trackers import build_trackers
+from rollmesh.store.store_metrics import StoreCallMetrics
+from rollmesh.trainer.learner.distributed import World, join_world, leave_world, pick_device
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.records.run_log import StepRecords
+from rollmesh.trainer.records.samples import decoder
+from rollmesh.trainer.records.trackers import build_trackers
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.batch_source import BatchSource
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.publishing import Publisher, canary_sequences
+from rollmesh.trainer.service.ranks import RankCoordinator
+from rollmesh.trainer.service.reference_policy import check_reference, references_in_use
+from rollmesh.trainer.service.rollback import RollbackRunner
+from rollmesh.trainer.service.stage_ends import StageEnds
+from rollmesh.trainer.service.trainer_progress import Progress, load_newest_state
+from rollmesh.trainer.service.training_loop import LOOP_NAME, TrainerDeps, TrainingLoop
+from rollmesh.trainer.service.training_session import Stopped, TrainingSession
+from rollmesh.trainer.service.write_retry import Retry
 
 _STALLED_AFTER_SECONDS = 3600.0
 _REDIS_RETRY_SECONDS = 5.0
@@ -65,13 +65,13 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         else:
             async with _answering_probes(config, crew.gang):
                 await loop.run_in_executor(executor, crew.follow, checkpoints.root)
-        await loop.run_in_executor(executor, leave_gang)
+        await loop.run_in_executor(executor, leave_world)
 
 
-def build_crew(config: RunConfig, checkpoints: CheckpointStore) -> Crew:
+def build_crew(config: RunConfig, checkpoints: CheckpointStore) -> RankCoordinator:
     """Join the gang and load the initial model."""
-    gang = join_gang(pick_device(config.trainer.device).type)
-    shelf = PolicyShelf(checkpoints)
+    gang = join_world(pick_device(config.trainer.device).type)
+    shelf = PolicyCatalog(checkpoints)
     schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
     try:
         trainer = PolicyTrainer.from_folder(
@@ -85,7 +85,7 @@ def build_crew(config: RunConfig, checkpoints: CheckpointStore) -> Crew:
         )
     except CheckpointError as error:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
-    return Crew(trainer, gang, checkpoints, shelf)
+    return RankCoordinator(trainer, gang, checkpoints, shelf)
 
 
 async def _lead(
@@ -93,7 +93,7 @@ async def _lead(
     index: int,
     shutdown: Shutdown,
     checkpoints: CheckpointStore,
-    crew: Crew,
+    crew: RankCoordinator,
     executor: ThreadPoolExecutor,
 ) -> None:
     health, metrics, security = Health(), Metrics("trainer"), PortSecurity.from_config(config.security)
@@ -115,7 +115,7 @@ async def _lead(
             )
         )
         session = TrainingSession(store, checkpoints, crew.shelf, trainer_metrics, shutdown)
-        patience = Patience(trainer_metrics, health, shutdown)
+        patience = Retry(trainer_metrics, health, shutdown)
         with contextlib.suppress(Stopped):
             progress = await _take_over(config, session, checkpoints, crew, executor)
             algorithm = config.trainer.algorithm
@@ -134,13 +134,13 @@ async def _lead(
                 await asyncio.to_thread(references_in_use, algorithm, checkpoints, crew.trainer.train_step),
             )
             stage_end = algorithm.old_logprobs == "stage_end"
-            place = Workplace(
+            place = TrainerDeps(
                 config=config,
                 crew=crew,
                 session=session,
-                claims=BatchClaims(session, checkpoints, crew.shelf, patience, crew.trainer.settings),
+                claims=BatchSource(session, checkpoints, crew.shelf, patience, crew.trainer.settings),
                 publisher=publisher,
-                rollbacks=Rollbacks(crew, session, publisher, checkpoints, progress, executor),
+                rollbacks=RollbackRunner(crew, session, publisher, checkpoints, progress, executor),
                 progress=progress,
                 checkpoints=checkpoints,
                 patience=patience,
@@ -157,7 +157,7 @@ async def _lead(
 
 
 @contextlib.asynccontextmanager
-async def _answering_probes(config: RunConfig, gang: Gang) -> AsyncIterator[None]:
+async def _answering_probes(config: RunConfig, gang: World) -> AsyncIterator[None]:
     """Serve the admin port on a node that rank 0 is not on: its pod is probed like the others."""
     if gang.local_rank:
         yield
@@ -172,7 +172,7 @@ async def _take_over(
     config: RunConfig,
     session: TrainingSession,
     checkpoints: CheckpointStore,
-    crew: Crew,
+    crew: RankCoordinator,
     executor: ThreadPoolExecutor,
 ) -> Progress:
     """Fence older trainers, then continue from what the checkpoint store holds."""
@@ -191,7 +191,7 @@ async def _take_over(
     return progress
 
 
-async def _run(training: TrainingLoop, place: Workplace) -> None:
+async def _run(training: TrainingLoop, place: TrainerDeps) -> None:
     """Train, and meanwhile watch for a restarted Redis and for a newer trainer."""
     watch = asyncio.create_task(place.session.watch(place.config.store.heartbeat_seconds), name="watch-session")
     train = asyncio.create_task(training.run(), name="train")
@@ -219,7 +219,7 @@ async def _run(training: TrainingLoop, place: Workplace) -> None:
     await place.session.close()
 
 
-def _superseded(training: TrainingLoop, place: Workplace) -> SessionLost:
+def _superseded(training: TrainingLoop, place: TrainerDeps) -> SessionLost:
     return SessionLost(
         f"another trainer has taken over run {place.config.name}, so this one stops at train step "
         f"{training.train_step}: two trainers on one run"

@@ -11,7 +11,7 @@ import grpc.aio
 
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.grpc import call_metadata, create_channel
-from rollmesh.runtime.security import OPEN, PortSecurity
+from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.types import Chunk, GenerationCall, GeneratorRecord
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs

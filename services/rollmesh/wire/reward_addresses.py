@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
+from rollmesh.runtime.addresses import host_port
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.network import host_port
 
 Addresses = Callable[[], Sequence[str]]
 """host:port of every service there is now; may block."""

@@ -17,7 +17,7 @@ from rollmesh.config import RunConfig
 from rollmesh.errors import RewardUnavailable
 from rollmesh.runtime.grpc import call_metadata, create_channel
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.security import OPEN, PortSecurity
+from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs

@@ -23,11 +23,11 @@ import httpx
 import pytest
 import yaml
 
-from rollmesh.config.autoscaling import load_rule
+from rollmesh.config.autoscaling_rule import load_rule
 from rollmesh.config.recipes import recipe_file
 from rollmesh.launcher.autoscaler import single_number
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.runtime.ports import free_port
+from rollmesh.runtime.free_port import free_port
 
 from ..prometheus.conftest import tool
 

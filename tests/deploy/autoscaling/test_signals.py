@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rollmesh.config.autoscaling import load_rule
+from rollmesh.config.autoscaling_rule import load_rule
 
 from ..prometheus.conftest import tool
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.generator.engines.sglang.options import SglangOptions
+from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 
 from .rendering import CHART, Helm, Object, Rendering
 

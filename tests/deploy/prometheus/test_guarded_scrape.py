@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from rollmesh.config.security import SecurityConfig
+from rollmesh.runtime.admin_http import admin_server
+from rollmesh.runtime.free_port import free_port
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.ports import free_port
-from rollmesh.runtime.security import PortSecurity
+from rollmesh.runtime.port_security import PortSecurity
 
 from ...certificates import Authority, Certificate
 from .conftest import tool

@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 from rollmesh.cli.main import app
 from rollmesh.config import RunConfig
-from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.store.types import WASTE_REASONS
+from rollmesh.store.queue_types import WASTE_REASONS
 
 from .rule_files import ROOT, RUNBOOKS, alerts, code_blocks, unknown_series
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.bench.attack import Scene
+from rollmesh.bench.attack import AttackedRun
 from rollmesh.bench.faults_of_files import DamageLastStep, DamageReplay, DamageState
 from rollmesh.bench.faults_of_redis import KillRedis
 from rollmesh.store.embedded import EmbeddedServer
@@ -33,14 +33,14 @@ def trainer(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def scene(folder: Path, *, ended: bool = False) -> Scene:
+def scene(folder: Path, *, ended: bool = False) -> AttackedRun:
     """A run whose newest state covers step 6 and whose newest batch file is of step 8."""
     for name in ("batches/00000006.pb", "batches/00000007.pb", "batches/00000008.pb"):
         written(folder / "checkpoints" / name)
     for step in (3, 6):
         for name in ("COMMITTED", "shard.safetensors"):
             written(folder / "checkpoints" / "states" / f"{step:08d}-a" / name)
-    return Scene(
+    return AttackedRun(
         folder=folder,
         run="r",
         redis=EmbeddedServer(folder / "redis"),

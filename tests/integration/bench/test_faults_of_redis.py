@@ -14,7 +14,7 @@ import psutil
 import pytest
 from redis import Redis
 
-from rollmesh.bench.attack import Scene
+from rollmesh.bench.attack import AttackedRun
 from rollmesh.bench.faults_of_redis import FillRedis, StallRedis
 from rollmesh.store.embedded import EmbeddedServer
 from rollmesh.store.keys import Keys
@@ -46,9 +46,9 @@ def worker(tmp_path: Path) -> Iterator[psutil.Process]:
         process.kill()
 
 
-def scene(folder: Path, server: EmbeddedServer) -> Scene:
+def scene(folder: Path, server: EmbeddedServer) -> AttackedRun:
     """A run that is over, so that no fault lasts."""
-    return Scene(
+    return AttackedRun(
         folder=folder, run="r", redis=server, rng=random.Random(0), ended=lambda: True, deadline=time.monotonic() + 60
     )
 

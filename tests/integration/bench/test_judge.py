@@ -19,7 +19,7 @@ from rollmesh.bench.judge import judge
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.mesh import Cursor
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Group, Segment, SegmentSource, Trajectory
 
 STEPS = 6

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config.services import CheckpointConfig
 
 pytest.importorskip("s3fs", reason="object stores need the extra s3")

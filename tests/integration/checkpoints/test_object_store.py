@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from rollmesh.checkpoints.batches import batch_path
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.objects import ObjectStore
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError, ConfigError
 
 from ...unit.checkpoints.checkpoint_samples import CURSOR, make_batch, publish
@@ -152,7 +152,7 @@ def test_a_node_forgets_policies_that_nobody_has_used_for_long(node: Node, monke
     for record in records[:3]:
         reader.open(record)
     assert all((reader.root / record.path).exists() for record in records[:3])
-    monkeypatch.setattr("rollmesh.checkpoints.mirror._IN_USE_SECONDS", -1.0)
+    monkeypatch.setattr("rollmesh.checkpoints.bucket._IN_USE_SECONDS", -1.0)
     reader.open(records[3])
     assert [(reader.root / record.path).exists() for record in records] == [False, False, True, True]
     # Nor do their locks pile up over the thousands of versions of a run.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 
 from ...unit.checkpoints.checkpoint_samples import CURSOR, make_batch, publish
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from rollmesh.cli.main import app
 from rollmesh.cli.top_view import lane, screen, sparkline
 from rollmesh.gateway.models import (
-    Drop,
+    DropView,
     GeneratorView,
-    Memory,
+    MemoryView,
     Overview,
     Rates,
     RolloutSpan,
@@ -53,11 +53,11 @@ def overview(**changes: Any) -> Overview:
         "trajectories": {"pending": 2, "leased": 20},
         "groups": {"open": 6, "ready": 2},
         "staleness": Staleness(bound=4, queue=[StalenessBin(staleness=1, count=9)], trained=[]),
-        "drops": [Drop(reason="straggler_timeout", groups=3, tokens=99)],
+        "drops": [DropView(reason="straggler_timeout", groups=3, tokens=99)],
         "generators": [generator],
         "generator_count": 40,
         "evaluations": [],
-        "memory": Memory(used_bytes=12_000_000, max_bytes=1_000_000_000, ratio=0.25),
+        "memory": MemoryView(used_bytes=12_000_000, max_bytes=1_000_000_000, ratio=0.25),
         "rates": Rates(saved_tokens_per_second=4321.0, finished_per_second=1.5, trained_groups_per_second=0.1),
         "report": None,
         "totals": {},
@@ -149,7 +149,7 @@ def test_top_says_what_is_missing(tmp_path: Path) -> None:
 def test_words_of_others_reach_the_terminal_as_words() -> None:
     evil = "\x1b]0;owned\x07\x1b[2J[bold]gone\x9b31m"
     shown = overview(
-        run=evil, waiting_for=evil, drops=[Drop(reason=evil, groups=1, tokens=1)],
+        run=evil, waiting_for=evil, drops=[DropView(reason=evil, groups=1, tokens=1)],
         generators=[
             GeneratorView(
                 instance_id="a", address=evil, policy_version=6, versions_behind=1, serving=False, reason=evil,

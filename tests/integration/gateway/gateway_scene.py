@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import yaml
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.mesh import Cursor, Desired

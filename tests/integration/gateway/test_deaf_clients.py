@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 from rollmesh.gateway.listening import listen_to_hearers
-from rollmesh.runtime.http import http_server
+from rollmesh.runtime.admin_http import http_server
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system cannot tell deaf clients")

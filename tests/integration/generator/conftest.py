@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.wire.generation_client import GenerationClient
 

@@ -19,11 +19,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.generator.main import serve
-from rollmesh.scheduling.limits import run_limits
+from rollmesh.scheduling.run_limits import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.types import (
     Chunk,

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config.load import write_run_config
-from rollmesh.generator.engines.protocol import OnNewVersion
-from rollmesh.generator.engines.torch.engine import TorchEngine
-from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import SECRET_VARIABLE, audit_run
 from rollmesh.types import (
@@ -74,7 +74,7 @@ async def publish_update(run: GeneratorRun, version: int) -> PolicyRecord:
 async def test_a_generator_whose_engine_keeps_the_base_weights_leaves_the_rotation_at_the_first_version(
     make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmesh.generator.engines.torch.engine.TorchEngine", BaseWeights)
+    monkeypatch.setattr("rollmesh.generator.engines.torch.torch_engine.TorchEngine", BaseWeights)
     run = await make_run()
     await run.publish(0)
     first = await publish_update(run, 1)

@@ -10,15 +10,15 @@ import httpx
 import pytest
 
 from rollmesh.generator.engines import backlog
-from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
-from rollmesh.holding.generators import Generators
-from rollmesh.holding.held import Held
-from rollmesh.holding.policies import Policies
-from rollmesh.launcher.sampler import GENERATED_TOKENS, metric_sums
-from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.launcher.timeline_recorder import GENERATED_TOKENS, metric_sums
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import FinishReason, Prompt, SamplingParams, Trajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.newest_policy import NewestPolicy
 
 from .generator_run import VOCAB, GeneratorRun, prompt_ids
 
@@ -48,7 +48,7 @@ class Saves:
     async def begin(self) -> None:
         self._already = (await self.metrics())[GENERATED_TOKENS]
 
-    async def save(self, held: Held) -> None:
+    async def save(self, held: ActiveTrajectory) -> None:
         """The unsaved tokens grow until a save is done, so this is where they are most."""
         end = held.token_count
         if end == held.saved_token_count:
@@ -63,13 +63,15 @@ class Saves:
         held.saved_token_count = end
 
 
-def held_trajectory(name: str) -> Held:
+def held_trajectory(name: str) -> ActiveTrajectory:
     prompt = Prompt(prompt_id=name, token_ids=prompt_ids(len(name)), verifier="exact")
-    return Held(Trajectory(trajectory_id=name, group_id=name, member_index=0, prompt=prompt, birth_version=0))
+    return ActiveTrajectory(
+        Trajectory(trajectory_id=name, group_id=name, member_index=0, prompt=prompt, birth_version=0)
+    )
 
 
 async def make_caller(run: GeneratorRun, partial_save_tokens: int) -> Caller:
-    generators = Generators(run.store)
+    generators = GeneratorPool(run.store)
     await generators.refresh()
     limits = CallLimits(
         vocab_size=VOCAB,
@@ -77,10 +79,12 @@ async def make_caller(run: GeneratorRun, partial_save_tokens: int) -> Caller:
         saving=SaveLimits.of(partial_save_tokens),
         chunk_timeout_seconds=20.0,
     )
-    return Caller(run.client, generators, Policies(run.store), limits, RolloutMetrics(Metrics("rollout")))
+    return Caller(run.client, generators, NewestPolicy(run.store), limits, RolloutMetrics(Metrics("rollout")))
 
 
-async def sample(caller: Caller, name: str, save: Callable[[Held], Awaitable[None]] | None) -> Held:
+async def sample(
+    caller: Caller, name: str, save: Callable[[ActiveTrajectory], Awaitable[None]] | None
+) -> ActiveTrajectory:
     held = held_trajectory(name)
     assert await caller.sample(held, BUDGET, SamplingParams(seed=3), save=save) is FinishReason.LENGTH
     if save is not None:

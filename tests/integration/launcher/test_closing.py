@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.launcher.local_mesh import local_mesh
 from rollmesh.launcher.run_folder import RunFolder

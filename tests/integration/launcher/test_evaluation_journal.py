@@ -14,8 +14,8 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.report.recorded_run import read_json_lines
 from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore
-from rollmesh.store.evaluations import evaluation_request
-from rollmesh.store.types import EvalResult
+from rollmesh.store.evaluation_requests import evaluation_request
+from rollmesh.store.queue_types import EvalResult
 from rollmesh.types import PolicyRecord
 
 from .test_launcher_outages import config

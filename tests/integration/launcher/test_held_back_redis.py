@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.bench.attack import Scene
+from rollmesh.bench.attack import AttackedRun
 from rollmesh.bench.faults_of_redis import KillRedis
 from rollmesh.store.embedded import EmbeddedServer
 
@@ -35,7 +35,7 @@ def test_a_killed_redis_that_is_held_back_refuses_connections_until_it_may_start
     launchers = EmbeddedServer(tmp_path)
     launchers.start()
     over = threading.Event()
-    scene = Scene(
+    scene = AttackedRun(
         folder=tmp_path,
         run="r",
         redis=EmbeddedServer(tmp_path),

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from rollmesh.gateway.curves import Curves
-from rollmesh.gateway.looks import build_overview, read_look
+from rollmesh.gateway.mesh_snapshot import build_overview, read_snapshot
 from rollmesh.gateway.models import Overview, Rates
 from rollmesh.launcher.local_mesh import LocalMesh, local_mesh
 from rollmesh.launcher.run_folder import RunFolder
@@ -33,7 +33,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
 async def overview(mesh: LocalMesh) -> Overview:
     schedule = resolve_schedule(mesh.config.schedule, mesh.config.trainer.train_steps)
     return build_overview(
-        await read_look(mesh.store, schedule),
+        await read_snapshot(mesh.store, schedule),
         run=mesh.config.name,
         schedule=schedule,
         rates=Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),

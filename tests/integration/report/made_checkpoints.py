@@ -17,8 +17,8 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config.load import validate_run_config, write_run_config
 from rollmesh.mesh import Cursor
 from rollmesh.types import (

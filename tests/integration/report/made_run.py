@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.config.load import validate_run_config, write_run_config
-from rollmesh.trainer.report import BatchStats, GapStats, PolicyStats, RatioStats, SpreadStats, StepReport
+from rollmesh.trainer.learner.step_report import BatchStats, GapStats, PolicyStats, RatioStats, SpreadStats, StepReport
 
 START = 1_800_000_000.0
 

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from rollmesh.errors import CheckpointError, DataError
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit
+from rollmesh.report.audit_result import AuditResult, AuditVerdict, read_audit
 from rollmesh.report.findings import rescoring_problems
-from rollmesh.report.ledger import QueueAccount, lost_groups
+from rollmesh.report.ledger_counts import QueueAccount, lost_groups
 from rollmesh.report.rescore import Gaps, gaps_of_version
-from rollmesh.report.verdict import AuditResult, AuditVerdict, read_audit
-from rollmesh.report.words import audit_claims, rescoring_claim
-from rollmesh.trainer.scorer import PolicyScorer
+from rollmesh.report.sentences import audit_claims, rescoring_claim
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.types import Batch, OutcomeKind, RewardOutcome, Segment, Trajectory
 
 ALL_GROUPS = [f"e0-{i}" for i in range(12)]

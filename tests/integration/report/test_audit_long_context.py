@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from rollmesh.generator.engines.torch.engine import TorchEngine
-from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
+from rollmesh.report.audit_result import GAP_BOUNDS
 from rollmesh.report.rescore import gaps_of_version
-from rollmesh.report.verdict import GAP_BOUNDS
-from rollmesh.trainer.scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 from rollmesh.types import GenerationCall, Prompt, SamplingParams, Segment, Trajectory
 
 VOCAB = 61

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
 from rollmesh.config import RunConfig
+from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.compare import (
     compare,
     difference_words,
@@ -22,7 +23,6 @@ from rollmesh.report.compare import (
 from rollmesh.report.plots.comparison import clocks
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import train_series
-from rollmesh.report.verdict import AuditResult
 
 Arms = dict[str, list[Path]]
 
@@ -152,7 +152,7 @@ def test_demo_seeds_ends_with_the_verdict_and_its_status(
         audited({"": [Path(config.folder)]}, green=green)
         return 0 if green else 1
 
-    monkeypatch.setattr("rollmesh.cli.runs.run_to_report", run)
+    monkeypatch.setattr("rollmesh.cli.up.run_to_report", run)
     options = ["demo-seeds", "--seed", "0", "--seed", "1", "--folder", str(tmp_path)]
     done = CliRunner().invoke(app, options)
     assert done.exit_code == status, done.output

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from rollmesh.errors import DataError
-from rollmesh.report.explain import explain_batch, explained_batch
+from rollmesh.report.batch_explanation import explain_batch, explained_batch
 
 
 def printed(folder: Any, step: int, **options: Any) -> str:

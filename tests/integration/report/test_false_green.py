@@ -17,8 +17,8 @@ from rich.console import Console
 
 from rollmesh.mesh import Cursor
 from rollmesh.report.audit import audit_run, print_audit
-from rollmesh.report.ledger import QueueAccount
-from rollmesh.report.verdict import AuditResult
+from rollmesh.report.audit_result import AuditResult
+from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.types import Batch, PolicyRecord, Segment, SegmentSource
 
 STEPS = 6

@@ -10,10 +10,10 @@ import yaml
 from rich.console import Console
 
 from rollmesh.errors import DataError
+from rollmesh.report.audit_result import AuditResult, Rescoring, VersionGap, read_audit
 from rollmesh.report.overview import print_summary
+from rollmesh.report.sentences import duration, moment, sentences
 from rollmesh.report.summary import summarise
-from rollmesh.report.verdict import AuditResult, Rescoring, VersionGap, read_audit
-from rollmesh.report.words import duration, moment, sentences
 
 
 def words_of(folder: Path) -> str:

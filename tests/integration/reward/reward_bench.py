@@ -18,10 +18,10 @@ import tokenizers
 from rollmesh.config.load import validate_run_config
 from rollmesh.config.run import RunConfig
 from rollmesh.reward.main import serve
-from rollmesh.reward.metrics import RewardMetrics
-from rollmesh.reward.pool import WorkerPool
+from rollmesh.reward.pool.worker_pool import WorkerPool
+from rollmesh.reward.pool.worker_spec import worker_spec
+from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.reward.scoring import Scoring
-from rollmesh.reward.spec import worker_spec
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.text import Tokenizer
@@ -31,7 +31,7 @@ from rollmesh.wire.reward_messages import score_item_to_pb
 POISONOUS = '''
 """A verifier that does what the answer says."""
 import contextlib, ctypes, math, os, re, signal, sys, time
-from rollmesh.tasks.verifiers.protocol import RewardParts
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 def verify(response, metadata):
     word, _, rest = response.partition(" ")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.reward.isolation import IsolationLevel
+from rollmesh.reward.pool.isolation import IsolationLevel
 from rollmesh.types import OutcomeKind
 
 from .reward_bench import ScoringBench, make_config, running_service, scoring_bench

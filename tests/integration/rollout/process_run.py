@@ -24,10 +24,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.generator.engines.factory import build_engine
+from rollmesh.generator.engines.engine_factory import build_engine
 from rollmesh.mesh import Cursor
 from rollmesh.recipes.countdown.tokenizer import VOCABULARY_SIZE, save_tokenizer, stop_token_ids
 from rollmesh.scheduling import run_limits

@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from rollmesh.config.data import RewardConfig
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.config.services import EvalConfig
-from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
-from rollmesh.holding.generators import Generators
-from rollmesh.holding.interrupts import Interrupter
-from rollmesh.holding.policies import Policies
-from rollmesh.holding.ports import GenerationPort, RewardPort
-from rollmesh.holding.saving import Saver
-from rollmesh.holding.scoring import Scorer
-from rollmesh.holding.sessions import WorkerSession
-from rollmesh.holding.worker import Worker, WorkerParts
 from rollmesh.mesh import RunLimits
-from rollmesh.rollout.evaluation import Evaluator, EvaluatorParts
-from rollmesh.rollout.leader import Leader
-from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.periodic import PeriodicEvaluations
-from rollmesh.rollout.programs import Program, SingleTurnProgram
+from rollmesh.rollout.evaluation.evaluator import Evaluator, EvaluatorDeps
+from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
+from rollmesh.rollout.leader import MeshLeader
 from rollmesh.rollout.replica import Replica
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule, resolve_schedule
 from rollmesh.store import TrajectoryStore
-from rollmesh.tasks.sources.protocol import PromptSource
+from rollmesh.tasks.sources.source_protocol import PromptSource
 from rollmesh.types import SamplingParams
+from rollmesh.worker.client_protocols import GenerationPort, RewardPort
+from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.interrupts import Interrupter
+from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.programs import Program, SingleTurnProgram
+from rollmesh.worker.saving import Saver
+from rollmesh.worker.trajectory_scoring import TrajectoryScorer
+from rollmesh.worker.worker import Worker, WorkerDeps
+from rollmesh.worker.worker_session import WorkerSession
 
 from .scripted import STOP, VOCAB, ScriptedPrompts
 
@@ -100,7 +100,7 @@ def build(
     registry, health = Metrics("rollout"), Health()
     metrics = RolloutMetrics(registry)
     session = WorkerSession(store, f"rollout-{index}", heartbeat, metrics)
-    generators, policies = Generators(store), Policies(store)
+    generators, policies = GeneratorPool(store), NewestPolicy(store)
     call_limits = CallLimits(
         vocab_size=VOCAB,
         max_context_tokens=CONTEXT,
@@ -108,10 +108,10 @@ def build(
         chunk_timeout_seconds=chunk_timeout,
     )
     caller = Caller(generation, generators, policies, call_limits, metrics)
-    scorer = Scorer(reward, reward_config or RewardConfig(), budget, metrics)
+    scorer = TrajectoryScorer(reward, reward_config or RewardConfig(), budget, metrics)
     program = program or SingleTurnProgram()
     source = prompts or ScriptedPrompts()
-    parts = WorkerParts(
+    parts = WorkerDeps(
         store=store,
         session=session,
         saver=Saver(store, session),
@@ -133,7 +133,7 @@ def build(
         drain_seconds=5.0,
         first_pause_seconds=first_pause,
     )
-    leader = Leader(
+    leader = MeshLeader(
         store,
         plan,
         lambda _: source,
@@ -144,7 +144,7 @@ def build(
         health=health,
     )
     evaluator = Evaluator(
-        EvaluatorParts(
+        EvaluatorDeps(
             store=store,
             session=session,
             caller=caller,

@@ -8,12 +8,12 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.programs.environment import EnvironmentProgram
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.tasks.environments.factory import environment_factory
+from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, SegmentSource
+from rollmesh.worker.programs.environment import EnvironmentProgram
 
 from .replicas import limits, running, schedule
 from .scripted import STOP, VOCAB, ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer

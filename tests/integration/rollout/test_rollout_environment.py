@@ -12,17 +12,17 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from rollmesh.errors import DataError
-from rollmesh.holding.held import Held
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.programs import Rollout
-from rollmesh.rollout.programs.environment import EnvironmentProgram
-from rollmesh.rollout.programs.snapshots import LARGEST_STATE_BYTES, Snapshot
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.store.types import EvalRequest, Finish, NewGroup
-from rollmesh.tasks.environments.protocol import EnvironmentReply
+from rollmesh.store.queue_types import EvalRequest, Finish, NewGroup
+from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, SamplingParams, Segment, SegmentSource, Trajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.programs import RolloutContext
+from rollmesh.worker.programs.environment import EnvironmentProgram
+from rollmesh.worker.programs.snapshots import LARGEST_STATE_BYTES, Snapshot
 
 from .replicas import limits, running, schedule
 from .scripted import STOP, VOCAB, ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, token_at
@@ -263,7 +263,7 @@ async def test_a_snapshot_covers_whatever_the_worker_left(tokenizer, segments, s
     trajectory = Trajectory(
         trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt, segments=tuple(segments)
     )
-    held, log, snapshots = Held(trajectory, snapshot=snapshot), [], []
+    held, log, snapshots = ActiveTrajectory(trajectory, snapshot=snapshot), [], []
 
     async def save(_held):
         pass
@@ -274,7 +274,7 @@ async def test_a_snapshot_covers_whatever_the_worker_left(tokenizer, segments, s
     async def keep(held, data):
         snapshots.append(Snapshot.from_bytes(data).turn_count)
 
-    rollout = Rollout(
+    rollout = RolloutContext(
         held=held,
         caller=TurnCaller(),
         params=SamplingParams(stop_token_ids=(STOP,)),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rollmesh.config.services import EvalConfig
-from rollmesh.store.types import EvalRequest
+from rollmesh.store.queue_types import EvalRequest
 
 from .replicas import running, schedule
 from .scenes import start

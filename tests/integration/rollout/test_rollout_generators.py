@@ -80,9 +80,9 @@ async def test_a_generator_that_hangs_is_given_up_after_the_chunk_timeout(store)
 
 
 async def test_a_trajectory_that_breaks_every_generator_ends_as_a_dead_letter(store, monkeypatch):
-    monkeypatch.setattr("rollmesh.holding.calls.MOST_FAILED_CALLS", 3)
-    monkeypatch.setattr("rollmesh.holding.calls.GARBAGE_AVOID_SECONDS", 0.01)
-    monkeypatch.setattr("rollmesh.holding.generators.LONGEST_AVOID_SECONDS", 0.02)
+    monkeypatch.setattr("rollmesh.worker.generation_calls.MOST_FAILED_CALLS", 3)
+    monkeypatch.setattr("rollmesh.worker.generation_calls.GARBAGE_AVOID_SECONDS", 0.01)
+    monkeypatch.setattr("rollmesh.worker.generator_pool.LONGEST_AVOID_SECONDS", 0.02)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, PoisonedGenerator("a"), PoisonedGenerator("b"), max_attempts=2)
     async with running(store, cluster, ScriptedReward(), plan):

@@ -12,14 +12,14 @@ from structlog.testing import capture_logs
 
 from rollmesh.config.services import EvalConfig
 from rollmesh.mesh import MeshView
-from rollmesh.rollout.leader import Leader
-from rollmesh.rollout.metrics import RolloutMetrics
-from rollmesh.rollout.periodic import PeriodicEvaluations
+from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
+from rollmesh.rollout.leader import MeshLeader
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import Schedule
 from rollmesh.store import TrajectoryStore
-from rollmesh.tasks.sources.protocol import OnChecked, PromptSource
+from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
 from rollmesh.types import Prompt
 
 from .replicas import limits, schedule
@@ -39,7 +39,7 @@ async def leading(
     await store.init_run(limits(plan))
     trainer = ScriptedTrainer(store, ScriptedCluster(store, [ScriptedGenerator("a")]))
     await trainer.start()
-    leader = Leader(
+    leader = MeshLeader(
         store,
         plan,
         open_prompts,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from rollmesh.config.services import EvalConfig
-from rollmesh.rollout.periodic import PeriodicEvaluations
+from rollmesh.rollout.evaluation.periodic import PeriodicEvaluations
 
 from .replicas import limits, running, schedule
 from .scripted import ScriptedCluster, ScriptedGenerator, ScriptedReward, ScriptedTrainer, record_of

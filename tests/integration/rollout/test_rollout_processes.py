@@ -6,7 +6,7 @@ import httpx
 import numpy as np
 import torch
 
-from rollmesh.launcher.sampler import GENERATED_TOKENS, metric_sums
+from rollmesh.launcher.timeline_recorder import GENERATED_TOKENS, metric_sums
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.types import OutcomeKind
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.holding.held import Held
+from rollmesh.worker.active_trajectory import ActiveTrajectory
 
 from .replicas import running, schedule
 from .scenes import all_groups, check_batch, start
@@ -168,7 +168,7 @@ async def test_the_lead_passes_on_when_the_leader_resigns(store):
 async def test_a_worker_does_not_walk_over_everything_it_holds_at_every_look(store, monkeypatch):
     plan = schedule("sync", train_steps=1, groups_per_batch=16)
     cluster, _ = await start(store, plan, ScriptedGenerator("a", slots=64, hang=True))
-    walked, looks, finished, desired = 0, 0, Held.finished, store.desired
+    walked, looks, finished, desired = 0, 0, ActiveTrajectory.finished, store.desired
 
     def counted(held):
         nonlocal walked
@@ -186,7 +186,7 @@ async def test_a_worker_does_not_walk_over_everything_it_holds_at_every_look(sto
     async with running(store, cluster, ScriptedReward(), plan) as run:
         await until(everything_is_leased)
         await until(lambda: run.value("rollmesh_rollout_in_flight_trajectories") == plan.pool_size)
-        monkeypatch.setattr(Held, "finished", property(counted))
+        monkeypatch.setattr(ActiveTrajectory, "finished", property(counted))
         monkeypatch.setattr(store, "desired", looked)
         await until(lambda: looks >= 8)
         assert walked < plan.pool_size

@@ -1,7 +1,7 @@
 import httpx
 
+from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.metrics import Metrics
 
 

@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
 from rollmesh.config.security import SecurityConfig
+from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.security import OPEN, AdminClient, PortSecurity
+from rollmesh.runtime.port_security import OPEN, AdminClient, PortSecurity
 from rollmesh.runtime.tls import TlsFiles
 
 from ...certificates import Authority, Certificate

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.config.security import SecurityConfig
-from rollmesh.runtime.security import PortSecurity
+from rollmesh.runtime.port_security import PortSecurity
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
 

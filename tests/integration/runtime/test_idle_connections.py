@@ -6,8 +6,8 @@ import asyncio
 
 import httpx
 
+from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server
 from rollmesh.runtime.metrics import Metrics
 
 _CLIENTS_KEEP_SECONDS = httpx.Limits().keepalive_expiry

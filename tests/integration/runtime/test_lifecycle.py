@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.launcher.last_words import last_words
+from rollmesh.launcher.exit_reason import exit_reason
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 
 SERVICE = """
@@ -99,9 +99,9 @@ CRASHING = """
 import asyncio, logging, threading, warnings
 import httpx
 from rollmesh.config.services import TelemetryConfig
-from rollmesh.runtime.foreign_lines import adopt_foreign_lines
+from rollmesh.runtime.log_capture import adopt_foreign_lines
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import admin_server
+from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.lifecycle import run_service
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.metrics import Metrics
@@ -147,5 +147,5 @@ def test_every_line_of_a_crashing_service_is_an_event_of_its_log(tmp_path: Path)
     crash = rows[-1]
     assert (crash["event"], crash["error"], crash["message"]) == ("service_crashed", "RuntimeError", "the end")
     assert crash["exception"].startswith("Traceback (most recent call last)")
-    shown = last_words(log).text.splitlines()
+    shown = exit_reason(log).text.splitlines()
     assert shown[-1].strip() == "RuntimeError: the end", "the launcher shows the traceback as people know it"

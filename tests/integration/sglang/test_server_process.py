@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.protocol import EngineLost
-from rollmesh.generator.engines.sglang.engine import SglangEngine
-from rollmesh.generator.engines.sglang.options import SglangOptions
-from rollmesh.generator.engines.sglang.process import ServerProcess, telling_lines
+from rollmesh.generator.engines.engine_protocol import EngineLost
+from rollmesh.generator.engines.sglang.server_process import ServerProcess, telling_lines
+from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
+from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 
 _TREE = """
 import subprocess, sys, time
@@ -93,7 +93,7 @@ async def test_a_killed_owner_leaves_no_process_behind(tmp_path):
     log = tmp_path / "server.log"
     owner = (
         "import asyncio, sys\nfrom pathlib import Path\n"
-        "from rollmesh.generator.engines.sglang.process import ServerProcess\n"
+        "from rollmesh.generator.engines.sglang.server_process import ServerProcess\n"
         "async def main():\n"
         "    process = ServerProcess([sys.executable, '-c', sys.argv[1]], {}, Path(sys.argv[2]))\n"
         "    await process.ended()\n"

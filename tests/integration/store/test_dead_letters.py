@@ -9,7 +9,7 @@ from rollmesh.config.services import StoreConfig
 from rollmesh.errors import Conflict
 from rollmesh.launcher.closing import queue_account
 from rollmesh.mesh import Cursor
-from rollmesh.report.ledger import lost_groups
+from rollmesh.report.ledger_counts import lost_groups
 from rollmesh.store import EmbeddedServer, ReleaseReason, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh

@@ -6,7 +6,7 @@ import pytest
 
 from rollmesh.errors import Conflict
 from rollmesh.store import FirstToken, TrajectoryStore, WriteStatus
-from rollmesh.store.types import ReleaseReason
+from rollmesh.store.queue_types import ReleaseReason
 
 from .store_mesh import Mesh, policy
 

@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from rollmesh.config.services import StoreConfig
-from rollmesh.holding.generators import Generators
-from rollmesh.holding.held import Held, Parked
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, ReleaseReason, TrajectoryStore
 from rollmesh.types import GeneratorRecord, Trajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory, Parked
+from rollmesh.worker.generator_pool import GeneratorPool
 
 from .store_mesh import Mesh, prompt
 
@@ -31,9 +31,11 @@ def record(name: str, *, version: int = 0, slots: int = 8, running: int = 0) -> 
     )
 
 
-def held(number: int, min_version: int = 0) -> Held:
+def held(number: int, min_version: int = 0) -> ActiveTrajectory:
     name = f"e0-{number}"
-    found = Held(Trajectory(trajectory_id=f"{name}.0", group_id=name, member_index=0, prompt=prompt(number)))
+    found = ActiveTrajectory(
+        Trajectory(trajectory_id=f"{name}.0", group_id=name, member_index=0, prompt=prompt(number))
+    )
     found.start_floor = min_version
     return found
 
@@ -122,7 +124,7 @@ async def test_a_redis_that_came_back_as_it_was_before_is_read_anew(own_server: 
 
 
 async def test_a_generator_with_eight_slots_wakes_eight_of_five_hundred_waiters(store: TrajectoryStore) -> None:
-    generators = Generators(store)
+    generators = GeneratorPool(store)
     await store.register_generator(record("old"), TTL)
     await generators.refresh()
     seated: list[int] = []
@@ -150,10 +152,10 @@ async def test_a_generator_with_eight_slots_wakes_eight_of_five_hundred_waiters(
 
 
 async def test_a_waiter_that_no_generator_can_take_does_not_hold_up_those_behind_it(store: TrajectoryStore) -> None:
-    generators = Generators(store)
+    generators = GeneratorPool(store)
     seated: list[str] = []
 
-    async def call(waiter: Held, name: str, pinned_version: int | None = None) -> None:
+    async def call(waiter: ActiveTrajectory, name: str, pinned_version: int | None = None) -> None:
         with await generators.acquire(waiter, pinned_version):
             seated.append(name)
 
@@ -171,7 +173,7 @@ async def test_a_waiter_that_no_generator_can_take_does_not_hold_up_those_behind
 
 
 async def test_a_waiter_that_has_to_stop_is_woken_without_a_generator(store: TrajectoryStore) -> None:
-    generators = Generators(store)
+    generators = GeneratorPool(store)
     parked, others = held(0), held(1)
     calls = [asyncio.create_task(generators.acquire(each)) for each in (parked, others)]
     await settled()
@@ -186,7 +188,7 @@ async def test_a_waiter_that_has_to_stop_is_woken_without_a_generator(store: Tra
 
 async def test_a_registry_that_has_not_changed_is_not_read(store: TrajectoryStore) -> None:
     now = 0.0
-    generators = Generators(store, clock=lambda: now)
+    generators = GeneratorPool(store, clock=lambda: now)
     await store.register_generator(record("a"), TTL)
     await generators.follow((await store.desired()).registry_version)
     assert list(generators.records) == ["a"]

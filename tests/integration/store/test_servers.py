@@ -58,7 +58,7 @@ async def test_a_server_that_does_not_answer_is_named_as_such(
     own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with await connect(own_server.url) as store:
-        monkeypatch.setattr("rollmesh.store.connection._CALL_SECONDS", 0.1)
+        monkeypatch.setattr("rollmesh.store.redis_connection._CALL_SECONDS", 0.1)
         assert own_server.pid is not None
         os.kill(own_server.pid, signal.SIGSTOP)
         try:

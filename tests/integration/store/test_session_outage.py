@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from rollmesh.config.services import StoreConfig
-from rollmesh.holding.sessions import WorkerSession
-from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store import EmbeddedServer, ReRegistered, TrajectoryStore
+from rollmesh.worker.worker_session import WorkerSession
 
 from .store_mesh import Mesh
 

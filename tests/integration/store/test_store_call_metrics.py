@@ -11,7 +11,7 @@ from rollmesh.errors import SessionLost
 from rollmesh.mesh import RunLimits
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store import EmbeddedServer, TrajectoryStore
-from rollmesh.store.metrics import StoreCallMetrics
+from rollmesh.store.store_metrics import StoreCallMetrics
 
 LIMITS = RunLimits(
     group_size=2,

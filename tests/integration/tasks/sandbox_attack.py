@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollmesh.tasks.sandbox import identity, reach
 from rollmesh.tasks.sandbox.command import Sandbox
-from rollmesh.tasks.sandbox.limits import ResourceLimits
+from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
 
 
 def may_mount() -> bool:

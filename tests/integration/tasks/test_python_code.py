@@ -19,8 +19,8 @@ from rollmesh.tasks.sandbox.command import Sandbox
 from rollmesh.tasks.sandbox.enter import Walls
 from rollmesh.tasks.sandbox.identity import own_uid
 from rollmesh.tasks.verifiers.code_tests import same_output, same_value
-from rollmesh.tasks.verifiers.protocol import RewardParts
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier, extract_code
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and resource limits are Linux's")
 

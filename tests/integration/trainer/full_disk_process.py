@@ -12,14 +12,14 @@ from pathlib import Path
 import torch
 
 from rollmesh.checkpoints import committed, durable, states
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError
-from rollmesh.trainer.crew import Crew
-from rollmesh.trainer.distributed import join_gang, leave_gang
-from rollmesh.trainer.shelf import PolicyShelf
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.distributed import join_world, leave_world
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.ranks import RankCoordinator
 
 SECRET = b"a secret of at least thirty-two b"
 FULL_AT = ("rank-00001.json", "rank-00000.json", "COMMITTED")
@@ -28,10 +28,10 @@ FULL_AT = ("rank-00001.json", "rank-00000.json", "COMMITTED")
 
 def main(model: Path, root: Path) -> None:
     torch.set_num_threads(1)
-    gang = join_gang("cpu")
+    gang = join_world("cpu")
     checkpoints = CheckpointStore(root, SECRET)
     trainer = PolicyTrainer.from_folder(model, TrainerConfig(), gang=gang)
-    crew = Crew(trainer, gang, checkpoints, PolicyShelf(checkpoints))
+    crew = RankCoordinator(trainer, gang, checkpoints, PolicyCatalog(checkpoints))
     saves = 0
 
     def write_new_file(path: Path, data: bytes) -> None:
@@ -58,7 +58,7 @@ def main(model: Path, root: Path) -> None:
     else:
         crew.follow(root)
         print("followed to the end")
-    leave_gang()
+    leave_world()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ import torch
 
 from rollmesh.checkpoints.states import load_state, save_state
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
-from rollmesh.trainer.distributed import Gang, broadcast_bytes, join_gang, leave_gang
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.distributed import World, broadcast_bytes, join_world, leave_world
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
 from ...unit.trainer.made_batches import random_batch
 
@@ -23,7 +23,7 @@ VERSIONS = {v: v for v in range(8)}
 SECRET = b"secret"
 
 
-def make_trainer(folder: Path, old_logprobs: str, gang: Gang, versions: Path) -> PolicyTrainer:
+def make_trainer(folder: Path, old_logprobs: str, gang: World, versions: Path) -> PolicyTrainer:
     """A float64 trainer with small micro-batches, a KL term and two minibatches; version 0 is ``folder``."""
     algorithm = AlgorithmConfig(old_logprobs=old_logprobs, kl_coefficient=0.05, kl_reference_version=0)
     config = TrainerConfig(
@@ -58,7 +58,7 @@ def run(trainer: PolicyTrainer, out: Path) -> list[object]:
 
 def main(model: Path, out: Path, source: str) -> None:
     torch.set_num_threads(1)
-    gang = join_gang("cpu")
+    gang = join_world("cpu")
     text = broadcast_bytes(source.encode() if gang.leads else None, gang).decode()
     trainer = make_trainer(model, text, gang, out)
     reports = run(trainer, out)
@@ -77,7 +77,7 @@ def main(model: Path, out: Path, source: str) -> None:
     fresh.export(out / "continued")
     if gang.leads:
         (out / "reports.json").write_text(json.dumps(reports))
-    leave_gang()
+    leave_world()
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
-from rollmesh.trainer.distributed import join_gang, leave_gang
-from rollmesh.trainer.publishing import canary_sequences
-from rollmesh.trainer.scorer import PolicyScorer
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.distributed import join_world, leave_world
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.service.publishing import canary_sequences
 
 from ...unit.trainer.made_batches import VOCAB, random_batch
 
@@ -26,7 +26,7 @@ VERSIONS = {v: v for v in range(STEPS + 1)}
 
 def main(model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    gang = join_gang("cpu")
+    gang = join_world("cpu")
     config = TrainerConfig(learning_rate=1e-2, algorithm=AlgorithmConfig(old_logprobs="current"))
     trainer = PolicyTrainer.from_folder(model, config, gang=gang, mixed_precision=True)
     canary = canary_sequences(VOCAB)
@@ -48,7 +48,7 @@ def main(model: Path, out: Path) -> None:
             trainer.train(batch, VERSIONS)
     if gang.leads:
         (out / "gaps.json").write_text(json.dumps(found))
-    leave_gang()
+    leave_world()
 
 
 if __name__ == "__main__":

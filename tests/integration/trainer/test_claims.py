@@ -13,13 +13,13 @@ from rollmesh.mesh import Cursor
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.scheduling.limits import run_limits
+from rollmesh.scheduling.run_limits import run_limits
 from rollmesh.store import EmbeddedServer
-from rollmesh.trainer.claims import BatchClaims
-from rollmesh.trainer.metrics import TrainerMetrics
-from rollmesh.trainer.patience import Patience
-from rollmesh.trainer.session import TrainingSession
-from rollmesh.trainer.shelf import PolicyShelf
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.batch_source import BatchSource
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.training_session import TrainingSession
+from rollmesh.trainer.service.write_retry import Retry
 from rollmesh.types import Group, Segment
 
 from .trainer_run import VOCABULARY, opened_run, write_run_file
@@ -37,11 +37,11 @@ async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
         run.kill()
         await run.store.cut(run.leader, 1, run.cuts[0])
 
-        shutdown, metrics, shelf = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyShelf(run.checkpoints)
+        shutdown, metrics, shelf = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
         session = TrainingSession(run.store, run.checkpoints, shelf, metrics, shutdown)
         await session.open("trainer", run_limits(config))
         await session.begin(0)
-        claims = BatchClaims(session, run.checkpoints, shelf, Patience(metrics, Health(), shutdown), _settings)
+        claims = BatchSource(session, run.checkpoints, shelf, Retry(metrics, Health(), shutdown), _settings)
         found = await run.store.claim(session.token, 1, 5.0)
         assert found is not None
         written = replace(found, groups=tuple(_with_other_tokens(group) for group in found.groups))
@@ -70,11 +70,11 @@ async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file
             pass
         await run.store.cut(run.leader, 1, run.cuts[0])
 
-        shutdown, metrics, shelf = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyShelf(run.checkpoints)
+        shutdown, metrics, shelf = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
         older = TrainingSession(run.store, run.checkpoints, shelf, metrics, shutdown)
         await older.open("older", run_limits(config))
         await older.begin(0)
-        claims = BatchClaims(older, run.checkpoints, shelf, Patience(metrics, Health(), shutdown), _settings)
+        claims = BatchSource(older, run.checkpoints, shelf, Retry(metrics, Health(), shutdown), _settings)
         read_cursor = run.store.cursor
 
         async def cursor() -> Cursor:

@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.checkpoints.committed import committed_states
 from rollmesh.checkpoints.states import load_state
-from rollmesh.trainer.distributed import Gang
+from rollmesh.trainer.learner.distributed import World
 
 from ...unit.trainer.made_batches import random_batch, write_random_model
 from ...unit.trainer.reference import largest_difference, weights_of
@@ -35,7 +35,7 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path) -> None:
     write_random_model(model)
     two.mkdir()
     run_gang("gang_process", model, two, source)
-    trainer = make_trainer(model, source, Gang(), one)
+    trainer = make_trainer(model, source, World(), one)
     reports = run(trainer, one)
     for step in range(1, STEPS + 1):
         assert largest_difference(weights_of(two / str(step)), weights_of(one / str(step))) < 1e-8
@@ -46,7 +46,7 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path) -> None:
     assert largest_difference(weights_of(two / "continued"), weights_of(one / "continued")) < 1e-8
     # What two ranks saved, one process loads.
     (state,) = committed_states(two, SECRET)
-    alone = make_trainer(model, source, Gang(), two)
+    alone = make_trainer(model, source, World(), two)
     alone.restore_extra(load_state(state, alone.state_tensors()))
     alone.export(tmp_path / "resharded")
     assert largest_difference(weights_of(tmp_path / "resharded"), weights_of(two / str(STEPS))) == 0

@@ -18,8 +18,8 @@ from rollmesh.config.load import validate_run_config
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
-from rollmesh.trainer.records import METRICS_FILE, SAMPLES_FILE, append_lines
-from rollmesh.trainer.trackers import build_trackers
+from rollmesh.trainer.records.run_log import METRICS_FILE, SAMPLES_FILE, append_lines
+from rollmesh.trainer.records.trackers import build_trackers
 
 from .gangs import run_gang
 from .test_kills import assert_every_batch_counts_once

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollmesh.config import write_run_config
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.launcher.services import child_environment, service_spec
+from rollmesh.launcher.service_specs import child_environment, service_spec
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedServer
 

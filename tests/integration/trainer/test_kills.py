@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.store import EmbeddedServer
-from rollmesh.trainer.reporting import reported
+from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import PolicyRecord
 
 from .trainer_run import TrainerRun, opened_run, write_run_file

@@ -13,12 +13,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from rollmesh.config.data import RewardConfig
-from rollmesh.holding.scoring import shape
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.scheduling.limits import run_limits
+from rollmesh.scheduling.run_limits import run_limits
 from rollmesh.store import EmbeddedServer, Score
-from rollmesh.trainer.reporting import reported
+from rollmesh.trainer.service.step_summaries import reported
 from rollmesh.types import GeneratorRecord, GeneratorWork, OutcomeKind, RewardOutcome
+from rollmesh.worker.trajectory_scoring import shape
 
 from .trainer_run import GROUPS, MEMBERS, opened_run, write_run_file
 

@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 import yaml
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import Conflict, RollmeshError
 from rollmesh.mesh import Cursor, Desired
-from rollmesh.scheduling.limits import run_limits
+from rollmesh.scheduling.run_limits import run_limits
 from rollmesh.segments import part_of
 from rollmesh.store import EmbeddedServer, Finish, NewGroup, Score, TrajectoryStore
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment

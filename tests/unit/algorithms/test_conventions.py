@@ -13,7 +13,7 @@ from torch import Tensor
 from rollmesh.algorithms.advantages.registry import ADVANTAGES
 from rollmesh.algorithms.aggregation import AGGREGATIONS, aggregate
 from rollmesh.algorithms.kl import k1, k3
-from rollmesh.algorithms.losses.base import LossInput, TokenLoss
+from rollmesh.algorithms.losses.loss_protocol import LossInput, TokenLoss
 from rollmesh.algorithms.losses.registry import LOSSES
 from rollmesh.algorithms.old_logprobs import SOURCES
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rollmesh.algorithms.losses.base import ClipReason
+from rollmesh.algorithms.losses.loss_protocol import ClipReason
 from rollmesh.algorithms.losses.registry import LOSSES
 
 from .ragged import FORMULAS, random_ragged

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollmesh.bench.attack import Cost, Ending, Scene, Victim
+from rollmesh.bench.attack import AttackedRun, Cost, Ending, Victim
 from rollmesh.bench.chaos import FAULTS, _regeneration, faults_named, round_config
 from rollmesh.bench.faults import KillService
 from rollmesh.bench.measure import missed
@@ -148,7 +148,7 @@ def test_rollouts_of_a_killed_generator_are_those_whose_calls_broke_there_and_no
     others += broken("e0-2.0", message="UNAVAILABLE: Failed to connect to remote host: Connection refused")
     (folder.logs / "rollout-1.log").write_text(others + broken("e0-9.0", address="127.0.0.1:9"))
     killed = Endpoint(service="generator", index=0, pid=10**9, grpc="127.0.0.1:7", admin="")
-    scene = Scene(
+    scene = AttackedRun(
         folder=tmp_path,
         run="chaos",
         redis=EmbeddedServer(tmp_path / "redis"),

@@ -23,7 +23,7 @@ PLAN = replace(gpu.quick_plan(), device="cpu", cuda_graphs=False, warmup=0, upda
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[gpu.Findings, Path]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[gpu.GpuFindings, Path]:
     """All arms from their first update on."""
     folder = tmp_path_factory.mktemp("gpu")
     threads = torch.get_num_threads()
@@ -34,7 +34,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[gpu.Findings, Pa
         torch.set_num_threads(threads)
 
 
-def by_arm(findings: gpu.Findings) -> dict[str, list[Update]]:
+def by_arm(findings: gpu.GpuFindings) -> dict[str, list[Update]]:
     arms: dict[str, list[Update]] = {}
     for update in findings.updates:
         arms.setdefault(update.arm, []).append(update)

@@ -20,7 +20,7 @@ from rollmesh.bench.train import (
     write_demo_model,
 )
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
 
 def test_the_padded_baseline_makes_the_same_update(tmp_path: Path) -> None:

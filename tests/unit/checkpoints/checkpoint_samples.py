@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.mesh import Cursor
 from rollmesh.types import (
     Batch,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from rollmesh.checkpoints.batches import BatchFooter, StepSettings, batch_path
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.types import Batch
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 

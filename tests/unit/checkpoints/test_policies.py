@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE, Manifest
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 from rollmesh.types import PolicyRecord
 

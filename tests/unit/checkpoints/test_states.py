@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.errors import CheckpointError
 
 from .checkpoint_samples import CURSOR, SECRET, make_batch

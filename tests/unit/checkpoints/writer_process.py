@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.numpy import save_file
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.errors import CheckpointError
 
 from .checkpoint_samples import CURSOR, SECRET, make_batch, publish, write_model

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmesh.gateway.looks import Look
-from rollmesh.gateway.models import Memory, Overview, Rates, Staleness
+from rollmesh.gateway.mesh_snapshot import MeshSnapshot
+from rollmesh.gateway.models import MemoryView, Overview, Rates, Staleness
 from rollmesh.mesh import Desired, MeshView
-from rollmesh.store.types import StoreCounts
+from rollmesh.store.queue_types import StoreCounts
 from rollmesh.types import GeneratorRecord
 
 
@@ -34,7 +34,7 @@ def overview(**changes: Any) -> Overview:
         "generators": [],
         "generator_count": 0,
         "evaluations": [],
-        "memory": Memory(used_bytes=1_000_000, max_bytes=0, ratio=0.0),
+        "memory": MemoryView(used_bytes=1_000_000, max_bytes=0, ratio=0.0),
         "rates": Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
         "report": None,
         "totals": {},
@@ -103,7 +103,7 @@ def counts(**changes: Any) -> StoreCounts:
     return StoreCounts(**{**values, **changes})
 
 
-def look(**changes: Any) -> Look:
+def look(**changes: Any) -> MeshSnapshot:
     values: dict[str, Any] = {
         "view": view(),
         "counts": counts(),
@@ -115,4 +115,4 @@ def look(**changes: Any) -> Look:
         "scale_requests": {},
         "workers": {"s1": "rollout-0"},
     }
-    return Look(**{**values, **changes})
+    return MeshSnapshot(**{**values, **changes})

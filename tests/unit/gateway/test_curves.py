@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from rollmesh.gateway.api_errors import BadRequest
 from rollmesh.gateway.curves import NAMES, Curves
-from rollmesh.gateway.errors import BadRequest
-from rollmesh.gateway.models import EvaluationPoint
+from rollmesh.gateway.models import EvaluationView
 
 
 def report(step: int, **changes: Any) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def test_an_unknown_curve_is_refused_with_the_known_ones() -> None:
 def test_evaluations_come_with_their_error_and_the_newest_is_always_shown() -> None:
     curves = Curves()
     points = [
-        EvaluationPoint(policy_version=v, mean=v / 100, standard_error=0.1, sample_count=8, time=None)
+        EvaluationView(policy_version=v, mean=v / 100, standard_error=0.1, sample_count=8, time=None)
         for v in range(100)
     ]
     curves.set_evaluations(points)

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.gateway.lanes import Lanes, new_ids
 from rollmesh.gateway.models import RolloutSpan, Timeline, TimelineDelta
+from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
 from rollmesh.store.inspection import TrajectoryMark
 
 WORKERS = {"s1": "rollout-0", "s2": "rollout-1"}
@@ -29,7 +29,7 @@ def mark(trajectory_id: str, tokens: int = 0, version: int | None = None, **chan
     return TrajectoryMark(**{**values, **changes})
 
 
-def look(lanes: Lanes, now: float, *marks: TrajectoryMark, gone: tuple[str, ...] = ()) -> TimelineDelta:
+def look(lanes: TimelineTracker, now: float, *marks: TrajectoryMark, gone: tuple[str, ...] = ()) -> TimelineDelta:
     found: dict[str, TrajectoryMark | None] = {m.trajectory_id: m for m in marks} | dict.fromkeys(gone)
     return lanes.look(now, found, WORKERS, in_flight=sum(m.state == "leased" for m in marks))
 
@@ -40,7 +40,7 @@ def only(spans: list[RolloutSpan]) -> RolloutSpan:
 
 
 def test_a_rollout_is_a_row_of_intervals_by_version() -> None:
-    lanes = Lanes(16, 120.0)
+    lanes = TimelineTracker(16, 120.0)
     look(lanes, 10.0, mark("a.0"))
     look(lanes, 11.0, mark("a.0", 64, 3))
     look(lanes, 12.0, mark("a.0", 128, 3))
@@ -54,14 +54,14 @@ def test_a_rollout_is_a_row_of_intervals_by_version() -> None:
 
 
 def test_a_look_that_changes_nothing_sends_nothing() -> None:
-    lanes = Lanes(16, 120.0)
+    lanes = TimelineTracker(16, 120.0)
     assert len(look(lanes, 10.0, mark("a.0", 5, 1)).changed) == 1
     assert look(lanes, 11.0, mark("a.0", 5, 1)).changed == []
     assert len(look(lanes, 12.0, mark("a.0", 5, 1, session="s2")).changed) == 1
 
 
 def test_a_rollout_that_rests_ends_and_one_that_is_leased_again_goes_on() -> None:
-    lanes = Lanes(16, 120.0)
+    lanes = TimelineTracker(16, 120.0)
     look(lanes, 10.0, mark("a.0", 5, 1))
     assert only(look(lanes, 11.0, mark("a.0", 9, 1, state="partial", session="")).changed).end == 11.0
     assert lanes.followed == []
@@ -71,7 +71,7 @@ def test_a_rollout_that_rests_ends_and_one_that_is_leased_again_goes_on() -> Non
 
 
 def test_a_rollout_whose_group_is_gone_says_so_and_leaves_after_the_window() -> None:
-    lanes = Lanes(16, 30.0)
+    lanes = TimelineTracker(16, 30.0)
     look(lanes, 10.0, mark("a.0", 5, 1))
     assert only(look(lanes, 11.0, gone=("a.0",)).changed).state == "gone"
     assert look(lanes, 40.0).removed == []
@@ -80,21 +80,21 @@ def test_a_rollout_whose_group_is_gone_says_so_and_leaves_after_the_window() -> 
 
 
 def test_a_rollout_that_moves_to_another_generator_says_so() -> None:
-    lanes = Lanes(16, 120.0)
+    lanes = TimelineTracker(16, 120.0)
     assert only(look(lanes, 10.0, mark("a.0")).changed).generator is None
     assert only(look(lanes, 11.0, mark("a.0", 5, 1, generator="g1")).changed).generator == "g1"
     assert only(look(lanes, 12.0, mark("a.0", 5, 1, generator="g2")).changed).generator == "g2"
 
 
 def test_an_environment_that_was_lost_begins_again() -> None:
-    lanes = Lanes(16, 120.0)
+    lanes = TimelineTracker(16, 120.0)
     look(lanes, 10.0, mark("a.0", 50, 1))
     span = only(look(lanes, 11.0, mark("a.0", 0)).changed)
     assert (span.tokens, span.intervals) == (0, [])
 
 
 def test_a_full_timeline_says_how_many_are_left_out_and_keeps_room_for_those_that_ended() -> None:
-    lanes = Lanes(16, 120.0)
+    lanes = TimelineTracker(16, 120.0)
     ids = [f"g.{i}" for i in range(100)]
     taken = new_ids(ids, lanes)
     delta = lanes.look(1.0, {i: mark(i) for i in taken}, WORKERS, in_flight=100)
@@ -106,7 +106,7 @@ def test_a_full_timeline_says_how_many_are_left_out_and_keeps_room_for_those_tha
 
 
 def test_a_rollout_that_was_leased_before_the_gateway_came_starts_at_its_lease() -> None:
-    lanes = Lanes(16, 120.0)
+    lanes = TimelineTracker(16, 120.0)
     span = only(look(lanes, 100.0, mark("a.0", 500, 2, lease_time=40.0)).changed)
     assert span.start == 40.0
     assert span.intervals[0].start == 40.0
@@ -114,7 +114,7 @@ def test_a_rollout_that_was_leased_before_the_gateway_came_starts_at_its_lease()
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from(["leased", "finished", "partial", "gone"])), max_size=80))
 def test_a_client_that_applies_every_delta_has_the_timeline(steps: list[tuple[int, str]]) -> None:
-    lanes = Lanes(16, 5.0)
+    lanes = TimelineTracker(16, 5.0)
     mirror: dict[str, RolloutSpan] = {}
     for now, (number, state) in enumerate(steps, start=1):
         trajectory_id = f"g.{number}"

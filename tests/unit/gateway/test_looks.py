@@ -8,11 +8,11 @@ import pytest
 
 from rollmesh.config.schedule import ScheduleConfig
 from rollmesh.gateway.curves import Curves
-from rollmesh.gateway.looks import Look, RateWindow, build_overview, finished_evaluations, run_state
+from rollmesh.gateway.mesh_snapshot import MeshSnapshot, RateWindow, build_overview, finished_evaluations, run_state
 from rollmesh.gateway.models import Overview, Rates
 from rollmesh.mesh import Desired
 from rollmesh.scheduling import resolve_schedule
-from rollmesh.store.types import EvalRecord, EvalRequest, EvalResult
+from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
 
 from .samples import counts, generator, look, view
 
@@ -21,7 +21,7 @@ SCHEDULE = resolve_schedule(
 )
 
 
-def built(one: Look, **changes: Any) -> Overview:
+def built(one: MeshSnapshot, **changes: Any) -> Overview:
     values: dict[str, Any] = {
         "run": "demo",
         "schedule": SCHEDULE,
@@ -52,7 +52,7 @@ def built(one: Look, **changes: Any) -> Overview:
         (look(view=view(trained_step=40, cut_step=40, trained_enough=True, policy_train_step=39)), "running", ""),
     ],
 )
-def test_the_state_says_what_the_run_does_and_waits_for(one: Look, state: str, waiting_for: str) -> None:
+def test_the_state_says_what_the_run_does_and_waits_for(one: MeshSnapshot, state: str, waiting_for: str) -> None:
     found, why = run_state(one, SCHEDULE)
     assert found == state
     assert waiting_for in why

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.generator.engines.torch.engine import TorchEngine
-from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array, SamplingParams
 
 VOCAB = 61

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from rollmesh.generator.engines.torch.architecture import read_architecture
-from rollmesh.generator.engines.torch.cache import KvCache
-from rollmesh.generator.engines.torch.model import Model
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel
+from rollmesh.generator.engines.torch.kv_cache import KvCache
 from rollmesh.generator.engines.torch.weights import load_weights
 
 from .conftest import VOCAB
@@ -24,7 +24,7 @@ class StepBench:
     def __init__(self, folder: Path, *, context: int = 96, device: torch.device = CPU) -> None:
         self.arch = read_architecture(folder)
         weights = load_weights(folder, self.arch, torch.float32, device)
-        self.model = Model(self.arch, weights, context, device, swap_in_place=True)
+        self.model = DecoderModel(self.arch, weights, context, device, swap_in_place=True)
         self.cache = KvCache(
             self.arch,
             token_capacity=SLOTS * context,

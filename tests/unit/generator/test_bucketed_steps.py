@@ -13,11 +13,11 @@ import torch
 from pydantic import ValidationError
 
 from rollmesh.config.run import RunConfig
-from rollmesh.generator.engines.protocol import OnNewVersion
-from rollmesh.generator.engines.torch.cache import coarse_tier_widths
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.kv_cache import coarse_tier_widths
 from rollmesh.generator.engines.torch.multiply import NumpyMultiply, TorchMultiply
-from rollmesh.generator.engines.torch.options import TorchEngineOptions
 from rollmesh.generator.engines.torch.stepper import BucketedStepper, PlainStepper, bucket
+from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.generator.engines.torch.weights import load_weights
 
 from .conftest import CONFIGS, collect, make_call, prompt_ids
@@ -27,7 +27,7 @@ from .made_steps import CPU, SLOTS, StepBench
 @pytest.fixture(params=[TorchMultiply, NumpyMultiply])
 def bench_of(model_folder, monkeypatch, request):
     # Which one a model takes is a matter of timing, and they round differently: one for all that are compared.
-    monkeypatch.setattr("rollmesh.generator.engines.torch.model.fastest_multiply", lambda *_: request.param())
+    monkeypatch.setattr("rollmesh.generator.engines.torch.decoder_model.fastest_multiply", lambda *_: request.param())
 
     def make(name: str = "qwen2", **changes) -> StepBench:
         return StepBench(model_folder(name), **changes)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.generator.engines.torch.architecture import Architecture, Rope
-from rollmesh.generator.engines.torch.cache import KvCache, tier_widths
+from rollmesh.generator.engines.torch.kv_cache import KvCache, tier_widths
 
 ARCH = Architecture(
     family="qwen2",

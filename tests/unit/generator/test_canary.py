@@ -12,10 +12,10 @@ from rollmesh.config.load import validate_run_config
 from rollmesh.config.recipes import resolve_model
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores, canary_threshold
-from rollmesh.generator.engines.torch.engine import TorchEngine
-from rollmesh.generator.engines.torch.options import TorchEngineOptions
-from rollmesh.trainer.publishing import canary_sequences
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.service.publishing import canary_sequences
 
 
 def threshold(dtype: str, **generator: float) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollmesh.generator.engines.protocol import OnNewVersion
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.stepper import BucketedStepper, make_stepper
 from rollmesh.generator.engines.torch.weights import load_weights
 

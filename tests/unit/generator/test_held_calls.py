@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from rollmesh.generator.engines import backlog
-from rollmesh.generator.engines.protocol import OnNewVersion
-from rollmesh.generator.engines.torch.engine import TorchEngine
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
 from rollmesh.types import Chunk, FinishReason, GenerationCall, Int32Array
 
 from .conftest import collect, hf_logprobs, make_call, prompt_ids

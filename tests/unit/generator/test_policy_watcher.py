@@ -15,10 +15,10 @@ import pytest
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, ConfigError, EngineError, RollmeshError, UnsupportedModel
 from rollmesh.generator.canary import Canary
-from rollmesh.generator.engines.protocol import OnNewVersion
-from rollmesh.generator.metrics import GeneratorMetrics
-from rollmesh.generator.policies import PolicyWatcher
-from rollmesh.generator.rotation import Rotation
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.generator_metrics import GeneratorMetrics
+from rollmesh.generator.policy_watcher import PolicyWatcher
+from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import PolicyRecord
@@ -89,12 +89,12 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def rotation() -> Rotation:
-    return Rotation()
+def rotation() -> ServingState:
+    return ServingState()
 
 
 @pytest.fixture
-def watcher(engine: Engine, rotation: Rotation) -> PolicyWatcher:
+def watcher(engine: Engine, rotation: ServingState) -> PolicyWatcher:
     parts: tuple[Any, ...] = (engine, Store(), Checkpoints(), rotation, GeneratorMetrics(Metrics("generator")))
     limits: dict[str, Any] = {"canary": Canary(threshold=0.1, least_move=1e-6), "max_context_tokens": 64}
     return PolicyWatcher(*parts, Health(), mode=OnNewVersion.INTERRUPT, **limits)

@@ -7,24 +7,24 @@ import asyncio
 import pytest
 
 from rollmesh.errors import GenerationRefused
-from rollmesh.generator.rotation import Rotation
+from rollmesh.generator.serving_state import ServingState
 
 
-def serving() -> Rotation:
-    rotation = Rotation()
+def serving() -> ServingState:
+    rotation = ServingState()
     rotation.put_in()
     return rotation
 
 
 def test_nothing_is_let_in_before_a_policy_is_in_the_engine():
-    with pytest.raises(GenerationRefused, match="no policy has been loaded"), Rotation().admitted():
+    with pytest.raises(GenerationRefused, match="no policy has been loaded"), ServingState().admitted():
         pass
 
 
 @pytest.mark.parametrize(
     ("close", "message"),
     [
-        (Rotation.drain, "draining"),
+        (ServingState.drain, "draining"),
         (lambda r: r.set_reloading(True), "waiting for running calls"),
         (lambda r: r.take_out("canary off by 3"), "canary off by 3"),
     ],
@@ -60,7 +60,7 @@ async def test_idle_means_that_every_admitted_call_has_ended():
 
 
 def test_every_instance_has_its_own_identity():
-    assert Rotation().instance_id != Rotation().instance_id
+    assert ServingState().instance_id != ServingState().instance_id
 
 
 def test_refused_versions_count_once_each_until_one_is_served_and_not_while_they_are_retried():

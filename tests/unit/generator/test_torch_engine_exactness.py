@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollmesh.generator.engines.protocol import OnNewVersion
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.generator.engines.torch.multiply import NumpyMultiply, TorchMultiply
 from rollmesh.types import FinishReason
 
@@ -17,7 +17,7 @@ from .conftest import CONFIGS, collect, hf_logprobs, make_call, prompt_ids
 @pytest.fixture(params=[TorchMultiply, NumpyMultiply])
 def _either_multiply(request, monkeypatch):
     """Both ways to multiply, whichever this machine would prefer."""
-    monkeypatch.setattr("rollmesh.generator.engines.torch.model.fastest_multiply", lambda *_: request.param())
+    monkeypatch.setattr("rollmesh.generator.engines.torch.decoder_model.fastest_multiply", lambda *_: request.param())
 
 
 @pytest.mark.usefixtures("_either_multiply")

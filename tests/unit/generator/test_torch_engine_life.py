@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
-from rollmesh.generator.engines.protocol import OnNewVersion
-from rollmesh.generator.engines.torch.engine import TorchEngine
-from rollmesh.generator.engines.torch.options import TorchEngineOptions
+from rollmesh.generator.engines.engine_protocol import OnNewVersion
+from rollmesh.generator.engines.torch.torch_engine import TorchEngine
+from rollmesh.generator.engines.torch.torch_options import TorchEngineOptions
 from rollmesh.types import FinishReason
 
 from .conftest import VOCAB, Rollout, collect, hf_logprobs, make_call, prompt_ids

@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.errors import EngineError
-from rollmesh.holding.acknowledging import Acknowledger
-from rollmesh.holding.calls import Caller, CallLimits, SaveLimits
-from rollmesh.holding.generators import Generators
-from rollmesh.holding.held import Held
-from rollmesh.holding.policies import Policies
-from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import (
     Chunk,
@@ -28,6 +23,11 @@ from rollmesh.types import (
     SamplingParams,
     Trajectory,
 )
+from rollmesh.worker.acknowledgements import Acknowledger
+from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.newest_policy import NewestPolicy
 
 PROMPT = 3
 CONTEXT = 400
@@ -57,7 +57,7 @@ class Registry:
 class Generator:
     """A GenerationPort whose calls end as a script says: after so many tokens, interrupted or broken."""
 
-    def __init__(self, script: Sequence[tuple[int, FinishReason | str]], held: Held) -> None:
+    def __init__(self, script: Sequence[tuple[int, FinishReason | str]], held: ActiveTrajectory) -> None:
         self._script = list(script)
         self._held = held
         self.calls: list[GenerationCall] = []
@@ -107,20 +107,20 @@ def chunk(size: int, reason: FinishReason | None) -> Chunk:
     )
 
 
-def make_held() -> Held:
+def make_held() -> ActiveTrajectory:
     prompt = Prompt(prompt_id="p", token_ids=np.ones(PROMPT, np.int32), verifier="exact")
-    return Held(Trajectory(trajectory_id="t", group_id="g", member_index=0, prompt=prompt))
+    return ActiveTrajectory(Trajectory(trajectory_id="t", group_id="g", member_index=0, prompt=prompt))
 
 
 async def make_caller(
     generator: Generator,
     partial_save_tokens: int,
     registry: Registry | None = None,
-    generators: Generators | None = None,
+    generators: GeneratorPool | None = None,
 ) -> Caller:
     registry = registry or Registry()
     looks = itertools.count(0, 1000)  # nobody is avoided for so long
-    generators = generators or Generators(registry, clock=lambda: next(looks))  # type: ignore[arg-type]
+    generators = generators or GeneratorPool(registry, clock=lambda: next(looks))  # type: ignore[arg-type]
     await generators.refresh()
     limits = CallLimits(
         vocab_size=10,
@@ -128,11 +128,11 @@ async def make_caller(
         saving=SaveLimits.of(partial_save_tokens),
         chunk_timeout_seconds=10.0,
     )
-    policies = Policies(registry)  # type: ignore[arg-type]
+    policies = NewestPolicy(registry)  # type: ignore[arg-type]
     return Caller(generator, generators, policies, limits, RolloutMetrics(Metrics("rollout")))
 
 
-async def save(held: Held) -> None:
+async def save(held: ActiveTrajectory) -> None:
     await asyncio.sleep(0)
     held.saved_token_count = held.token_count
 
@@ -229,7 +229,7 @@ async def test_a_first_token_is_known_before_the_second_chunk_although_nothing_i
     caller = await make_caller(Generator([], held), 200)
     seen: list[int] = []
 
-    async def report(held: Held) -> None:
+    async def report(held: ActiveTrajectory) -> None:
         seen.append(held.token_count)
 
     assert await caller.sample(held, 390, SamplingParams(), save=report, durable=False) is FinishReason.LENGTH
@@ -250,7 +250,7 @@ async def test_a_floor_that_rose_while_the_call_waited_for_a_generator_holds() -
             return PolicyRecord(policy_version=3, train_step=3, path="p", manifest_digest="")
 
     registry = Growing()
-    generators = Generators(registry)  # type: ignore[arg-type]
+    generators = GeneratorPool(registry)  # type: ignore[arg-type]
     caller = await make_caller(generator, 200, registry, generators)
     call = asyncio.create_task(caller.sample(held, 5, SamplingParams(), save=save))
     while not generators.waiting_count:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from rollmesh.holding.checks import Expected, GarbageAnswer, check_chunk
 from rollmesh.types import Chunk, FinishReason
+from rollmesh.worker.chunk_checks import Expected, GarbageAnswer, check_chunk
 
 EXPECTED = Expected(
     vocab_size=100,

@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.holding.held import Held, LetGo, Parked
-from rollmesh.store.types import ReleaseReason
+from rollmesh.store.queue_types import ReleaseReason
 from rollmesh.types import FinishReason, Prompt, Segment, SegmentSource, Trajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo, Parked
 
 
 def segment(ids, version=1, source=SegmentSource.POLICY):
@@ -18,7 +18,7 @@ def segment(ids, version=1, source=SegmentSource.POLICY):
 
 def held(*segments):
     prompt = Prompt(prompt_id="p", token_ids=np.array([90, 91], np.int32), verifier="exact")
-    return Held(
+    return ActiveTrajectory(
         Trajectory(trajectory_id="e0-1.0", group_id="e0-1", member_index=0, prompt=prompt, segments=tuple(segments))
     )
 

@@ -1,5 +1,5 @@
-from rollmesh.holding.routing import choose_keeper
 from rollmesh.types import GeneratorRecord
+from rollmesh.worker.routing import choose_keeper
 
 
 def record(name: str, version: int, running: int = 0, serving: bool = True) -> GeneratorRecord:

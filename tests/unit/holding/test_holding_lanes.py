@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from rollmesh.holding.lanes import Lane
+from rollmesh.worker.call_batcher import CallBatcher
 
 
 async def test_items_of_one_moment_travel_in_one_call():
@@ -12,7 +12,7 @@ async def test_items_of_one_moment_travel_in_one_call():
         calls.append(items)
         return [item * 10 for item in items]
 
-    lane = Lane(call, limit=100)
+    lane = CallBatcher(call, limit=100)
     results = await asyncio.gather(*(lane.submit(i) for i in range(20)))
     assert results == [i * 10 for i in range(20)]
     assert calls == [list(range(20))]
@@ -26,7 +26,7 @@ async def test_what_arrives_during_a_call_waits_and_travels_together():
         await gate.wait()
         return items
 
-    lane = Lane(call, limit=100)
+    lane = CallBatcher(call, limit=100)
     first = asyncio.create_task(lane.submit("a"))
     while not calls:
         await asyncio.sleep(0)
@@ -49,7 +49,7 @@ async def test_a_call_takes_at_most_the_limit_and_runners_work_side_by_side():
         running -= 1
         return items
 
-    lane = Lane(call, limit=3, runners=2)
+    lane = CallBatcher(call, limit=3, runners=2)
     assert await asyncio.gather(*(lane.submit(i) for i in range(10))) == list(range(10))
     assert sum(calls) == 10
     assert max(calls) == 3
@@ -62,7 +62,7 @@ async def test_an_error_reaches_every_item_of_its_call_and_the_lane_goes_on():
             raise ValueError("no")
         return items
 
-    lane = Lane(call, limit=10)
+    lane = CallBatcher(call, limit=10)
     results = await asyncio.gather(lane.submit("bad"), lane.submit("fellow"), return_exceptions=True)
     assert [type(r) for r in results] == [ValueError, ValueError]
     assert await lane.submit("good") == "good"
@@ -75,7 +75,7 @@ async def test_a_caller_that_gives_up_before_the_call_takes_nothing_along():
         calls.append(items)
         return items
 
-    lane = Lane(call, limit=10)
+    lane = CallBatcher(call, limit=10)
     tasks = [asyncio.create_task(lane.submit(name)) for name in ("stays", "leaves")]
     await asyncio.sleep(0)
     tasks[1].cancel()
@@ -90,7 +90,7 @@ async def test_a_call_with_the_wrong_number_of_results_is_an_error():
         return items[:-1]
 
     with pytest.raises(RuntimeError, match="2 items with 1 results"):
-        lane = Lane(call, limit=10)
+        lane = CallBatcher(call, limit=10)
         await asyncio.gather(lane.submit(1), lane.submit(2))
 
 
@@ -98,7 +98,7 @@ async def test_an_item_submitted_in_the_moment_a_runner_ends_is_not_forgotten():
     async def call(items):
         return items
 
-    lane = Lane(call, limit=10)
+    lane = CallBatcher(call, limit=10)
 
     async def submit_in_a_chain(number):
         for _ in range(200):

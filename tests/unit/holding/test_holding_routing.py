@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from rollmesh.holding.routing import AFFINITY_SLACK, Candidates, Need, able
 from rollmesh.types import GeneratorRecord
+from rollmesh.worker.routing import AFFINITY_SLACK, Candidates, Need, able
 
 
 def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0):

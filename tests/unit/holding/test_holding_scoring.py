@@ -1,8 +1,8 @@
 import pytest
 
 from rollmesh.config.data import RewardConfig
-from rollmesh.holding.scoring import shape
 from rollmesh.types import OutcomeKind, RewardOutcome
+from rollmesh.worker.trajectory_scoring import shape
 
 SCORED = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0)
 TIMED_OUT = RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="slow")

@@ -3,13 +3,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollmesh.holding.generators import Seat
-from rollmesh.holding.held import Held
-from rollmesh.holding.routing import Need
 from rollmesh.types import GeneratorRecord, Prompt, Trajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.generator_pool import GeneratorSlot
+from rollmesh.worker.routing import Need
 
 
-def seat() -> Seat:
+def seat() -> GeneratorSlot:
     prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
     record = GeneratorRecord(
         instance_id="a",
@@ -21,11 +21,11 @@ def seat() -> Seat:
         kv_token_capacity=100,
         serving=True,
     )
-    held = Held(Trajectory(trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt))
-    return Seat(record=record, held=held, need=Need(), _generators=None)  # type: ignore[arg-type]
+    held = ActiveTrajectory(Trajectory(trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt))
+    return GeneratorSlot(record=record, held=held, need=Need(), _generators=None)  # type: ignore[arg-type]
 
 
-async def wait_for_a_chunk(cut_off: Seat) -> None:
+async def wait_for_a_chunk(cut_off: GeneratorSlot) -> None:
     async with asyncio.timeout(60) as deadline:
         cut_off.waiting_until(deadline)
         await asyncio.Event().wait()

@@ -11,8 +11,8 @@ import pytest
 from rollmesh.config import RunConfig, load_run_config, write_run_config
 from rollmesh.launcher.mesh_token import TOKEN_FILE, with_mesh_token
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.launcher.services import child_environment
-from rollmesh.runtime.security import PortSecurity
+from rollmesh.launcher.service_specs import child_environment
+from rollmesh.runtime.port_security import PortSecurity
 
 
 def run(folder: Path, **sections: Any) -> RunConfig:

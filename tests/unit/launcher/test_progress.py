@@ -6,8 +6,8 @@ import os
 import pytest
 from rich.console import Console
 
-from rollmesh.launcher.progress import RunProgress
-from rollmesh.launcher.sampler import MeshSample
+from rollmesh.launcher.progress_panel import RunProgress
+from rollmesh.launcher.timeline_recorder import MeshSample
 from rollmesh.mesh import MeshView
 from rollmesh.report.console import OutputConsole
 from rollmesh.types import GeneratorRecord

@@ -10,7 +10,7 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file, resolve_model
 from rollmesh.errors import ConfigError
 from rollmesh.scheduling.presets import expected_staleness, resolve_schedule
-from rollmesh.tasks.sources.factory import build_prompt_source
+from rollmesh.tasks.sources.source_factory import build_prompt_source
 from rollmesh.text import Tokenizer
 
 

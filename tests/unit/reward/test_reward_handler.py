@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from rollmesh.reward.handler import RewardHandler
 from rollmesh.reward.outcomes import timed_out, verifier_error
-from rollmesh.tasks.verifiers.protocol import RewardParts
+from rollmesh.reward.pool.handler import RewardHandler
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, SegmentSource, Trajectory
 from rollmesh.wire.reward_messages import outcome_from_bytes, score_item_from_bytes, score_item_to_pb

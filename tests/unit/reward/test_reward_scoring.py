@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from rollmesh.reward.connection import WorkerDied
-from rollmesh.reward.metrics import RewardMetrics
+from rollmesh.reward.pool.worker_connection import WorkerDied
+from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.reward.scoring import Scoring
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import OutcomeKind, RewardOutcome

@@ -11,7 +11,7 @@ from rollmesh.mesh import MeshView
 from rollmesh.rollout.mesh_metrics import MeshMetrics, unclaimed_staleness
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import resolve_schedule
-from rollmesh.store.types import StoreCounts
+from rollmesh.store.queue_types import StoreCounts
 
 VIEW = MeshView(
     now=100.0,

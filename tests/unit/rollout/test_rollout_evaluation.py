@@ -2,12 +2,12 @@ import math
 
 import pytest
 
-from rollmesh.rollout.evaluation import Answer, summarise
+from rollmesh.rollout.evaluation.evaluator import EvaluationAnswer, summarise
 
 
 def answer(reward, version=3, tokens=10, truncated=False):
     versions = (version,) if isinstance(version, int) else version
-    return Answer(reward=reward, token_count=tokens, truncated=truncated, policy_versions=versions)
+    return EvaluationAnswer(reward=reward, token_count=tokens, truncated=truncated, policy_versions=versions)
 
 
 def test_mean_and_standard_error_follow_the_textbook():

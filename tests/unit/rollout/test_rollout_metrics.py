@@ -1,4 +1,4 @@
-from rollmesh.rollout.metrics import RolloutMetrics
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 
 

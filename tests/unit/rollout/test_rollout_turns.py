@@ -2,8 +2,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.rollout.programs.turns import turns_of
 from rollmesh.types import Segment, SegmentSource
+from rollmesh.worker.programs.turns import turns_of
 
 STOP = 9
 

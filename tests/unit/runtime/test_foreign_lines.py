@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from rollmesh.runtime.foreign_lines import _Adopting
+from rollmesh.runtime.log_capture import _Adopting
 
 
 def test_equal_lines_of_a_library_share_one_a_second(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.config.autoscaling import AutoscalingRule, load_rule
-from rollmesh.scheduling.autoscaling import Look, Memory, Verdict, next_replicas, propose
+from rollmesh.config.autoscaling_rule import AutoscalingRule, load_rule
+from rollmesh.scheduling.autoscaling import ReplicaMemory, ReplicaMetrics, ReplicaVerdict, next_replicas, propose
 
 RULES = sorted((Path(__file__).parents[3] / "helm" / "rollmesh" / "files" / "autoscaling").glob("*.yaml"))
 
@@ -39,8 +39,8 @@ def rule(**changes: Any) -> AutoscalingRule:
     return AutoscalingRule.model_validate({**data, **changes})
 
 
-def look(wanted: int, *, ready: int | None = None, now: float = 0.0, **values: float | None) -> Look:
-    return Look(now=now, wanted=wanted, ready=wanted if ready is None else ready, values=values)
+def look(wanted: int, *, ready: int | None = None, now: float = 0.0, **values: float | None) -> ReplicaMetrics:
+    return ReplicaMetrics(now=now, wanted=wanted, ready=wanted if ready is None else ready, values=values)
 
 
 def proposed(wanted: int, *, ready: int | None = None, **values: float | None) -> int:
@@ -79,7 +79,7 @@ def test_nothing_is_concluded_before_a_replica_works() -> None:
 
 def run(spec: AutoscalingRule, wanted: int, values: list[dict[str, float | None]], every: float) -> list[int]:
     """Replicas after each look; whatever is asked for works at once."""
-    memory, replicas = Memory(), []
+    memory, replicas = ReplicaMemory(), []
     for number, answers in enumerate(values):
         verdict = next_replicas(spec, memory, look(wanted, now=number * every, **answers))
         wanted, memory = verdict.replicas, verdict.memory
@@ -102,13 +102,13 @@ def test_one_starved_moment_in_the_window_keeps_the_replicas() -> None:
 
 
 def test_bounds_that_have_moved_hold_at_once() -> None:
-    verdict = next_replicas(rule(maxReplicas=2), Memory(), look(5, wait=0.0, load=0.0))
+    verdict = next_replicas(rule(maxReplicas=2), ReplicaMemory(), look(5, wait=0.0, load=0.0))
     assert verdict.replicas == 2
 
 
 def test_autoscaling_rests_at_zero_replicas() -> None:
-    verdict = next_replicas(rule(), Memory(), look(0, wait=1.0, load=100))
-    assert (verdict.replicas, verdict.memory) == (0, Memory())
+    verdict = next_replicas(rule(), ReplicaMemory(), look(0, wait=1.0, load=100))
+    assert (verdict.replicas, verdict.memory) == (0, ReplicaMemory())
     assert "rests" in verdict.why
 
 
@@ -135,11 +135,11 @@ def test_replicas_stay_within_bounds_and_change_no_faster_than_the_policies_allo
 def test_replicas_never_leave_below_what_any_look_of_the_window_proposed(
     answers: list[dict[str, float | None]], wanted: int
 ) -> None:
-    spec, memory, past = rule(), Memory(), [wanted]
+    spec, memory, past = rule(), ReplicaMemory(), [wanted]
     for number, values in enumerate(answers):
         now = look(wanted, now=15.0 * number, **values)
         past.append(propose(spec, now)[0])
-        verdict: Verdict = next_replicas(spec, memory, now)
+        verdict: ReplicaVerdict = next_replicas(spec, memory, now)
         assert verdict.replicas >= min(wanted, max(past[-9:]))
         wanted, memory = verdict.replicas, verdict.memory
 
@@ -153,7 +153,7 @@ def test_an_average_load_that_stays_as_it_is_leads_to_a_number_that_stays(load: 
 @given(speed_up=st.sampled_from([1.0, 4.0, 30.0]), answers=ANSWERS)
 def test_a_sped_up_rule_decides_the_same_in_less_time(speed_up: float, answers: list[dict[str, float | None]]) -> None:
     def decisions(factor: float) -> list[int]:
-        memory, wanted, found = Memory(), 3, []
+        memory, wanted, found = ReplicaMemory(), 3, []
         for number, values in enumerate(answers):
             verdict = next_replicas(rule(), memory, look(wanted, now=number * 16 / factor, **values), factor)
             wanted, memory = verdict.replicas, verdict.memory
@@ -180,7 +180,7 @@ def generators(**values: float) -> int:
     """What the chart's rule proposes for three generators."""
     shipped = load_rule(next(file for file in RULES if file.stem == "generator"))
     names = {signal.name: values[signal.name.replace("-", "_")] for signal in shipped.signals}
-    return propose(shipped, Look(now=0, wanted=3, ready=3, values=names))[0]
+    return propose(shipped, ReplicaMetrics(now=0, wanted=3, ready=3, values=names))[0]
 
 
 def test_the_generator_rule_adds_when_the_trainer_waits_and_takes_away_only_when_nothing_needs_them() -> None:

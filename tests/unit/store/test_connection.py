@@ -6,8 +6,8 @@ import pytest
 from redis import exceptions as redis_errors
 
 from rollmesh.errors import ConfigError, Conflict, SessionLost, StoreError, StoreUnavailable
-from rollmesh.store.client import create_client
-from rollmesh.store.connection import check_version
+from rollmesh.store.redis_client import create_client
+from rollmesh.store.redis_connection import check_version
 from rollmesh.store.scripts import RunUnknown, UploadExpired, store_error
 
 

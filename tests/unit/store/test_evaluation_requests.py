@@ -1,5 +1,5 @@
 from rollmesh.config.services import EvalConfig
-from rollmesh.store.evaluations import asked_by_others_up_to, due_versions, evaluation_request
+from rollmesh.store.evaluation_requests import asked_by_others_up_to, due_versions, evaluation_request
 
 
 def test_every_kth_version_is_due_once() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
-from rollmesh.trainer.scorer import PolicyScorer
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Segment
 
 from .conftest import ModelMaker

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
-from rollmesh.trainer.scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
 
 _SHAPE = {
     "vocab_size": 61,

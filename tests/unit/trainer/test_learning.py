@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Int32Array, Segment
 
 from .conftest import ModelMaker

@@ -28,11 +28,11 @@ from transformers import (
 
 from rollmesh.config.trainer import TrainerConfig
 from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.trainer.distributed import Gang
-from rollmesh.trainer.model import load_policy_model
-from rollmesh.trainer.passes import Compute
-from rollmesh.trainer.scorer import score_sequences
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.distributed import World
+from rollmesh.trainer.learner.forward_backward import Compute
+from rollmesh.trainer.learner.policy_model import load_policy_model
+from rollmesh.trainer.learner.policy_scorer import score_sequences
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
 from .conftest import ModelMaker
 from .made_batches import SHAPE, random_batch
@@ -93,7 +93,7 @@ def test_soft_capped_logits_of_a_new_model_are_no_plain_linear_head(tmp_path: Pa
             parameter.mul_(30.0 if parameter.ndim > 1 else 1.0)
         logits = own(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1]
     expected = logits.log_softmax(-1).gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
-    compute = Compute(device=CPU, gang=Gang(), token_budget=64, autocast=False)
+    compute = Compute(device=CPU, gang=World(), token_budget=64, autocast=False)
     assert np.abs(score_sequences(model, compute, [ids], 1.0)[0] - expected.numpy()).max() < 1e-4
 
 

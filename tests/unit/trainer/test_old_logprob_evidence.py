@@ -15,10 +15,10 @@ import torch
 from rollmesh.checkpoints.batches import StepSettings
 from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.errors import CheckpointError
-from rollmesh.trainer.explain import TokenExplanation
-from rollmesh.trainer.scorer import PolicyScorer
-from rollmesh.trainer.settings import differing_settings
-from rollmesh.trainer.step import PolicyTrainer
+from rollmesh.trainer.learner.policy_scorer import PolicyScorer
+from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+from rollmesh.trainer.learner.step_settings import differing_settings
+from rollmesh.trainer.learner.token_explanation import TokenExplanation
 from rollmesh.types import Batch, Trajectory
 
 from .conftest import ModelMaker

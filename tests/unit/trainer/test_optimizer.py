@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rollmesh.config.trainer import TrainerConfig
-from rollmesh.trainer.optimizer import apply_update, build_optimizer, learning_rate, set_hyperparameters
+from rollmesh.trainer.learner.optimizer import apply_update, build_optimizer, learning_rate, set_hyperparameters
 
 
 def rates(**fields: object) -> list[float]:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.trainer.batch import build_train_batch
-from rollmesh.trainer.packing import balanced_bins, pack
+from rollmesh.trainer.learner.packing import balanced_bins, pack
+from rollmesh.trainer.learner.train_batch import build_train_batch
 
 from .made_batches import VOCAB, random_batch
 

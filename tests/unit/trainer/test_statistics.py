@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from rollmesh.algorithms.advantages.registry import ADVANTAGES
-from rollmesh.algorithms.losses.base import ClipReason
-from rollmesh.trainer.batch import TrainBatch, build_train_batch
-from rollmesh.trainer.statistics import (
+from rollmesh.algorithms.losses.loss_protocol import ClipReason
+from rollmesh.trainer.learner.step_statistics import (
     TokenResults,
     batch_stats,
     effective_sample_size,
     policy_stats,
     ratio_stats,
 )
+from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
 from .made_batches import batch_of, environment_segment, policy_segment, trajectory

@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.algorithms.advantages.registry import ADVANTAGES
 from rollmesh.errors import DataError
-from rollmesh.trainer.batch import NO_VERSION, build_train_batch, split_minibatches
+from rollmesh.trainer.learner.train_batch import NO_VERSION, build_train_batch, split_minibatches
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
 from .made_batches import batch_of, environment_segment, policy_segment, random_batch, trajectory

@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.trainer.metrics import TrainerMetrics
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 
 
 def shown(metrics: Metrics, name: str) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollmesh.trainer.progress import Progress
-from rollmesh.trainer.update import Updates
+from rollmesh.trainer.learner.minibatches import Updates
+from rollmesh.trainer.service.trainer_progress import Progress
 
 
 def updates(*made: bool) -> Updates:

@@ -1,7 +1,7 @@
 """What the engines did between two step reports."""
 
-from rollmesh.trainer.engine_work import EngineWork
-from rollmesh.trainer.goodput import GeneratedTokens
+from rollmesh.trainer.records.engine_work import EngineWork
+from rollmesh.trainer.records.goodput import GeneratedTokens
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 

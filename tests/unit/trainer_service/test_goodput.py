@@ -9,10 +9,10 @@ import pytest
 from rollmesh.checkpoints.committed import new_record
 from rollmesh.checkpoints.sealing import canonical
 from rollmesh.store import StoreCounts
-from rollmesh.trainer.engine_work import EngineWork
-from rollmesh.trainer.goodput import GeneratedTokens
-from rollmesh.trainer.loop import mesh_numbers
-from rollmesh.trainer.progress import Progress
+from rollmesh.trainer.records.engine_work import EngineWork
+from rollmesh.trainer.records.goodput import GeneratedTokens
+from rollmesh.trainer.service.trainer_progress import Progress
+from rollmesh.trainer.service.training_loop import mesh_numbers
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import ConfigError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollmesh.checkpoints.store import CheckpointStore
-from rollmesh.trainer.shelf import PolicyShelf
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 
 from ..checkpoints.checkpoint_samples import SECRET, publish
 
@@ -13,7 +13,7 @@ from ..checkpoints.checkpoint_samples import SECRET, publish
 def test_a_version_that_was_verified_and_then_pruned_has_no_folder(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path, SECRET)
     records = [publish(checkpoints, version) for version in range(3)]
-    shelf = PolicyShelf(checkpoints)
+    shelf = PolicyCatalog(checkpoints)
     shelf.update(records)
     verified = shelf.folder(1)
     assert verified is not None
@@ -26,18 +26,18 @@ def test_a_version_that_was_verified_and_then_pruned_has_no_folder(tmp_path: Pat
 
 def test_a_version_is_verified_once_while_it_stays(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path, SECRET)
-    shelf = PolicyShelf(checkpoints)
+    shelf = PolicyCatalog(checkpoints)
     shelf.update([publish(checkpoints, 0)])
     folder = shelf.folder(0)
     assert folder is not None
     (folder / "model.safetensors").write_bytes(b"changed")
     assert shelf.folder(0) == folder, "reading gigabytes again for every look-up would cost too much"
-    assert PolicyShelf(checkpoints).folder(0) is None
+    assert PolicyCatalog(checkpoints).folder(0) is None
 
 
 def test_versions_without_a_record_keep_their_train_step_but_are_not_known_as_policies(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path, SECRET)
-    shelf = PolicyShelf(checkpoints)
+    shelf = PolicyCatalog(checkpoints)
     records = [publish(checkpoints, version) for version in range(2)]
     shelf.remember({9: 7, 0: records[0].train_step})
     shelf.update(records)

@@ -10,8 +10,8 @@ import pytest
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.trainer.reference import check_reference
-from rollmesh.trainer.shelf import PolicyShelf
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.reference_policy import check_reference
 from rollmesh.types import PolicyRecord
 
 ALGORITHM = AlgorithmConfig(kl_coefficient=0.1, kl_reference_version=0)
@@ -27,8 +27,8 @@ class Failing:
         raise CheckpointError(f"{Path(record.path)}: no", reason=self.reason)
 
 
-def shelf(reason: Reason) -> PolicyShelf:
-    found = PolicyShelf(Failing(reason))  # type: ignore[arg-type]
+def shelf(reason: Reason) -> PolicyCatalog:
+    found = PolicyCatalog(Failing(reason))  # type: ignore[arg-type]
     found.update([PolicyRecord(policy_version=0, train_step=0, path="policies/0", manifest_digest="00")])
     return found
 

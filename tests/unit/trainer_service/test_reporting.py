@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from rollmesh.gateway.curves import _REPORTED, EVALUATION, Curves
-from rollmesh.trainer.reporting import reported
+from rollmesh.trainer.service.step_summaries import reported
 
 
 def full_record() -> dict[str, Any]:

@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import pytest
 
-from rollmesh.checkpoints.store import CheckpointStore
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.mesh import Cursor
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.store.types import TrainingState
-from rollmesh.trainer.metrics import TrainerMetrics
-from rollmesh.trainer.session import TrainingSession
-from rollmesh.trainer.shelf import PolicyShelf
+from rollmesh.store.queue_types import TrainingState
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.types import PolicyRecord
 
 
@@ -82,7 +82,7 @@ class Store:
 
 
 def session_with(store: Store, checkpoints: Checkpoints) -> TrainingSession:
-    parts: tuple[Any, ...] = (store, checkpoints, PolicyShelf(cast(CheckpointStore, checkpoints)))
+    parts: tuple[Any, ...] = (store, checkpoints, PolicyCatalog(cast(CheckpointStore, checkpoints)))
     return TrainingSession(*parts, TrainerMetrics(Metrics("trainer")), asyncio.Event())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rollmesh.trainer.records import StepRecords, append_lines
+from rollmesh.trainer.records.run_log import StepRecords, append_lines
 
 
 def steps(file: Path) -> list[int]:

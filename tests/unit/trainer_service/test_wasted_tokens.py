@@ -1,8 +1,8 @@
 from prometheus_client.samples import Sample
 
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.store.types import WASTE_REASONS, StoreCounts
-from rollmesh.trainer.metrics import TrainerMetrics
+from rollmesh.store.queue_types import WASTE_REASONS, StoreCounts
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 
 NAME = "rollmesh_trainer_wasted_tokens_total"
 

@@ -9,7 +9,7 @@ import pytest
 from rollmesh.config.security import SecurityConfig
 from rollmesh.errors import EngineError
 from rollmesh.runtime.grpc import create_server
-from rollmesh.runtime.security import PortSecurity
+from rollmesh.runtime.port_security import PortSecurity
 from rollmesh.types import GeneratorRecord
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollmesh.algorithms.segments import segment_mean
+from rollmesh.algorithms.segment_columns import segment_mean
 
 
 def dr_grpo(rewards: Tensor, group_index: Tensor, group_count: int) -> Tensor:

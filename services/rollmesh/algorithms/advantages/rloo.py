@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rollmesh.algorithms.segments import segment_count, segment_sum
+from rollmesh.algorithms.segment_columns import segment_count, segment_sum
 
 
 def rloo(rewards: Tensor, group_index: Tensor, group_count: int) -> Tensor:

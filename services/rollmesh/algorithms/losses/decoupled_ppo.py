@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollmesh.algorithms.losses.base import LossInput, LossOptions, TokenLoss
+from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions, TokenLoss
 from rollmesh.algorithms.losses.ppo_clip import ppo_clip
 from rollmesh.algorithms.ratios import ratio
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollmesh.algorithms.losses.base import LossInput, LossOptions, TokenLoss
+from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions, TokenLoss
 from rollmesh.algorithms.losses.ppo_clip import clipped_surrogate
 from rollmesh.algorithms.ratios import LOG_RATIO_LIMIT
-from rollmesh.algorithms.segments import segment_count, segment_sum
+from rollmesh.algorithms.segment_columns import segment_count, segment_sum
 
 
 def gspo(data: LossInput, options: LossOptions) -> TokenLoss:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollmesh.algorithms.losses.base import ClipReason, LossInput, LossOptions, TokenLoss
+from rollmesh.algorithms.losses.loss_protocol import ClipReason, LossInput, LossOptions, TokenLoss
 from rollmesh.algorithms.ratios import ratio
 
 

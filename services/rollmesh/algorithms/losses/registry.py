@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from rollmesh.algorithms.losses.base import LossOptions, PolicyLoss
 from rollmesh.algorithms.losses.cispo import cispo
 from rollmesh.algorithms.losses.decoupled_ppo import decoupled_ppo
 from rollmesh.algorithms.losses.gspo import gspo
+from rollmesh.algorithms.losses.loss_protocol import LossOptions, PolicyLoss
 from rollmesh.algorithms.losses.ppo_clip import ppo_clip
 from rollmesh.algorithms.losses.tis import tis
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from rollmesh.algorithms.losses.base import ClipReason, LossInput, LossOptions, TokenLoss
+from rollmesh.algorithms.losses.loss_protocol import ClipReason, LossInput, LossOptions, TokenLoss
 from rollmesh.algorithms.losses.ppo_clip import ppo_clip
 from rollmesh.algorithms.ratios import ratio
 

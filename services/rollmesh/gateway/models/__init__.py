@@ -6,30 +6,8 @@ Identifiers and versions are those of the run: a policy version is an integer, a
 
 from __future__ import annotations
 
-from rollmesh.gateway.models.base import About, ErrorBody, Model
-from rollmesh.gateway.models.live import (
-    Drop,
-    EvaluationPoint,
-    GeneratorView,
-    Memory,
-    Overview,
-    PausedBy,
-    Rates,
-    RolloutSpan,
-    RunState,
-    Series,
-    SeriesAnswer,
-    ServiceScale,
-    SnapshotEvent,
-    Staleness,
-    StalenessBin,
-    StepReport,
-    TickEvent,
-    Timeline,
-    TimelineDelta,
-    VersionInterval,
-)
-from rollmesh.gateway.models.records import (
+from rollmesh.gateway.models.api_model import About, ApiModel, ErrorBody
+from rollmesh.gateway.models.items import (
     DeadLetterList,
     DeadLetterView,
     Done,
@@ -44,20 +22,42 @@ from rollmesh.gateway.models.records import (
     TrajectoryPage,
     TrajectorySummary,
 )
+from rollmesh.gateway.models.live import (
+    DropView,
+    EvaluationView,
+    GeneratorView,
+    MemoryView,
+    Overview,
+    PausedBy,
+    Rates,
+    RolloutSpan,
+    RunState,
+    Series,
+    SeriesAnswer,
+    ServiceScale,
+    SnapshotEvent,
+    Staleness,
+    StalenessBin,
+    StepReportView,
+    TickEvent,
+    Timeline,
+    TimelineDelta,
+    VersionInterval,
+)
 
 __all__ = [
     "About",
+    "ApiModel",
     "DeadLetterList",
     "DeadLetterView",
     "Done",
-    "Drop",
+    "DropView",
     "ErrorBody",
-    "EvaluationPoint",
+    "EvaluationView",
     "GeneratorList",
     "GeneratorView",
     "ListState",
-    "Memory",
-    "Model",
+    "MemoryView",
     "Outcome",
     "Overview",
     "PausedBy",
@@ -73,7 +73,7 @@ __all__ = [
     "SnapshotEvent",
     "Staleness",
     "StalenessBin",
-    "StepReport",
+    "StepReportView",
     "TickEvent",
     "Timeline",
     "TimelineDelta",

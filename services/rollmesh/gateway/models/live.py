@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rollmesh.gateway.models.base import Model
+from rollmesh.gateway.models.api_model import ApiModel
 
 RunState = Literal["starting", "running", "paused", "recovering", "complete", "failed", "unreachable"]
 """starting: no policy yet; paused: ``paused_by`` names who did; recovering: Redis came back as an earlier state;
@@ -14,7 +14,7 @@ PausedBy = Literal["operator", "launcher", "schedule"]
 """operator: until resumed; launcher: for an evaluation of its own; schedule: ``waiting_for`` says for what."""
 
 
-class GeneratorView(Model):
+class GeneratorView(ApiModel):
     """One living generator, as of its last heartbeat."""
 
     instance_id: str
@@ -39,7 +39,7 @@ class GeneratorView(Model):
     """Tokens of its KV cache."""
 
 
-class StalenessBin(Model):
+class StalenessBin(ApiModel):
     """One bar of a staleness histogram."""
 
     staleness: int
@@ -48,7 +48,7 @@ class StalenessBin(Model):
     """Groups (queue) or trajectories (trained)."""
 
 
-class Staleness(Model):
+class Staleness(ApiModel):
     """How old the tokens are that wait and that were trained."""
 
     bound: int
@@ -59,7 +59,7 @@ class Staleness(Model):
     """Trajectories of the newest trained batch; empty where the trainer's reports cannot be read."""
 
 
-class Drop(Model):
+class DropView(ApiModel):
     """Groups that left the queue untrained."""
 
     reason: str
@@ -70,7 +70,7 @@ class Drop(Model):
     """Tokens that had been saved in them, without those of members that had become unscorable or dead before."""
 
 
-class EvaluationPoint(Model):
+class EvaluationView(ApiModel):
     """One finished evaluation."""
 
     policy_version: int
@@ -85,7 +85,7 @@ class EvaluationPoint(Model):
     """When it finished."""
 
 
-class Memory(Model):
+class MemoryView(ApiModel):
     """Memory of the queue's Redis."""
 
     used_bytes: int
@@ -96,7 +96,7 @@ class Memory(Model):
     """Used, plus what unfinished trajectories may still write, over the limit; 0 without a limit."""
 
 
-class Rates(Model):
+class Rates(ApiModel):
     """Over about the last 10 seconds."""
 
     saved_tokens_per_second: float
@@ -107,7 +107,7 @@ class Rates(Model):
     """Groups consumed by the trainer."""
 
 
-class StepReport(Model):
+class StepReportView(ApiModel):
     """The trainer's report on its newest step; fields it did not report are null."""
 
     train_step: int
@@ -128,7 +128,7 @@ class StepReport(Model):
     """Time the trainer waited for the batch."""
 
 
-class ServiceScale(Model):
+class ServiceScale(ApiModel):
     """Processes of one service on this machine."""
 
     service: str
@@ -139,7 +139,7 @@ class ServiceScale(Model):
     """Replicas a person asked for; null when nobody did."""
 
 
-class Overview(Model):
+class Overview(ApiModel):
     """The whole run at one moment."""
 
     run: str
@@ -178,19 +178,19 @@ class Overview(Model):
     """Groups by state: open, ready, cut."""
     staleness: Staleness
     """Staleness histograms."""
-    drops: list[Drop]
+    drops: list[DropView]
     """Dropped groups by reason."""
     generators: list[GeneratorView]
     """Living generators, those that serve first; at most 256."""
     generator_count: int
     """All living generators."""
-    evaluations: list[EvaluationPoint]
+    evaluations: list[EvaluationView]
     """Finished evaluations by version, the newest 64."""
-    memory: Memory
+    memory: MemoryView
     """Memory of the queue."""
     rates: Rates
     """Throughput."""
-    report: StepReport | None
+    report: StepReportView | None
     """Newest train step; null where the trainer's reports cannot be read."""
     totals: dict[str, int]
     """Since the run began: admitted_total, consumed_total, finished_total, saved_tokens_total, ..."""
@@ -202,7 +202,7 @@ class Overview(Model):
     """Local processes, by service; empty where the run folder is not on this machine."""
 
 
-class VersionInterval(Model):
+class VersionInterval(ApiModel):
     """Tokens of one policy version within a rollout, as the gateway saw them arrive."""
 
     policy_version: int
@@ -215,7 +215,7 @@ class VersionInterval(Model):
     """Tokens saved under it."""
 
 
-class RolloutSpan(Model):
+class RolloutSpan(ApiModel):
     """One rollout on the timeline. Times are those of the gateway's looks, so about a second apart."""
 
     id: str
@@ -238,7 +238,7 @@ class RolloutSpan(Model):
     """By time."""
 
 
-class Timeline(Model):
+class Timeline(ApiModel):
     """Rollouts in flight now or during the last ``window_seconds``, oldest start first."""
 
     time: float
@@ -253,7 +253,7 @@ class Timeline(Model):
     """Spans."""
 
 
-class TimelineDelta(Model):
+class TimelineDelta(ApiModel):
     """What one look changed: replace the spans with the same id, and drop the removed ones."""
 
     time: float
@@ -268,7 +268,7 @@ class TimelineDelta(Model):
     """Ids that have left the window."""
 
 
-class SnapshotEvent(Model):
+class SnapshotEvent(ApiModel):
     """Data of a ``snapshot`` event: everything; the first event, and after a client has missed too many."""
 
     overview: Overview
@@ -277,7 +277,7 @@ class SnapshotEvent(Model):
     """All spans."""
 
 
-class TickEvent(Model):
+class TickEvent(ApiModel):
     """Data of a ``tick`` event: one look later."""
 
     overview: Overview
@@ -286,7 +286,7 @@ class TickEvent(Model):
     """What changed."""
 
 
-class Series(Model):
+class Series(ApiModel):
     """One curve; the lists have the same length, and x ascends."""
 
     name: str
@@ -305,7 +305,7 @@ class Series(Model):
     """Largest value in the range; the mean plus a standard error for evaluations."""
 
 
-class SeriesAnswer(Model):
+class SeriesAnswer(ApiModel):
     """Curves, thinned out to the asked number of points."""
 
     available: list[str]

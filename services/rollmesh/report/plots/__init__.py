@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollmesh.report.plots import learning, mesh, style
+from rollmesh.report.plots import learning_plots, mesh_plots, style
 from rollmesh.report.recorded_run import RecordedRun
 from rollmesh.report.series import evaluation_points, timeline_series, train_series
 
@@ -42,50 +42,50 @@ def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
         moments,
         "in_flight",
         "Calls that the generators run, by the policy version that writes the tokens.",
-        lambda: mesh.in_flight_plot(timeline),
+        lambda: mesh_plots.in_flight_plot(timeline),
         wide=True,
     )
     add(
         steps or bool(evaluations),
         "reward",
         "Mean reward of each trained batch, and the evaluations on their own prompts.",
-        lambda: learning.reward_plot(train, evaluations),
+        lambda: learning_plots.reward_plot(train, evaluations),
     )
     add(
         steps,
         "length",
         "Tokens of the trained responses, and the share that ran out of budget.",
-        lambda: learning.length_plot(train),
+        lambda: learning_plots.length_plot(train),
     )
     add(
         steps,
         "staleness",
         "Train steps between the oldest policy in a trajectory's loss and the trainer.",
-        lambda: mesh.staleness_plot(train, bound),
+        lambda: mesh_plots.staleness_plot(train, bound),
     )
     add(
         steps,
         "correction",
         "Share of trained tokens that an older policy wrote, and what the importance weights made of it.",
-        lambda: learning.correction_plot(train),
+        lambda: learning_plots.correction_plot(train),
     )
     add(
         steps,
         "drift",
         "Entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights.",
-        lambda: learning.drift_plot(train),
+        lambda: learning_plots.drift_plot(train),
     )
     add(
         steps or moments,
         "throughput",
         "Tokens generated and tokens trained per second of wall time.",
-        lambda: mesh.throughput_plot(train, timeline),
+        lambda: mesh_plots.throughput_plot(train, timeline),
     )
     add(
         moments,
         "queue",
         "Trajectories by state, and groups that are open or ready for a batch.",
-        lambda: mesh.queue_plot(timeline),
+        lambda: mesh_plots.queue_plot(timeline),
         wide=True,
     )
     return tuple(specs)

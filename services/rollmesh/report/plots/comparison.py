@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollmesh.report.plots import style as s
-from rollmesh.report.plots.learning import SMOOTHING_STEPS, version_steps
+from rollmesh.report.plots.learning_plots import SMOOTHING_STEPS, version_steps
 from rollmesh.report.series import EvaluationPoint, FloatArray, TrainSeries, smoothed
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.environments.arithmetic import ArithmeticRefused, evaluate, written
-from rollmesh.tasks.environments.protocol import EnvironmentReply
+from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import Prompt
 
 

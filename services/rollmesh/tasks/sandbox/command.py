@@ -20,7 +20,7 @@ from typing import IO
 from rollmesh.errors import VerifierError
 from rollmesh.tasks.sandbox import identity, leftovers, seal
 from rollmesh.tasks.sandbox.enter import Confinement, Walls, enter, strongest_walls
-from rollmesh.tasks.sandbox.limits import ResourceLimits
+from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
 
 _SCRIPT_NAME = "answer.py"
 _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}

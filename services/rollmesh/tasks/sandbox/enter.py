@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from rollmesh.tasks.sandbox import identity, kernel, reach, seal, system_calls
-from rollmesh.tasks.sandbox.limits import ResourceLimits, apply_limits
+from rollmesh.tasks.sandbox.resource_limits import ResourceLimits, apply_limits
 
 NAMESPACES = (
     kernel.CLONE_NEWUSER

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from rollmesh.tasks.sources.protocol import PromptSource
 from rollmesh.tasks.sources.row import MESSAGES
+from rollmesh.tasks.sources.source_protocol import PromptSource
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 

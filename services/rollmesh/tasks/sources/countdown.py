@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.sources.protocol import Split
+from rollmesh.tasks.sources.source_protocol import Split
 from rollmesh.types import Prompt
 
 SMALLEST_DIGIT = 1

@@ -10,8 +10,8 @@ from typing import Any
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.entries import entry_to_text
 from rollmesh.tasks.sources.permutation import epoch_order
-from rollmesh.tasks.sources.protocol import Split
 from rollmesh.tasks.sources.row import Row, RowFormat, prompt_from_row
+from rollmesh.tasks.sources.source_protocol import Split
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.errors import DataError
-from rollmesh.tasks.verifiers.registry import BUILT_IN
+from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array, Prompt
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from rollmesh.errors import DataError
 from rollmesh.tasks.sources.permutation import Int64Array, epoch_order
-from rollmesh.tasks.sources.protocol import OnChecked, Split
 from rollmesh.tasks.sources.row import Row, RowFormat, check_row, prompt_from_row, prompt_value
+from rollmesh.tasks.sources.source_protocol import OnChecked, Split
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.verifiers.protocol import RewardParts, Verifier, checked_reward
-from rollmesh.tasks.verifiers.registry import build_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, Verifier, checked_reward
+from rollmesh.tasks.verifiers.verifier_registry import build_verifier
 
 
 class CompositeVerifier:

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.errors import VerifierError
-from rollmesh.tasks.verifiers.protocol import RewardParts
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 _TRIAL = re.compile(
     r"\s*(?P<first>[0-9]{1,4})\s+(?P<sign>[+-])\s+(?P<second>[0-9]{1,4})\s+=\s+(?P<result>[0-9]{1,4})"

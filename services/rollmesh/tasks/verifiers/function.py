@@ -9,7 +9,7 @@ from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.loading import load_target
-from rollmesh.tasks.verifiers.protocol import RewardParts, Verifier
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, Verifier
 
 
 class FunctionVerifier:

@@ -15,7 +15,7 @@ import httpx
 
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.verifiers.extraction import last_number
-from rollmesh.tasks.verifiers.protocol import RewardParts
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LARGEST_REPLY_BYTES = 1 << 20
 _FIRST_PAUSE_SECONDS = 0.2

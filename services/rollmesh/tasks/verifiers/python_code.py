@@ -13,11 +13,11 @@ from typing import Any
 
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.sandbox.command import Sandbox
-from rollmesh.tasks.sandbox.limits import ResourceLimits
+from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
 from rollmesh.tasks.verifiers.code_asserts import AssertTest
 from rollmesh.tasks.verifiers.code_tests import CodeTests, read_tests, same_output, same_value
 from rollmesh.tasks.verifiers.code_values import read_value
-from rollmesh.tasks.verifiers.protocol import RewardParts
+from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LONGEST_CODE = 200_000
 """Characters; longer code is wrong."""

@@ -25,16 +25,16 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from rollmesh.agents.agents_service import OpenAiService, openai_service
+from rollmesh.agents.openai_routes import openai_router
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import CanarySequence
-from rollmesh.checkpoints.store import CheckpointStore
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.gateway.auth import token_check
-from rollmesh.gateway.openai.routes import openai_router
-from rollmesh.gateway.openai.service import OpenAiService, openai_service
+from rollmesh.gateway.token_check import token_check
 from rollmesh.generator.main import serve as serve_generator
 from rollmesh.rollout.main import serve as serve_rollout
+from rollmesh.runtime.admin_http import http_server, listen
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.http import http_server, listen
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore

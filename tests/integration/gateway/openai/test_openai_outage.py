@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollmesh.gateway.openai import free
+from rollmesh.agents import unrecorded
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
 from .agent_mesh import AgentMesh, Gateway, agent_mesh
@@ -60,7 +60,7 @@ async def _through_an_outage(mesh: AgentMesh, own: EmbeddedServer) -> None:
 async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(free, "_WAIT_SECONDS", 1.0)
+    monkeypatch.setattr(unrecorded, "_WAIT_SECONDS", 1.0)
     own = EmbeddedServer(tmp_path / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
     own.start()
     try:

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.gateway.openai.answers import AnswerFormat, Choice
-from rollmesh.gateway.openai.flow import Delta, Flow
-from rollmesh.gateway.openai.turn import TokenLogprob, Turn
-from rollmesh.holding.agent_mark import AgentMark, posted_outcome
-from rollmesh.holding.held import Held
+from rollmesh.agents.answer_format import AnswerFormat, Choice
+from rollmesh.agents.answer_stream import AnswerStream, Delta
+from rollmesh.agents.answer_turn import AnswerTurn, TokenLogprob
 from rollmesh.text import Tokenizer
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment, Trajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.agent_mark import AgentMark, posted_outcome
 
 from .tokenizers_for_tests import make_tokenizer
 
@@ -25,12 +25,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def make_held(tokenizer: Tokenizer) -> Held:
+def make_held(tokenizer: Tokenizer) -> ActiveTrajectory:
     prompt = Prompt(prompt_id="p", token_ids=tokenizer.encode("hello"), verifier="")
-    return Held(Trajectory(trajectory_id="t", group_id="g", member_index=0, prompt=prompt))
+    return ActiveTrajectory(Trajectory(trajectory_id="t", group_id="g", member_index=0, prompt=prompt))
 
 
-def add(held: Held, tokenizer: Tokenizer, text: str, version: int = 0) -> None:
+def add(held: ActiveTrajectory, tokenizer: Tokenizer, text: str, version: int = 0) -> None:
     ids = np.array([int(i) for c in text for i in tokenizer.encode(c)], np.int32)
     held.add(
         Segment(
@@ -44,7 +44,7 @@ def add(held: Held, tokenizer: Tokenizer, text: str, version: int = 0) -> None:
 
 async def test_text_is_told_as_it_becomes_certain_and_a_stop_string_ends_the_call(tokenizer: Tokenizer) -> None:
     held = make_held(tokenizer)
-    flow = Flow(Turn(tokenizer, held.context_ids(), ["STOP"]), 0)
+    flow = AnswerStream(AnswerTurn(tokenizer, held.context_ids(), ["STOP"]), 0)
     held.changed = lambda: flow.look(held)
 
     async def sample() -> FinishReason:
@@ -66,7 +66,7 @@ async def test_text_is_told_as_it_becomes_certain_and_a_stop_string_ends_the_cal
 
 async def test_a_reader_that_leaves_cancels_the_call_and_an_error_reaches_it(tokenizer: Tokenizer) -> None:
     held = make_held(tokenizer)
-    flow = Flow(Turn(tokenizer, held.context_ids()), 0)
+    flow = AnswerStream(AnswerTurn(tokenizer, held.context_ids()), 0)
     held.changed = lambda: flow.look(held)
     cancelled = asyncio.Event()
 
@@ -88,19 +88,19 @@ async def test_a_reader_that_leaves_cancels_the_call_and_an_error_reaches_it(tok
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        async for _ in Flow(Turn(tokenizer, held.context_ids()), 0).run(broken):
+        async for _ in AnswerStream(AnswerTurn(tokenizer, held.context_ids()), 0).run(broken):
             pass
 
 
 async def test_a_replay_tells_all_of_a_complete_answer(tokenizer: Tokenizer) -> None:
-    turn = Turn(tokenizer, tokenizer.encode("x"))
+    turn = AnswerTurn(tokenizer, tokenizer.encode("x"))
     held = make_held(tokenizer)
     add(held, tokenizer, "an answer")
     turn.feed(held.segments[0])
     turn.finish()
     assert turn.news(final=True) == "an answer"
     for _ in range(2):
-        delta = Flow(turn.afresh(), 0).replay("length")
+        delta = AnswerStream(turn.afresh(), 0).replay("length")
         assert (delta.text, delta.finish_reason, len(delta.token_ids)) == ("an answer", "length", 9)
 
 

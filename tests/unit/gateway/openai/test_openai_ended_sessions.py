@@ -10,26 +10,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmesh.gateway.openai.desk import Desk
-from rollmesh.gateway.openai.errors import OpenAiError
-from rollmesh.gateway.openai.metrics import OpenAiMetrics
-from rollmesh.gateway.openai.parts import AgentGone
-from rollmesh.gateway.openai.requests import RewardRequest
-from rollmesh.gateway.openai.rewards import check_repeated
-from rollmesh.gateway.openai.sessions import EndedSession
-from rollmesh.holding.held import Held
-from rollmesh.holding.program import Rollout
+from rollmesh.agents.agent_session import EndedSession
+from rollmesh.agents.agents_metrics import OpenAiMetrics
+from rollmesh.agents.openai_errors import OpenAiError
+from rollmesh.agents.posted_rewards import check_repeated
+from rollmesh.agents.request_schema import RewardRequest
+from rollmesh.agents.session_manager import SessionManager
+from rollmesh.agents.session_trajectory import AgentGone
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import Prompt, SamplingParams, Segment, SegmentSource, Trajectory
+from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.program import RolloutContext
 
 TOKENS = 8192
 
 
-def held_trajectory(number: int) -> Held:
+def held_trajectory(number: int) -> ActiveTrajectory:
     prompt = Prompt(
         prompt_id="p", verifier="exact", token_ids=np.arange(16, dtype=np.int32), metadata={"answer": str(number)}
     )
-    return Held(
+    return ActiveTrajectory(
         Trajectory(
             trajectory_id=f"e0-{number}.0",
             group_id=f"e0-{number}",
@@ -51,11 +51,11 @@ def sampled(version: int) -> Segment:
     )
 
 
-def rollout_of(held: Held) -> Rollout:
+def rollout_of(held: ActiveTrajectory) -> RolloutContext:
     async def done(*_: Any) -> None:
         return
 
-    return Rollout(
+    return RolloutContext(
         held=held,
         caller=None,  # type: ignore[arg-type]  # no call is made here
         params=SamplingParams(temperature=1.0, seed=0, stop_token_ids=(1,)),
@@ -67,7 +67,7 @@ def rollout_of(held: Held) -> Rollout:
     )
 
 
-async def ended_session(desk: Desk, number: int, how: str) -> tuple[str, weakref.ref[Held]]:
+async def ended_session(desk: SessionManager, number: int, how: str) -> tuple[str, weakref.ref[ActiveTrajectory]]:
     """Open a session, sample into it, end it; returns its id and a weak reference to its tokens."""
     held = held_trajectory(number)
     opened = asyncio.create_task(desk.open(60.0))
@@ -85,7 +85,7 @@ async def ended_session(desk: Desk, number: int, how: str) -> tuple[str, weakref
 
 @pytest.mark.parametrize("how", ["given_up", "idle", "lost"])
 async def test_an_ended_session_releases_its_tokens_and_keeps_ids_and_counts(how: str) -> None:
-    desk = Desk(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
     sessions = [await ended_session(desk, number, how) for number in range(5)]
     await asyncio.sleep(0)  # the loop lets go of the last task and its exception
     gc.collect()
@@ -99,7 +99,7 @@ async def test_an_ended_session_releases_its_tokens_and_keeps_ids_and_counts(how
 
 
 async def test_a_reward_for_a_session_that_ended_without_one_is_refused() -> None:
-    desk = Desk(OpenAiMetrics(Metrics("gateway")), 600.0)
+    desk = SessionManager(OpenAiMetrics(Metrics("gateway")), 600.0)
     session_id, _ = await ended_session(desk, 0, "idle")
     found = desk.find(session_id)
     assert isinstance(found, EndedSession)

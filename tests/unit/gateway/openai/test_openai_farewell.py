@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from rollmesh.agents import drain
+from rollmesh.agents.drain import farewell_at
 from rollmesh.errors import StoreUnavailable
-from rollmesh.gateway.openai import farewell
-from rollmesh.gateway.openai.farewell import farewell_at
 
 
 async def _over() -> bool:
@@ -26,8 +26,8 @@ async def _unknown() -> bool:
 
 @pytest.mark.parametrize("complete", [_going_on, _unknown])
 async def test_a_call_has_the_stated_time_to_be_answered(complete, monkeypatch) -> None:
-    assert farewell._ANSWER_SECONDS == 2.0
-    monkeypatch.setattr(farewell, "_ANSWER_SECONDS", 0.2)
+    assert drain._ANSWER_SECONDS == 2.0
+    monkeypatch.setattr(drain, "_ANSWER_SECONDS", 0.2)
     shutdown = asyncio.Event()
     async with farewell_at(shutdown, complete) as told:
         start = time.monotonic()

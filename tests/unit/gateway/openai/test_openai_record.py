@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.gateway.openai.record import (
+from rollmesh.agents.answer_turn import AnswerTurn
+from rollmesh.agents.context_match import (
     Context,
     Differs,
     Fits,
@@ -23,7 +24,6 @@ from rollmesh.gateway.openai.record import (
     match_next,
     tail_of,
 )
-from rollmesh.gateway.openai.turn import Turn
 from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array, Segment, SegmentSource
 
@@ -60,7 +60,7 @@ class Record:
         tail = tail_of(self.segments, self.mark.at)
 
         def raw() -> str:
-            turn = Turn(self.tokenizer, self.ids[: len(self.prompt) + self.mark.at])
+            turn = AnswerTurn(self.tokenizer, self.ids[: len(self.prompt) + self.mark.at])
             turn.feed(self._policy(tail.sampled))
             return turn.raw
 

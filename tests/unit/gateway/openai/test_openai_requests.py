@@ -11,11 +11,11 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from rollmesh.agents.openai_errors import OpenAiError
+from rollmesh.agents.openai_http import as_openai
+from rollmesh.agents.parsed_request import check_recordable, read_ask, read_model
+from rollmesh.agents.request_schema import ChatRequest, Closed, CompletionRequest, RewardRequest
 from rollmesh.config.load import validate_run_config
-from rollmesh.gateway.openai.asks import check_recordable, read_ask, read_model
-from rollmesh.gateway.openai.errors import OpenAiError
-from rollmesh.gateway.openai.http import as_openai
-from rollmesh.gateway.openai.requests import ChatRequest, Closed, CompletionRequest, RewardRequest
 from rollmesh.text import Tokenizer
 
 from .tokenizers_for_tests import make_tokenizer

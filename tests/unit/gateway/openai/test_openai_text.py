@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.gateway.openai.stops import find_stop, held_back
-from rollmesh.gateway.openai.text_stream import TextStream
-from rollmesh.gateway.openai.turn import Turn
+from rollmesh.agents.answer_turn import AnswerTurn
+from rollmesh.agents.stop_strings import find_stop, held_back
+from rollmesh.agents.text_stream import TextStream
 from rollmesh.text import Tokenizer
 from rollmesh.types import Segment
 
@@ -58,7 +58,7 @@ def test_bytes_that_never_become_a_character_are_told_at_the_end(tokenizer: Toke
 
 
 def test_special_tokens_are_in_the_raw_text_only(tokenizer: Tokenizer) -> None:
-    turn = Turn(tokenizer, NONE)
+    turn = AnswerTurn(tokenizer, NONE)
     turn.feed(segment(tokenizer.encode("hello<|im_end|>")))
     assert (turn.text, turn.raw) == ("hello", "hello<|im_end|>")
     assert turn.logprobs()[-1].token == "<|im_end|>"
@@ -70,7 +70,7 @@ def test_the_pieces_told_are_the_decoded_whole_however_the_tokens_arrive(
 ) -> None:
     ids = tokenizer.encode(text).tolist()
     edges = sorted({0, len(ids), *(min(c, len(ids)) for c in cuts)})
-    turn = Turn(tokenizer, NONE)
+    turn = AnswerTurn(tokenizer, NONE)
     told = ""
     for start, end in itertools.pairwise(edges):
         turn.feed(segment(ids[start:end]))
@@ -102,7 +102,7 @@ def test_a_stop_string_ends_the_answer_before_it_however_it_is_tokenised(
     tokenizer: Tokenizer, text: str, stops: list[str], by_character: bool, size: int
 ) -> None:
     ids = character_ids(tokenizer, text) if by_character else tokenizer.encode(text).tolist()
-    turn = Turn(tokenizer, NONE, stops)
+    turn = AnswerTurn(tokenizer, NONE, stops)
     told = ""
     for start in range(0, len(ids), size):
         turn.feed(segment(ids[start : start + size]))
@@ -121,7 +121,7 @@ def test_a_stop_string_ends_the_answer_before_it_however_it_is_tokenised(
 
 
 def test_news_never_shows_what_may_become_a_stop_string(tokenizer: Tokenizer) -> None:
-    turn = Turn(tokenizer, NONE, ["Observation:"])
+    turn = AnswerTurn(tokenizer, NONE, ["Observation:"])
     turn.feed(segment(character_ids(tokenizer, "the answer Obser")))
     assert turn.news() == "the answer "
     assert turn.undecided
@@ -134,7 +134,7 @@ def test_news_never_shows_what_may_become_a_stop_string(tokenizer: Tokenizer) ->
 
 
 def test_logprobs_and_versions_are_those_of_the_tokens_that_count(tokenizer: Tokenizer) -> None:
-    turn = Turn(tokenizer, NONE, ["!"])
+    turn = AnswerTurn(tokenizer, NONE, ["!"])
     turn.feed(segment(character_ids(tokenizer, "ab"), version=3))
     turn.feed(segment(character_ids(tokenizer, "!c"), version=4))
     assert [(t.token, t.logprob) for t in turn.logprobs()] == [("a", -1.0), ("b", -2.0)]
@@ -144,6 +144,6 @@ def test_logprobs_and_versions_are_those_of_the_tokens_that_count(tokenizer: Tok
 
 def test_the_first_word_reads_as_it_does_behind_its_context(tokenizer: Tokenizer) -> None:
     context = tokenizer.encode("hello")
-    turn = Turn(tokenizer, context)
+    turn = AnswerTurn(tokenizer, context)
     turn.feed(segment(tokenizer.encode(" world")))
     assert turn.text == " world"

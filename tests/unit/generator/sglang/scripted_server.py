@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from rollmesh.generator.engines.sglang.engine import SglangEngine
-from rollmesh.generator.engines.sglang.options import SglangOptions
+from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
+from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.types import GenerationCall, SamplingParams
 
 VOCAB, LONGEST = 50, 64

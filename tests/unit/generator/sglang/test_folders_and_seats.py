@@ -13,7 +13,7 @@ import pytest
 from rollmesh.errors import EngineError
 from rollmesh.generator.engines.backlog import Backlog
 from rollmesh.generator.engines.sglang.folders import difference, read_folder
-from rollmesh.generator.engines.sglang.seats import Seat, Seats
+from rollmesh.generator.engines.sglang.slot_queue import ServerCall, SlotQueue
 from rollmesh.types import GenerationCall, SamplingParams
 
 SHAPES = {"model.embed_tokens.weight": [50, 8], "model.norm.weight": [8]}
@@ -80,7 +80,7 @@ def test_damaged_folders_are_engine_errors(tmp_path):
         read_folder(folder)
 
 
-def make_seat(name: str = "t") -> Seat:
+def make_seat(name: str = "t") -> ServerCall:
     call = GenerationCall(
         trajectory_id=name,
         context_ids=np.arange(5, dtype=np.int32),
@@ -89,11 +89,11 @@ def make_seat(name: str = "t") -> Seat:
         sampling=SamplingParams(),
         chunk_token_count=4,
     )
-    return Seat(call=call, budget=9, backlog=Backlog.of(call), context=call.context_ids.tolist())
+    return ServerCall(call=call, budget=9, backlog=Backlog.of(call), context=call.context_ids.tolist())
 
 
 def test_slots_go_out_in_order_of_arrival_and_are_kept_until_the_call_leaves():
-    seats = Seats(2)
+    seats = SlotQueue(2)
     first, second, third = (make_seat(n) for n in "abc")
     for seat in (first, second, third):
         seats.enter(seat)
@@ -110,7 +110,7 @@ def test_slots_go_out_in_order_of_arrival_and_are_kept_until_the_call_leaves():
 
 
 def test_a_call_that_leaves_the_queue_lets_the_next_one_in():
-    seats = Seats(1)
+    seats = SlotQueue(1)
     first, second = make_seat("a"), make_seat("b")
     seats.enter(first)
     seats.enter(second)
@@ -119,7 +119,7 @@ def test_a_call_that_leaves_the_queue_lets_the_next_one_in():
 
 
 def test_time_counts_only_while_something_is_decoded():
-    seats = Seats(2)
+    seats = SlotQueue(2)
     seat = make_seat()
     seats.account()
     assert seats.busy_seconds == 0

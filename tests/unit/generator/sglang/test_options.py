@@ -12,7 +12,7 @@ import yaml
 
 from rollmesh.config import load_run_config, write_run_config
 from rollmesh.errors import ConfigError
-from rollmesh.generator.engines.sglang.options import SglangOptions
+from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 
 
 def load(tmp_path: Path, environ: dict[str, str] | None = None, **generator: Any):

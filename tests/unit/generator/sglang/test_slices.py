@@ -11,7 +11,7 @@ from rollmesh.errors import DataError, EngineError
 from rollmesh.generator.engines.call_checks import check_call
 from rollmesh.generator.engines.sglang.slices import (
     Slice,
-    Span,
+    TokenSpan,
     check_finite,
     chunks_of,
     read_scores,
@@ -50,7 +50,7 @@ def piece(*spans: tuple[int, int], **fields: Any) -> Slice:
     return Slice(
         token_ids=np.arange(ends[-1], dtype=np.int32),
         logprobs=-np.arange(ends[-1], dtype=np.float32),
-        spans=tuple(Span(policy_version=v, start=e - n, end=e) for (v, n), e in zip(spans, ends, strict=True)),
+        spans=tuple(TokenSpan(policy_version=v, start=e - n, end=e) for (v, n), e in zip(spans, ends, strict=True)),
         **{"stopped": False, "aborted": False, **fields},
     )
 

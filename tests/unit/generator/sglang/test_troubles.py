@@ -14,10 +14,10 @@ import pytest
 from aiohttp import web
 
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.protocol import EngineLost, OnNewVersion
-from rollmesh.generator.engines.sglang.clock import RunningClock
-from rollmesh.generator.engines.sglang.engine import SglangEngine
-from rollmesh.runtime.ports import free_port
+from rollmesh.generator.engines.engine_protocol import EngineLost, OnNewVersion
+from rollmesh.generator.engines.sglang.running_clock import RunningClock
+from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
+from rollmesh.runtime.free_port import free_port
 from rollmesh.types import Chunk, FinishReason, GenerationCall
 
 from .scripted_server import ScriptedServer, make_call, make_engine, until, write_folder

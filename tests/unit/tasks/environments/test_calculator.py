@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.environments.arithmetic import ArithmeticRefused, evaluate, written
-from rollmesh.tasks.environments.factory import environment_factory
-from rollmesh.tasks.environments.protocol import EnvironmentReply
+from rollmesh.tasks.environments.environment_factory import environment_factory
+from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import Prompt
 
 PROMPT = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact", metadata={"answer": "84"})
@@ -148,7 +148,7 @@ async def test_the_reply_can_carry_turn_markers_of_a_chat_model() -> None:
 
 
 OWN_ENVIRONMENT = """
-from rollmesh.tasks.environments.protocol import EnvironmentReply
+from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 
 class Echo:
     replayable = False

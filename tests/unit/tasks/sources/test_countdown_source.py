@@ -10,7 +10,7 @@ import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.sources.countdown import CountdownPrompts, Puzzle, draw_puzzle
-from rollmesh.tasks.sources.protocol import PromptSource, Split
+from rollmesh.tasks.sources.source_protocol import PromptSource, Split
 
 PINNED = ["4 9 2 6 1 5 8 > 3 :", "7 4 6 1 9 8 5 > 3 :", "4 1 2 5 8 7 > 7 :"]
 """The first prompts of the demo's evaluation."""

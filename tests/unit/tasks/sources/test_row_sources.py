@@ -14,9 +14,9 @@ import pytest
 
 from rollmesh.config.data import DataConfig
 from rollmesh.errors import ConfigError, DataError
-from rollmesh.tasks.sources.factory import build_prompt_source
 from rollmesh.tasks.sources.permutation import epoch_order
-from rollmesh.tasks.sources.protocol import PromptSource, Split
+from rollmesh.tasks.sources.source_factory import build_prompt_source
+from rollmesh.tasks.sources.source_protocol import PromptSource, Split
 from rollmesh.text import Tokenizer
 from rollmesh.types import Prompt
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollmesh.errors import VerifierError
 from rollmesh.tasks.entries import entry_from_text, entry_to_text
-from rollmesh.tasks.verifiers.registry import build_verifier
+from rollmesh.tasks.verifiers.verifier_registry import build_verifier
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 

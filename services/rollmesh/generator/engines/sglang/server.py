@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rollmesh.errors import ConfigError, EngineError
-from rollmesh.generator.engines.protocol import EngineLost
+from rollmesh.generator.engines.engine_protocol import EngineLost
 from rollmesh.generator.engines.sglang.api import HttpError, SglangApi
-from rollmesh.generator.engines.sglang.clock import RunningClock
-from rollmesh.generator.engines.sglang.options import SglangOptions
-from rollmesh.generator.engines.sglang.process import ServerProcess, write_private
-from rollmesh.generator.engines.sglang.reload import nothing_changed
-from rollmesh.generator.engines.sglang.settings import check_settings
+from rollmesh.generator.engines.sglang.reload_plan import nothing_changed
+from rollmesh.generator.engines.sglang.running_clock import RunningClock
+from rollmesh.generator.engines.sglang.server_process import ServerProcess, write_private
+from rollmesh.generator.engines.sglang.server_settings import check_settings
+from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
+from rollmesh.runtime.free_port import free_port
 from rollmesh.runtime.logging import get_logger
-from rollmesh.runtime.ports import free_port
 
 _LOOK_SECONDS = 0.25
 _LOOK_TIMEOUT_SECONDS = 20.0

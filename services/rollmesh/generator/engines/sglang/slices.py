@@ -18,7 +18,7 @@ from rollmesh.types import Chunk, FinishReason, Float32Array, Int32Array, Sampli
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TokenSpan:
     """Tokens [start, end) of a slice, sampled from one policy version."""
 
     policy_version: int
@@ -32,7 +32,7 @@ class Slice:
 
     token_ids: Int32Array  # [tokens]
     logprobs: Float32Array  # [tokens], log_softmax(z/T) over the full vocabulary; raw at T=0
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
     """Cover the tokens in order without gaps."""
     stopped: bool
     """The last token is one of the call's stop tokens."""
@@ -133,15 +133,15 @@ def _read_logprobs(entries: Sequence[Sequence[Any]]) -> tuple[Float32Array, np.n
     return values, np.array([e[1] for e in entries], np.int64)
 
 
-def _read_spans(meta: Mapping[str, Any], count: int, sole_version: int | None) -> tuple[Span, ...]:
+def _read_spans(meta: Mapping[str, Any], count: int, sole_version: int | None) -> tuple[TokenSpan, ...]:
     if not count:
         return ()
     found = meta.get("weight_versions")
     if not found:
         if sole_version is None or str(sole_version) != meta.get("weight_version"):
             raise ValueError("weight_versions is missing")
-        return (Span(policy_version=sole_version, start=0, end=count),)
-    spans = tuple(Span(policy_version=int(s["version"]), start=int(s["start"]), end=int(s["end"])) for s in found)
+        return (TokenSpan(policy_version=sole_version, start=0, end=count),)
+    spans = tuple(TokenSpan(policy_version=int(s["version"]), start=int(s["start"]), end=int(s["end"])) for s in found)
     edges = [0, *(s.end for s in spans)]
     if [s.start for s in spans] != edges[:-1] or edges[-1] != count or any(s.end < s.start for s in spans):
         raise ValueError(f"weight_versions {found} do not cover {count} tokens")

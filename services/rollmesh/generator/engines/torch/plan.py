@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rollmesh.generator.engines.torch.architecture import Architecture
-from rollmesh.generator.engines.torch.cache import KvCache, Tier
+from rollmesh.generator.engines.torch.kv_cache import KvCache, Tier
 from rollmesh.generator.engines.torch.multiply import Multiply, Operand
 from rollmesh.generator.engines.torch.rope import as_pairs
 

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rollmesh.generator.engines.torch.running_call import RunningCall
 from rollmesh.generator.engines.torch.sampling import Restriction, StepSampling, UInt64Array, uniforms
-from rollmesh.generator.engines.torch.sequence import Sequence
 from rollmesh.types import Chunk, FinishReason
 
 BoolArray = npt.NDArray[np.bool_]
@@ -77,7 +77,7 @@ class SlotTable:
     """Arrays indexed by slot, and the ring of tokens not yet delivered."""
 
     def __init__(self, count: int, vocab_size: int, device: torch.device) -> None:
-        self.sequences: list[Sequence | None] = [None] * count
+        self.sequences: list[RunningCall | None] = [None] * count
         self.free = list(range(count - 1, -1, -1))
         self.last_tokens = np.zeros(count, np.int64)
         self.lengths = np.zeros(count, np.int64)
@@ -103,11 +103,11 @@ class SlotTable:
         self._unfiled_slots = np.zeros(0, np.int64)
         self._unfiled_from = 0
 
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[RunningCall]:
         """The running calls, in slot order."""
         return [s for s in self.sequences if s is not None]
 
-    def occupy(self, sequence: Sequence, last_token: int, cached: int, step: int) -> int:
+    def occupy(self, sequence: RunningCall, last_token: int, cached: int, step: int) -> int:
         """Take a free slot for a call whose first ``cached`` tokens are in the cache."""
         slot = self.free.pop()
         sampling = sequence.call.sampling
@@ -181,7 +181,7 @@ class SlotTable:
         """Tokens sampled for a slot and not yet in a chunk."""
         return int(self._now(slot, step) - self._sent_at[slot])
 
-    def take_chunk(self, sequence: Sequence, step: int, version: int, reason: FinishReason | None) -> Chunk:
+    def take_chunk(self, sequence: RunningCall, step: int, version: int, reason: FinishReason | None) -> Chunk:
         """Cut a chunk from the tokens not yet delivered."""
         self._file()
         slot = sequence.slot
@@ -239,7 +239,7 @@ class SlotTable:
         now: Int64Array = np.minimum(step, self._held_at[slots])
         return now
 
-    def _next_emit(self, sequence: Sequence, step: int) -> int:
+    def _next_emit(self, sequence: RunningCall, step: int) -> int:
         # Aligned over all calls: one wake-up of the asyncio thread carries every running call's chunk.
         size = min(sequence.call.chunk_token_count, HISTORY)
         return (step // size + 1) * size

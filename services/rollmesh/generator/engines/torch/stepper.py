@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmesh.generator.engines.torch.cache import KvCache, Tier
+from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.graphs import GraphPool
-from rollmesh.generator.engines.torch.model import Model
+from rollmesh.generator.engines.torch.kv_cache import KvCache, Tier
 from rollmesh.generator.engines.torch.plan import Planner, StepPlan, TierShare
 from rollmesh.generator.engines.torch.slots import Int64Array
 
@@ -46,7 +46,7 @@ class Stepper(Protocol):
         """Rows are about to move: drop what ``prepare`` made."""
 
 
-def make_stepper(model: Model, cache: KvCache, slots: int, *, graphs: bool) -> Stepper:
+def make_stepper(model: DecoderModel, cache: KvCache, slots: int, *, graphs: bool) -> Stepper:
     """The padded stepper where ``graphs`` are wanted (captured on a GPU only), else the plain one."""
     if not graphs:
         return PlainStepper(model, cache, slots)
@@ -57,7 +57,7 @@ def make_stepper(model: Model, cache: KvCache, slots: int, *, graphs: bool) -> S
 class PlainStepper:
     """Steps over exactly the rows in use and little more than the tokens they have."""
 
-    def __init__(self, model: Model, cache: KvCache, slots: int) -> None:
+    def __init__(self, model: DecoderModel, cache: KvCache, slots: int) -> None:
         self._model = model
         self._cache = cache
         self._planner = Planner(model.arch, slots, model.multiply, model.weights.embedding.dtype, model.device)
@@ -81,7 +81,7 @@ class PlainStepper:
 class BucketedStepper:
     """Padded steps of static shape, each made once per combination of buckets and reused."""
 
-    def __init__(self, model: Model, cache: KvCache, slots: int, capture: Capture) -> None:
+    def __init__(self, model: DecoderModel, cache: KvCache, slots: int, capture: Capture) -> None:
         self._model = model
         self._cache = cache
         self._capture = capture
@@ -161,7 +161,7 @@ class BucketedStepper:
 class _StaticStep:
     """The decode step of one combination of buckets, over memory that stays where it is."""
 
-    def __init__(self, model: Model, planner: Planner, shares: list[TierShare], capture: Capture) -> None:
+    def __init__(self, model: DecoderModel, planner: Planner, shares: list[TierShare], capture: Capture) -> None:
         rows = sum(share.rows for share in shares)
         self._counters = planner.counters(np.zeros(rows, np.int64))
         plan = planner.build(shares, self._counters, 0)

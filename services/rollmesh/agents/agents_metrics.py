@@ -1,0 +1,103 @@
+"""What the OpenAI-compatible API exports."""
+
+from __future__ import annotations
+
+from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
+from rollmesh.worker.worker_metrics import CALL_ENDS
+
+ENDPOINTS = ("chat", "completions")
+OUTCOMES = ("answered", "refused", "failed", "cancelled")
+SESSION_ENDS = ("rewarded", "given_up", "idle", "lost")
+SESSION_STATES = ("active", "parked", "waiting")
+DRIFTS = ("forked", "restarted")
+
+
+class OpenAiMetrics:
+    """Calls, tokens, sessions and drift; implements ``HoldingMetrics`` for the calls that are not recorded."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._count_calls(metrics)
+        self._count_sessions(metrics)
+
+    def _count_calls(self, metrics: Metrics) -> None:
+        self.calls = metrics.counter(
+            "rollmesh_gateway_openai_calls_total",
+            "Calls of the OpenAI-compatible API: answered, refused (the request is wrong or cannot be served), failed, "
+            "or cancelled by the client.",
+            ("endpoint", "recorded", "outcome"),
+        )
+        self.running = metrics.gauge("rollmesh_gateway_openai_running_calls", "Calls of the API under way.")
+        self.call_seconds = metrics.histogram(
+            "rollmesh_gateway_openai_call_seconds", "From a call to the end of its answer.", LATENCY_BUCKETS
+        )
+        self.first_text_seconds = metrics.histogram(
+            "rollmesh_gateway_openai_first_text_seconds",
+            "From a call to the first text of its answer.",
+            LATENCY_BUCKETS,
+        )
+        self.context_tokens = metrics.counter(
+            "rollmesh_gateway_openai_context_tokens_total", "Tokens of the contexts sent.", ("recorded",)
+        )
+        self.answer_tokens = metrics.counter(
+            "rollmesh_gateway_openai_answer_tokens_total", "Tokens of the answers.", ("recorded",)
+        )
+        self._ends = metrics.counter(
+            "rollmesh_gateway_openai_generation_calls_ended_total",
+            "Generation calls behind unrecorded calls, by what ended them.",
+            ("reason",),
+        )
+        self._fruitless = metrics.counter(
+            "rollmesh_gateway_openai_generation_calls_fruitless_total",
+            "Generation calls behind unrecorded calls that were given up without a token.",
+        )
+        self.evaluation_tokens = metrics.counter(
+            "rollmesh_gateway_openai_pinned_tokens_total", "Tokens of answers of one policy version asked for."
+        )
+        for recorded in ("yes", "no"):
+            self.context_tokens.labels(recorded=recorded)
+            self.answer_tokens.labels(recorded=recorded)
+            for endpoint in ENDPOINTS:
+                for outcome in OUTCOMES:
+                    self.calls.labels(endpoint=endpoint, recorded=recorded, outcome=outcome)
+        for reason in CALL_ENDS:
+            self._ends.labels(reason=reason)
+
+    def _count_sessions(self, metrics: Metrics) -> None:
+        self.sessions = metrics.gauge(
+            "rollmesh_gateway_openai_sessions",
+            "Sessions of outside agents: active, parked (its trajectory is not leased now), waiting for a prompt.",
+            ("state",),
+        )
+        self.sessions_opened = metrics.counter(
+            "rollmesh_gateway_openai_sessions_opened_total",
+            "Sessions opened, those of a dead gateway included.",
+        )
+        self.sessions_ended = metrics.counter(
+            "rollmesh_gateway_openai_sessions_ended_total", "Sessions ended, by how.", ("how",)
+        )
+        self.drift = metrics.counter(
+            "rollmesh_gateway_openai_drift_total",
+            "Contexts that did not go on where the record ends: another trajectory was opened (forked), or "
+            "the same one begun again because there was no room for another (restarted).",
+            ("outcome",),
+        )
+        self.sessions_lost = metrics.counter(
+            "rollmesh_gateway_openai_worker_sessions_lost_total", "Sessions with the queue that expired."
+        )
+        for state in SESSION_STATES:
+            self.sessions.labels(state=state)
+        for how in SESSION_ENDS:
+            self.sessions_ended.labels(how=how)
+        for outcome in DRIFTS:
+            self.drift.labels(outcome=outcome)
+
+    def sampled(self, count: int, age: int) -> None:
+        """Tokens arrived for an unrecorded call; they are counted when the answer is told."""
+
+    def call_ended(self, reason: str) -> None:
+        """A generation call behind an unrecorded call ended."""
+        self._ends.labels(reason=reason).inc()
+
+    def fruitless_call(self) -> None:
+        """A generation call was given up without a token."""
+        self._fruitless.inc()

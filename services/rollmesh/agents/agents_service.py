@@ -1,0 +1,273 @@
+"""What stands behind the OpenAI-compatible API: the callers, and in a run of outside agents a worker with its desk."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from rollmesh.agents.agents_metrics import OpenAiMetrics
+from rollmesh.agents.drain import Drain, farewell_at
+from rollmesh.agents.posted_rewards import Rewards
+from rollmesh.agents.recorded_calls import RecordedCalls
+from rollmesh.agents.session_manager import SessionManager
+from rollmesh.agents.unrecorded import UnrecordedCalls
+from rollmesh.config import RunConfig
+from rollmesh.errors import RollmeshError, StoreUnavailable
+from rollmesh.runtime.addresses import instance_name
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.port_security import OPEN, PortSecurity
+from rollmesh.scheduling import run_limits
+from rollmesh.store import TrajectoryStore
+from rollmesh.text import Tokenizer
+from rollmesh.types import PolicyRecord, SamplingParams
+from rollmesh.wire.generation_client import GenerationClient
+from rollmesh.wire.reward_client import RewardClient
+from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.interrupts import Interrupter
+from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.saving import Saver
+from rollmesh.worker.trajectory_scoring import TrajectoryScorer
+from rollmesh.worker.worker import Worker, WorkerDeps
+from rollmesh.worker.worker_metrics import WorkerMetrics
+from rollmesh.worker.worker_session import WorkerSession
+
+_FREE_CHUNK_TOKENS = 8
+"""Text of unrecorded answers arrives in pieces of so many tokens; recorded ones in pieces that are saved."""
+_INTERRUPT_GRACE_SECONDS = 3.0
+_LOOK_SECONDS = 0.5
+_SWEEP_SECONDS = 0.5
+_HEARTBEAT_DEADLINE_SECONDS = 120.0
+_TAKE_OVER_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agents:
+    """What only a run of outside agents has."""
+
+    desk: SessionManager
+    recorded: RecordedCalls
+    rewards: Rewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAiService:
+    """Everything that the routes call."""
+
+    config: RunConfig
+    store: TrajectoryStore
+    tokenizer: Tokenizer
+    metrics: OpenAiMetrics
+    free: UnrecordedCalls
+    agents: Agents | None
+    farewell: Drain
+    """Ends the calls under way when the gateway stops."""
+    started: float
+    """When it started, monotonic seconds."""
+
+    @property
+    def taking_over(self) -> bool:
+        """Whether sessions of a gateway that died may still come: its leases have to expire first."""
+        return time.monotonic() - self.started < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS
+
+    async def policies(self) -> tuple[Mapping[int, int], PolicyRecord | None]:
+        """Serving generators by policy version, and the newest announced policy."""
+        serving: dict[int, int] = {}
+        for record in await self.store.generators():
+            if record.serving:
+                serving[record.policy_version] = serving.get(record.policy_version, 0) + 1
+        return serving, await self.store.latest_policy()
+
+    async def complete(self) -> bool:
+        """Whether no agent's work can reach training any more."""
+        return await _complete(self.config, self.store)
+
+
+@asynccontextmanager
+async def openai_service(
+    config: RunConfig,
+    index: int,
+    store: TrajectoryStore,
+    tokenizer: Tokenizer,
+    registry: Metrics,
+    health: Health,
+    shutdown: Shutdown,
+    security: PortSecurity = OPEN,
+) -> AsyncIterator[OpenAiService]:
+    """The service while its loops run; one that fails sets ``shutdown``, and its error is raised at the end.
+
+    Leaving it brings every held trajectory to rest: saved, and given back without counting as an attempt.
+    """
+    metrics = OpenAiMetrics(registry)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(GenerationClient(security))
+        generators, policies = GeneratorPool(store), NewestPolicy(store)
+        limits = _call_limits(config, tokenizer, SaveLimits.of(config.rollout.partial_save_tokens))
+        free_saving = SaveLimits(chunk_token_count=_FREE_CHUNK_TOKENS, unacknowledged_token_limit=0)
+        caller = Caller(client, generators, policies, _call_limits(config, tokenizer, free_saving), metrics)
+        stop = asyncio.Event()
+        loops = _Loops(shutdown)
+        agents: Agents | None = None
+        if config.rollout.program == "agent":
+            await store.init_run(run_limits(config))
+            reward = await stack.enter_async_context(RewardClient(config, security=security))
+            desk = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
+            worker_metrics = WorkerMetrics(registry)
+            session = WorkerSession(
+                store, instance_name(config, "gateway", index), config.store.heartbeat_seconds, worker_metrics
+            )
+            worker = _worker(
+                config,
+                tokenizer,
+                WorkerDeps(
+                    store=store,
+                    session=session,
+                    saver=Saver(store, session),
+                    generators=generators,
+                    policies=policies,
+                    caller=Caller(client, generators, policies, limits, worker_metrics),
+                    interrupter=Interrupter(client, generators, _INTERRUPT_GRACE_SECONDS),
+                    scorer=TrajectoryScorer(reward, config.reward, config.rollout.max_new_tokens, worker_metrics),
+                    program=desk,
+                    metrics=worker_metrics,
+                    health=health,
+                ),
+                desk,
+            )
+            agents = _agents(config, tokenizer, desk, worker, metrics, limits)
+            loops.start(_work(worker, session, health, stop), "agents-worker")
+            loops.start(_sweep(desk, stop), "agents-sweep")
+        else:
+            loops.start(_look(generators, policies, stop), "openai-registry")
+        farewell = await stack.enter_async_context(farewell_at(shutdown, partial(_complete, config, store)))
+        try:
+            yield OpenAiService(
+                config=config,
+                store=store,
+                tokenizer=tokenizer,
+                metrics=metrics,
+                free=UnrecordedCalls(
+                    tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens
+                ),
+                agents=agents,
+                farewell=farewell,
+                started=time.monotonic(),
+            )
+        finally:
+            stop.set()
+            await loops.ended()
+
+
+async def _complete(config: RunConfig, store: TrajectoryStore) -> bool:
+    if config.rollout.program != "agent":
+        return False
+    state = await store.training_state()
+    return max(state.trained_step, state.cut_step) >= config.trainer.train_steps
+
+
+class _Loops:
+    """Background tasks whose failure ends the process."""
+
+    def __init__(self, shutdown: Shutdown) -> None:
+        self._shutdown = shutdown
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, work: object, name: str) -> None:
+        task = asyncio.ensure_future(work)  # type: ignore[call-overload]
+        task.set_name(name)
+        task.add_done_callback(self._done)
+        self._tasks.append(task)
+
+    async def ended(self) -> None:
+        for result in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+                raise result
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            get_logger("agents").error("loop_failed", loop=task.get_name(), exc_info=error)
+            self._shutdown.set()
+
+
+def _worker(config: RunConfig, tokenizer: Tokenizer, parts: WorkerDeps, desk: SessionManager) -> Worker:
+    worker = Worker(
+        parts,
+        params=SamplingParams(
+            temperature=config.rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
+        ),
+        budget=config.rollout.max_new_tokens,
+        concurrency=config.rollout.worker_concurrency,
+        drain_seconds=config.generator.drain_timeout_seconds / 2,
+        new_limit=desk.wanted,
+    )
+    desk.wake_worker = worker.wake
+    return worker
+
+
+def _agents(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    desk: SessionManager,
+    worker: Worker,
+    metrics: OpenAiMetrics,
+    limits: CallLimits,
+) -> Agents:
+    budget = config.rollout.max_new_tokens
+    recorded = RecordedCalls(
+        tokenizer, desk, worker, metrics, budget=budget, save_slack=limits.saving.chunk_token_count
+    )
+    return Agents(desk=desk, recorded=recorded, rewards=Rewards(desk, budget))
+
+
+def _call_limits(config: RunConfig, tokenizer: Tokenizer, saving: SaveLimits) -> CallLimits:
+    return CallLimits(
+        vocab_size=tokenizer.vocab_size,
+        max_context_tokens=config.generator.max_context_tokens,
+        saving=saving,
+        chunk_timeout_seconds=config.rollout.chunk_timeout_seconds,
+    )
+
+
+async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Shutdown) -> None:
+    """One worker session, from the first heartbeat to the last release."""
+    while True:
+        try:
+            await session.open()
+            break
+        except StoreUnavailable as error:
+            get_logger("agents").warning("store_unavailable", message=str(error))
+        if await wait_or_shutdown(stop, _LOOK_SECONDS):
+            return
+    health.watch("heartbeat", _HEARTBEAT_DEADLINE_SECONDS)
+    heartbeat = asyncio.create_task(session.keep_alive(lambda: health.beat("heartbeat")), name="heartbeat")
+    try:
+        await worker.run(stop)
+    finally:
+        heartbeat.cancel()
+        await asyncio.gather(heartbeat, return_exceptions=True)
+        health.unwatch("heartbeat")
+        await session.close()
+
+
+async def _sweep(desk: SessionManager, stop: Shutdown) -> None:
+    while not await wait_or_shutdown(stop, _SWEEP_SECONDS):
+        desk.sweep()
+
+
+async def _look(generators: GeneratorPool, policies: NewestPolicy, stop: Shutdown) -> None:
+    """Follow the registry, where no worker does."""
+    while True:
+        try:
+            await policies.refresh()
+            await generators.refresh()
+        except RollmeshError as error:
+            get_logger("openai").warning("registry_not_read", message=str(error))
+        if await wait_or_shutdown(stop, _LOOK_SECONDS):
+            return

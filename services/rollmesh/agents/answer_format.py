@@ -1,0 +1,143 @@
+"""The JSON of answers: whole ones, and the pieces of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rollmesh.agents.answer_stream import Delta
+from rollmesh.agents.answer_turn import TokenLogprob
+
+DONE = b"data: [DONE]\n\n"
+
+Endpoint = Literal["chat", "completions"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One answer as far as it is known."""
+
+    text: str = ""
+    tokens: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Take in news."""
+        self.text += delta.text
+        self.tokens += delta.logprobs
+        self.finish_reason = delta.finish_reason or self.finish_reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """What all pieces of one call share."""
+
+    endpoint: Endpoint
+    answer_id: str
+    created: int
+    """Unix seconds."""
+    model: str
+    logprobs: bool
+    token_ids: bool
+    context_ids: Sequence[int]
+
+    def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a call that does not stream."""
+        kind = "chat.completion" if self.endpoint == "chat" else "text_completion"
+        body = self._head(kind, extra)
+        body["choices"] = [self._choice(index, choice) for index, choice in enumerate(choices)]
+        body["usage"] = self.usage(choices)
+        if self.token_ids:
+            body["prompt_token_ids"] = list(self.context_ids)
+        return body
+
+    def first(self, index: int) -> bytes | None:
+        """What opens a streamed answer: a chat says who speaks."""
+        if self.endpoint == "completions":
+            return None
+        return self._event({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def piece(self, index: int, delta: Delta, offset: int, extra: Mapping[str, Any]) -> bytes:
+        """A piece of a streamed answer; ``offset`` characters of text came before."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
+        if self.endpoint == "chat":
+            choice["delta"] = {"content": delta.text} if delta.text or not delta.finish_reason else {}
+        else:
+            choice["text"] = delta.text
+        choice["logprobs"] = self._logprobs(delta.logprobs, offset)
+        if self.token_ids:
+            choice["token_ids"] = list(delta.token_ids)
+        return self._event(choice, extra)
+
+    def usage_event(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> bytes:
+        """The last event of a stream that asked for token counts."""
+        body = self._head(self._chunk_kind, extra)
+        body["choices"] = []
+        body["usage"] = self.usage(choices)
+        return _line(body)
+
+    def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
+        """Token counts."""
+        context, answers = len(self.context_ids), sum(len(choice.tokens) for choice in choices)
+        return {"prompt_tokens": context, "completion_tokens": answers, "total_tokens": context + answers}
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.endpoint == "chat" else "text_completion"
+
+    def _head(self, kind: str, extra: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": None,
+            "rollmesh": dict(extra),
+        }
+
+    def _event(self, choice: dict[str, Any], extra: Mapping[str, Any] | None = None) -> bytes:
+        body = self._head(self._chunk_kind, extra or {})
+        body["choices"] = [choice]
+        return _line(body)
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        body: dict[str, Any] = {"index": index, "finish_reason": choice.finish_reason}
+        if self.endpoint == "chat":
+            body["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+        else:
+            body["text"] = choice.text
+        body["logprobs"] = self._logprobs(choice.tokens, 0)
+        if self.token_ids:
+            body["token_ids"] = [t.token_id for t in choice.tokens]
+        return body
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob], offset: int) -> dict[str, Any] | None:
+        if not self.logprobs:
+            return None
+        if self.endpoint == "chat":
+            content = [
+                {"token": t.token, "logprob": t.logprob, "bytes": list(t.token.encode()), "top_logprobs": []}
+                for t in tokens
+            ]
+            return {"content": content, "refusal": None}
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token.token)
+        return {
+            "tokens": [t.token for t in tokens],
+            "token_logprobs": [t.logprob for t in tokens],
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+
+def error_event(body: Mapping[str, Any]) -> bytes:
+    """An error in the middle of a stream."""
+    return _line(body)
+
+
+def _line(body: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

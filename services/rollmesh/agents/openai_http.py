@@ -1,0 +1,141 @@
+"""HTTP of the API: OpenAI's error shape for everything, answers whole or streamed, and clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from rollmesh.agents.drain import Drain
+from rollmesh.agents.openai_errors import OpenAiError, invalid, unavailable
+from rollmesh.errors import Conflict, DataError, EngineError, RollmeshError, StoreError
+from rollmesh.gateway.api_errors import ApiError
+from rollmesh.runtime.logging import get_logger
+
+T = TypeVar("T")
+
+CLIENT_CLOSED = 499
+"""Status for the log; nobody reads it."""
+
+
+class OpenAiRoute(APIRoute):
+    """A route whose every error has OpenAI's shape, authentication and validation included."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Wrap the handler."""
+        handle = super().get_route_handler()
+
+        async def guarded(request: Request) -> Response:
+            try:
+                return await handle(request)
+            except Exception as error:
+                return answer_error(error)
+
+        return guarded
+
+
+def answer_error(error: Exception) -> Response:
+    """The answer to a request that failed."""
+    known = as_openai(error)
+    return JSONResponse(known.body, status_code=known.status, headers=known.headers)
+
+
+def as_openai(error: Exception) -> OpenAiError:
+    """Any error in OpenAI's words."""
+    if isinstance(error, OpenAiError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return _wrong_field(error)
+    if isinstance(error, ApiError):
+        kind = "authentication_error" if error.status == 401 else "invalid_request_error"
+        code = "invalid_api_key" if error.status == 401 else None
+        hint = f"; {error.hint}" if error.hint else ""
+        return OpenAiError(error.status, f"{error}{hint}", kind=kind, param=error.field, code=code)
+    if isinstance(error, HTTPException):
+        return OpenAiError(error.status_code, str(error.detail))
+    if isinstance(error, DataError):
+        return invalid(str(error), None)
+    if isinstance(error, Conflict):
+        return OpenAiError(409, str(error))
+    if isinstance(error, StoreError):
+        return unavailable(f"the trajectory queue does not answer: {error}", "store_unavailable")
+    if isinstance(error, EngineError | RollmeshError):
+        return OpenAiError(502, f"the generators failed: {error}", kind="server_error", code="generation_failed")
+    get_logger("openai").error("request_failed", error=repr(error), exc_info=error)
+    return OpenAiError(500, "an error inside the gateway; its log has the trace", kind="server_error")
+
+
+def _wrong_field(error: RequestValidationError) -> OpenAiError:
+    problems = error.errors()
+    field = problems[0]["loc"][:2]
+    # Of a field that may be one of several types, the branch that understood most of the value says most.
+    problem = max((p for p in problems if p["loc"][:2] == field), key=lambda p: len(p["loc"]))
+    name = ".".join(str(part) for part in problem["loc"] if part != "body" and not _is_branch(part))
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return invalid(f"{name}: unknown parameter", name, "unknown_parameter")
+    if problem["type"] == "json_invalid":
+        return invalid(f"the body is not valid JSON: {problem.get('ctx', {}).get('error', message)}", None)
+    if problem["type"] == "missing":
+        return invalid(f"{name}: it is missing", name, "missing_required_parameter")
+    if not name:
+        name = message.partition(":")[0] if ":" in message else ""
+        return invalid(message, name or None, "unsupported_parameter" if "not supported" in message else None)
+    seen = "" if isinstance(problem.get("input"), dict | list) else f" (got {shortened(repr(problem.get('input')))})"
+    return invalid(f"{name}: {message}{seen}", name)
+
+
+def shortened(text: str, most: int = 60) -> str:
+    """The beginning of a text that may be of any length."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _is_branch(part: int | str) -> bool:
+    """Whether a part of a problem's path names a branch of a union by its type, and no field."""
+    return isinstance(part, str) and (part in ("str", "int") or not part.isidentifier())
+
+
+async def unless_gone(request: Request, work: Awaitable[T], farewell: Drain) -> T:
+    """The result of ``work``; a client that hangs up and a gateway that stops cancel it (OpenAiError)."""
+    task = asyncio.ensure_future(work)
+    left, told = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(farewell.heard())
+    try:
+        await asyncio.wait([task, left, told], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise told.result() if told.done() else OpenAiError(CLIENT_CLOSED, "the client closed the connection")
+    finally:
+        for each in (task, left, told):
+            each.cancel()
+        await asyncio.gather(task, left, told, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; ``end`` runs once, whoever ends the stream."""
+
+    def __init__(
+        self, events: AsyncIterator[bytes], end: Callable[[], Awaitable[None]], *, headers: Mapping[str, str]
+    ) -> None:
+        # Nobody in between may hold pieces back.
+        own = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
+        super().__init__(events, media_type="text/event-stream", headers=own)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._end()

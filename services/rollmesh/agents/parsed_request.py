@@ -1,0 +1,150 @@
+"""From a request to what has to be sampled: the policy, the context, the parameters, and what a session allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollmesh.agents.context_match import Context
+from rollmesh.agents.openai_errors import OpenAiError, invalid
+from rollmesh.agents.request_schema import ChatRequest, CompletionRequest, SamplingRequest
+from rollmesh.config import RunConfig
+from rollmesh.errors import DataError
+from rollmesh.text import Tokenizer
+from rollmesh.types import Int32Array, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """One call, read and checked."""
+
+    context: Context
+    field: str
+    """Where the request has it: messages or prompt."""
+    whole_ids: Callable[[], Int32Array]
+    """Tokens of the whole context, when nothing of it is recorded."""
+    other_ids: Callable[[], Int32Array] | None = None
+    """The same without what the tokenizer adds around a text, where that makes a difference."""
+    choices: int
+    stops: tuple[str, ...]
+    token_limit: int | None
+    params: SamplingParams
+    pinned_version: int | None
+    seeded: bool
+
+
+def read_model(name: str, run: str) -> int | None:
+    """The policy version that a model name pins, None for the newest; OpenAiError for another run's name."""
+    base, at, version = name.partition("@")
+    if base != run:
+        raise _no_model(f"model: {name!r} is not served here; it is {run!r}, or {run}@VERSION")
+    if not at:
+        return None
+    if not version.isdecimal() or len(version) > 15:
+        raise _no_model(f"model: {name!r}: expected a policy version after @, a whole number")
+    return int(version)
+
+
+def read_ask(request: ChatRequest | CompletionRequest, config: RunConfig, tokenizer: Tokenizer) -> ParsedRequest:
+    """Read a call; OpenAiError names the field that is wrong."""
+    plain: Callable[[], Int32Array] | None = None
+    if isinstance(request, ChatRequest):
+        try:
+            text = tokenizer.chat_text([m.as_template() for m in request.messages])
+        except DataError as error:
+            raise invalid(f"messages: {error}", "messages") from error
+        context = Context(text=text)
+        whole = _encoder(tokenizer, text, special_tokens=False, field="messages")
+    elif isinstance(request.prompt, str):
+        if not request.prompt:
+            raise invalid("prompt: it is empty; give at least one character, or token ids", "prompt")
+        context = Context(text=request.prompt)
+        whole = _encoder(tokenizer, request.prompt, special_tokens=True, field="prompt")
+        plain = _encoder(tokenizer, request.prompt, special_tokens=False, field="prompt")
+    else:
+        ids = _ids(request.prompt, tokenizer, config.generator.max_context_tokens)
+        context = Context(text=tokenizer.decode(ids, special_tokens=True), token_ids=ids)
+
+        def whole() -> Int32Array:
+            return ids
+
+    return ParsedRequest(
+        context=context,
+        field="messages" if isinstance(request, ChatRequest) else "prompt",
+        whole_ids=whole,
+        other_ids=plain,
+        choices=request.n or 1,
+        stops=request.stops,
+        token_limit=request.token_limit,
+        params=SamplingParams(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=request.top_k or 0,
+            seed=0 if request.seed is None else request.seed % 2**63,
+            stop_token_ids=tokenizer.eos_token_ids,
+        ),
+        pinned_version=read_model(request.model, config.name),
+        seeded=request.seed is not None,
+    )
+
+
+def too_long(tokens: int, most: int, field: str) -> OpenAiError:
+    """No answer fits behind the context."""
+    return invalid(
+        f"the context has {tokens} tokens and this run's limit is generator.max_context_tokens={most}, answer included",
+        field,
+        "context_length_exceeded",
+    )
+
+
+def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
+    """Raise OpenAiError for what a recorded call cannot do: its tokens are trained on as the policy's own."""
+    temperature = config.rollout.temperature
+    if "@" in request.model:
+        raise invalid(
+            f"model: a session samples from the newest policy; send {config.name!r}, or leave the session out", "model"
+        )
+    if request.temperature is not None and request.temperature != temperature:
+        raise invalid(
+            f"temperature: {request.temperature:g} in a session, but the run trains at rollout.temperature="
+            f"{temperature:g}; leave it out or send {temperature:g}",
+            "temperature",
+        )
+    for name, value, off in (("top_p", request.top_p, 1.0), ("top_k", request.top_k, 0)):
+        if value not in (None, off):
+            raise invalid(
+                f"{name}: {value:g} in a session, whose tokens are trained on: they must be sampled from the full "
+                f"vocabulary; leave it out or send {off:g}",
+                name,
+            )
+    if request.n not in (None, 1):
+        raise invalid(f"n: {request.n} in a session, which has one conversation; open one session per answer", "n")
+    if request.seed is not None:
+        raise invalid("seed: not in a session, where the run's seed and the trajectory decide; leave it out", "seed")
+
+
+def _no_model(message: str) -> OpenAiError:
+    return OpenAiError(404, message, param="model", code="model_not_found")
+
+
+def _encoder(tokenizer: Tokenizer, text: str, *, special_tokens: bool, field: str) -> Callable[[], Int32Array]:
+    def encode() -> Int32Array:
+        try:
+            return tokenizer.encode_aside(text, special_tokens=special_tokens)
+        except DataError as error:
+            raise invalid(f"{field}: {error}", field) from error
+
+    return encode
+
+
+def _ids(prompt: list[int], tokenizer: Tokenizer, most: int) -> Int32Array:
+    if len(prompt) > most:
+        raise too_long(len(prompt), most, "prompt")
+    for at, token_id in enumerate(prompt):
+        if not 0 <= token_id < tokenizer.vocab_size:
+            raise invalid(
+                f"prompt[{at}]: token id {token_id} is outside the vocabulary [0, {tokenizer.vocab_size})", "prompt"
+            )
+    return np.array(prompt, np.int32)

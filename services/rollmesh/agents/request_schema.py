@@ -1,0 +1,231 @@
+"""What clients send. Unknown fields are refused, and so is every known one that would be ignored otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from rollmesh.config.section import Temperature
+
+MOST_CHOICES = 32
+MOST_STOPS = 16
+MOST_INT32 = 2**31 - 1
+"""Largest token count that the generation protocol carries."""
+_NOTHING: tuple[Any, ...] = (None, [], {}, "", False)
+_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (_NOTHING, "describe the tools in a message and read the calls from the answer's text"),
+    "tool_choice": ((*_NOTHING, "none"), "describe the tools in a message and read the calls from the answer's text"),
+    "parallel_tool_calls": ((*_NOTHING, True), "tools are not supported"),
+    "functions": (_NOTHING, "describe the functions in a message and read the calls from the answer's text"),
+    "function_call": ((*_NOTHING, "none"), "functions are not supported"),
+    "response_format": ((*_NOTHING, {"type": "text"}), "ask for the format in a message"),
+    "presence_penalty": ((None, 0), "penalties change the distribution that logprobs are over"),
+    "frequency_penalty": ((None, 0), "penalties change the distribution that logprobs are over"),
+    "logit_bias": (_NOTHING, "a bias changes the distribution that logprobs are over"),
+    "modalities": ((None, ["text"]), "only text is generated"),
+    "audio": (_NOTHING, "only text is generated"),
+    "prediction": (_NOTHING, "leave it out"),
+    "reasoning_effort": (_NOTHING, "ask for it in a message"),
+    "verbosity": (_NOTHING, "ask for it in a message"),
+    "web_search_options": (_NOTHING, "there is no web search"),
+    "service_tier": ((None, "auto", "default"), "there are no tiers"),
+    "store": (_NOTHING, "calls are recorded in sessions: POST /v1/sessions"),
+    "best_of": ((None, 1), "ask for n choices"),
+    "echo": (_NOTHING, "the prompt is known to the caller"),
+    "suffix": (_NOTHING, "text can only be continued"),
+}
+"""Fields of OpenAI's API that mean nothing at these values, and what to do instead of any other."""
+
+
+def _whole_characters(text: str) -> str:
+    """JSON can escape half of a surrogate pair, which is no character: no tokenizer and no message takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} is half of a surrogate pair, and no text") from error
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole_characters)]
+TokenCount = Annotated[int, Field(ge=1, le=MOST_INT32)]
+
+
+class Closed(BaseModel):
+    """A closed request whose docstrings become the OpenAPI text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class TextPart(Closed):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    """Only text is understood."""
+    text: Text
+    """The text."""
+
+
+class Message(Closed):
+    """One chat message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    """Who speaks."""
+    content: Text | list[TextPart]
+    """What was said."""
+    name: Text | None = None
+    """Name of the speaker, for templates that use it."""
+    tool_call_id: Text | None = None
+    """Call that a tool message answers, for templates that use it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_extras(cls, data: Any) -> Any:
+        """An assistant message of the official client carries fields that say nothing."""
+        if not isinstance(data, dict):
+            return data
+        names = ("refusal", "audio", "annotations", "function_call", "tool_calls", "reasoning_content")
+        return {k: v for k, v in data.items() if k not in names or v not in (None, [], "")}
+
+    def as_template(self) -> dict[str, Any]:
+        """As a chat template takes it: text content, nothing that is not there."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return {"role": self.role, "content": text, **{k: v for k, v in optional.items() if v is not None}}
+
+
+class StreamOptions(Closed):
+    """Options of a streamed answer."""
+
+    include_usage: bool = False
+    """Send the token counts in a last event."""
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole_characters)]
+
+
+class SamplingRequest(Closed):
+    """What chat and completions share."""
+
+    model: str
+    """Name of the run, or ``run@version`` for one policy version."""
+    temperature: Annotated[Temperature, Field(le=10)] | None = None
+    """Softmax temperature; 0 is greedy. Default 1, in a session the run's."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Nucleus mass; not in a session."""
+    top_k: int | None = Field(default=None, ge=0, le=MOST_INT32)
+    """Most likely tokens kept, 0 keeps all; not in a session. (Not part of OpenAI's API.)"""
+    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    """Answers; 1 in a session."""
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    """Texts that end the answer; they are not part of it."""
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    """Same seed, policy version and context: same answer. Not in a session, where the run's seed counts."""
+    stream: bool | None = None
+    """Send the answer as it is sampled, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    """Options of a streamed answer."""
+    return_token_ids: bool | None = None
+    """Send the token ids of context and answer, too. (Not part of OpenAI's API.)"""
+    user: str | None = None
+    """Ignored."""
+    metadata: dict[str, Any] | None = None
+    """Ignored."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields_mean_something(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kept = {}
+        for name, value in data.items():
+            if name in cls.model_fields or name not in _NEUTRAL:
+                kept[name] = value
+                continue
+            neutral, instead = _NEUTRAL[name]
+            if not any(value == other and type(value) in (type(other), int, float) for other in neutral):
+                raise ValueError(f"{name}: not supported; {instead}")
+        return kept
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class ChatRequest(SamplingRequest):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    """The conversation so far."""
+    max_tokens: TokenCount | None = None
+    """Most tokens of the answer; default: what the context leaves."""
+    max_completion_tokens: TokenCount | None = None
+    """Another name for max_tokens."""
+    logprobs: bool | None = None
+    """Send the log-probability of each token (over the full vocabulary, at the temperature it was sampled at)."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=0)
+    """Only the sampled token's log-probability is known: 0."""
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer; None is what the context leaves."""
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer carries log-probabilities."""
+        return bool(self.logprobs)
+
+
+class CompletionRequest(SamplingRequest):
+    """POST /v1/completions."""
+
+    prompt: Text | Annotated[list[int], Field(min_length=1)]
+    """Text to go on with, or its token ids (exact, whatever a tokenizer would make of the text)."""
+    max_tokens: TokenCount | None = None
+    """Most tokens of the answer; default 16, as in OpenAI's API."""
+    logprobs: int | None = Field(default=None, ge=0, le=0)
+    """0 sends the log-probability of each token; those of other tokens are not known."""
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer carries log-probabilities."""
+        return self.logprobs is not None
+
+
+class SessionRequest(Closed):
+    """POST /v1/sessions."""
+
+    wait_seconds: float = Field(default=30.0, ge=0, le=120)
+    """How long to wait for a prompt while the run is paused or its pool is full."""
+
+
+class RewardRequest(Closed):
+    """POST /v1/sessions/{id}/reward: exactly one of the three."""
+
+    reward: float | None = None
+    """The value of what the agent did."""
+    error: Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_whole_characters)] | None = None
+    """Why there is no value: the run's reward.on_error decides what that means."""
+    verify: bool = False
+    """Let the run's verifier score the answer; for sessions of one trajectory."""
+    parts: dict[Text, float] = Field(default_factory=dict)
+    """Further numbers that are kept with the reward."""
+
+    @model_validator(mode="after")
+    def _one_word(self) -> RewardRequest:
+        if sum((self.reward is not None, self.error is not None, self.verify)) != 1:
+            raise ValueError("reward: give exactly one of reward (a number), error (why there is none), verify: true")
+        if self.parts and self.reward is None:
+            raise ValueError("parts: only together with reward")
+        return self

@@ -1,0 +1,200 @@
+"""Commands that look at a run or steer it: status, eval, explain, audit, report, pin, rollback."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from rollmesh.cli.common import (
+    JsonOption,
+    RunFolderArgument,
+    clear_errors,
+    progress_console,
+    run_async,
+    run_of,
+    shutdown_event,
+    store_of,
+)
+from rollmesh.errors import StoreUnavailable
+from rollmesh.gateway.action_token import known_token
+from rollmesh.report.console import output_console
+from rollmesh.report.ledger_counts import QueueAccount
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.runtime.endpoints import read_endpoints
+
+VersionOption = Annotated[int | None, typer.Option("--version", help="Policy version; the newest by default.", min=0)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the inspection commands."""
+    for command in (status, eval_, explain, audit, report, pin, rollback):
+        app.command(command.__name__.rstrip("_"), rich_help_panel="Inspection")(command)
+
+
+def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
+    """Show versions, queue, generators and drops of a run, and where its page is."""
+
+    async def main() -> None:
+        async with store_of(run) as (config, folder, store):
+            view, counts = await store.view(), await store.counts()
+            generators, failure = await store.generators(), await store.failure()
+        failure = failure or RecordedRun(folder.path).failure
+        pages = read_endpoints(folder.path, "gateway")
+        if as_json:
+            data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
+            data["failure"] = failure
+            data["gateways"] = [page.url for page in pages]
+            typer.echo(json.dumps(data, default=str))
+            return
+        console = output_console()
+        table = Table("what", "value", title=f"run {config.name}")
+        if failure:
+            table.add_row("failed", escape(failure))
+        table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
+        table.add_row("policy version", f"{view.policy_version}")
+        table.add_row("trajectories", f"{view.leased} leased, {view.partial} partial, {view.pending} pending")
+        table.add_row("groups", f"{view.open_groups} open, {view.ready_groups} ready")
+        table.add_row("queue memory", f"{view.memory_ratio:.1%} of maxmemory")
+        for reason, number in sorted(counts.drops.items()):
+            table.add_row(f"dropped: {reason}", str(number))
+        for page in pages:
+            table.add_row("page", page.url)
+        if pages:
+            table.add_row("its token, for actions", known_token(config) or "what ROLLMESH_GATEWAY__TOKEN was")
+        console.print(table)
+        serving = Table("generator", "version", "running", "waiting", "slots", "state")
+        for g in generators:
+            state = "serving" if g.serving else g.reason
+            if g.refused_version is not None:
+                state += f"; refuses version {g.refused_version}: {g.refused_reason}"
+            row = (g.address, g.policy_version, g.running_count, g.waiting_count, g.slot_count, state)
+            serving.add_row(*map(str, row))
+        console.print(serving)
+
+    run_async(main)
+
+
+def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
+    """Evaluate one policy version of a run at rest on the fixed evaluation prompts."""
+    from rollmesh.launcher.evaluate import evaluate_run
+
+    async def main() -> None:
+        config, folder = run_of(run)
+        result = await evaluate_run(config, folder, version, shutdown_event(), progress_console(as_json))
+        if as_json:
+            typer.echo(json.dumps(asdict(result)))
+        else:
+            typer.echo(
+                f"policy version {result.policy_version}: {result.mean:.4f} ± {result.standard_error:.4f} "
+                f"(n={result.n})"
+            )
+
+    run_async(main)
+
+
+def explain(
+    run: RunFolderArgument,
+    train_step: Annotated[int, typer.Argument(help="Train step whose batch is explained.", min=1)],
+    trajectory: Annotated[str | None, typer.Option(help="Only this trajectory.")] = None,
+    limit: Annotated[int, typer.Option(help="Most trajectories shown.", min=1)] = 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Explain a batch token by token: version, ratio, weight, and why a token was clipped or masked.
+
+    Notes say where the training had other numbers: old logprobs that are not kept, and minibatches after the first.
+    """
+    from rollmesh.report.batch_explanation import explain_batch
+
+    with clear_errors():
+        _, folder = run_of(run)
+        explain_batch(
+            folder.path, train_step, trajectory_id=trajectory, limit=limit, as_json=as_json, console=output_console()
+        )
+
+
+def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
+    """Check a run: nothing lost, nothing trained twice, no staleness violation, every logprob reproducible.
+
+    Every pure segment is scored again with the checkpoint it names. Exit status 1 when something does not hold, or
+    when less than half of the policy's tokens could be scored again (the verdict is incomplete then).
+    """
+    from rollmesh.launcher.closing import queue_account
+    from rollmesh.report.audit import audit_run, print_audit
+
+    console = progress_console(as_json)
+
+    async def look() -> tuple[Path, QueueAccount | None]:
+        _, folder = run_of(run)
+        try:
+            async with store_of(run) as (config, _, store):
+                return folder.path, await queue_account(store, config)
+        except StoreUnavailable as error:
+            console.print(f"lost groups are not checked: {error}", markup=False, highlight=False, soft_wrap=True)
+            return folder.path, None
+
+    folder, account = run_async(look)
+    with clear_errors():
+        result = audit_run(folder, account, console)
+    if as_json:
+        typer.echo(result.to_json(indent=None))
+    else:
+        print_audit(result, console)
+    if not result.green:
+        raise typer.Exit(1)
+
+
+def report(run: RunFolderArgument) -> None:
+    """Write plots and the HTML report of a run folder again."""
+    from rollmesh.report.html import write_report
+
+    with clear_errors():
+        _, folder = run_of(run)
+        typer.echo(write_report(folder.path))
+
+
+def pin(
+    run: RunFolderArgument,
+    version: VersionOption = None,
+    release: Annotated[
+        bool, typer.Option("--release", help="Release the pin: serve the newest version again.")
+    ] = False,
+) -> None:
+    """Pin generators to one policy version, or release the pin."""
+
+    async def main() -> None:
+        if release == (version is not None):
+            raise typer.BadParameter("give either --version N or --release")
+        async with store_of(run) as (_, _, store):
+            await store.pin_policy(version)
+        typer.echo("released" if release else f"pinned to policy version {version}")
+
+    run_async(main)
+
+
+def rollback(
+    run: RunFolderArgument,
+    version: Annotated[int, typer.Option("--version", help="Announced policy version to go back to.", min=0)],
+) -> None:
+    """Go back to an older policy: its weights are published again as the next version, and training goes on from there.
+
+    The trainer carries it out between two train steps or, if it has ended, when the run is next started, a finished one
+    too. The optimizer starts afresh, work of the abandoned branch is dropped with the reason rolled_back, and what was
+    trained stays in the ledger. From then on no answer starts on an older version: a pin on one holds all new work up
+    until it is released.
+    """
+
+    async def main() -> None:
+        async with store_of(run) as (_, _, store):
+            request = await store.request_rollback(version)
+        typer.echo(
+            f"rollback to policy version {version} requested ({request.request_id}): the trainer carries it out before "
+            "its next step; if it has ended, when it is next started"
+        )
+
+    run_async(main)

@@ -1,0 +1,208 @@
+"""One look at the mesh: what is read from the store, and the overview made of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rollmesh.gateway.curves import Curves
+from rollmesh.gateway.models import (
+    DropView,
+    EvaluationView,
+    GeneratorView,
+    MemoryView,
+    Overview,
+    PausedBy,
+    Rates,
+    RunState,
+    ServiceScale,
+    Staleness,
+    StalenessBin,
+)
+from rollmesh.mesh import Desired, MeshView
+from rollmesh.scheduling.decide import decide, needs_groups
+from rollmesh.scheduling.schedule import Schedule
+from rollmesh.store import TrajectoryStore
+from rollmesh.store.queue_types import EvalRecord, StoreCounts
+from rollmesh.types import GeneratorRecord
+
+MOST_GENERATORS = 256
+MOST_EVALUATIONS = 64
+_RATE_SECONDS = 10.0
+_RATES = ("saved_tokens_total", "finished_total", "consumed_total")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSnapshot:
+    """What the store says at one moment."""
+
+    view: MeshView
+    counts: StoreCounts
+    desired: Desired
+    generators: Sequence[GeneratorRecord]
+    pinned_version: int | None
+    rollback_to: int | None
+    failure: str
+    scale_requests: Mapping[str, int]
+    workers: Mapping[str, str]
+    """Worker name by session."""
+
+
+async def read_snapshot(store: TrajectoryStore, schedule: Schedule) -> MeshSnapshot:
+    """Read everything but single trajectories."""
+    rollback = await store.rollback_request()
+    view = await store.view(groups=False)
+    return MeshSnapshot(
+        view=await store.view() if needs_groups(schedule, view) else view,
+        counts=await store.counts(),
+        desired=await store.desired(),
+        generators=await store.generators(),
+        pinned_version=await store.pinned_policy(),
+        rollback_to=None if rollback is None else rollback.policy_version,
+        failure=await store.failure(),
+        scale_requests=await store.scale_requests(),
+        workers=await store.workers(),
+    )
+
+
+class RateWindow:
+    """Growth of lifetime counters over the last seconds."""
+
+    def __init__(self) -> None:
+        self._points: deque[tuple[float, tuple[int, ...]]] = deque()
+
+    def update(self, now: float, totals: Mapping[str, int]) -> Rates:
+        """Take in the newest totals."""
+        values = tuple(totals.get(name, 0) for name in _RATES)
+        if self._points and values[0] < self._points[-1][1][0]:
+            self._points.clear()  # Redis came back as an earlier state
+        self._points.append((now, values))
+        while len(self._points) > 2 and now - self._points[0][0] > _RATE_SECONDS:
+            self._points.popleft()
+        (before, first), span = self._points[0], now - self._points[0][0]
+        rates = [(last - start) / span if now > before else 0.0 for start, last in zip(first, values, strict=True)]
+        return Rates(saved_tokens_per_second=rates[0], finished_per_second=rates[1], trained_groups_per_second=rates[2])
+
+
+def finished_evaluations(records: Sequence[EvalRecord]) -> list[EvaluationView]:
+    """Scores of finished evaluations by version; the newest of a version counts."""
+    found: dict[int, EvaluationView] = {}
+    for record in records:
+        if record.result is not None and record.result.sample_count > 0:  # one given up has no score
+            found[record.request.policy_version] = EvaluationView(
+                policy_version=record.request.policy_version,
+                mean=record.result.mean,
+                standard_error=record.result.standard_error,
+                sample_count=record.result.sample_count,
+                time=record.finish_time_seconds,
+            )
+    return [found[version] for version in sorted(found)]
+
+
+def generator_views(records: Sequence[GeneratorRecord], newest_version: int) -> list[GeneratorView]:
+    """Generators as the API shows them, those that serve first."""
+    ordered = sorted(records, key=lambda r: (not r.serving, r.address, r.instance_id))
+    return [
+        GeneratorView(
+            instance_id=r.instance_id,
+            address=r.address,
+            policy_version=r.policy_version,
+            versions_behind=max(0, newest_version - r.policy_version) if r.policy_version >= 0 else 0,
+            serving=r.serving,
+            reason=r.reason,
+            running=r.running_count,
+            waiting=r.waiting_count,
+            slots=r.slot_count,
+            kv_token_capacity=r.kv_token_capacity,
+        )
+        for r in ordered
+    ]
+
+
+def build_overview(
+    look: MeshSnapshot,
+    *,
+    run: str,
+    schedule: Schedule,
+    rates: Rates,
+    curves: Curves,
+    evaluations: Sequence[EvaluationView],
+    running: Mapping[str, int],
+) -> Overview:
+    """The overview of one look; ``running`` are local processes by service."""
+    view, counts = look.view, look.counts
+    state, waiting_for = run_state(look, schedule)
+    return Overview(
+        run=run,
+        time=view.now,
+        age_seconds=0.0,
+        state=state,
+        waiting_for=waiting_for,
+        paused_by_person=view.user_paused,
+        paused_by=_paused_by(view, state),
+        train_step=view.trained_step,
+        train_steps=schedule.train_steps,
+        cut_step=view.cut_step,
+        newest_version=view.policy_version,
+        newest_train_step=view.policy_train_step,
+        pinned_version=look.pinned_version,
+        rollback_to=look.rollback_to,
+        pool_size=look.desired.pool_size,
+        trajectories=dict(counts.trajectories),
+        groups=dict(counts.groups),
+        staleness=Staleness(
+            bound=schedule.max_staleness,
+            queue=[
+                StalenessBin(staleness=max(0, view.trained_step - step), count=count)
+                for step, count in reversed(view.unclaimed_by_step)
+            ],
+            trained=curves.trained_staleness,
+        ),
+        drops=[
+            DropView(reason=reason, groups=count, tokens=counts.dropped_tokens.get(reason, 0))
+            for reason, count in sorted(counts.drops.items())
+            if count
+        ],
+        generators=generator_views(look.generators, view.policy_version)[:MOST_GENERATORS],
+        generator_count=len(look.generators),
+        evaluations=list(evaluations[-MOST_EVALUATIONS:]),
+        memory=MemoryView(
+            used_bytes=counts.used_memory_bytes, max_bytes=counts.max_memory_bytes, ratio=view.memory_ratio
+        ),
+        rates=rates,
+        report=curves.report,
+        totals=dict(counts.totals),
+        workers=len(look.workers),
+        dead_letters=counts.dead_letters,
+        services=[
+            ServiceScale(service=service, running=running.get(service, 0), requested=look.scale_requests.get(service))
+            for service in sorted(running.keys() | look.scale_requests.keys())
+        ],
+    )
+
+
+def run_state(look: MeshSnapshot, schedule: Schedule) -> tuple[RunState, str]:
+    """What the run is doing, and what it waits for."""
+    view = look.view
+    if look.failure:
+        return "failed", look.failure
+    if view.trained_enough and view.policy_train_step >= schedule.train_steps:
+        return "complete", ""
+    waiting_for = decide(schedule, view).waiting_for
+    if view.recovering:
+        return "recovering", waiting_for
+    if view.policy_version < 0:
+        return "starting", "the trainer to publish the initial policy"
+    if (switched := view.user_paused or view.launcher_paused) or look.desired.paused:
+        # The leader needs a moment to write its reason down; an operator's or the launcher's pause counts at once.
+        return "paused", waiting_for if switched else look.desired.reason or waiting_for
+    if not any(generator.serving for generator in look.generators):
+        return "running", "a generator that serves"
+    return "running", waiting_for
+
+
+def _paused_by(view: MeshView, state: RunState) -> tuple[PausedBy, ...]:
+    switches: dict[PausedBy, bool] = {"operator": view.user_paused, "launcher": view.launcher_paused}
+    on = tuple(by for by, is_on in switches.items() if is_on)
+    return on or (("schedule",) if state == "paused" else ())

@@ -1,0 +1,299 @@
+"""The asyncio face of the SGLang engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Sequence as Many
+from pathlib import Path
+
+import numpy as np
+
+from rollmesh.errors import ConfigError, DataError, EngineError, GenerationRefused
+from rollmesh.generator.engines.backlog import Backlog
+from rollmesh.generator.engines.call_checks import check_call, check_ids
+from rollmesh.generator.engines.engine_protocol import EngineLost, EngineStatus, OnNewVersion
+from rollmesh.generator.engines.sglang.engine_state import EngineState
+from rollmesh.generator.engines.sglang.folders import PolicyFolder, difference, read_folder
+from rollmesh.generator.engines.sglang.reload_plan import ReloadPlan, plan_reload
+from rollmesh.generator.engines.sglang.server import SglangServer
+from rollmesh.generator.engines.sglang.server_calls import Calls
+from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
+from rollmesh.generator.engines.sglang.slices import empty_chunk, read_scores, score_body
+from rollmesh.generator.engines.sglang.slot_queue import ServerCall, SlotQueue
+from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array
+
+_LOOK_SECONDS = 0.005
+
+
+class SglangEngine:
+    """Calls in slices on one SGLang server; implements ``protocol.Engine``.
+
+    Calls are queued here, at most ``slots`` of them have a request in the server. Weights that were loaded into the
+    paused engine are on trial until ``resume``: what the server samples under them meanwhile is held back, and dropped
+    if other weights take their place.
+    """
+
+    def __init__(self, options: SglangOptions) -> None:
+        self._options = options
+        self._seats = SlotQueue(options.slots)
+        self._state = EngineState(self._seats)
+        self._server = SglangServer(options, self._state.lose)
+        self._calls = Calls(options, self._state, self._server)
+        self._load_lock = asyncio.Lock()
+
+    async def start(self, folder: Path, policy_version: int) -> None:
+        """Start or find the server with the first policy; EngineLost when there is none in time."""
+        state = self._state
+        if state.folder is not None:
+            raise EngineError("the engine has been started already")
+        policy = await asyncio.to_thread(read_folder, folder)
+        if self._options.max_context_tokens > policy.max_positions:
+            raise ConfigError(
+                f"generator.max_context_tokens={self._options.max_context_tokens} is more than the model's "
+                f"max_position_embeddings={policy.max_positions}"
+            )
+        try:
+            await self._server.start(folder, policy_version)
+        except ConfigError:
+            raise
+        except EngineError as error:
+            raise error if isinstance(error, EngineLost) else EngineLost(str(error)) from error
+        state.folder, state.in_service = policy, policy_version
+
+    async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
+        """Stream the chunks of one call; closing the generator early frees its slot."""
+        vocab_size = self._state.serving().vocab_size
+        budget = check_call(call, vocab_size=vocab_size, longest=self._options.max_context_tokens)
+        seat = ServerCall(call=call, budget=budget, backlog=Backlog.of(call), context=call.context_ids.tolist())
+        self._seats.enter(seat)
+        try:
+            while True:
+                if not await self._calls.turn(seat):
+                    yield empty_chunk(FinishReason.INTERRUPTED, self._state.in_service)
+                    return
+                for chunk in await self._calls.next_chunks(seat):
+                    yield chunk
+                    if chunk.finish_reason is not None:
+                        return
+        finally:
+            self._seats.leave(seat)
+            self._calls.forget(seat)
+
+    async def interrupt(self, trajectory_ids: Many[str] | None = None) -> int:
+        """End these calls (None: all) as ``interrupted``; returns how many."""
+        self._state.serving()
+        wanted = None if trajectory_ids is None else set(trajectory_ids)
+        chosen = [s for s in self._seats if wanted is None or s.call.trajectory_id in wanted]
+        count = self._calls.mark_interrupted(chosen)
+        async with self._state.server_lock:
+            await self._calls.end_requests(chosen)
+        return count
+
+    def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
+        """Take what callers have made durable; calls that were held for it continue."""
+        for seat in self._seats:
+            count = context_token_counts.get(seat.call.trajectory_id)
+            if count is not None:
+                seat.backlog.acknowledge(count)
+                seat.changed.set()
+
+    async def stage(self, folder: Path) -> None:
+        """Find out whether the weights fit; EngineError when they do not. The server reads them in ``load``."""
+        self._state.serving()
+        await asyncio.to_thread(self._read_fitting, folder)
+
+    async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
+        """Swap to the policy in ``folder``; returns the seconds during which decoding stood still.
+
+        EngineError when it cannot be served and the old weights go on; EngineLost when the server's state is unknown.
+        """
+        state = self._state
+        state.serving()
+        async with self._load_lock:
+            await asyncio.to_thread(self._read_fitting, folder)
+            try:
+                if mode is OnNewVersion.DRAIN:
+                    await self._drain()
+                async with state.server_lock:
+                    return await self._swap(folder, policy_version, mode)
+            finally:
+                state.draining = False
+                self._seats.wake_all()
+
+    async def score(self, sequences: Many[Int32Array]) -> list[Float32Array]:
+        """Log-probabilities (T=1) of each token given its predecessors, [tokens - 1] per sequence."""
+        vocab_size, longest = self._state.serving().vocab_size, self._options.max_context_tokens
+        for number, ids in enumerate(sequences):
+            if not 1 <= len(ids) <= longest:
+                raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
+            check_ids(ids, vocab_size, f"sequences[{number}]")
+        async with self._state.server_lock:
+            held = self._server.paused
+            if held:  # a paused server answers nothing
+                await self._server.resume()
+            try:
+                return await self._scores(sequences)
+            finally:
+                # Tokens of weights on trial are held back anyway. A second pause would drop the cache that the running
+                # calls have just got back, and cost them another prefill.
+                if held and self._state.on_trial is None and self._state.failure is None:
+                    await self._server.pause(self._options.pause_mode)
+
+    async def pause(self) -> None:
+        """Stop decoding; running calls are held."""
+        state = self._state
+        state.serving()
+        async with state.server_lock:
+            state.paused = True
+            if not self._server.paused:
+                await self._server.pause(self._options.pause_mode)
+            self._seats.stand_still(True)
+
+    async def resume(self) -> None:
+        """Continue decoding; weights that were on trial are in service."""
+        state = self._state
+        state.serving()
+        async with state.server_lock:
+            state.paused = False
+            if self._server.paused:
+                await self._server.resume()
+            state.in_service, state.on_trial = self._server.policy_version, None
+            self._seats.stand_still(False)
+            self._seats.wake_all()
+
+    def status(self) -> EngineStatus:
+        """Load and counters as this side of the server sees them; EngineError when the server is lost."""
+        state, seats = self._state, self._seats
+        if state.folder is None:
+            raise EngineError("the engine has not been started")
+        if state.failure is not None:
+            raise state.failure
+        seats.account()
+        return EngineStatus(
+            policy_version=self._server.policy_version,
+            running_count=seats.running_count,
+            waiting_count=seats.waiting_count,
+            slot_count=seats.slot_count,
+            kv_tokens_used=seats.context_tokens,
+            kv_token_capacity=self._server.kv_token_capacity,
+            generated_token_total=state.generated_tokens,
+            prefill_token_total=state.prefill_tokens,
+            reprefill_token_total=state.reprefill_tokens,
+            cached_token_total=state.cached_tokens,
+            decode_step_total=None,  # the server does not tell
+            busy_seconds_total=seats.busy_seconds,
+            running_slot_seconds_total=seats.running_seconds,
+            held_back_total=state.held_back,
+            paused=state.paused,
+        )
+
+    async def aclose(self) -> None:
+        """End running calls as ``interrupted``, then the server if it is ours."""
+        state = self._state
+        if state.closed:
+            return
+        state.closed = True
+        calls = list(self._seats)
+        self._calls.mark_interrupted(calls)
+        if state.folder is not None and state.failure is None:
+            with contextlib.suppress(EngineError):
+                async with state.server_lock:
+                    await self._calls.end_requests(calls)
+        await self._calls.aclose()
+        await self._server.aclose()
+
+    async def _scores(self, sequences: Many[Int32Array]) -> list[Float32Array]:
+        limit = self._options.request_timeout_seconds
+        requests = [asyncio.ensure_future(self._score(ids)) for ids in sequences]
+        try:
+            async with asyncio.timeout(limit):
+                return list(await asyncio.gather(*requests))
+        except TimeoutError as error:
+            lost = EngineLost(
+                f"the SGLang server scored no sequence within generator.sglang.request_timeout_seconds={limit:g}"
+            )
+            self._state.lose(lost)
+            raise lost from error
+        except EngineLost:
+            raise
+        except EngineError as error:
+            raise self._state.failure or await self._server.explained(error) from error
+        except (DataError, GenerationRefused) as error:  # the sequences were checked, and nobody else asks
+            raise EngineError(f"the SGLang server does not score: {error}") from error
+        finally:
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+
+    async def _score(self, ids: Int32Array) -> Float32Array:
+        if len(ids) < 2:
+            return np.empty(0, np.float32)
+        answer = await self._server.api.generate(score_body(ids.tolist(), request_id=uuid.uuid4().hex))
+        return read_scores(answer, len(ids))
+
+    def _read_fitting(self, folder: Path) -> PolicyFolder:
+        policy = read_folder(folder)
+        assert self._state.folder is not None
+        if differs := difference(self._state.folder, policy):
+            raise EngineError(f"{folder}: another architecture: {differs}")
+        return policy
+
+    async def _drain(self) -> None:
+        """Wait until every call that has begun has ended; the others wait for the load."""
+        self._state.draining = True
+        self._seats.wake_all()
+        while any(seat.begun for seat in self._seats):
+            self._state.serving()
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _swap(self, folder: Path, version: int, mode: OnNewVersion) -> float:
+        state = self._state
+        plan = plan_reload(
+            mode,
+            interrupt=self._options.interrupt,
+            version=version,
+            in_service=state.in_service,
+            on_trial=state.on_trial,
+        )
+        started = time.monotonic()
+        before = self._server.policy_version
+        state.loading = True
+        try:
+            await self._hold(plan)
+            await self._server.load(folder, version, flush=plan.flush)
+            self._stamp(before, version, plan)
+        finally:
+            if not state.paused and state.failure is None:
+                await self._server.resume()
+                self._seats.stand_still(False)
+            state.loading = False
+        return time.monotonic() - started
+
+    async def _hold(self, plan: ReloadPlan) -> None:
+        """End the running calls if they must, and pause the server as the plan says."""
+        if plan.end_running:
+            ending = [seat for seat in self._seats if seat.begun]
+            self._calls.mark_interrupted(ending)
+            await self._calls.end_requests(ending)
+        if not self._server.paused or plan.pause_mode != "in_place":  # also from held in place to retracted
+            await self._server.pause(plan.pause_mode)
+        self._seats.stand_still(True)
+
+    def _stamp(self, before: int, version: int, plan: ReloadPlan) -> None:
+        """The weights have changed: what tokens from here on are called, and what running slices may deliver."""
+        state = self._state
+        for seat in self._seats:
+            seat.met_load = True
+            if state.on_trial is not None and seat.slicing:
+                seat.refused.add(state.on_trial)
+            if seat.kv_min:
+                seat.kv_min[version] = version if plan.flush else min(version, seat.kv_min.get(before, before))
+        state.load_count += 1
+        if state.paused:
+            state.on_trial = version if version != state.in_service else None
+        else:
+            state.in_service, state.on_trial = version, None

@@ -1,0 +1,206 @@
+"""The forward pass of Qwen2, Qwen3 and Llama over packed weights: prefill, one decode step, scoring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rollmesh.generator.engines.torch.architecture import Architecture
+from rollmesh.generator.engines.torch.multiply import Multiply, NumpyMultiply, Operand, fastest_multiply
+from rollmesh.generator.engines.torch.plan import StepPlan, TierPlan
+from rollmesh.generator.engines.torch.rope import rotate_, rotation_table
+from rollmesh.generator.engines.torch.weights import Layer, Weights
+
+_LOGIT_ROWS = 1024
+"""Positions scored at once: bounds the [positions, vocab] block."""
+
+_SHORT_CONTEXT = 512
+"""Longest context whose score matrix is written out in prefill, where numpy multiplies."""
+
+BoundLayer = tuple[Layer, Operand, Operand, Operand, Operand]
+"""A layer and the operands of its four matrices: qkv, output, gate_up, down."""
+
+
+def unit_norm(x: Tensor, floor: Tensor, out: Tensor | None = None) -> Tensor:
+    """x / sqrt(sum(x^2) + floor^2) over the last dimension, in float32; ``floor`` = sqrt(size * eps).
+
+    sqrt(size) times this, times the norm's weight, is the RMS norm; both factors live in the packed weights. Three
+    kernels instead of the six of the textbook form, and hypot keeps eps exact.
+    """
+    if x.dtype != torch.float32:
+        result = unit_norm(x.float(), floor)
+        return result.to(x.dtype) if out is None else out.copy_(result)
+    return torch.div(x, torch.hypot(torch.linalg.vector_norm(x, 2, -1, True), floor), out=out)
+
+
+class DecoderModel:
+    """Stateless besides weights; the caches belong to the caller. Not safe for concurrent use."""
+
+    def __init__(
+        self,
+        arch: Architecture,
+        weights: Weights,
+        positions: int,
+        device: torch.device,
+        *,
+        swap_in_place: bool | None = None,
+    ) -> None:
+        """``swap_in_place``: ``swap`` copies into the tensors in use; None does so on a GPU."""
+        self.arch = arch
+        self._swap_in_place = device.type != "cpu" if swap_in_place is None else swap_in_place
+        self.device = device
+        self.weights = weights
+        self.multiply: Multiply = fastest_multiply(weights.layers[0].gate_up, arch.head_size)
+        self._rotations = rotation_table(arch.rope, arch.head_size, positions, device)
+        self._floor = torch.tensor(math.sqrt(arch.hidden_size * arch.norm_eps), device=device)
+        self._head_floor = torch.tensor(math.sqrt(arch.head_size * arch.norm_eps), device=device)
+        self._zero = torch.zeros((), dtype=weights.embedding.dtype, device=device)
+        short = _SHORT_CONTEXT if isinstance(self.multiply, NumpyMultiply) else 0
+        self._causal = torch.full((short, short), -torch.inf, device=device).triu(1)
+        self._scale = arch.head_size**-0.5
+        self._bind(weights)
+
+    def swap(self, weights: Weights) -> None:
+        """Serve other weights of the same architecture from the next call on.
+
+        On a GPU they are copied into the tensors in use: no second copy in its memory, and no address changes, so
+        that captured graphs compute with the new weights.
+        """
+        if not self._swap_in_place:
+            self._bind(weights)
+            return
+        for old, new in zip(self.weights.tensors(), weights.tensors(), strict=True):
+            old.copy_(new, non_blocking=True)
+
+    def decode(self, tokens: Tensor, plan: StepPlan) -> Tensor:
+        """Append one token to every row of the plan and advance it; returns the logits [rows, vocab], a buffer."""
+        multiply, x = self.multiply, plan.states
+        torch.index_select(self.weights.embedding, 0, tokens, out=x)
+        rotations = self._rotations.index_select(0, plan.positions).unsqueeze(1)
+        for tier in plan.tiers:
+            tier.mask.index_put_(tier.place, self._zero)
+        for number, (layer, qkv, output, gate_up, down) in enumerate(self._layers):
+            unit_norm(x, self._floor, plan.normed)
+            multiply(plan.normed_op, qkv, plan.qkv_op)
+            if layer.qkv_bias is not None:
+                plan.qkv.add_(layer.qkv_bias)
+            self._norm_heads_(plan.heads, layer)
+            if plan.pairs is not None:
+                plan.pairs.mul_(rotations)
+            else:
+                rotate_(plan.heads, rotations)
+            for tier in plan.tiers:
+                self._attend(tier, number)
+            multiply(plan.attended_op, output, plan.change_op)
+            x.add_(plan.change)
+            if layer.output_bias is not None:
+                x.add_(layer.output_bias)
+            unit_norm(x, self._floor, plan.normed)
+            multiply(plan.normed_op, gate_up, plan.gate_up_op)
+            torch.mul(F.silu(plan.gate), plan.up, out=plan.gated)
+            multiply(plan.gated_op, down, plan.change_op)
+            x.add_(plan.change)
+        plan.counters.add_(1)
+        unit_norm(x, self._floor, plan.normed).mul_(self.weights.norm)
+        multiply(plan.normed_op, self._head, plan.logits_op)
+        return plan.logits
+
+    def prefill(self, tokens: Tensor, store: Callable[[int, Tensor, Tensor], None]) -> None:
+        """Compute keys and values of right-padded contexts, tokens int64 [batch, length].
+
+        ``store(layer, keys, values)`` receives [batch, kv_heads, length, head_size] tensors; columns beyond a row's
+        own length are garbage. The last layer stops there: nothing after its keys and values is needed.
+        """
+        self._forward(tokens, store, keys_only=True)
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """log_softmax at T=1 of each token given the ones before it, float32 [batch, length - 1]."""
+        x = self._forward(tokens, lambda _layer, _keys, _values: None, keys_only=False)
+        batch, length = tokens.shape
+        states = unit_norm(x, self._floor).mul_(self.weights.norm).view(batch, length, -1)[:, :-1].flatten(0, 1)
+        targets = tokens[:, 1:].flatten()
+        parts = []
+        for rows, wanted in zip(torch.split(states, _LOGIT_ROWS), torch.split(targets, _LOGIT_ROWS), strict=True):
+            logits = self._product(rows, self._head, self.arch.vocab_size)
+            parts.append(torch.log_softmax(logits.float(), dim=-1).gather(1, wanted.unsqueeze(1)).squeeze(1))
+        return torch.cat(parts).view(batch, length - 1)
+
+    def _bind(self, weights: Weights) -> None:
+        op = self.multiply.operand
+        self.weights = weights
+        self._head = op(weights.head)
+        self._layers: list[BoundLayer] = [
+            (layer, op(layer.qkv), op(layer.output), op(layer.gate_up), op(layer.down)) for layer in weights.layers
+        ]
+
+    def _product(self, x: Tensor, matrix: Operand, width: int) -> Tensor:
+        out = x.new_empty((len(x), width))
+        self.multiply(self.multiply.operand(x), matrix, self.multiply.operand(out))
+        return out
+
+    def _forward(self, tokens: Tensor, store: Callable[[int, Tensor, Tensor], None], *, keys_only: bool) -> Tensor:
+        arch = self.arch
+        batch, length = tokens.shape
+        kv, group, size = arch.kv_head_count, arch.heads_per_kv, arch.head_size
+        x = self.weights.embedding.index_select(0, tokens.flatten())
+        rotations = self._rotations[:length].repeat(batch, 1, 1).unsqueeze(1)
+        for number, (layer, qkv, output, gate_up, down) in enumerate(self._layers):
+            mixed = self._product(unit_norm(x, self._floor), qkv, kv * (group + 2) * size)
+            if layer.qkv_bias is not None:
+                mixed.add_(layer.qkv_bias)
+            mixed = mixed.view(batch * length, kv, group + 2, size)
+            self._norm_heads_(mixed[:, :, : group + 1], layer)
+            rotate_(mixed[:, :, : group + 1], rotations)
+            heads = mixed.view(batch, length, kv, group + 2, size).permute(0, 2, 3, 1, 4)
+            keys, values = heads[:, :, group], heads[:, :, group + 1]  # [batch, kv, length, d]
+            store(number, keys, values)
+            if keys_only and number == arch.layer_count - 1:
+                break
+            attended = self._attend_causally(heads[:, :, :group], keys, values)
+            mixed = attended.permute(0, 3, 1, 2, 4).reshape(batch * length, -1)
+            x.add_(self._product(mixed, output, arch.hidden_size))
+            if layer.output_bias is not None:
+                x.add_(layer.output_bias)
+            gate, up = self._product(unit_norm(x, self._floor), gate_up, 2 * arch.mlp_size).chunk(2, dim=-1)
+            x.add_(self._product(F.silu(gate).mul_(up), down, arch.hidden_size))
+        return x
+
+    def _attend_causally(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention within contexts: queries [batch, kv, g, length, d], keys and values [batch, kv, length, d].
+
+        torch's fused kernel does not get going on short contexts on a CPU; there whole score matrices are cheaper,
+        with all queries of a kv head in one product.
+        """
+        batch, kv, group, length, size = queries.shape
+        if length > len(self._causal):
+            attended = F.scaled_dot_product_attention(
+                queries.flatten(1, 2),
+                keys.repeat_interleave(group, dim=1) if group > 1 else keys,
+                values.repeat_interleave(group, dim=1) if group > 1 else values,
+                is_causal=True,
+            )
+            return attended.view(batch, kv, group, length, size)
+        op, stacked = self.multiply.operand, queries.reshape(batch, kv, group * length, size)
+        scores = queries.new_empty((batch, kv, group * length, length))
+        self.multiply(op(stacked), op(keys.transpose(2, 3)), op(scores))
+        by_head = scores.view(batch, kv, group, length, length)
+        torch.add(self._causal[:length, :length], by_head, alpha=self._scale, out=by_head)
+        self.multiply(op(torch.softmax(scores, -1)), op(values), op(stacked))
+        return stacked.view(batch, kv, group, length, size)
+
+    def _norm_heads_(self, heads: Tensor, layer: Layer) -> None:
+        if layer.qk_norm is not None:  # heads [rows, kv, g + 1, d]
+            heads.copy_(unit_norm(heads, self._head_floor).mul_(layer.qk_norm))
+
+    def _attend(self, tier: TierPlan, number: int) -> None:
+        multiply = self.multiply
+        tier.keys[number].index_put_(tier.place, tier.new_key)
+        tier.values[number].index_put_(tier.place, tier.new_value)
+        multiply(tier.query_op, tier.span_key_ops[number], tier.scores_op)
+        torch.add(tier.span_mask, tier.scores, alpha=self._scale, out=tier.scores)
+        torch.softmax(tier.scores, -1, out=tier.shares)
+        multiply(tier.shares_op, tier.span_value_ops[number], tier.attended_op)

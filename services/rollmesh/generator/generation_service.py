@@ -1,0 +1,208 @@
+"""GenerationService over an engine: admission, error codes, and streams that end well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from rollmesh.errors import CheckpointError, DataError, EngineError, GenerationRefused
+from rollmesh.generator.call_spans import CallTrace
+from rollmesh.generator.engines.engine_protocol import Engine
+from rollmesh.generator.generator_metrics import GeneratorMetrics
+from rollmesh.generator.serving_state import ServingState
+from rollmesh.runtime.grpc import MOST_DETAIL_CHARACTERS
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tracing import tracer
+from rollmesh.types import Chunk
+from rollmesh.v1 import generation_service_pb2 as pb
+from rollmesh.v1 import generation_service_pb2_grpc as stubs
+from rollmesh.wire.generation_messages import (
+    ERROR_KEY,
+    VersionNeed,
+    check_ids,
+    check_version,
+    chunk_to_pb,
+    request_from_pb,
+    status_of,
+)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_WAITING_PER_SLOT = 1.0
+"""Calls that may wait for a slot, per slot; more are refused, another generator may be free."""
+
+
+class PreconditionFailed(GenerationRefused):
+    """The caller means another instance, or needs another policy version."""
+
+
+class Full(GenerationRefused):
+    """Too many calls wait already."""
+
+
+class GenerationService(stubs.GenerationServiceServicer):
+    """Serves one engine. ``load_policy(version)`` is the watcher's way to load one version now."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        rotation: ServingState,
+        metrics: GeneratorMetrics,
+        load_policy: Callable[[int], Awaitable[int]],
+    ) -> None:
+        self._engine = engine
+        self._rotation = rotation
+        self._metrics = metrics
+        self._load_policy = load_policy
+        self._log = get_logger("generation")
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Stream the chunks of one call; a cancelled call frees its slot."""
+        self._metrics.calls.inc()
+        ended = "cancelled"
+        trace = CallTrace.of(request, context) if tracer().on else None
+        try:
+            call, need = request_from_pb(request)
+            self._check_instance(need.instance_id)
+            with self._rotation.admitted():
+                self._check_load(need)
+                async with aclosing(self._engine.generate(call)) as chunks:
+                    async for chunk in chunks:
+                        _check_version(chunk, need)
+                        if trace is not None:
+                            trace.chunk(chunk)
+                        if chunk.finish_reason is not None:
+                            ended = chunk.finish_reason.value
+                        yield chunk_to_pb(chunk)
+        except GenerationRefused as error:
+            ended = "refused"
+            await _abort(context, error)
+        except DataError as error:
+            ended = "invalid"
+            await _abort(context, error)
+        except EngineError as error:
+            ended = "failed"
+            self._log.error("call_failed", trajectory=request.trajectory_id, message=str(error))
+            await _abort(context, error)
+        finally:
+            self._metrics.call_ended(ended)
+            if trace is not None:
+                trace.end(ended)
+
+    async def Interrupt(self, request: pb.InterruptRequest, context: Context) -> pb.InterruptResponse:
+        """End running calls gracefully."""
+        await _checked(context, lambda: check_ids(request.trajectory_ids, "trajectory_ids"))
+        count = await self._run(context, self._engine.interrupt(list(request.trajectory_ids) or None))
+        return pb.InterruptResponse(interrupted_count=count)
+
+    async def Acknowledge(self, request: pb.AcknowledgeRequest, context: Context) -> pb.AcknowledgeResponse:
+        """Let calls continue whose tokens the callers have made durable."""
+        counts = {each.trajectory_id: each.context_token_count for each in request.acknowledgements}
+        await _checked(context, lambda: check_ids(list(counts), "acknowledgements"))
+        await _checked(context, lambda: self._check_instance(request.instance_id))
+        self._engine.acknowledge(counts)
+        return pb.AcknowledgeResponse()
+
+    async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Context) -> pb.LoadPolicyResponse:
+        """Load one version now."""
+        await _checked(context, lambda: check_version(request.policy_version))
+        version = await self._run(context, self._load_policy(request.policy_version))
+        return pb.LoadPolicyResponse(policy_version=version)
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.PauseResponse:
+        """Stop decoding."""
+        await self._run(context, self._engine.pause())
+        return pb.PauseResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:
+        """Continue decoding."""
+        await self._run(context, self._engine.resume())
+        return pb.ResumeResponse()
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        """Refuse new calls, end the running ones as interrupted, and end the process."""
+        self._rotation.drain()
+        count = await self._run(context, self._engine.interrupt()) if self._rotation.started else 0
+        return pb.DrainResponse(interrupted_count=count)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        """Version, load and capacity."""
+        rotation = self._rotation
+        response = pb.GetStatusResponse(
+            instance_id=rotation.instance_id,
+            draining=rotation.draining,
+            out_of_rotation_reason=rotation.reason,
+            policy_version=-1,
+        )
+        try:
+            status = self._engine.status()
+        except EngineError as error:
+            response.out_of_rotation_reason = rotation.reason or str(error)
+            return response
+        response.policy_version = status.policy_version
+        response.running_count = status.running_count
+        response.waiting_count = status.waiting_count
+        response.slot_count = status.slot_count
+        response.paused = status.paused
+        return response
+
+    def _check_instance(self, instance_id: str) -> None:
+        """Raise GenerationRefused when the caller means another generator that had this address."""
+        if instance_id != self._rotation.instance_id:
+            raise PreconditionFailed(
+                f"instance_id={instance_id}: this is instance {self._rotation.instance_id}; addresses are reused"
+            )
+
+    def _check_load(self, need: VersionNeed) -> None:
+        """Raise GenerationRefused unless the engine has the version and the room for the call."""
+        status = self._engine.status()
+        if status.policy_version < need.min_policy_version:
+            raise PreconditionFailed(
+                f"min_policy_version={need.min_policy_version}: this generator serves {status.policy_version}"
+            )
+        if need.pinned_policy_version not in (None, status.policy_version):
+            raise PreconditionFailed(
+                f"pinned policy version {need.pinned_policy_version}: this generator serves {status.policy_version}"
+            )
+        if status.waiting_count >= _WAITING_PER_SLOT * status.slot_count:
+            raise Full(f"{status.waiting_count} calls wait for {status.slot_count} slots")
+
+    async def _run(self, context: Context, work: Awaitable[Any]) -> Any:
+        try:
+            return await work
+        except (GenerationRefused, DataError, EngineError) as error:
+            await _abort(context, error)
+        except CheckpointError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error)[:MOST_DETAIL_CHARACTERS])
+
+
+def _check_version(chunk: Chunk, need: VersionNeed) -> None:
+    """A call that waited for a slot may meet a version that it was not meant for."""
+    pinned = need.pinned_policy_version
+    wrong = chunk.policy_version < need.min_policy_version or pinned not in (None, chunk.policy_version)
+    if wrong and len(chunk.token_ids):
+        raise PreconditionFailed(f"policy version {chunk.policy_version} came into service while the call waited")
+
+
+async def _checked(context: Context, check: Callable[[], None]) -> None:
+    """End the call with the error that ``check`` raises."""
+    try:
+        check()
+    except (DataError, GenerationRefused) as error:
+        await _abort(context, error)
+
+
+async def _abort(context: Context, error: DataError | EngineError | GenerationRefused) -> NoReturn:
+    code = status_of(error)
+    if isinstance(error, PreconditionFailed):
+        code = grpc.StatusCode.FAILED_PRECONDITION
+    elif isinstance(error, Full):
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    kind = next(k.__name__ for k in (GenerationRefused, DataError, EngineError) if isinstance(error, k))
+    await context.abort(code, str(error)[:MOST_DETAIL_CHARACTERS], trailing_metadata=((ERROR_KEY, kind),))
+    raise asyncio.CancelledError  # abort raises; this tells the type checker so

@@ -1,0 +1,143 @@
+"""What the generator exports: the engine's counters as they are, and what happened to calls and reloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import EngineError
+from rollmesh.generator.engines.engine_protocol import EngineStatus
+from rollmesh.generator.serving_state import ServingState
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.types import FinishReason
+
+CALL_ENDS = (
+    *(r.value for r in (FinishReason.STOP, FinishReason.LENGTH, FinishReason.INTERRUPTED)),
+    "cancelled",
+    "refused",
+    "invalid",
+    "failed",
+)
+RELOAD_FAILURES = (*(r.value for r in Reason), "engine", "canary", "store")
+
+_COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("generated_tokens", "Tokens sampled.", "generated_token_total"),
+    ("prefill_tokens", "Context tokens computed.", "prefill_token_total"),
+    ("reprefill_tokens", "Context tokens computed that had been sampled before.", "reprefill_token_total"),
+    ("cached_tokens", "Context tokens copied from a prefix cache.", "cached_token_total"),
+    ("decode_steps", "Decode steps; not exported with engine=sglang, whose server does not tell.", "decode_step_total"),
+    (
+        "calls_held_back",
+        "Times a call was held because its caller fell behind with saving the tokens.",
+        "held_back_total",
+    ),
+    ("busy_seconds", "Time in prefill and decode.", "busy_seconds_total"),
+    (
+        "running_slot_seconds",
+        "Integral of running calls over the time in prefill and decode: the bubble ratio's numerator.",
+        "running_slot_seconds_total",
+    ),
+)
+_GAUGES: tuple[tuple[str, str, str], ...] = (
+    ("running_calls", "Calls in slots.", "running_count"),
+    ("waiting_calls", "Calls waiting for a slot.", "waiting_count"),
+    ("slots", "Most calls decoded at once.", "slot_count"),
+    ("kv_tokens", "Tokens in the key-value cache.", "kv_tokens_used"),
+    ("kv_capacity_tokens", "Tokens that the key-value cache holds.", "kv_token_capacity"),
+    ("policy_version", "Policy version in the engine.", "policy_version"),
+    ("paused", "Whether decoding is paused.", "paused"),
+)
+
+
+class GeneratorMetrics:
+    """Counters of the service and the policy watcher."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._ended = metrics.counter(
+            "rollmesh_generator_calls_ended_total", "Generation calls, by what ended them.", ("reason",)
+        )
+        for reason in CALL_ENDS:
+            self._ended.labels(reason=reason)
+        self.calls = metrics.counter("rollmesh_generator_calls_total", "Generation calls received.")
+        self._last_call = metrics.gauge(
+            "rollmesh_generator_last_call_timestamp_seconds", "When a generation call last ended."
+        )
+        self.reloads = metrics.counter("rollmesh_generator_reloads_total", "Attempts to load a policy version.")
+        self._failures = metrics.counter(
+            "rollmesh_generator_reload_failures_total", "Attempts that left the old policy in place.", ("reason",)
+        )
+        for reason in RELOAD_FAILURES:
+            self._failures.labels(reason=reason)
+        self.reload_bytes = metrics.counter("rollmesh_generator_reload_bytes_total", "Bytes of policies loaded.")
+        self.reload_seconds = metrics.histogram(
+            "rollmesh_generator_reload_seconds", "From learning of a version to serving it, verification included."
+        )
+        self.pause_seconds = metrics.histogram(
+            "rollmesh_generator_reload_pause_seconds", "Time during which a reload held decoding, canary included."
+        )
+        self.last_reload = metrics.gauge(
+            "rollmesh_generator_last_reload_timestamp_seconds", "When the policy in the engine was loaded."
+        )
+        self.canary_gap = metrics.gauge(
+            "rollmesh_generator_canary_logprob_gap", "Largest logprob difference to the trainer on the canary."
+        )
+        self.heartbeats = metrics.counter("rollmesh_generator_heartbeats_total", "Attempts to renew the registration.")
+        self.heartbeat_failures = metrics.counter(
+            "rollmesh_generator_heartbeat_failures_total", "Attempts that the store did not take."
+        )
+
+    def call_ended(self, reason: str) -> None:
+        """Count the end of a call; ``reason`` is one of CALL_ENDS."""
+        self._ended.labels(reason=reason).inc()
+        self._last_call.set_to_current_time()
+
+    def reload_failed(self, reason: str) -> None:
+        """Count a failed load; ``reason`` is one of RELOAD_FAILURES."""
+        self._failures.labels(reason=reason).inc()
+
+
+class EngineCollector(Collector):
+    """Reads the engine's status at every scrape.
+
+    Until it has started all is zero. After it has failed nothing runs in it, but what it had counted stays: a counter
+    that falls would tell of a new process.
+    """
+
+    def __init__(self, status: Callable[[], EngineStatus], rotation: ServingState) -> None:
+        self._status = status
+        self._rotation = rotation
+        self._counted: EngineStatus | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families of one scrape."""
+        try:
+            status: EngineStatus | None = self._status()
+            self._counted = status
+        except EngineError:
+            status = None
+        counted = self._counted
+        for name, text, field in _COUNTERS:
+            value = getattr(counted, field) if counted is not None else 0
+            if value is not None:
+                yield CounterMetricFamily(f"rollmesh_generator_{name}", text, value=value)
+        for name, text, field in _GAUGES:
+            value = float(getattr(status, field)) if status is not None else 0.0
+            yield GaugeMetricFamily(f"rollmesh_generator_{name}", text, value=value)
+        yield GaugeMetricFamily(
+            "rollmesh_generator_cached_token_ratio",
+            "Context tokens copied from a prefix cache, of all copied or computed since the engine started.",
+            value=_cached_ratio(counted),
+        )
+        serving = 0.0 if self._rotation.reason else 1.0
+        yield GaugeMetricFamily("rollmesh_generator_serving", "Whether calls are taken.", value=serving)
+
+
+def _cached_ratio(status: EngineStatus | None) -> float:
+    """0 before the first call."""
+    if status is None or not status.cached_token_total:
+        return 0.0
+    return status.cached_token_total / (status.cached_token_total + status.prefill_token_total)

@@ -1,0 +1,78 @@
+"""Why a service ended, from what it wrote to its log since it was last started."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollmesh.runtime.lifecycle import FAILURE_EVENT
+
+_TAIL_BYTES = 64 << 10
+_TAIL_LINES = 15
+_CONSOLE_FAILURE = re.compile(rf"\b{FAILURE_EVENT}\b.* error=(\w+)")
+_CONSOLE_PASSING = re.compile(r"\bpassing=True\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitReason:
+    """What a process left in its log."""
+
+    error: str
+    """Class of the error that it named; empty when it named none."""
+    text: str
+    """The error with the log's path; without one, the last lines of the log as they are."""
+    summary: str
+    """The error, or the last line of the log, on one line."""
+    passing: bool = False
+    """Whether the error's cause is outside of the process and a later start may succeed."""
+
+
+def exit_reason(log_file: Path, since: int = 0) -> ExitReason:
+    """Read the end of a log, from byte ``since`` on: what earlier processes wrote there is not this one's reason."""
+    try:
+        lines = _tail(log_file, since)
+    except OSError as error:
+        return ExitReason(error="", text=f"its log cannot be read: {error}", summary="its log cannot be read")
+    # Not only the last line: torchrun writes its own summary after the rank that failed.
+    for line in reversed(lines):
+        failure = _failure(line)
+        if failure is not None:
+            name, message, passing = failure
+            text = f"{name}: {message}"
+            return ExitReason(
+                error=name, text=f"{text}\n(log: {log_file})", summary=" ".join(text.split()), passing=passing
+            )
+    readable = [part for line in lines[-_TAIL_LINES:] for part in _readable(line)]
+    text = "\n".join([f"the end of {log_file}:", *(f"  {line}" for line in readable[-_TAIL_LINES:])])
+    return ExitReason(error="", text=text, summary=readable[-1].strip() if readable else "it logged nothing")
+
+
+def _tail(file: Path, since: int) -> list[str]:
+    with file.open("rb") as handle:
+        handle.seek(max(since, file.stat().st_size - _TAIL_BYTES))
+        text = handle.read().decode(errors="replace")
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _readable(line: str) -> list[str]:
+    """A line as it is; a traceback that is in one, as Python would have written it."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return [line]
+    trace = event.get("exception") if isinstance(event, dict) else None
+    return [str(event.get("event")), *trace.splitlines()] if isinstance(trace, str) else [line]
+
+
+def _failure(line: str) -> tuple[str, str, bool] | None:
+    """(error, message, passing) of the log line that ends a service, in either log format; None for any other line."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        console = _CONSOLE_FAILURE.search(line)
+        return None if console is None else (console[1], line.strip(), _CONSOLE_PASSING.search(line) is not None)
+    if not isinstance(event, dict) or event.get("event") != FAILURE_EVENT:
+        return None
+    return str(event.get("error")), str(event.get("message")), event.get("passing") is True

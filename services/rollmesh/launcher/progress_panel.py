@@ -1,0 +1,148 @@
+"""What a person sees while a run goes on: a live panel on a terminal, one line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollmesh.launcher.timeline_recorder import MeshSample
+from rollmesh.mesh import MeshView
+from rollmesh.runtime.json_lines import JsonLinesTail
+
+_LINE_SECONDS = 5.0
+_RATE_WINDOW_SECONDS = 10.0
+_BAR_COLUMNS = 40
+_PANEL_COLUMNS = 4
+"""Border and padding of the panel."""
+_NOTHING = "-"
+
+
+@dataclass(slots=True)
+class _Rates:
+    """Tokens per second over a sliding window."""
+
+    points: list[tuple[float, float]] = field(default_factory=list)
+
+    def update(self, t: float, total: float) -> float:
+        self.points.append((t, total))
+        while len(self.points) > 2 and t - self.points[0][0] > _RATE_WINDOW_SECONDS:
+            self.points.pop(0)
+        (t0, first), (t1, last) = self.points[0], self.points[-1]
+        return (last - first) / (t1 - t0) if t1 > t0 else 0.0
+
+
+class RunProgress:
+    """Console progress of one run; use as a context manager."""
+
+    def __init__(self, console: Console, *, train_steps: int, pool_size: int, metrics: Path, samples: Path) -> None:
+        self._console = console
+        self._steps = train_steps
+        self._pool_size = pool_size
+        self._metrics = JsonLinesTail(metrics)
+        self._samples = JsonLinesTail(samples)
+        self._rates = _Rates()
+        self._report: Mapping[str, Any] = {}
+        self._sample: Mapping[str, Any] = {}
+        self._last_line = 0.0
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+
+    def __enter__(self) -> RunProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Print a lasting line."""
+        # One line however wide: a pipe has no columns, and 80 assumed ones would break the line for whoever greps it.
+        line = Text.assemble((time.strftime("%H:%M:%S"), "dim"), " ", text)
+        # Whoever listened may have gone (a closed pipe or terminal); the run is no worse for it.
+        with contextlib.suppress(OSError):
+            self._console.print(line, highlight=False, soft_wrap=True)
+
+    def update(self, sample: MeshSample, waiting_for: str = "") -> None:
+        """Show the newest look at the mesh and the newest step report."""
+        for report in self._metrics.read():
+            self._report = report
+        for record in self._samples.read():
+            self._sample = record
+        rate = self._rates.update(sample.t, sample.generated_token_total)
+        facts = _facts(sample, self._report, rate, self._steps, self._pool_size)
+        if self._live is not None:
+            self._live.update(self._panel(sample, facts, waiting_for))
+        elif time.monotonic() - self._last_line >= _LINE_SECONDS:
+            self._last_line = time.monotonic()
+            if any(g.serving for g in sample.generators):
+                self.note(" | ".join(f"{name} {value}" for name, value in facts.items() if value != _NOTHING))
+            else:
+                self.note(f"waiting for {waiting_for}")
+
+    def _panel(self, sample: MeshSample, facts: Mapping[str, str], waiting_for: str) -> Panel:
+        bar = ProgressBar(total=self._steps, completed=max(sample.view.trained_step, 0), width=_BAR_COLUMNS)
+        table = Table.grid(padding=(0, 2))
+        for at, (name, value) in enumerate(facts.items()):
+            row = Columns([Text(value), bar]) if at == 0 else Text(value)
+            table.add_row(Text(name, style="dim"), row)
+        parts: list[Any] = [table]
+        if self._sample:
+            parts.append(_completion(self._sample, self._console.width - _PANEL_COLUMNS))
+        if waiting_for:
+            parts.append(Text(f"waiting for {waiting_for}", style="dim italic"))
+        return Panel(Group(*parts), title="rollmesh", title_align="left")
+
+
+def _completion(sample: Mapping[str, Any], columns: int) -> Text:
+    """The newest sample on one line, its end cut off where the panel ends, so that the panel keeps its height."""
+    reward = _number(sample, "reward", ".2f")
+    text = " ".join(f"{sample.get('prompt', '')} => {sample.get('completion', '')}".split())
+    line = Text.assemble((f"sample, reward {reward}  ", "dim"), text)
+    line.truncate(max(20, columns), overflow="ellipsis")
+    return line
+
+
+def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: int, pool_size: int) -> dict[str, str]:
+    view = sample.view
+    served = sorted({g.policy_version for g in sample.generators if g.serving})
+    drops = [f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(sample.dropped.items()) if count]
+    return {
+        "step": f"{view.trained_step}/{steps}",
+        "queue": _held_up(view) or _NOTHING,
+        "reward": _number(report, "reward_mean", ".3f"),
+        "length": _number(report, "response_length_mean", ".0f"),
+        "tokens/s": f"{rate:,.0f}",
+        "version": f"{view.policy_version}, served {', '.join(map(str, served)) or 'by nobody'}",
+        "in flight": f"{view.leased} of {pool_size}",
+        "ready": f"{view.ready_groups} groups",
+        "staleness": _number(report, "staleness_mean", ".2f"),
+        "off-policy": _number(report, "off_policy_token_share", ".0%"),
+        "dropped": ", ".join(drops) or _NOTHING,
+    }
+
+
+def _held_up(view: MeshView) -> str:
+    """Why nothing new is begun; empty while it is."""
+    if view.recovering:
+        return "recovering: Redis was restarted, workers and trainer tell it what they hold"
+    if view.user_paused:
+        return "paused by an operator"
+    return "paused by the launcher, for an evaluation" if view.launcher_paused else ""
+
+
+def _number(report: Mapping[str, Any], key: str, spec: str) -> str:
+    value = report.get(key)
+    return format(value, spec) if isinstance(value, int | float) else _NOTHING

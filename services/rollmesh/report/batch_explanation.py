@@ -1,0 +1,298 @@
+"""``rollmesh explain``: token by token, which policy wrote it, its ratio, its weight, and what masked or clipped it.
+
+The numbers are those of ``PolicyTrainer.explain`` with the weights that the train step began with, taken from the
+checkpoint store. Where training had other numbers, because it had recorded what is not kept or had already moved the
+weights, the notes say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.config import RunConfig
+from rollmesh.config.trainer import TrainerConfig
+from rollmesh.errors import CheckpointError, ConfigError, DataError
+from rollmesh.report.audit import known_train_steps, open_checkpoints
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.types import Batch, PolicyRecord, RewardOutcome, Trajectory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rollmesh.trainer.learner.token_explanation import TokenExplanation
+    from rollmesh.trainer.records.samples import Decode
+
+_REASON_STYLES: Mapping[str, str] = {
+    "trained": "",
+    "zero_advantage": "dim",
+    "environment": "dim",
+    "stale": "yellow",
+    "weight_truncated": "yellow",
+}
+_OTHER_REASON = "red"
+"""Style of clipped tokens."""
+_FALLBACK_MARK = "~"
+_NOT_AS_TRAINED: Mapping[str, str] = {
+    "stage_not_recorded": (
+        "what the trainer recorded at the end of their stages is not kept, so old, ratio, weight and what happened are "
+        "not those of the training"
+    ),
+    "version_not_kept": (
+        "the weights of their versions are pruned by now; if the training still had them, its old, ratio, weight and "
+        "what happened are others"
+    ),
+    "mixed_cache": "no weights reproduce what attended to another version's cache; the training did the same",
+}
+"""What each fallback of the old logprob means to whoever reads the table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedTrajectory:
+    """One trajectory of a batch, token by token."""
+
+    trajectory: Trajectory
+    prompt: str
+    response: str
+    tokens: tuple[TokenExplanation, ...]
+    texts: tuple[str, ...]
+    """Text of each token."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        outcome = self.trajectory.outcome
+        return {
+            "trajectory_id": self.trajectory.trajectory_id,
+            "group_id": self.trajectory.group_id,
+            "reward": outcome.verdict if outcome is not None else None,
+            "shaped_reward": self.trajectory.shaped_reward,
+            "prompt": self.prompt,
+            "response": self.response,
+            "tokens": [{"text": t} | asdict(e) for t, e in zip(self.texts, self.tokens, strict=True)],
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedBatch:
+    """Trajectories of one batch, and how far their numbers are those of the training."""
+
+    train_step: int
+    old_logprobs: str
+    """The run's source of old logprobs."""
+    minibatches: int
+    fallbacks: Mapping[str, int]
+    """Tokens of the whole batch that are shown with the sampler's logprob as their old one, by reason."""
+    notes: tuple[str, ...]
+    """Where the numbers may differ from the training's, one sentence each; empty when they do not."""
+    trajectories: tuple[ExplainedTrajectory, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "train_step": self.train_step,
+            "old_logprobs": self.old_logprobs,
+            "old_logprob_fallbacks": dict(self.fallbacks),
+            "minibatches": self.minibatches,
+            "notes": list(self.notes),
+            "trajectories": [one.to_json() for one in self.trajectories],
+        }
+
+
+def explain_batch(
+    run_folder: Path,
+    train_step: int,
+    *,
+    trajectory_id: str | None = None,
+    limit: int = 1,
+    as_json: bool = False,
+    console: Console,
+) -> None:
+    """Print what the trainer made of a batch: of one trajectory, or of the first ``limit``.
+
+    Raises DataError for a batch or a trajectory that is not there and for a step whose weights are pruned.
+    """
+    explained = explained_batch(run_folder, train_step, trajectory_id=trajectory_id, limit=limit)
+    if as_json:
+        console.file.write(f"{json.dumps(explained.to_json(), indent=2)}\n")
+        return
+    for one in explained.trajectories:
+        print_explanation(one, console)
+    for note in explained.notes:
+        console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+
+def explained_batch(
+    run_folder: Path, train_step: int, *, trajectory_id: str | None = None, limit: int = 1
+) -> ExplainedBatch:
+    """Explain one trajectory of a batch, or its first ``limit``; errors as ``explain_batch``."""
+    from rollmesh.trainer.records.samples import decoder
+
+    folder = RecordedRun(run_folder)
+    store = open_checkpoints(folder)
+    batch = _batch(store, train_step)
+    chosen = _chosen(batch, trajectory_id, limit)
+    train_steps = known_train_steps(folder, store, None)
+    policy = store.open(_weights_before(store, train_step)).folder
+    config = _config(folder).trainer
+    fallbacks: Counter[str] = Counter()
+    tokens: dict[str, list[TokenExplanation]] = {trajectory.trajectory_id: [] for trajectory in chosen}
+    for token in _explain(folder, store, policy, batch, train_steps):  # far more of them than are shown
+        if token.old_logprob_fallback:
+            fallbacks[token.old_logprob_fallback] += 1
+        if token.trajectory_id in tokens:
+            tokens[token.trajectory_id].append(token)
+    decode = decoder(policy)
+    return ExplainedBatch(
+        train_step=train_step,
+        old_logprobs=config.algorithm.old_logprobs,
+        minibatches=config.minibatches,
+        fallbacks=dict(fallbacks),
+        notes=tuple(_notes(config, fallbacks, train_step)),
+        trajectories=tuple(_explained(t, tuple(tokens[t.trajectory_id]), decode) for t in chosen),
+    )
+
+
+def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
+    """One table per trajectory."""
+    from rich.table import Table
+    from rich.text import Text
+
+    trajectory = explained.trajectory
+    reward = "unscored" if trajectory.outcome is None else _reward(trajectory.outcome)
+    advantage = next((t.advantage for t in explained.tokens if t.policy_version is not None), 0.0)
+    title = f"{trajectory.trajectory_id}: {reward}, shaped {trajectory.shaped_reward:g}, advantage {advantage:.3f}"
+    console.print(Text(title, style="bold"))
+    console.print(Text(f"prompt   {explained.prompt}", style="dim"))
+    console.print(Text(f"response {explained.response}", style="dim"))
+    table = Table(box=None, padding=(0, 1))
+    table.add_column("#", justify="right")
+    table.add_column("token")
+    for name in ("version", "stale", "behavior", "old", "now", "ratio", "weight"):
+        table.add_column(name, justify="right")
+    table.add_column("what happened")
+    for token, text in zip(explained.tokens, explained.texts, strict=True):
+        table.add_row(*_row(token, text), style=_REASON_STYLES.get(token.reason, _OTHER_REASON))
+    console.print(table)
+    if not explained.tokens:
+        console.print(Text("no token of it was trained on: it has no reward", style="yellow"))
+
+
+def _reward(outcome: RewardOutcome) -> str:
+    return outcome.kind.value if outcome.verdict is None else f"reward {outcome.verdict:g}"
+
+
+def _row(token: TokenExplanation, text: str) -> list[Any]:
+    from rich.text import Text
+
+    written = Text(text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text)
+    if token.policy_version is None:
+        return [str(token.position), written, "-", "", "", "", "", "", "", token.reason]
+    version = str(token.policy_version) + ("" if token.pure else "*")
+    old = f"{token.old_logprob:.3f}" + (_FALLBACK_MARK if token.old_logprob_fallback else "")
+    behavior, *numbers = (f"{n:.3f}" for n in (token.behavior_logprob, token.logprob, token.ratio, token.weight))
+    reason = token.reason if token.pure else f"{token.reason} (*cache of another version)"
+    return [str(token.position), written, version, str(token.staleness), behavior, old, *numbers, reason]
+
+
+def _notes(config: TrainerConfig, fallbacks: Mapping[str, int], train_step: int) -> Iterator[str]:
+    for reason, count in sorted(fallbacks.items()):
+        yield (
+            f"{reason}: {count} token(s) of the batch have the sampler's logprob as their old one (marked "
+            f"{_FALLBACK_MARK}), not that of trainer.algorithm.old_logprobs={config.algorithm.old_logprobs}: "
+            f"{_NOT_AS_TRAINED[reason]}"
+        )
+    if fallbacks:
+        yield (
+            "how many tokens fell back in the training stands in metrics.jsonl, policy.old_logprob_fallbacks of step "
+            f"{train_step}"
+        )
+    if config.minibatches > 1:
+        yield (
+            f"trainer.minibatches={config.minibatches}: every token is shown with the weights that the step began "
+            "with; only the first minibatch was trained on these, the later groups of the batch on weights already "
+            "moved, with other ratios and weights"
+        )
+
+
+def _batch(store: CheckpointStore, train_step: int) -> Batch:
+    steps = store.batch_steps()
+    if train_step not in steps:
+        there = f"steps {steps[0]} to {steps[-1]} have one" if steps else "there is none yet"
+        raise DataError(f"train step {train_step}: no batch file ({there})")
+    return store.read_batch(train_step)
+
+
+def _chosen(batch: Batch, trajectory_id: str | None, limit: int) -> list[Trajectory]:
+    everything = [t for group in batch.groups for t in group.trajectories]
+    if trajectory_id is None:
+        return everything[:limit]
+    chosen = [t for t in everything if t.trajectory_id == trajectory_id]
+    if not chosen:
+        known = ", ".join(t.trajectory_id for t in everything[:5])
+        raise DataError(
+            f"trajectory {trajectory_id!r} is not in batch {batch.train_step}; it holds {known}"
+            + (f" and {len(everything) - 5} more" if len(everything) > 5 else "")
+        )
+    return chosen
+
+
+def _weights_before(store: CheckpointStore, train_step: int) -> PolicyRecord:
+    """The newest policy that had been trained on ``train_step - 1`` batches."""
+    records = store.complete_policies()
+    matching = [record for record in records if record.train_step == train_step - 1]
+    if not matching:
+        kept = ", ".join(str(record.train_step + 1) for record in records) or "none"
+        raise DataError(
+            f"train step {train_step}: the policy it began with is pruned, so its ratios cannot be computed again; "
+            f"raise checkpoints.keep_last for the next run. Steps that can be explained: {kept}"
+        )
+    return matching[-1]
+
+
+def _explain(
+    folder: RecordedRun, store: CheckpointStore, policy: Path, batch: Batch, train_steps: Mapping[int, int]
+) -> Iterator[TokenExplanation]:
+    from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
+
+    config = _config(folder)
+    records = {record.policy_version: record for record in store.complete_policies()}
+
+    def folder_of(version: int) -> Path | None:
+        record = records.get(version)
+        try:
+            return None if record is None else store.open(record).folder
+        except CheckpointError:
+            return None  # the old-logprob source then falls back to the sampler, as in training
+
+    masked = config.schedule.on_stale == "mask_old_segments"
+    trainer = PolicyTrainer.from_folder(
+        policy,
+        config.trainer,
+        device="cpu",
+        max_token_staleness=folder.max_staleness if masked else None,
+        policy_folder=folder_of,
+    )
+    return trainer.explain(batch, train_steps, store.batch_footer(batch.train_step).settings)
+
+
+def _config(folder: RecordedRun) -> RunConfig:
+    if folder.config is None:
+        raise ConfigError(f"{folder.path}: the run file is needed to know the loss: {folder.config_problem}")
+    return folder.config
+
+
+def _explained(trajectory: Trajectory, tokens: tuple[TokenExplanation, ...], decode: Decode) -> ExplainedTrajectory:
+    return ExplainedTrajectory(
+        trajectory=trajectory,
+        prompt=decode(trajectory.prompt.token_ids),
+        response=decode(trajectory.response_ids),
+        tokens=tokens,
+        texts=tuple(decode(np.array([token.token_id], np.int32)) for token in tokens),
+    )

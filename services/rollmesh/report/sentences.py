@@ -1,0 +1,249 @@
+"""A run in plain words: sentences that claim what the folder shows and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollmesh.report.audit_result import AuditResult, AuditVerdict, Rescoring
+from rollmesh.report.series import EvaluationPoint
+from rollmesh.report.summary import RunSummary
+
+NOISE_STANDARD_ERRORS = 2.0
+"""A difference below so many standard errors is called noise."""
+_NAMED = 5
+"""Groups that a sentence names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sentence:
+    """One statement; ``bad`` marks what a reader must not miss."""
+
+    text: str
+    bad: bool = False
+
+
+def sentences(summary: RunSummary) -> tuple[Sentence, ...]:
+    """What the run showed, most important first."""
+    return (*_progress(summary), *_evaluation(summary), *_off_policy(summary), *_drops(summary), *_audit(summary))
+
+
+def facts(summary: RunSummary) -> list[tuple[str, str]]:
+    """(name, value) pairs for a table; facts that are unknown are left out."""
+    planned = f" of {summary.planned_steps}" if summary.planned_steps is not None else ""
+    rows: list[tuple[str, str | None]] = [
+        ("schedule", summary.preset),
+        ("on a new version", summary.on_new_version),
+        ("train steps", f"{summary.train_steps}{planned}"),
+        ("policy versions", _text(summary.policy_versions)),
+        ("training time", duration(summary.training_seconds)),
+        (f"{summary.score_name} before", _point(summary.before)),
+        (f"{summary.score_name} after", _point(summary.after)),
+        ("tokens trained", count(summary.trained_tokens)),
+        ("tokens generated, evaluations too", count(summary.generated_tokens)),
+        ("goodput at the last train step", percent(summary.goodput)),
+        ("generated per second", count(summary.generated_per_second)),
+        ("re-prefilled of prefilled tokens", percent(summary.reprefill_share)),
+        ("idle slot time of generators", percent(summary.bubble_ratio)),
+        ("off-policy tokens", percent(summary.off_policy_share)),
+        ("staleness", _staleness(summary)),
+        ("audit", None if summary.audit is None else summary.audit.verdict.value),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def percent(share: float | None) -> str | None:
+    """12.3%."""
+    return None if share is None or math.isnan(share) else f"{100 * share:.1f}%"
+
+
+def count(value: float | None) -> str | None:
+    """12,345."""
+    return None if value is None or math.isnan(value) else f"{value:,.0f}"
+
+
+def duration(seconds: float | None) -> str | None:
+    """45 s, 3 min 20 s, 2 h 05 min."""
+    if seconds is None or math.isnan(seconds):
+        return None
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def gap(value: float | None) -> str:
+    """A difference of log-probabilities."""
+    return "-" if value is None else f"{value:.2g}"
+
+
+def moment(point: EvaluationPoint, summary: RunSummary) -> str:
+    """When an evaluation was done, relative to the training."""
+    start, seconds = summary.first_step_time, summary.training_seconds
+    if start is None or seconds is None or math.isnan(point.when):
+        return ""
+    if point.when <= start:
+        return "before training"
+    if point.when >= start + seconds:
+        return "after training" if summary.finished else "after the last step so far"
+    return f"{duration(point.when - start)} into training"
+
+
+def _text(value: object | None) -> str | None:
+    return None if value is None else str(value)
+
+
+def _point(point: EvaluationPoint | None) -> str | None:
+    if point is None:
+        return None
+    error = "" if math.isnan(point.standard_error) else f" ± {point.standard_error:.3f}"
+    return f"{point.mean:.3f}{error} (n={point.n}, policy version {point.policy_version})"
+
+
+def _staleness(summary: RunSummary) -> str | None:
+    if summary.mean_staleness is None:
+        return None
+    bound = f", bound {summary.max_staleness}" if summary.max_staleness is not None else ""
+    return f"mean {summary.mean_staleness:.2f}, largest {summary.largest_staleness}{bound} train steps"
+
+
+def _progress(summary: RunSummary) -> Iterator[Sentence]:
+    if summary.train_steps == 0:
+        yield Sentence(text="No train step has been recorded.", bad=True)
+        return
+    took = duration(summary.training_seconds)
+    versions = "" if summary.policy_versions is None else f", {summary.policy_versions} policy versions were published"
+    text = f"{summary.train_steps} train steps were done{f' in {took}' if took else ''}{versions}."
+    if summary.planned_steps is not None and not summary.finished:
+        yield Sentence(text=f"{text} The run is not finished: {summary.planned_steps} were planned.", bad=True)
+    else:
+        yield Sentence(text=text)
+
+
+def _evaluation(summary: RunSummary) -> Iterator[Sentence]:
+    name = summary.score_name.capitalize()
+    if summary.gain is None or summary.before is None or summary.after is None:
+        if summary.after is not None:
+            yield Sentence(text=f"{name} was evaluated once only: {_point(summary.after)}. No gain can be stated.")
+        else:
+            yield Sentence(text="No evaluation was recorded, so no gain is claimed.")
+        return
+    before, after, (difference, error) = summary.before, summary.after, summary.gain
+    text = f"{name} on the evaluation prompts: {_point(before)} before, {_point(after)} after"
+    if math.isnan(error):
+        yield Sentence(text=f"{text}; no standard error was recorded, so the difference is not judged.")
+    elif abs(difference) < NOISE_STANDARD_ERRORS * error:
+        yield Sentence(
+            text=f"{text}. The difference of {difference:+.3f} is within noise (standard error {error:.3f})."
+        )
+    else:
+        word = "gain" if difference > 0 else "loss"
+        yield Sentence(text=f"{text}: a {word} of {abs(difference):.3f} ± {error:.3f}.", bad=difference < 0)
+
+
+def _off_policy(summary: RunSummary) -> Iterator[Sentence]:
+    if summary.off_policy_share is not None:
+        yield Sentence(
+            text=f"{percent(summary.off_policy_share)} of the trained tokens were written by an older policy than the "
+            "newest one of their time"
+            + (f"; staleness was {_staleness(summary)}." if summary.mean_staleness is not None else ".")
+        )
+
+
+def _drops(summary: RunSummary) -> Iterator[Sentence]:
+    dropped = {reason: number for reason, number in summary.dropped.items() if number}
+    if dropped:
+        listed = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
+        yield Sentence(text=f"Groups that left without being trained, by reason: {listed}.")
+
+
+def _audit(summary: RunSummary) -> Iterator[Sentence]:
+    audit = summary.audit
+    if audit is None:
+        yield Sentence(text="No audit was run, so nothing is claimed about lost or repeated groups.")
+        return
+    yield Sentence(text=f"{_verdict('The audit is', audit)}: {'; '.join(audit_claims(audit))}.", bad=not audit.green)
+    for problem in (*audit.problems, *audit.unchecked):
+        yield Sentence(text=problem, bad=True)
+
+
+def verdict_line(audit: AuditResult) -> str:
+    """State the verdict, the share of tokens that it rests on, and the tokens whose checkpoint is gone."""
+    line, rescoring = _verdict("audit", audit), audit.rescoring
+    if rescoring is None or rescoring.scored_share is None:
+        return f"{line}: no token was scored again"
+    line += f": {percent(rescoring.scored_share)} of {rescoring.policy_tokens:,} policy tokens were scored again"
+    if rescoring.skipped_tokens:
+        share = percent(rescoring.skipped_tokens / rescoring.policy_tokens)
+        line += f"; {rescoring.skipped_tokens:,} tokens, {share}, name a checkpoint that is gone"
+        line += f", {rescoring.pruned_tokens:,} of them pruned as checkpoints.keep_last has it"
+    return line
+
+
+def _verdict(subject: str, audit: AuditResult) -> str:
+    words = {AuditVerdict.GREEN: "green", AuditVerdict.NOT_GREEN: "NOT green", AuditVerdict.INCOMPLETE: "INCOMPLETE"}
+    return f"{subject} {words[audit.verdict]}"
+
+
+def audit_claims(audit: AuditResult) -> list[str]:
+    """What an audit counted, each with its source."""
+    checked = sum(audit.staleness_counts.values())
+    claims = [
+        f"{audit.groups} groups in {audit.batch_files} of {max(audit.committed_step, 0)} batch files up to committed "
+        f"step {audit.committed_step}",
+        f"trained twice {len(audit.trained_twice)}",
+        f"staleness violations {len(audit.staleness_violations)} of {checked:,} trajectories in a loss"
+        + (f" ({audit.staleness_unknown:,} more not checked)" if audit.staleness_unknown else "")
+        if audit.max_staleness is not None
+        else "staleness not checked (the bound is not known)",
+    ]
+    if audit.lost is not None:
+        claims.append(
+            f"lost {len(audit.lost)}" + (f" ({audit.lost_note})" if audit.lost_note and audit.forgotten else "")
+        )
+    else:
+        claims.append(f"lost not checked ({audit.lost_note})" if audit.lost_note else "lost not checked")
+    if both := audit.dropped_and_trained:
+        named = ", ".join(both[:_NAMED]) + (f" and {len(both) - _NAMED} more" if len(both) > _NAMED else "")
+        claims.append(f"dropped by the queue, but trained from a batch file {len(both)} ({named})")
+    if audit.rescoring is not None:
+        claims.append(rescoring_claim(audit.rescoring))
+    return claims
+
+
+def rescoring_claim(rescoring: Rescoring) -> str:
+    """What re-scoring covered, how far off the worst token was, and what was not checked."""
+    notes = []
+    if rescoring.skipped_impure_segments:
+        share = _of_policy(rescoring.skipped_impure_tokens, rescoring)
+        notes.append(f"{rescoring.skipped_impure_segments} keep_kv segments{share} have no single policy")
+    if rescoring.skipped_segments:
+        skipped = rescoring.skipped_segments / (rescoring.skipped_segments + rescoring.segments)
+        notes.append(f"{rescoring.skipped_segments} segments, {percent(skipped)}, name a checkpoint that is gone")
+    if rescoring.unresolvable:
+        largest = max(version.largest_unresolvable for version in rescoring.versions)
+        excused = 100 * rescoring.unresolvable / rescoring.tokens
+        notes.append(
+            f"{rescoring.unresolvable} tokens over the bound, {excused:.2g}% and up to {gap(largest)} nats, lie "
+            "within what float32 can tell apart there"
+        )
+    if rescoring.announced_manifests is None:
+        notes.append("manifests not compared with the registry, which was not reachable")
+    else:
+        scored = sum(not version.skipped for version in rescoring.versions)
+        notes.append(f"{rescoring.announced_manifests} of {scored} manifests compared with the registry")
+    rest = f" ({', '.join(notes)})"
+    if rescoring.largest_gap is None:
+        return f"no segment could be re-scored{rest}"
+    return (
+        f"{rescoring.tokens:,} tokens of {rescoring.segments:,} segments"
+        f"{_of_policy(rescoring.tokens, rescoring)} re-scored with the checkpoint they name, largest gap "
+        f"{gap(rescoring.largest_gap)} nats ({rescoring.dtype}, bound {rescoring.bound:g}){rest}"
+    )
+
+
+def _of_policy(tokens: int, rescoring: Rescoring) -> str:
+    return f", {percent(tokens / rescoring.policy_tokens)} of the policy's tokens," if rescoring.policy_tokens else ""

@@ -1,0 +1,205 @@
+"""The template process: loads tokenizer and verifiers once, then forks workers that have them already.
+
+``python -m rollmesh.reward.pool.template FD`` talks JSON lines over the socket FD. First comes the spec; the answer is
+``ready`` (or ``failed``). Then, one at a time, ``spawn`` (with the worker's socket attached) and ``kill``. It says
+``exited`` for every worker that ended, has no threads, holds no secret of the run, and ends with its parent.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from rollmesh.errors import ConfigError, RollmeshError
+from rollmesh.reward.pool.confinement import WorkerConfinement, prepare, sweep
+from rollmesh.reward.pool.handler import RewardHandler
+from rollmesh.reward.pool.isolation import probe_worker
+from rollmesh.reward.pool.orphan_reaper import post_watchman, relieve_watchman
+from rollmesh.reward.pool.worker_process import run_worker
+from rollmesh.reward.pool.worker_spec import WorkerSpec
+from rollmesh.tasks.sandbox import kernel, leftovers
+from rollmesh.tasks.sandbox.command import remove_folders_of
+from rollmesh.tasks.verifiers.verifier_protocol import Verifier
+from rollmesh.tasks.verifiers.verifier_registry import build_verifier
+from rollmesh.text import Tokenizer
+
+_LONGEST_LINE = 1 << 20
+_SPAWNS_AT_ONCE = 16
+
+
+class Template:
+    """Forks, kills and reaps workers for the service at the other end of ``control``."""
+
+    def __init__(
+        self, control: socket.socket, spec: WorkerSpec, handler: RewardHandler, confinement: WorkerConfinement
+    ) -> None:
+        self._control = control
+        self._spec = spec
+        self._handler = handler
+        self._confinement = confinement
+        self._workers: dict[int, int] = {}  # pid to birth number
+        self._births = 0
+        self._unread = b""
+        self._descriptors: list[int] = []
+        self._watchman = post_watchman(confinement, control.fileno())
+
+    def run(self) -> None:
+        """Serve until the service goes away; then nothing is left."""
+        wakeup, signalled = socket.socketpair()
+        signalled.setblocking(False)
+        signal.set_wakeup_fd(signalled.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        wakeup.setblocking(False)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(wakeup, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if wakeup in ready:
+                    wakeup.recv(4096)
+                    self._reap()
+                if self._control in ready and not self._listen():
+                    break
+        for pid in list(self._workers):
+            self._kill(pid)
+        if self._watchman is not None:
+            relieve_watchman(self._watchman)
+
+    def _listen(self) -> bool:
+        """Take in what the service sent; False once it is gone."""
+        data, descriptors, _, _ = socket.recv_fds(self._control, _LONGEST_LINE, _SPAWNS_AT_ONCE)
+        self._descriptors += descriptors
+        self._unread += data
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            if request["op"] == "spawn":
+                self._spawn(socket.socket(fileno=self._descriptors.pop(0)), int(request["slot"]))
+            elif request["pid"] in self._workers:
+                self._kill(request["pid"])
+        return bool(data)
+
+    def _spawn(self, connection: socket.socket, slot: int) -> None:
+        # A uid is not used again soon, so that what a killed worker left to die is not held against the next one.
+        birth = self._births
+        self._births += 1
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(connection, birth)
+        connection.close()
+        self._workers[pid] = birth
+        self._say({"op": "spawned", "slot": slot, "pid": pid})
+
+    def _become_worker(self, connection: socket.socket, birth: int) -> NoReturn:
+        status = 1
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._control.close()
+            run_worker(
+                connection,
+                self._handler,
+                self._confinement,
+                birth,
+                timeout_seconds=self._spec.timeout_seconds,
+                item_count=self._spec.items_per_worker,
+                probe=lambda: probe_worker(self._confinement, birth),
+            )
+            status = 0
+        except BrokenPipeError:
+            status = 0  # the service went away first
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _kill(self, pid: int) -> None:
+        sweep(pid, self._confinement.uid(self._workers[pid]))
+
+    def _reap(self) -> None:
+        """Bury ended workers and all that they leave."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            pid = ended.si_pid
+            if pid in self._workers:
+                # Not reaped yet, so its number is still its own; what it started may live on.
+                self._kill(pid)
+            _, status = os.waitpid(pid, 0)
+            if pid == self._watchman:
+                print("the watchman over the workers has ended; another one is posted", file=sys.stderr)
+                self._watchman = post_watchman(self._confinement, self._control.fileno())
+            if self._workers.pop(pid, None) is not None:
+                # A worker's orphans are its children; with it gone they are ours, and strangers.
+                leftovers.clear(frozenset(filter(None, (*self._workers, self._watchman))))
+                remove_folders_of(pid)
+                self._say({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        _say(self._control, message)
+
+
+def _say(control: socket.socket, message: Mapping[str, Any]) -> None:
+    try:
+        control.sendall(json.dumps(message).encode() + b"\n")
+    except (BrokenPipeError, ConnectionResetError):
+        return  # the service is gone; the next read says so
+
+
+def load_verifiers(spec: WorkerSpec) -> dict[str, Verifier]:
+    """Every verifier that prompts of the run can ask for; raises ConfigError for one that must be there."""
+    verifiers = {spec.default_verifier: build_verifier(spec.default_verifier, spec.default_options)}
+    for name in spec.required_verifiers:
+        verifiers[name] = build_verifier(name, {})
+    for name in spec.optional_verifiers:
+        try:
+            verifiers[name] = build_verifier(name, {})
+        except ConfigError as error:
+            print(f"verifier {name} is not available: {error}", file=sys.stderr)
+    return verifiers
+
+
+def main(descriptor: int) -> None:
+    """Load, report, fork on request."""
+    with suppress(OSError):
+        kernel.die_with_parent()
+        kernel.adopt_orphans()
+    control = socket.socket(fileno=descriptor)
+    line = control.makefile("rb", buffering=0).readline(_LONGEST_LINE)
+    spec = WorkerSpec.from_json(line.decode())
+    try:
+        tokenizer = Tokenizer(spec.tokenizer_folder)
+        verifiers = load_verifiers(spec)
+    except RollmeshError as error:
+        _say(control, {"op": "failed", "error": type(error).__name__, "message": str(error)})
+        return
+    except Exception as error:  # the import of a user's module may raise anything
+        traceback.print_exc()
+        message = f"reward.verifier: {spec.default_verifier}: {type(error).__name__}: {error}"
+        _say(control, {"op": "failed", "error": "ConfigError", "message": message})
+        return
+    confinement = prepare(spec.memory_limit_bytes)
+    _say(control, {"op": "ready", "timeout_means_wrong": {n: v.timeout_means_wrong for n, v in verifiers.items()}})
+    # What is loaded by now stays shared with the workers: the collector never writes to its pages again.
+    gc.collect()
+    gc.freeze()
+    Template(control, spec, RewardHandler(tokenizer, verifiers, spec.default_verifier), confinement).run()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

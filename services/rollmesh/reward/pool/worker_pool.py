@@ -1,0 +1,192 @@
+"""A pool of worker processes that are killed, not asked, when they take too long.
+
+One answer at a time per worker: a poisonous one costs its own time and a fork of the loaded template, never its
+neighbours. (pebble's pool was weighed and left: it unpickles what confined processes send, kills the worker but not
+what the worker started, and a new worker would load its libraries again.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from rollmesh.errors import RollmeshError
+from rollmesh.reward.pool.template_process import TemplateLost, TemplateProcess
+from rollmesh.reward.pool.worker_connection import WorkerConnection, WorkerDied, WorkerTimedOut
+from rollmesh.reward.pool.worker_process import PROBE, SCORE
+from rollmesh.reward.pool.worker_spec import WorkerSpec
+from rollmesh.runtime.logging import get_logger
+
+_PROBE_SECONDS = 30.0
+_TEMPLATE_ATTEMPTS = 5
+_FIRST_PAUSE_SECONDS = 0.1
+
+
+class PoolObserver(Protocol):
+    """Hears what happens in a pool, for metrics."""
+
+    def queued(self, waiting: int) -> None:
+        """So many answers wait for a worker."""
+
+    def started(self, queue_seconds: float) -> None:
+        """An answer left the queue."""
+
+    def replaced(self, reason: str) -> None:
+        """A worker is gone: ``timed_out``, ``died`` or ``retired``."""
+
+
+@dataclass(slots=True)
+class _Job:
+    request: bytes
+    timeout_seconds: float
+    queued_at: float
+    result: asyncio.Future[bytes]
+
+
+class WorkerPool:
+    """Runs requests in worker processes; use as an async context manager."""
+
+    def __init__(
+        self, spec: WorkerSpec, size: int, observer: PoolObserver, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        """``on_failure`` hears once that the pool is beyond repair; requests after that fail."""
+        self._spec = spec
+        self._size = size
+        self._observer = observer
+        self._on_failure = on_failure
+        self._log = get_logger("pool")
+        self._template: TemplateProcess | None = None
+        self._starting = asyncio.Lock()
+        self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
+        self._slots: list[asyncio.Task[None]] = []
+        self._failure = ""
+        """Why no request can be served any more."""
+
+    async def __aenter__(self) -> WorkerPool:
+        """Load the verifiers and start the workers; raises ConfigError when they cannot be loaded."""
+        try:
+            await self._living_template()
+        except TemplateLost as error:
+            raise RollmeshError(f"reward: {error}; its own output says why") from error
+        self._slots = [asyncio.create_task(self._run_slot(n), name=f"slot-{n}") for n in range(self._size)]
+        for task in self._slots:
+            task.add_done_callback(self._slot_ended)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._slots:
+            task.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        self._drop_jobs("the pool has been closed")
+        if self._template is not None:
+            await self._template.aclose()
+
+    @property
+    def timeout_means_wrong(self) -> Mapping[str, bool]:
+        """What the loaded verifiers declare, by name."""
+        return self._template.timeout_means_wrong if self._template is not None else {}
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that no worker has started on."""
+        return self._jobs.qsize()
+
+    async def run(self, payload: bytes, timeout_seconds: float) -> bytes:
+        """Have a worker handle ``payload``; the time counts from when a worker starts on it.
+
+        Raises WorkerTimedOut when that passed, WorkerDied when the worker ended first.
+        """
+        return await self._submit(SCORE + payload, timeout_seconds)
+
+    async def probe(self) -> bytes:
+        """The report of one worker process about its own confinement."""
+        return await self._submit(PROBE, _PROBE_SECONDS)
+
+    async def _submit(self, request: bytes, timeout_seconds: float) -> bytes:
+        if self._failure:
+            raise WorkerDied(self._failure)
+        result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._jobs.put_nowait(
+            _Job(request=request, timeout_seconds=timeout_seconds, queued_at=time.monotonic(), result=result)
+        )
+        self._observer.queued(self._jobs.qsize())
+        return await result
+
+    async def _run_slot(self, slot: int) -> None:
+        worker: WorkerConnection | None = None
+        try:
+            while True:
+                # The next worker is forked before there is work for it.
+                worker = await self._living_worker(slot, worker)
+                job = await self._jobs.get()
+                self._observer.queued(self._jobs.qsize())
+                if job.result.done():  # its caller has given up
+                    continue
+                try:
+                    worker = await self._living_worker(slot, worker)
+                except Exception:
+                    self._jobs.put_nowait(job)  # it fails with those that wait, once this slot has ended
+                    raise
+                await self._serve(job, worker)
+        finally:
+            if worker is not None:
+                await worker.end()
+
+    async def _serve(self, job: _Job, worker: WorkerConnection) -> None:
+        self._observer.started(time.monotonic() - job.queued_at)
+        try:
+            answer = await worker.ask(job.request, job.timeout_seconds)
+        except (WorkerTimedOut, WorkerDied) as error:
+            if not job.result.done():
+                job.result.set_exception(error)
+            self._observer.replaced("timed_out" if isinstance(error, WorkerTimedOut) else "died")
+        except asyncio.CancelledError:
+            job.result.cancel()
+            raise
+        else:
+            if not job.result.done():
+                job.result.set_result(answer)
+
+    async def _living_worker(self, slot: int, worker: WorkerConnection | None) -> WorkerConnection:
+        if worker is not None:
+            if not worker.closed:
+                return worker
+            if not worker.ended:
+                self._observer.replaced("retired")
+                await worker.end()
+        return await self._open(slot)
+
+    async def _open(self, slot: int) -> WorkerConnection:
+        pause = _FIRST_PAUSE_SECONDS
+        for _ in range(_TEMPLATE_ATTEMPTS):
+            try:
+                return await WorkerConnection.open(await self._living_template(), slot)
+            except TemplateLost as error:
+                self._log.warning("template_lost", message=str(error), pause_seconds=pause)
+                await asyncio.sleep(pause)
+                pause *= 2
+        raise RollmeshError(f"reward: the template process ended {_TEMPLATE_ATTEMPTS} times in a row")
+
+    async def _living_template(self) -> TemplateProcess:
+        async with self._starting:
+            if self._template is None or self._template.lost:
+                if self._template is not None:
+                    await self._template.aclose()
+                self._template = await TemplateProcess.start(self._spec)
+            return self._template
+
+    def _slot_ended(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        self._failure = self._failure or f"the pool has failed: {error}"
+        self._drop_jobs(self._failure)
+        self._on_failure(error)
+
+    def _drop_jobs(self, reason: str) -> None:
+        while not self._jobs.empty():
+            job = self._jobs.get_nowait()
+            if not job.result.done():
+                job.result.set_exception(WorkerDied(reason))

@@ -1,0 +1,75 @@
+"""What the template process is told when it starts; plain JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rollmesh.config import RunConfig
+from rollmesh.config.data import CountdownSource, JsonlSource, PythonSource, ReasoningGymSource
+from rollmesh.config.recipes import resolve_model
+from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN
+
+_ITEMS_PER_WORKER = 20_000
+_NEEDS_OPTIONS = frozenset({"regex", "http_judge", "composite"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """Everything that worker processes have in common."""
+
+    tokenizer_folder: str
+    default_verifier: str
+    default_options: Mapping[str, Any]
+    required_verifiers: tuple[str, ...]
+    """Besides the default; the service does not start without them."""
+    optional_verifiers: tuple[str, ...]
+    """Loaded if their packages are there: rows of the data set may name them."""
+    timeout_seconds: float
+    memory_limit_bytes: int
+    items_per_worker: int = _ITEMS_PER_WORKER
+    """A worker is replaced after so many answers, so that leaks and caches of libraries stay bounded."""
+
+    def to_json(self) -> str:
+        """Encode."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> WorkerSpec:
+        """Decode."""
+        fields = json.loads(text)
+        for name in ("required_verifiers", "optional_verifiers"):
+            fields[name] = tuple(fields[name])
+        return WorkerSpec(**fields)
+
+
+def worker_spec(config: RunConfig) -> WorkerSpec:
+    """The spec of a run; raises ConfigError when the model folder is not there."""
+    required, optional = needed_verifiers(config)
+    return WorkerSpec(
+        tokenizer_folder=str(resolve_model(config.model.path)),
+        default_verifier=config.reward.verifier,
+        default_options=config.reward.options,
+        required_verifiers=required,
+        optional_verifiers=optional,
+        timeout_seconds=config.reward.timeout_seconds,
+        memory_limit_bytes=config.reward.memory_limit_bytes,
+    )
+
+
+def needed_verifiers(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of verifiers that prompts of this run can ask for, besides the default: (required, optional)."""
+    required: set[str] = set()
+    optional: set[str] = set()
+    for source in (config.data.source, config.data.evaluation_source):
+        if isinstance(source, CountdownSource):
+            required.add("countdown")
+        elif isinstance(source, ReasoningGymSource):
+            required.add("reasoning_gym")
+        elif isinstance(source, PythonSource) or (isinstance(source, JsonlSource) and source.verifier_field):
+            optional |= set(BUILT_IN) - _NEEDS_OPTIONS
+    required.discard(config.reward.verifier)
+    optional -= required | {config.reward.verifier}
+    return tuple(sorted(required)), tuple(sorted(optional))

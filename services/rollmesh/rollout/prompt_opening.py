@@ -1,0 +1,54 @@
+"""Opening the prompts of a run: a table of a million rows takes longer to check than a loop may be silent."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
+
+OpenPrompts = Callable[[OnChecked], PromptSource]
+
+_BEAT_SECONDS = 1.0
+_REPORT_SECONDS = 10.0
+
+
+class _Stopped(Exception):
+    """The process shuts down."""
+
+
+async def open_prompts(
+    open_source: OpenPrompts, *, beat: Callable[[], None], shutdown: Shutdown
+) -> PromptSource | None:
+    """Open the prompts in a thread, with a beat each second and a log line every ten; None on shutdown.
+
+    Raises the errors of the source: DataError for the first bad row.
+    """
+    log, stopped, started = get_logger("prompts"), threading.Event(), time.monotonic()
+    checked_rows, row_count, report_due = 0, 0, started + _REPORT_SECONDS
+
+    def on_checked(checked: int, count: int) -> None:
+        nonlocal checked_rows, row_count
+        checked_rows, row_count = checked, count
+        if stopped.is_set():
+            raise _Stopped
+
+    opening = asyncio.create_task(asyncio.to_thread(open_source, on_checked), name="open prompts")
+    opening.add_done_callback(lambda task: task.cancelled() or task.exception())
+    stop = asyncio.ensure_future(shutdown.wait())
+    try:
+        while not opening.done() and not stop.done():
+            beat()
+            await asyncio.wait({opening, stop}, timeout=_BEAT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if time.monotonic() >= report_due:
+                report_due += _REPORT_SECONDS
+                seconds = round(time.monotonic() - started)
+                log.info("prompts_are_opened", checked_rows=checked_rows, rows=row_count, seconds=seconds)
+        return opening.result() if opening.done() else None
+    finally:
+        stopped.set()  # the thread ends at its next report, so that the process can end
+        stop.cancel()

@@ -1,0 +1,129 @@
+"""The admin port of a service: ``/metrics``, ``/healthz``, ``/readyz``.
+
+With TLS or a token in the run file, everything but the two probes wants a client certificate of the mesh's authority,
+or the bearer token. The probes stay open: a kubelet has neither, and they tell nothing but how the service is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from functools import partial
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.base import RequestResponseEndpoint
+
+from rollmesh.errors import ConfigError
+from rollmesh.runtime.certificate_metrics import CertificateCollector
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.http_protocol import HEAD_SECONDS, HttpProtocol
+from rollmesh.runtime.https import VERIFIED, use_tls
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.port_security import OPEN, PortSecurity
+
+PROBES = frozenset({"/healthz", "/readyz"})
+_IDLE_CONNECTION_SECONDS = 75
+"""Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s, nginx 60 s): the side that sends the next
+request has to be the one that closes first, or a request meets a connection that is just being closed."""
+
+
+def admin_app(metrics: Metrics, health: Health, security: PortSecurity = OPEN) -> FastAPI:
+    """The FastAPI application of the admin port."""
+    app = FastAPI(title=f"rollmesh {metrics.component}", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.middleware("http")
+    async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
+        if request.url.path not in PROBES:
+            authorization = request.headers.get("authorization", "")
+            refusal = security.http_refusal(authorization, verified_certificate=VERIFIED in request.scope)
+            if refusal:
+                return JSONResponse({"detail": refusal}, 401, {"WWW-Authenticate": "Bearer"})
+        return await answer(request)
+
+    @app.get("/metrics")
+    async def exposition() -> Response:
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/healthz")
+    async def liveness() -> JSONResponse:
+        stalled = health.stalled()
+        return JSONResponse({"live": not stalled, "stalled": stalled}, status_code=503 if stalled else 200)
+
+    @app.get("/readyz")
+    async def readiness() -> JSONResponse:
+        ready, reason = health.ready()
+        return JSONResponse({"ready": ready, "reason": reason}, status_code=200 if ready else 503)
+
+    return app
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that leaves signals to ``run_service``."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+
+def listen(host: str, port: int, field: str) -> socket.socket:
+    """A listening socket; ConfigError naming the config ``field`` of the port when it cannot be bound."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {host}, {field}={port}: {error}") from error
+
+
+@contextlib.asynccontextmanager
+async def http_server(
+    app: FastAPI,
+    listener: socket.socket,
+    security: PortSecurity = OPEN,
+    *,
+    grace_seconds: int | None = None,
+    head_seconds: float = HEAD_SECONDS,
+) -> AsyncIterator[int]:
+    """Serve an application inside the running loop; yields the bound port.
+
+    At the end requests that are being answered have ``grace_seconds``; null is as long as they take. A client has
+    ``head_seconds`` for the request line and the headers of each request.
+    """
+    with contextlib.closing(listener):
+        config = uvicorn.Config(
+            app,
+            http=partial(HttpProtocol, head_seconds=head_seconds),  # type: ignore[arg-type]  # a factory is enough
+            log_config=None,  # its warnings go the way of all libraries'
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_keep_alive=_IDLE_CONNECTION_SECONDS,
+            timeout_graceful_shutdown=grace_seconds,
+        )
+        use_tls(config, security)
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]), name="http")
+        try:
+            yield int(listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            await task
+
+
+@contextlib.asynccontextmanager
+async def admin_server(
+    metrics: Metrics, health: Health, host: str, port: int = 0, security: PortSecurity = OPEN
+) -> AsyncIterator[int]:
+    """Serve the admin port inside the running loop; yields the bound port.
+
+    Every service opens one, so here ``metrics`` also gets what is known of the certificate.
+    """
+    metrics.registry.register(CertificateCollector(metrics.component, security.tls))
+    app = admin_app(metrics, health, security)
+    async with http_server(app, listen(host, port, "network.admin_port"), security) as bound:
+        yield bound

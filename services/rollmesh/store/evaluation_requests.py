@@ -1,0 +1,79 @@
+"""Evaluations: a small queue of requests outside admission and pool, and their results by version."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rollmesh.config.services import EvalConfig
+from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
+from rollmesh.store.redis_connection import Connection
+
+
+def evaluation_request(config: EvalConfig, policy_version: int) -> EvalRequest:
+    """The run's fixed evaluation of one policy version; asking twice gives the same request."""
+    return EvalRequest(
+        evaluation_id=f"version-{policy_version}",
+        policy_version=policy_version,
+        prompt_count=config.prompt_count,
+        samples_per_prompt=config.samples_per_prompt,
+    )
+
+
+def due_versions(every_versions: int, after: int, newest: int) -> range:
+    """The multiples of ``every_versions`` above ``after``, up to ``newest``; none when it is 0."""
+    if every_versions == 0:
+        return range(0)
+    return range((max(after, 0) // every_versions + 1) * every_versions, newest + 1, every_versions)
+
+
+def asked_by_others_up_to(every_versions: int, newest: int, keep_last: int) -> int:
+    """The version after which one asks for evaluations who does not know what was asked for before.
+
+    At most one evaluation back, and never for a version that ``checkpoints.keep_last`` may have let go already: no
+    generator could serve it, and whoever waits for its score would wait for ever.
+    """
+    return max(0, newest - min(every_versions, keep_last))
+
+
+class Evaluations:
+    """Requests, claims and results of evaluations."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+
+    async def request_evaluation(self, request: EvalRequest) -> None:
+        """Queue an evaluation; repeating the same request is a no-op, another one under the same id a Conflict."""
+        body = json.dumps(asdict(request), sort_keys=True)
+        await self._connection.run("request_evaluation", request.evaluation_id, body)
+
+    async def claim_evaluation(self, session: str) -> EvalRequest | None:
+        """Take the oldest waiting request; it waits again when the session dies. None when nothing waits."""
+        evaluation_id = (await self._connection.run("claim_evaluation", session)).decode()
+        if not evaluation_id:
+            return None
+        body = await self._connection.command("HGET", self._keys.of("evaluation", evaluation_id), "request")
+        return EvalRequest(**json.loads(body))
+
+    async def finish_evaluation(self, session: str, evaluation_id: str, result: EvalResult) -> None:
+        """Record the result; SessionLost when another session holds the evaluation."""
+        body = json.dumps(asdict(result), sort_keys=True)
+        await self._connection.run("finish_evaluation", session, evaluation_id, body)
+
+    async def evaluations(self) -> list[EvalRecord]:
+        """Every evaluation in the order of the requests, finished or not."""
+        ids = [i.decode() for i in await self._connection.command("ZRANGE", self._keys.single("evaluations"), 0, -1)]
+        commands = [("HGETALL", self._keys.of("evaluation", i)) for i in ids]
+        records = await self._connection.commands(commands)
+        claims = await self._connection.command("HGETALL", self._keys.single("evaluation_claims"))
+        return [
+            EvalRecord(
+                request=EvalRequest(**json.loads(record[b"request"])),
+                claimed=i.encode() in claims,
+                result=EvalResult(**json.loads(record[b"result"])) if b"result" in record else None,
+                request_time_seconds=int(record[b"time"]) / 1000,
+                finish_time_seconds=int(record[b"finish_time"]) / 1000 if b"finish_time" in record else None,
+            )
+            for i, record in zip(ids, records, strict=True)
+        ]

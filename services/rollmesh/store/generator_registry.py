@@ -1,0 +1,75 @@
+"""Living generators: written with every heartbeat, read again only when they have changed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rollmesh.store.redis_connection import Connection
+from rollmesh.types import GeneratorRecord, GeneratorWork
+
+_RECORD_FIELDS = frozenset(field.name for field in dataclasses.fields(GeneratorRecord))
+_WORK_FIELDS = frozenset(field.name for field in dataclasses.fields(GeneratorWork))
+
+
+class GeneratorRegistry:
+    """The registry of generators, and this client's copy of it.
+
+    The copy knows up to which version of the registry it has read, and asks for the records written since.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = asyncio.Lock()
+        self._version = 0
+        self._records: dict[str, GeneratorRecord] = {}
+        self._ends: dict[str, float] = {}
+        """When each record expires, by the monotonic clock."""
+
+    async def register_generator(self, record: GeneratorRecord, ttl: float) -> None:
+        """Write or renew a generator's record; it disappears ``ttl`` seconds after the last one."""
+        await self._connection.run(
+            "register_generator", record.instance_id, json.dumps(dataclasses.asdict(record)), int(1000 * ttl)
+        )
+
+    async def deregister_generator(self, instance_id: str) -> None:
+        """Take a generator out at once."""
+        await self._connection.run("deregister_generator", instance_id)
+
+    async def generators(self) -> list[GeneratorRecord]:
+        """Living generators, serving or not; a record that has not changed is the same object as before."""
+        async with self._lock:
+            if await self._read() != len(self._records):
+                # A generator has left, or Redis came back as it was before.
+                self._version = 0
+                await self._read()
+            return list(self._records.values())
+
+    async def _read(self) -> int:
+        """Take in the records written since the last read, and drop expired ones; returns how many Redis has."""
+        version, alive, is_complete, *rows = await self._connection.run("generators", self._version)
+        now = time.monotonic()
+        if is_complete:
+            self._records, self._ends = {}, {}
+        for left, data in zip(rows[::2], rows[1::2], strict=True):
+            record = _generator(json.loads(data))
+            self._records[record.instance_id] = record
+            self._ends[record.instance_id] = now + left / 1000
+        for instance_id in [name for name, end in self._ends.items() if end < now]:
+            del self._records[instance_id], self._ends[instance_id]
+        self._version = int(version)
+        return int(alive)
+
+
+def _generator(fields: dict[str, Any]) -> GeneratorRecord:
+    work = GeneratorWork(**_known(_WORK_FIELDS, fields.get("work", {})))
+    return GeneratorRecord(**{**_known(_RECORD_FIELDS, fields), "work": work})
+
+
+def _known(names: frozenset[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that this version has a field for: a newer generator may register more."""
+    return {name: value for name, value in values.items() if name in names}

@@ -1,0 +1,91 @@
+"""Published policies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollmesh.store.operator_settings import Settings
+from rollmesh.store.redis_connection import Connection
+from rollmesh.types import PolicyRecord
+
+
+class PolicyRegistry:
+    """Policies by version: a stream, so that readers can wait for the next."""
+
+    def __init__(self, connection: Connection, settings: Settings) -> None:
+        self._connection = connection
+        self._keys = connection.keys
+        self._settings = settings
+
+    async def announce_policy(self, trainer_session: str, record: PolicyRecord) -> None:
+        """Make a published policy exist: its version must be the highest plus one (Conflict), session current."""
+        await self._connection.run(
+            "announce_policy",
+            trainer_session,
+            record.policy_version,
+            record.train_step,
+            record.path,
+            record.manifest_digest,
+        )
+
+    async def policies(self, after: int = -1) -> list[PolicyRecord]:
+        """Every announced policy above version ``after``, ascending."""
+        first = f"{after + 2}-0"
+        return _records(await self._connection.command("XRANGE", self._keys.single("policies"), first, "+"))
+
+    async def latest_policy(self) -> PolicyRecord | None:
+        """The newest policy; None before the first."""
+        found = _records(
+            await self._connection.command("XREVRANGE", self._keys.single("policies"), "+", "-", "COUNT", 1)
+        )
+        return found[0] if found else None
+
+    async def policy(self, version: int) -> PolicyRecord | None:
+        """One policy by version."""
+        entry = f"{version + 1}-0"
+        found = _records(await self._connection.command("XRANGE", self._keys.single("policies"), entry, entry))
+        return found[0] if found else None
+
+    async def wait_policy(self, after: int, timeout: float) -> PolicyRecord | None:
+        """Wait for a version above ``after`` and return the newest; None after ``timeout`` seconds."""
+        stream = self._keys.single("policies")
+        if not await self._connection.block_on_stream(stream, f"{after + 1}-0", timeout):
+            return None
+        return await self.latest_policy()
+
+    async def pin_policy(self, version: int | None, owner: str = "", instance_id: str = "") -> None:
+        """Serve this version whatever is newest; None unpins. Conflict when it does not exist.
+
+        Without an ``owner`` a person pins, and overrides everyone. An evaluation pins as an owner: Conflict while
+        another version is pinned by somebody else, and unpinning takes back only its own pin. With an ``instance_id``
+        only that generator is meant, and the others follow the newest version.
+        """
+        pinned = "" if version is None else str(version)
+        self._settings.note("pin", await self._connection.run("pin_policy", pinned, owner, instance_id), pinned)
+
+    async def pinned_policy(self, instance_id: str | None = None) -> int | None:
+        """The pinned version; with an ``instance_id`` only a pin that this generator has to follow."""
+        fields = ("pinned", "pin_instance")
+        version, instance = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
+        if version is None:
+            return None
+        foreign = instance_id is not None and instance and instance.decode() != instance_id
+        return None if foreign else int(version)
+
+    async def effective_policy(self, instance_id: str | None = None) -> PolicyRecord | None:
+        """The pinned policy (see ``pinned_policy``), else the newest."""
+        pinned = await self.pinned_policy(instance_id)
+        return await self.latest_policy() if pinned is None else await self.policy(pinned)
+
+
+def _records(entries: Sequence[tuple[bytes, dict[bytes, bytes]]] | Any) -> list[PolicyRecord]:
+    return [
+        PolicyRecord(
+            policy_version=int(fields[b"version"]),
+            train_step=int(fields[b"train_step"]),
+            path=fields[b"path"].decode(),
+            manifest_digest=fields[b"digest"].decode(),
+        )
+        for _, fields in entries
+    ]

@@ -1,0 +1,244 @@
+"""One connection pool to Redis: server checks, retries with back-off, scripts by digest, errors as ours.
+
+Every script is idempotent, so a call that got no answer is simply sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
+
+import hiredis
+import redis.asyncio as aioredis
+from redis import exceptions as redis_errors
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.sentinel import SentinelConnectionPool
+
+from rollmesh.errors import StoreUnavailable
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store.keys import Keys
+from rollmesh.store.redis_client import tls_trouble
+from rollmesh.store.scripts import RunUnknown, Script, load_scripts, refuses_credentials, store_error
+from rollmesh.store.store_metrics import CallObserver
+
+Argument = str | bytes | int | float
+Reply = Any
+
+_TRANSIENT = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ReadOnlyError, OSError)
+_MINIMUM_VERSION = (7, 0)
+_FIRST_PAUSE_SECONDS = 0.02
+_LONGEST_PAUSE_SECONDS = 1.0
+_CALL_SECONDS = 15.0
+"""Limit of one try; redis-py closes the connection of a call that is cancelled half-way."""
+_LONGEST_BLOCK_SECONDS = 5.0
+
+
+class Connection:
+    """Runs scripts and pipelines of one run; used by every part of the store."""
+
+    def __init__(
+        self,
+        client: aioredis.Redis,
+        run: str,
+        scripts: Mapping[str, Script],
+        retry_seconds: float,
+        observer: CallObserver | None = None,
+    ) -> None:
+        self.client = client
+        self._observer = observer
+        self.keys = Keys(run)
+        self._scripts = scripts
+        self._retry_seconds = retry_seconds
+        self.write_limits_again: Callable[[], Awaitable[None]] | None = None
+        """Brings back a run that Redis has forgotten; set once the limits of the run are known."""
+        self._idle: list[AbstractConnection] = []
+        self._execute = cast("Callable[..., Awaitable[Reply]]", client.execute_command)
+
+    @classmethod
+    async def open(
+        cls,
+        client: aioredis.Redis,
+        run: str,
+        retry_seconds: float = 20.0,
+        observer: CallObserver | None = None,
+    ) -> Connection:
+        """Connect, wait up to ``retry_seconds`` for the server, and check that it can be trusted with the queue."""
+        connection = cls(client, run, load_scripts(), retry_seconds, observer)
+        try:
+            await connection.check_server()
+            await connection._load_all()
+        except BaseException:
+            await connection.aclose()
+            raise
+        return connection
+
+    async def aclose(self) -> None:
+        """Close the pool, and the connections to the sentinels that it asks for the master."""
+        pool = self.client.connection_pool
+        await self.client.aclose()
+        await pool.disconnect()
+        if isinstance(pool, SentinelConnectionPool):
+            for sentinel in pool.sentinel_manager.sentinels:
+                await sentinel.aclose()
+
+    async def check_server(self) -> None:
+        """Raise StoreUnavailable for a server that is too old or that may drop keys; warn without AOF."""
+        info = cast("dict[str, Any]", await self.command("INFO"))
+        check_version(str(info.get("redis_version", "")))
+        policy = str(info.get("maxmemory_policy", "noeviction"))
+        if policy != "noeviction":
+            raise StoreUnavailable(
+                f"Redis has maxmemory-policy {policy}, which may drop keys of the queue: set it to noeviction"
+            )
+        if not int(info.get("aof_enabled", 0)):
+            get_logger("store").warning(
+                "redis_without_aof", consequence="a restart of Redis falls back to its last snapshot"
+            )
+
+    async def run(self, name: str, *arguments: Argument) -> Reply:
+        """Run one script; raises the errors of ``errors.py``."""
+        try:
+            return await self._run(name, *arguments)
+        except RunUnknown:
+            # Redis came back empty, and this client knows the limits of the run.
+            if self.write_limits_again is None:
+                raise
+            await self.write_limits_again()
+            return await self._run(name, *arguments)
+
+    async def _run(self, name: str, *arguments: Argument) -> Reply:
+        script = self._scripts[name]
+
+        async def call() -> Reply:
+            try:
+                return (await self._exchange((("EVALSHA", script.sha, 1, self.keys.prefix, *arguments),)))[0]
+            except redis_errors.NoScriptError:
+                return (await self._exchange((("EVAL", script.text, 1, self.keys.prefix, *arguments),)))[0]
+
+        return await self._retrying(call, name, self._observer)
+
+    async def command(self, *arguments: Argument) -> Reply:
+        """Run one plain command."""
+
+        call = functools.partial(self._execute, *arguments)
+        return await self._retrying(call, str(arguments[0]), self._observer)
+
+    async def commands(self, commands: Sequence[Sequence[Argument]], what: str = "") -> list[Reply]:
+        """Run plain commands in one round trip; ``what`` opens the error messages."""
+        if not commands:
+            return []
+
+        async def call() -> list[Reply]:
+            return await self._exchange(commands)
+
+        replies = await self._retrying(call, what or str(commands[0][0]), self._observer)
+        return cast("list[Reply]", replies)
+
+    async def _exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Reply]:
+        """Send commands packed by hiredis and read their replies as they come (RESP 3).
+
+        The hot path: the client's own call spends several times as long on packing, hooks and reply callbacks.
+        """
+        packed = b"".join([hiredis.pack_command(tuple(command)) for command in commands])  # type: ignore[arg-type]
+        connection = await self._checkout()
+        try:
+            await connection.send_packed_command(packed, check_health=False)
+            replies: list[Reply] = []
+            refusal: redis_errors.ResponseError | None = None
+            for _ in commands:
+                try:
+                    replies.append(await connection.read_response())
+                except redis_errors.ResponseError as error:
+                    refusal = refusal or error
+        except BaseException:
+            await self._discard(connection)
+            raise
+        self._idle.append(connection)
+        if refusal is not None:
+            raise refusal
+        return replies
+
+    async def _checkout(self) -> AbstractConnection:
+        """A connection nobody uses; the pool's own check-out asks the socket each time whether it still lives."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_connected:
+                return connection
+            await self.client.connection_pool.release(connection)
+        connection = await self.client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
+        return cast("AbstractConnection", connection)
+
+    async def _discard(self, connection: AbstractConnection) -> None:
+        """Close a connection that failed half-way, and the idle ones: their server has probably gone with it."""
+        idle, self._idle = self._idle, []
+        for each in (connection, *idle):
+            await each.disconnect(nowait=True)
+            await self.client.connection_pool.release(each)
+
+    async def block_on_stream(self, stream: str, after: str, timeout: float) -> bool:
+        """Wait until a stream has an entry after an id; False after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            # Below the limit of one try, so that a lost connection is noticed.
+            milliseconds = max(1, int(1000 * min(left, _LONGEST_BLOCK_SECONDS)))
+            words = ("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", stream, after)
+            # Not observed: it waits on purpose.
+            if await self._retrying(functools.partial(self._execute, *words), "XREAD", observer=None):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    async def _load_all(self) -> None:
+        await self.commands([("SCRIPT", "LOAD", script.text) for script in self._scripts.values()])
+
+    async def _retrying(self, call: Callable[[], Awaitable[Reply]], what: str, observer: CallObserver | None) -> Reply:
+        began = time.monotonic()
+        deadline = began + self._retry_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                async with asyncio.timeout(_CALL_SECONDS):
+                    reply = await call()
+                if observer is not None:
+                    observer.answered(time.monotonic() - began)
+                return reply
+            except _TRANSIENT as error:
+                if observer is not None:
+                    observer.failed()
+                if isinstance(error, redis_errors.RedisError) and refuses_credentials(error):
+                    raise store_error(error, what) from error
+                if (trouble := tls_trouble(error)) is not None:
+                    raise StoreUnavailable(f"{what}: {trouble}") from error
+                if time.monotonic() + pause > deadline:
+                    raise StoreUnavailable(
+                        f"{what}: Redis cannot be reached for {self._retry_seconds:g} s: {_reason(error)}"
+                    ) from error
+            except redis_errors.RedisError as error:
+                said = store_error(error, what)
+                # A refusal by a script is an answer; a server that is full, or that cannot write, is a failure.
+                if observer is not None and isinstance(said, StoreUnavailable):
+                    observer.failed()
+                raise said from error
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says; a time-out of ours says nothing by itself."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"no answer within {_CALL_SECONDS:g} s"
+    return str(error) or type(error).__name__
+
+
+def check_version(version: str) -> None:
+    """Raise StoreUnavailable for a Redis below 7.0; ``version`` is redis_version of INFO (Valkey reports it too)."""
+    try:
+        numbers = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError as error:
+        raise StoreUnavailable(f"Redis reports version {version!r}, which cannot be read") from error
+    if numbers < _MINIMUM_VERSION:
+        raise StoreUnavailable(f"Redis {version} is too old: rollmesh needs Redis >= 7.0 or Valkey")

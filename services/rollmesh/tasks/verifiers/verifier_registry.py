@@ -1,0 +1,57 @@
+"""Verifiers by name. Modules are imported when a verifier is built, so that sympy costs only those who use it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from rollmesh.errors import ConfigError
+from rollmesh.tasks.verifiers.function import build_own_verifier
+from rollmesh.tasks.verifiers.verifier_protocol import Verifier
+
+_PACKAGE = "rollmesh.tasks.verifiers"
+
+BUILT_IN: Mapping[str, str] = {
+    "exact": "exact:ExactVerifier",
+    "numeric": "numeric:NumericVerifier",
+    "choice": "choice:ChoiceVerifier",
+    "regex": "pattern:RegexVerifier",
+    "math": "mathematics:MathVerifier",
+    "countdown": "countdown:CountdownVerifier",
+    "reasoning_gym": "reasoning_gym:ReasoningGymVerifier",
+    "python_code": "python_code:PythonCodeVerifier",
+    "http_judge": "http_judge:HttpJudgeVerifier",
+    "composite": "composite:CompositeVerifier",
+}
+"""Name in the run file to module:Class below this package."""
+
+
+def build_verifier(name: str, options: Mapping[str, Any]) -> Verifier:
+    """The verifier called ``name`` (one of BUILT_IN, or ``module:function`` of the user's own).
+
+    Raises ConfigError for an unknown name, a wrong option or a missing extra.
+    """
+    if name not in BUILT_IN:
+        if ":" in name:
+            return build_own_verifier(name, options)
+        raise ConfigError(
+            f"reward.verifier: {name!r} is none of {', '.join(BUILT_IN)}, and not module:function of your own"
+        )
+    verifier_class = built_in_class(name)
+    signature = inspect.signature(verifier_class, eval_str=True)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        allowed = ", ".join(str(p) for p in signature.parameters.values()) or "none"
+        raise ConfigError(f"reward.options: {name} {error}; allowed: {allowed}") from error
+    verifier: Verifier = verifier_class(**options)
+    return verifier
+
+
+def built_in_class(name: str) -> type[Any]:
+    """The class behind a name of BUILT_IN."""
+    module_name, _, class_name = BUILT_IN[name].partition(":")
+    found: type[Any] = getattr(importlib.import_module(f"{_PACKAGE}.{module_name}"), class_name)
+    return found

@@ -1,0 +1,105 @@
+"""One process, or several under torchrun with FSDP2; the rest of the trainer does not tell the difference."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """The trainer processes that share one model."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0: the one that claims, commits and publishes."""
+        return self.rank == 0
+
+
+def join_world(device_type: str) -> World:
+    """Join the process group that torchrun describes in the environment; a single process needs none.
+
+    Idempotent. ``device_type`` is ``cpu`` (gloo) or ``cuda`` (nccl).
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1:
+        return World()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
+    return World(rank=dist.get_rank(), world=world, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def leave_world() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def pick_device(choice: str, local_rank: int = 0) -> torch.device:
+    """``auto`` takes CUDA when there is one; each local rank takes its own GPU."""
+    if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def shard(model: nn.Module, causal_lm: PreTrainedModel, gang: World, *, mixed: bool) -> None:
+    """Shard the parameters over the gang with FSDP2: each decoder layer, then the rest with the root.
+
+    ``mixed`` gathers and computes in bfloat16. Gradients are summed in float32 whatever the compute dtype. Nothing
+    happens with one process.
+    """
+    if gang.world == 1:
+        return
+    policy = MixedPrecisionPolicy()
+    if mixed:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layers = set(causal_lm._no_split_modules or ())
+    for module in causal_lm.modules():
+        if type(module).__name__ in layers:
+            fully_shard(module, mp_policy=policy)
+    # The root's inputs are token ids, and temperatures, which bfloat16 would change by up to 0.4%.
+    policy = replace(policy, cast_forward_inputs=False)
+    # The root keeps its parameters gathered after a pass unless told otherwise; between passes they are read.
+    fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole tensor on the CPU; every rank takes part."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu()
+
+
+def sum_over_ranks(tensor: Tensor, gang: World) -> Tensor:
+    """Sum a CPU tensor over the gang in place."""
+    if gang.world > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast_bytes(data: bytes | None, gang: World) -> bytes:
+    """Give every rank the bytes of rank 0 (its ``data``; None elsewhere)."""
+    if gang.world == 1:
+        if data is None:
+            raise ValueError("broadcast_bytes: rank 0 must bring the data")
+        return data
+    length = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
+    dist.broadcast(length, 0)
+    buffer = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(int(length), dtype=torch.uint8)
+    )
+    if len(buffer):
+        dist.broadcast(buffer, 0)
+    return buffer.numpy().tobytes()

@@ -1,0 +1,159 @@
+"""Passes over a batch: scoring without a gradient, and the gradient of one minibatch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmesh.algorithms.aggregation import Aggregation, aggregate
+from rollmesh.algorithms.kl import k3
+from rollmesh.algorithms.losses.loss_protocol import LossInput, LossOptions, PolicyLoss, TokenLoss
+from rollmesh.trainer.learner.distributed import World, sum_over_ranks
+from rollmesh.trainer.learner.packing import MicroBatch, balanced_bins, pack
+from rollmesh.trainer.learner.policy_model import PolicyModel
+from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """Where and how passes run."""
+
+    device: torch.device
+    gang: World
+    token_budget: int
+    autocast: bool
+    """bfloat16 autocast: CUDA, one process (FSDP2 brings its own mixed precision)."""
+    mixed_shards: bool = False
+    """Sharded models gather bfloat16 parameters, whatever the dtype of their shards: CUDA, several processes."""
+
+    def precision(self) -> torch.autocast | nullcontext[None]:
+        """Context of every forward pass."""
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
+    def share(self, batch: TrainBatch, sequences: Int64Array) -> list[MicroBatch]:
+        """This rank's micro-batches of these trajectories; every rank gets the same number."""
+        bins = balanced_bins(batch.lengths[sequences].tolist(), self.token_budget, self.gang.world)
+        mine = bins[self.gang.rank :: self.gang.world]
+        return [pack(batch, sequences[indices].tolist(), self.device) for indices in mine]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRecipe:
+    """What is minimised."""
+
+    loss: PolicyLoss
+    options: LossOptions
+    aggregation: Aggregation
+    kl_coefficient: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenColumns:
+    """Inputs of the loss as CPU tensors over the flat batch, [tokens]."""
+
+    old_logprobs: Tensor  # float64
+    own: Tensor  # bool, the denominator is the token's own log-probability, detached
+    behavior_logprobs: Tensor  # float64
+    advantages: Tensor  # float64
+    mask: Tensor  # bool
+    sequence_index: Tensor  # int64
+    reference_logprobs: Tensor | None  # float64
+
+    def loss_input(self, logprobs: Tensor, index: Tensor, sequence_index: Tensor, sequence_count: int) -> LossInput:
+        """The rows ``index`` beside ``logprobs`` [rows], on its device and in its dtype."""
+
+        def take(column: Tensor) -> Tensor:
+            return column[index].to(logprobs)
+
+        own = self.own[index].to(logprobs.device)
+        return LossInput(
+            logprobs=logprobs,
+            old_logprobs=torch.where(own, logprobs.detach(), take(self.old_logprobs)),
+            behavior_logprobs=take(self.behavior_logprobs),
+            advantages=take(self.advantages),
+            mask=self.mask[index].to(logprobs.device),
+            sequence_index=sequence_index,
+            sequence_count=sequence_count,
+        )
+
+
+@torch.no_grad()
+def score_batch(model: PolicyModel, compute: Compute, batch: TrainBatch, sequences: Int64Array) -> Float64Array:
+    """Log-probabilities of the policy tokens of these trajectories, 0 elsewhere, on every rank, float64 [tokens]."""
+    values = np.zeros(len(batch.token_ids), np.float64)
+    for micro in compute.share(batch, sequences):
+        with compute.precision():
+            logprobs, _ = model.score(micro, entropy=False)
+        values[micro.token_index] = logprobs.double().cpu().numpy()
+    return sum_over_ranks(torch.from_numpy(values), compute.gang).numpy()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientPass:
+    """What one minibatch gave besides its gradient."""
+
+    loss: float
+    logprobs: Float64Array  # [tokens] of the flat batch, 0 outside the minibatch
+    entropy: Float64Array  # [tokens]
+    microbatches: int
+    forward_tokens: int
+
+
+def accumulate_gradient(
+    model: PolicyModel,
+    compute: Compute,
+    recipe: LossRecipe,
+    batch: TrainBatch,
+    columns: TokenColumns,
+    sequences: Int64Array,
+) -> GradientPass:
+    """Add the gradient of a minibatch to the parameters, micro-batch by micro-batch.
+
+    The aggregation weights are those of the whole minibatch, so the sum does not depend on how it was split.
+    """
+    member = np.isin(batch.sequence_index, sequences) & batch.policy_mask
+    weights = recipe.aggregation(torch.from_numpy(member), columns.sequence_index, batch.trajectory_count)
+    values = torch.zeros(2, len(batch.token_ids), dtype=torch.float64)
+    totals = torch.zeros(3, dtype=torch.float64)
+    for micro in compute.share(batch, sequences):
+        with compute.precision():
+            logprobs, entropy = model.score(micro, entropy=True)
+        index = torch.from_numpy(micro.token_index)
+        data = columns.loss_input(logprobs, index, micro.sequence_index, micro.sequence_count)
+        token_loss = recipe.loss(data, recipe.options).loss
+        if columns.reference_logprobs is not None:
+            token_loss = token_loss + recipe.kl_coefficient * k3(
+                logprobs, columns.reference_logprobs[index].to(logprobs)
+            )
+        loss = aggregate(token_loss, data.mask, weights[index].to(logprobs))
+        # FSDP2 averages over the ranks; what must be summed is multiplied by their number.
+        torch.autograd.backward(loss * compute.gang.world)
+        values[0, index] = logprobs.detach().double().cpu()
+        values[1, index] = entropy.double().cpu()
+        totals += torch.tensor([loss.item(), 1, micro.token_count], dtype=torch.float64)
+    sum_over_ranks(values, compute.gang)
+    sum_over_ranks(totals, compute.gang)
+    return GradientPass(
+        loss=float(totals[0]),
+        logprobs=values[0].numpy(),
+        entropy=values[1].numpy(),
+        microbatches=int(totals[1]),
+        forward_tokens=int(totals[2]),
+    )
+
+
+@torch.no_grad()
+def judge_tokens(
+    recipe: LossRecipe, batch: TrainBatch, columns: TokenColumns, logprobs: Float64Array
+) -> tuple[Int64Array, TokenLoss]:
+    """What the loss makes of every policy token: (flat index [policy tokens], result [policy tokens]), on the CPU."""
+    index = np.flatnonzero(batch.policy_mask)
+    rows = torch.from_numpy(index)
+    data = columns.loss_input(
+        torch.from_numpy(logprobs[index]), rows, columns.sequence_index[rows], batch.trajectory_count
+    )
+    return index, recipe.loss(data, recipe.options)

@@ -1,0 +1,74 @@
+"""The minibatches of one train step: gradient, clip, update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rollmesh.trainer.learner.forward_backward import Compute, LossRecipe, TokenColumns, accumulate_gradient
+from rollmesh.trainer.learner.optimizer import apply_update
+from rollmesh.trainer.learner.policy_model import PolicyModel
+from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64Array, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updates:
+    """What the minibatches of a step added up to."""
+
+    logprobs: Float64Array  # [tokens], each at the start of its own minibatch
+    entropy: Float64Array  # [tokens]
+    before_any_update: BoolArray  # [tokens], in the first minibatch
+    loss: float
+    grad_norm: float
+    made: tuple[bool, ...]
+    """Whether each update was made: one whose gradient is not finite is not."""
+    microbatches: int
+    forward_tokens: int
+    gradient_seconds: float
+    update_seconds: float
+
+    @property
+    def trailing_skipped(self) -> int:
+        """Updates after the last one that was made."""
+        return next((i for i, made in enumerate(reversed(self.made)) if made), len(self.made))
+
+
+def run_minibatches(
+    model: PolicyModel,
+    optimizer: torch.optim.AdamW,
+    compute: Compute,
+    recipe: LossRecipe,
+    batch: TrainBatch,
+    columns: TokenColumns,
+    minibatches: Sequence[Int64Array],
+    *,
+    max_grad_norm: float,
+) -> Updates:
+    """Make one optimizer step per minibatch (trajectory indices)."""
+    passes, norms, updates = [], [], []
+    gradient_seconds = update_seconds = 0.0
+    for sequences in minibatches:
+        begin = time.perf_counter()
+        passes.append(accumulate_gradient(model, compute, recipe, batch, columns, sequences))
+        middle = time.perf_counter()
+        norm, updated = apply_update(optimizer, max_grad_norm)
+        norms.append(norm)
+        updates.append(updated)
+        gradient_seconds += middle - begin
+        update_seconds += time.perf_counter() - middle
+    return Updates(
+        logprobs=np.sum([p.logprobs for p in passes], axis=0),
+        entropy=np.sum([p.entropy for p in passes], axis=0),
+        before_any_update=np.isin(batch.sequence_index, minibatches[0]),
+        loss=float(np.mean([p.loss for p in passes])),
+        grad_norm=float(np.mean(norms)),
+        made=tuple(updates),
+        microbatches=sum(p.microbatches for p in passes),
+        forward_tokens=sum(p.forward_tokens for p in passes),
+        gradient_seconds=gradient_seconds,
+        update_seconds=update_seconds,
+    )

@@ -1,0 +1,138 @@
+"""Micro-batches without padding: sequences binned by length and laid end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rollmesh.trainer.learner.attention import PackedLayout
+from rollmesh.trainer.learner.train_batch import TrainBatch
+from rollmesh.types import Int32Array
+
+Int64Array = npt.NDArray[np.int64]
+
+
+def balanced_bins(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
+    """Indices of ``lengths`` in bins of at most ``budget`` tokens, about equally full, their number a multiple.
+
+    Longest first into the emptiest bin that still fits, a new bin when none does; a sequence longer than the budget
+    sits alone. At most ``multiple - 1`` bins are empty, none with ``multiple`` 1. After AReaL's Algorithm 1
+    (arXiv 2505.24298), with tokens instead of sequences as the load.
+    """
+    if not lengths:
+        return []
+    # A sequence longer than the budget fills one bin and no more, so there are never fewer sequences than bins.
+    fewest = -(-sum(min(length, budget) for length in lengths) // budget)
+    count = -(-fewest // multiple) * multiple
+    while True:
+        bins = _fill(lengths, budget, count)
+        if len(bins) % multiple == 0:
+            return bins
+        count = -(-len(bins) // multiple) * multiple
+
+
+def _fill(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        fits = [b for b in range(len(bins)) if load[b] + lengths[index] <= budget or not bins[b]]
+        if fits:
+            target = min(fits, key=lambda b: (load[b], b))
+        else:
+            target = len(bins)
+            bins.append([])
+            load.append(0)
+        bins[target].append(index)
+        load[target] += lengths[index]
+    return bins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One forward pass: packed inputs and the tokens to score."""
+
+    input_ids: Tensor  # int64 [1, tokens]
+    position_ids: Tensor  # int64 [1, tokens]
+    layout: PackedLayout
+    rows: Tensor  # int64 [scored], position whose hidden state predicts the scored token
+    targets: Tensor  # int64 [scored]
+    temperatures: Tensor | None  # float32 [scored]; None when all are 1
+    token_index: Int64Array  # [scored], place of the scored token in the flat batch
+    sequence_index: Tensor  # int64 [scored], sequence inside the micro-batch
+    sequence_count: int
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that go through the model."""
+        return self.input_ids.shape[1]
+
+
+def pack(batch: TrainBatch, sequences: Sequence[int], device: torch.device) -> MicroBatch:
+    """Lay these sequences of the batch end to end; tokens that a policy wrote are scored.
+
+    The last token of a sequence predicts nothing and is left out. Without sequences it is a dummy of one token with
+    nothing to score: a rank that has run out of work must still take part in the collectives.
+    """
+    if not sequences:
+        return _assemble([np.zeros(1, np.int32)], [np.empty(0, np.int64)], [], [np.empty(0, np.int32)], None, device)
+    inputs, rows, places, targets = [], [], [], []
+    offset = 0
+    for s in sequences:
+        start, stop = int(batch.starts[s]), int(batch.starts[s + 1])
+        scored = np.flatnonzero(batch.policy_mask[start:stop])
+        inputs.append(batch.token_ids[start : stop - 1])
+        rows.append(scored - 1 + offset)
+        places.append(scored + start)
+        targets.append(batch.token_ids[scored + start])
+        offset += stop - 1 - start
+    temperatures = batch.temperatures[np.concatenate(places)]
+    return _assemble(inputs, rows, places, targets, None if (temperatures == 1).all() else temperatures, device)
+
+
+def pack_sequences(sequences: Sequence[Int32Array], temperature: float, device: torch.device) -> MicroBatch:
+    """Lay token ids end to end and score every token but the first of each sequence."""
+    inputs, rows, places, targets = [], [], [], []
+    packed, flat = 0, 0
+    for ids in sequences:
+        count = len(ids) - 1
+        inputs.append(ids[:-1])
+        rows.append(np.arange(packed, packed + count, dtype=np.int64))
+        places.append(np.arange(flat, flat + count, dtype=np.int64))
+        targets.append(ids[1:])
+        packed += count
+        flat += count
+    temperatures = None if temperature == 1 else np.full(flat, temperature, np.float32)
+    return _assemble(inputs, rows, places, targets, temperatures, device)
+
+
+def _assemble(
+    inputs: Sequence[Int32Array],
+    rows: Sequence[Int64Array],
+    places: Sequence[Int64Array],
+    targets: Sequence[Int32Array],
+    temperatures: npt.NDArray[np.float32] | None,
+    device: torch.device,
+) -> MicroBatch:
+    lengths = [len(x) for x in inputs]
+    positions = np.concatenate([np.arange(n, dtype=np.int64) for n in lengths])
+    owners = np.repeat(np.arange(len(rows), dtype=np.int64), [len(r) for r in rows])
+
+    def tensor(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device)
+
+    return MicroBatch(
+        input_ids=tensor(np.concatenate(inputs))[None],
+        position_ids=tensor(positions)[None],
+        layout=PackedLayout.of(lengths, device),
+        rows=tensor(np.concatenate(rows)),
+        targets=tensor(np.concatenate(targets)),
+        temperatures=None if temperatures is None else torch.from_numpy(temperatures).to(device),
+        token_index=np.concatenate(places) if places else np.empty(0, np.int64),
+        sequence_index=tensor(owners),
+        sequence_count=max(1, len(rows)),
+    )

@@ -1,0 +1,173 @@
+"""Check at load time that a model computes the same packed as alone, with the lengths and the precision of the run.
+
+Weights of a new model are small: a soft cap, an attention bias or a lost mask hardly moves its logits yet. So nothing
+that shows only in the size of a logit is judged by the logits of the present weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from rollmesh.errors import ConfigError
+from rollmesh.trainer.learner.attention import PACKED_ATTENTION, PackedLayout
+
+Precision = Callable[[], AbstractContextManager[Any]]
+"""Context of every forward pass of the run."""
+
+_SHORT = 7
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 3e-2
+_ROUNDING = 1e-5
+"""Change that another neighbour may make in float32, where every token is computed from the same numbers."""
+_EAGER_TOKENS = 8192
+"""Above it, all scores of eager attention at once take too much memory: the reference is sdpa."""
+_LARGE_HIDDEN = 1e5
+"""Gives logits far above every soft cap, so that a capped head cannot look linear."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthLimit:
+    """Number of tokens up to which the RoPE frequencies are those of every other sequence."""
+
+    tokens: int
+    rope_type: str
+
+    def refusal(self, field: str, tokens: int) -> ConfigError:
+        """Error for a sequence, or a setting, of ``tokens`` tokens."""
+        return ConfigError(
+            f"{field}={tokens}: rope_type={self.rope_type} of this model changes all its frequencies above "
+            f"{self.tokens} tokens, so that a logprob depends on the longest sequence of the micro-batch; set "
+            f"generator.max_context_tokens to at most {self.tokens}, or give the model a rope_type without this (yarn, "
+            "linear, llama3)"
+        )
+
+
+def length_limit(config: PretrainedConfig) -> LengthLimit | None:
+    """Limit of a model with dynamic or longrope RoPE; None for all others."""
+    text = config.get_text_config()
+    found = getattr(text, "rope_parameters", None) or {}
+    kinds = list(found.values()) if all(isinstance(kind, Mapping) for kind in found.values()) else [found]
+    limits = []
+    for kind in kinds:
+        rope_type = str(kind.get("rope_type", "default"))
+        if rope_type == "longrope":
+            limits.append(LengthLimit(tokens=int(kind["original_max_position_embeddings"]), rope_type=rope_type))
+        elif "dynamic" in rope_type:
+            limits.append(LengthLimit(tokens=int(text.max_position_embeddings), rope_type=rope_type))
+    return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
+@torch.no_grad()
+def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Precision = nullcontext) -> bool:
+    """Put the model in train mode; compare two packed sequences with each alone in the model's own attention.
+
+    One of the two is longer than every window of the model that sequences of ``longest`` tokens exceed. Returns
+    whether the head is a plain linear layer. Raises ConfigError when they differ, when a token sees a later one or its
+    neighbour, and when the model drops the arguments of its attention.
+    """
+    device, name = next(causal_lm.parameters()).device, type(causal_lm).__name__
+    vocab = int(causal_lm.config.vocab_size)
+    ids = [torch.arange(3, 3 + n, device=device) * 7 % vocab for n in (_probe_length(causal_lm.config, longest), 5)]
+    with precision():
+        nn.Module.eval(causal_lm)
+        own = "eager" if len(ids[0]) <= _EAGER_TOKENS else "sdpa"
+        with _attention(causal_lm, own):
+            alone = torch.cat([_hidden(causal_lm, {"input_ids": x[None]}) for x in ids])
+        causal_lm.train()
+        try:
+            packed = _hidden(causal_lm, _packed(ids))
+            changed = _hidden(causal_lm, _packed([torch.cat([ids[0][:-1], (ids[0][-1:] + 1) % vocab]), ids[1]]))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"model.path: {name} cannot be packed: {error}") from error
+        scale = alone.abs().max()
+        moved = (changed - packed).abs().amax(-1) / scale
+        moved[len(ids[0]) - 1] = 0  # the changed token itself
+        rounding = _HALF_TOLERANCE if _is_half(packed) else _ROUNDING
+        if moved[: len(ids[0])].max() > rounding:
+            raise ConfigError(
+                f"model.path: {name} cannot be packed: a token changes with a later one (it ignores causality, keeps a "
+                "dropout, or does not use transformers' attention interface)"
+            )
+        if moved.max() > rounding or (packed - alone).abs().max() > _tolerance(packed) * scale:
+            raise ConfigError(
+                f"model.path: {name} cannot be packed: a sequence sees its neighbour, noise, or other tokens than in "
+                "the model's own attention (it does not use transformers' attention interface, carries state across "
+                "positions, keeps a dropout, or builds a mask that is not passed on)"
+            )
+        return _head_is_linear(causal_lm, _packed(ids))
+
+
+def output_head(causal_lm: Any) -> nn.Module | None:
+    """The layer from hidden states to logits, where the model names one."""
+    head: nn.Module | None = causal_lm.get_output_embeddings()
+    return head
+
+
+def _probe_length(config: PretrainedConfig, longest: int) -> int:
+    """Just above the largest window or chunk that the run exceeds; positions beyond it show nothing new."""
+    values = config.get_text_config().to_dict()
+    windows = [v for k, v in values.items() if type(v) is int and ("window" in k or "chunk" in k) and 0 < v < longest]
+    return max([_SHORT, *(window + 3 for window in windows)])
+
+
+def _packed(ids: list[Tensor]) -> dict[str, Any]:
+    lengths = [len(x) for x in ids]
+    positions = torch.cat([torch.arange(n, device=ids[0].device) for n in lengths])[None]
+    layout = PackedLayout.of(lengths, ids[0].device)
+    return {"input_ids": torch.cat(ids)[None], "position_ids": positions, "layout": layout}
+
+
+def _hidden(causal_lm: Any, inputs: dict[str, Any]) -> Tensor:
+    """What the head gets; the logits of a model without a body of its own."""
+    if causal_lm.base_model is causal_lm:
+        logits: Tensor = causal_lm(**inputs, use_cache=False).logits[0]
+        return logits
+    hidden: Tensor = causal_lm.base_model(**inputs, use_cache=False).last_hidden_state[0]
+    return hidden
+
+
+@contextmanager
+def _attention(causal_lm: Any, name: str) -> Iterator[None]:
+    causal_lm.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        causal_lm.set_attn_implementation(PACKED_ATTENTION)
+
+
+def _is_half(values: Tensor) -> bool:
+    return values.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(values.device.type)
+
+
+def _tolerance(values: Tensor) -> float:
+    return _HALF_TOLERANCE if _is_half(values) else _TOLERANCE
+
+
+def _head_is_linear(causal_lm: Any, inputs: dict[str, Any]) -> bool:
+    """Whether the logits are those of the head on the hidden states alone, also where they are large."""
+    head = output_head(causal_lm)
+    if head is None or causal_lm.base_model is causal_lm:
+        return False
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def enlarge(_: nn.Module, given: tuple[Tensor]) -> tuple[Tensor]:
+        (hidden,) = given
+        large = hidden * (_LARGE_HIDDEN / hidden.abs().max().clamp(min=1e-9))
+        seen.append((hidden[0, -1:], large[0, -1:]))
+        return (large,)
+
+    handle = head.register_forward_pre_hook(enlarge)
+    try:
+        logits = causal_lm(**inputs, use_cache=False, logits_to_keep=1).logits[0, -1:]
+    finally:
+        handle.remove()
+    if len(seen) != 1:
+        return False
+    pairs = ((seen[0][0], _hidden(causal_lm, inputs)[-1:]), (logits, head(seen[0][1])))
+    return all(bool((got - want).abs().max() <= _tolerance(want) * want.abs().max()) for got, want in pairs)

@@ -1,0 +1,208 @@
+"""The policy as the trainer sees it: any Hugging Face causal LM, packed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from rollmesh.checkpoints.reasons import Reason
+from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.trainer.learner.attention import PACKED_ATTENTION, PackedLayout, register_packed_attention
+from rollmesh.trainer.learner.packing import MicroBatch
+from rollmesh.trainer.learner.packing_check import Precision, check_packing, length_limit, output_head
+from rollmesh.trainer.learner.token_scores import score_logits, score_tokens
+
+_REPLACED_FILES = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "config.json",
+    "manifest.json",
+)
+
+
+class PolicyModel(nn.Module):
+    """A causal LM whose forward pass returns log-probabilities of chosen tokens of a packed row.
+
+    The head runs inside ``forward`` (not after it), so that sharding hooks of the root module cover it.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, *, linear_head: bool) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.linear_head = linear_head
+        """Whether the logits are the head of the hidden states; otherwise the model's own forward makes them."""
+        self.limit = length_limit(causal_lm.config)
+        """Longest sequence that may be packed with others; None for any."""
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """Architecture of the model."""
+        return self.causal_lm.config
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: PackedLayout,
+        rows: Tensor,
+        targets: Tensor,
+        temperatures: Tensor | None,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of ``targets``, predicted by the tokens at ``rows``; see ``MicroBatch``."""
+        if self.limit is not None and (tokens := max(layout.lengths)) > self.limit.tokens:
+            raise self.limit.refusal("sequence tokens", tokens)
+        inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "layout": layout}
+        if not self.linear_head:
+            logits = self.causal_lm(**inputs, logits_to_keep=rows).logits[0]
+            return score_logits(logits, targets, temperatures, entropy=entropy)
+        hidden = self.causal_lm.base_model(**inputs).last_hidden_state[0]
+        head = output_head(self.causal_lm)
+        assert head is not None, "linear_head says there is one"
+        size = int(self.config.vocab_size)
+        return score_tokens(hidden[rows], head, targets, temperatures, size, entropy=entropy)
+
+    def score(self, micro: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
+        """``forward`` on a micro-batch: (logprobs [scored], entropy [scored])."""
+        scores: tuple[Tensor, Tensor] = self(
+            micro.input_ids,
+            micro.position_ids,
+            micro.layout,
+            micro.rows,
+            micro.targets,
+            micro.temperatures,
+            entropy,
+        )
+        return scores
+
+
+def load_policy_model(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    gradient_checkpointing: bool = False,
+    longest: int = 0,
+    precision: Precision = nullcontext,
+) -> PolicyModel:
+    """Load a Hugging Face folder (safetensors only) for training and check that packing does not change it.
+
+    The check covers sequences of up to ``longest`` tokens, in ``precision``. Raises CheckpointError when the folder
+    cannot be read or its weights are of another architecture than its config, ConfigError when the architecture mixes
+    packed sequences (no transformers attention interface, state that crosses sequences, RoPE that depends on the
+    length), is not causal, or routes tokens to experts.
+    """
+    register_packed_attention()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _refuse_experts(config)
+        _refuse_lengths(config, longest)
+        _without_dropout(config)
+        # Sizes that do not fit are taken in here and refused by name below, instead of by a table on the terminal.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        if error.args == (PACKED_ATTENTION,):
+            raise ConfigError(
+                f"model.path: {config.model_type} cannot be packed: it does not use transformers' attention interface"
+            ) from error
+        raise CheckpointError(f"{folder}: not a loadable causal LM: {error}") from error
+    causal_lm: PreTrainedModel = loaded[0]
+    _refuse_other_weights(folder, loaded[1])
+    nn.Module.to(causal_lm, device)
+    model = PolicyModel(causal_lm, linear_head=check_packing(causal_lm, longest=longest, precision=precision))
+    if gradient_checkpointing:
+        _enable_checkpointing(causal_lm)
+    return model
+
+
+def _refuse_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
+    """Weights that are missing would train from noise, and weights that are left over would be lost in silence."""
+    found = {
+        "without": sorted(info["missing_keys"]),
+        "with an unknown": sorted(info["unexpected_keys"]),
+        "with another shape of": sorted(str(key[0]) for key in info["mismatched_keys"]),
+    }
+    wrong = [f"{what} {keys[0]} ({len(keys)} in all)" for what, keys in found.items() if keys]
+    if wrong:
+        raise CheckpointError(
+            f"{folder}: the weights are of another architecture than config.json: {'; '.join(wrong)}",
+            reason=Reason.FOREIGN_ARCHITECTURE,
+        )
+
+
+def write_policy_folder(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype, source: Path) -> None:
+    """Write a folder that ``from_pretrained`` loads: weights in ``dtype``, everything else as ``source`` has it.
+
+    ``weights`` are whole CPU tensors by their Hugging Face names, tied ones once.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not any(path.match(pattern) for pattern in _REPLACED_FILES):
+            shutil.copyfile(path, folder / path.name)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _enable_checkpointing(causal_lm: Any) -> None:
+    options = {"use_reentrant": False}
+    if hasattr(causal_lm, "activation_checkpointing_enable"):
+        causal_lm.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:  # its name before transformers 5.20
+        causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _refuse_experts(config: PretrainedConfig) -> None:
+    for field in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
+        experts = getattr(config, field, None)
+        if isinstance(experts, int) and experts > 1:
+            raise ConfigError(
+                f"model.path: {config.model_type} routes tokens to {experts} experts ({field}); ratio losses need the "
+                "sampler's routing replayed, which is not supported"
+            )
+
+
+def _refuse_lengths(config: PretrainedConfig, longest: int) -> None:
+    limit = length_limit(config)
+    if limit is not None and longest > limit.tokens:
+        raise limit.refusal("generator.max_context_tokens", longest)
+
+
+def _without_dropout(config: PretrainedConfig) -> None:
+    """On-policy ratios must be 1: the trainer's forward pass has to be the sampler's, in train mode too."""
+    for field, value in config.to_dict().items():
+        if "drop" in field and isinstance(value, float):
+            setattr(config, field, 0.0)

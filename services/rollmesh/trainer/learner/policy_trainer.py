@@ -1,0 +1,340 @@
+"""``PolicyTrainer``: one policy, its optimizer, and the train step.
+
+    batch -> flat columns -> old logprobs -> per minibatch: (micro-batches: forward, loss, backward) -> update -> report
+
+Nothing in a step is random and the learning rate depends on the step alone, so weights and moments are the whole state
+and a replayed step gives the same weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmesh.algorithms.advantages.registry import ADVANTAGES
+from rollmesh.algorithms.old_logprobs import SOURCES, OldLogprobs
+from rollmesh.checkpoints.batches import StepRecipe, StepSettings
+from rollmesh.config.trainer import TrainerConfig
+from rollmesh.errors import DataError
+from rollmesh.trainer.learner.distributed import World, pick_device, shard, whole
+from rollmesh.trainer.learner.forward_backward import Compute, LossRecipe, TokenColumns, judge_tokens, score_batch
+from rollmesh.trainer.learner.fp32_copy import Fp32Copy
+from rollmesh.trainer.learner.minibatches import Updates, run_minibatches
+from rollmesh.trainer.learner.old_logprob_scores import OldLogprobScorer, PolicyFolder
+from rollmesh.trainer.learner.optimizer import build_optimizer, set_hyperparameters
+from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model, write_policy_folder
+from rollmesh.trainer.learner.policy_scorer import score_sequences
+from rollmesh.trainer.learner.stage_logprobs import StageRecord, current_version
+from rollmesh.trainer.learner.step_report import StepReport
+from rollmesh.trainer.learner.step_settings import loss_recipe, step_recipe, step_settings
+from rollmesh.trainer.learner.step_statistics import TokenResults, batch_stats, policy_stats
+from rollmesh.trainer.learner.token_explanation import TokenExplanation, explain_tokens
+from rollmesh.trainer.learner.train_batch import TrainBatch, build_train_batch, split_minibatches
+from rollmesh.types import Batch, Float32Array, Int32Array, Trajectory
+
+_STAGE_TENSOR, _STAGE_LAYOUT = "stage.logprobs", "stage"
+_NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
+
+
+class PolicyTrainer:
+    """Trains one policy. Under torchrun every rank makes the same calls with the same arguments."""
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        config: TrainerConfig,
+        compute: Compute,
+        *,
+        source: Path,
+        publish_dtype: torch.dtype,
+        max_token_staleness: int | None = None,
+        policy_folder: PolicyFolder | None = None,
+    ) -> None:
+        self.train_step = 0
+        """Number of batches the policy has been trained on."""
+        self._model = model
+        self._config = config
+        self._compute = compute
+        self._source = source
+        self._publish_dtype = publish_dtype
+        shard(model, model.causal_lm, compute.gang, mixed=compute.mixed_shards)
+        self._optimizer = build_optimizer(model, config)
+        self._recipe = step_recipe(config, max_token_staleness)
+        self._stage = StageRecord()
+        self._exact = Fp32Copy(model, source, compute)
+        self._evidence = OldLogprobScorer(model, compute, self._stage, policy_folder)
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | Path,
+        config: TrainerConfig,
+        *,
+        dtype: str = "float32",
+        device: str | None = None,
+        gang: World | None = None,
+        max_token_staleness: int | None = None,
+        policy_folder: PolicyFolder | None = None,
+        compute_dtype: torch.dtype = torch.float32,
+        mixed_precision: bool | None = None,
+        longest: int = 0,
+    ) -> Self:
+        """Load a policy from a Hugging Face folder.
+
+        ``dtype`` is that of published weights; the trainer's own are ``compute_dtype``. ``mixed_precision`` runs the
+        passes in bfloat16; None does so on CUDA. ``device`` overrides ``config.device``. ``max_token_staleness`` masks
+        older tokens. ``policy_folder`` finds earlier versions, for the old-logprob source ``snapshot`` and the KL
+        reference. ``longest`` is the number of tokens of the longest sequence of the run: packing is checked for it.
+        Raises CheckpointError or ConfigError.
+        """
+        gang = gang or World()
+        place = pick_device(device or config.device, gang.local_rank)
+        mixed = place.type == "cuda" if mixed_precision is None else mixed_precision
+        compute = Compute(
+            device=place,
+            gang=gang,
+            token_budget=config.tokens_per_microbatch,
+            autocast=mixed and gang.world == 1,
+            mixed_shards=mixed and gang.world > 1,
+        )
+        model = load_policy_model(
+            Path(folder),
+            dtype=compute_dtype,
+            device=place,
+            gradient_checkpointing=config.gradient_checkpointing,
+            longest=longest,
+            precision=replace(compute, autocast=mixed).precision,
+        )
+        return cls(
+            model,
+            config,
+            compute,
+            source=Path(folder),
+            publish_dtype=getattr(torch, dtype),
+            max_token_staleness=max_token_staleness,
+            policy_folder=policy_folder,
+        )
+
+    @property
+    def parameter_count(self) -> int:
+        """Parameters of the policy, tied ones once."""
+        return sum(p.numel() for p in self._model.parameters())
+
+    def settings(self, train_step: int) -> StepSettings:
+        """Settings of the run file for a train step."""
+        return step_settings(self._config, self._recipe, train_step)
+
+    def train(
+        self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
+    ) -> StepReport:
+        """Train on one batch and report; afterwards ``train_step == batch.train_step``.
+
+        ``train_step_of_version`` names the train step of every version that wrote tokens of the batch. ``settings``
+        are those of the step's batch file, which may be older than the run file; None takes the run file's. Raises
+        DataError when the batch does not follow the last one or cannot be trained on; nothing was changed then.
+        """
+        if batch.train_step != self.train_step + 1:
+            raise DataError(f"batch {batch.train_step} does not follow train step {self.train_step}")
+        clock = time.perf_counter()
+        settings = settings or self.settings(batch.train_step)
+        recipe = settings.recipe or self._recipe
+        loss = loss_recipe(recipe.algorithm)
+        flat = _flatten(batch, train_step_of_version, recipe)
+        minibatches = split_minibatches(flat, recipe.minibatches)
+        columns, old = self._columns(
+            flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=len(minibatches) == 1
+        )
+        evidence_seconds = time.perf_counter() - clock
+        rate = settings.learning_rate
+        set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
+        done = run_minibatches(
+            self._model,
+            self._optimizer,
+            self._compute,
+            loss,
+            flat,
+            columns,
+            minibatches,
+            max_grad_norm=recipe.max_grad_norm,
+        )
+        clock = time.perf_counter()
+        self.train_step = batch.train_step
+        self._stage.forget(t.trajectory_id for g in batch.groups for t in g.trajectories)
+        results = _results(loss, flat, columns, done)
+        return StepReport(
+            train_step=batch.train_step,
+            loss=done.loss,
+            learning_rate=rate,
+            grad_norm=done.grad_norm,
+            updates=done.made.count(True),
+            skipped_updates=done.made.count(False),
+            trailing_skipped_updates=done.trailing_skipped,
+            microbatches=done.microbatches,
+            forward_tokens=done.forward_tokens,
+            batch=batch_stats(flat),
+            policy=policy_stats(
+                flat, results, current_version(train_step_of_version, flat.train_step - 1), old.fallbacks
+            ),
+            seconds={
+                "evidence": evidence_seconds,
+                "gradient": done.gradient_seconds,
+                "update": done.update_seconds,
+                "statistics": time.perf_counter() - clock,
+            },
+        )
+
+    def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
+        """Log-probabilities of each token given its predecessors, float32 [tokens - 1] per sequence of >= 2 tokens.
+
+        Every rank computes all of them: for canaries and audits, so never in mixed precision: a reader that computes
+        in float32 must find the same numbers.
+        """
+        model = self._exact.current() if self._compute.mixed_shards else self._model
+        return score_sequences(model, self._exact.compute, sequences, temperature)
+
+    def end_stage(
+        self,
+        trajectories: Sequence[Trajectory],
+        train_step_of_version: Mapping[int, int],
+        kept: Collection[str] = (),
+    ) -> int:
+        """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``.
+
+        Call it at the barrier, before ``train``, with every trajectory that has new tokens and is not in the batch.
+        What was recorded of any other one is forgotten, unless ``kept`` names it. Returns how many were recorded.
+        """
+        self._stage.keep([*kept, *(t.trajectory_id for t in trajectories)])
+        fresh = [t for t in trajectories if self._stage.unrecorded(t) > 0]
+        current = current_version(train_step_of_version, self.train_step)
+        by_temperature: dict[float, list[Trajectory]] = {}
+        for trajectory in fresh:
+            by_temperature.setdefault(trajectory.segments[-1].temperature, []).append(trajectory)
+        for temperature, members in by_temperature.items():
+            ids = [np.concatenate([t.prompt.token_ids, t.response_ids]).astype(np.int32) for t in members]
+            # In the precision of the gradient pass, so that on-policy ratios are 1.
+            scored = score_sequences(self._model, self._compute, ids, temperature)
+            for trajectory, values in zip(members, scored, strict=True):
+                tail = values[len(trajectory.prompt.token_ids) - 1 :]
+                self._stage.append(trajectory, tail, current)
+        return len(fresh)
+
+    def explain(
+        self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
+    ) -> Iterator[TokenExplanation]:
+        """What the present weights would make of every response token of a batch; nothing is trained.
+
+        ``settings`` as in ``train``. Several minibatches are judged as the first one is: the updates between them are
+        not made.
+        """
+        recipe = (settings and settings.recipe) or self._recipe
+        flat = _flatten(batch, train_step_of_version, recipe)
+        columns, denominator = self._columns(flat, train_step_of_version, recipe, None, one_minibatch=True)
+        logprobs = score_batch(self._model, self._compute, flat, np.arange(flat.trajectory_count))
+        index, judged = judge_tokens(loss_recipe(recipe.algorithm), flat, columns, logprobs)
+        old = np.where(columns.own.numpy(), logprobs, columns.old_logprobs.numpy())
+        return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
+
+    def export(self, folder: str | Path) -> None:
+        """Write the policy as a Hugging Face folder in the publishing dtype; rank 0 writes, every rank takes part."""
+        weights: dict[str, Tensor] = {}
+        for name, parameter in self._model.causal_lm.named_parameters():
+            value = whole(parameter)
+            if self._compute.gang.leads:
+                weights[name] = value
+        if self._compute.gang.leads:
+            write_policy_folder(Path(folder), weights, self._publish_dtype, self._source)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Weights and moments by name: the live (possibly sharded) tensors, to be saved or filled in place.
+
+        With the old-logprob source ``stage_end`` also a copy of what its stages recorded.
+        """
+        recorded = torch.from_numpy(self._stage.values())
+        return self._live_tensors() | ({_STAGE_TENSOR: recorded} if len(recorded) else {})
+
+    def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a saved state with this ``extra``: the live ones, and room for what its stages recorded."""
+        recorded = sum(int(count) for _, count, _ in extra.get(_STAGE_LAYOUT, ()))
+        return self._live_tensors() | ({_STAGE_TENSOR: torch.empty(recorded)} if recorded else {})
+
+    def _live_tensors(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._model.causal_lm.named_parameters():
+            tensors[f"model.{name}"] = parameter.detach()
+            for key, value in self._optimizer.state[parameter].items():
+                tensors[f"optimizer.{name}.{key}"] = value
+        return tensors
+
+    def state_extra(self) -> dict[str, Any]:
+        """The rest of the state, as JSON values."""
+        layout = self._stage.layout()
+        return {"train_step": self.train_step} | ({_STAGE_LAYOUT: layout} if layout else {})
+
+    def restore_extra(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor] = _NO_TENSORS) -> None:
+        """Take back ``state_extra``, after ``tensors_to_fill`` of it have been ``filled``."""
+        self.train_step = int(extra["train_step"])
+        values = filled.get(_STAGE_TENSOR, torch.empty(0))
+        self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
+
+    def forget_stages(self) -> None:
+        """Forget what the stages recorded: after a rollback none of that work is trained on."""
+        self._stage.keep(())
+
+    def _columns(
+        self,
+        flat: TrainBatch,
+        train_step_of_version: Mapping[int, int],
+        recipe: StepRecipe,
+        reference_version: int | None,
+        *,
+        one_minibatch: bool,
+    ) -> tuple[TokenColumns, OldLogprobs]:
+        current = current_version(train_step_of_version, flat.train_step - 1)
+        algorithm, reference = recipe.algorithm, None
+        source = SOURCES[algorithm.old_logprobs]
+        denominator = self._evidence.denominator(flat, source, current, one_minibatch=one_minibatch)
+        if algorithm.kl_coefficient > 0:
+            version = algorithm.kl_reference_version if reference_version is None else reference_version
+            reference = torch.from_numpy(self._evidence.reference(flat, version))
+        columns = TokenColumns(
+            old_logprobs=denominator.old.values,
+            own=torch.from_numpy(denominator.own),
+            behavior_logprobs=torch.from_numpy(flat.behavior_logprobs.astype(np.float64)),
+            advantages=torch.from_numpy(flat.advantages[flat.sequence_index]),
+            mask=torch.from_numpy(flat.loss_mask),
+            sequence_index=torch.from_numpy(flat.sequence_index),
+            reference_logprobs=reference,
+        )
+        return columns, denominator.old
+
+
+def _flatten(batch: Batch, train_step_of_version: Mapping[int, int], recipe: StepRecipe) -> TrainBatch:
+    return build_train_batch(
+        batch,
+        train_step_of_version,
+        ADVANTAGES[recipe.algorithm.advantage],
+        max_token_staleness=recipe.max_token_staleness,
+    )
+
+
+def _results(recipe: LossRecipe, flat: TrainBatch, columns: TokenColumns, done: Updates) -> TokenResults:
+    index, judged = judge_tokens(recipe, flat, columns, done.logprobs)
+    ratio, clip = np.ones(len(flat.token_ids)), np.zeros(len(flat.token_ids), np.int8)
+    ratio[index], clip[index] = judged.ratio.numpy(), judged.clip.numpy()
+    reference = columns.reference_logprobs
+    return TokenResults(
+        logprobs=done.logprobs,
+        entropy=done.entropy,
+        ratio=ratio,
+        clip=clip,
+        before_any_update=done.before_any_update,
+        reference_logprobs=None if reference is None else reference.numpy(),
+    )

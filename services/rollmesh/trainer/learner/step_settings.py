@@ -1,0 +1,73 @@
+"""Settings of one train step: from the run file when its batch file is written, from the batch file afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollmesh.algorithms.aggregation import AGGREGATIONS
+from rollmesh.algorithms.losses.registry import LOSSES
+from rollmesh.checkpoints.batches import StepRecipe, StepSettings
+from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
+from rollmesh.trainer.learner.forward_backward import LossRecipe
+from rollmesh.trainer.learner.optimizer import learning_rate
+
+
+def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepRecipe:
+    """Recipe of the run file, the same for every train step."""
+    algorithm = config.algorithm
+    definition = LOSSES[algorithm.loss]
+    options = definition.options(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
+    filled = {
+        "clip_low": options.clip_low,
+        "clip_high": options.clip_high,
+        "aggregation": algorithm.aggregation or definition.aggregation,
+    }
+    return StepRecipe(
+        algorithm=algorithm.model_copy(update=filled),
+        minibatches=config.minibatches,
+        max_grad_norm=config.max_grad_norm,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        max_token_staleness=max_token_staleness,
+    )
+
+
+def step_settings(config: TrainerConfig, recipe: StepRecipe, train_step: int) -> StepSettings:
+    """Settings of the run file for a train step."""
+    algorithm = config.algorithm
+    reference = algorithm.kl_reference_version if algorithm.kl_coefficient > 0 else None
+    rate = learning_rate(config, train_step)
+    return StepSettings(learning_rate=rate, kl_reference_version=reference, recipe=recipe)
+
+
+def differing_settings(recorded: StepSettings | None, present: StepSettings) -> dict[str, str]:
+    """``recorded -> present`` by the name of every recorded setting that the run file now has otherwise."""
+    if recorded is None:
+        return {}
+    before, now = _flat(recorded), _flat(present)
+    return {name: f"{value} -> {now.get(name)}" for name, value in before.items() if value != now.get(name)}
+
+
+def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
+    """The loss of an algorithm section, with the defaults of that loss where the section has none."""
+    definition = LOSSES[config.loss]
+    return LossRecipe(
+        loss=definition.loss,
+        options=definition.options(
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            dual_clip=config.dual_clip,
+            tis_cap=config.tis_cap,
+        ),
+        aggregation=AGGREGATIONS[config.aggregation or definition.aggregation],
+        kl_coefficient=config.kl_coefficient,
+    )
+
+
+def _flat(settings: StepSettings) -> dict[str, Any]:
+    plain = settings.model_dump(mode="json")
+    recipe = plain.pop("recipe") or {}
+    algorithm = recipe.pop("algorithm", {})
+    # The version that the step measures its KL against stands beside the learning rate.
+    algorithm.pop("kl_reference_version", None)
+    return {**plain, **recipe, **algorithm}

@@ -1,0 +1,171 @@
+"""The numbers of a train step, from flat columns, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollmesh.algorithms.kl import k1, k3
+from rollmesh.algorithms.losses.loss_protocol import ClipReason
+from rollmesh.trainer.learner.step_report import BatchStats, GapStats, PolicyStats, RatioStats, SpreadStats
+from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64Array, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenResults:
+    """What the passes found out about each token of a ``TrainBatch``; values matter where a policy wrote."""
+
+    logprobs: Float64Array  # [tokens], at the start of the token's minibatch
+    entropy: Float64Array  # [tokens]
+    ratio: Float64Array  # [tokens]
+    clip: npt.NDArray[np.int8]  # [tokens], ClipReason
+    before_any_update: BoolArray  # [tokens], the weights that gave logprobs were those the step began with
+    reference_logprobs: Float64Array | None = None  # [tokens]
+
+
+def batch_stats(batch: TrainBatch) -> BatchStats:
+    """Describe a batch; trajectories without a token in the loss have no staleness and no version span."""
+    mask = batch.loss_mask
+    tokens = int(mask.sum())
+    original = int(batch.policy_mask.sum())
+    in_loss = np.unique(batch.sequence_index[mask])
+    lengths = batch.response_lengths
+    right, wrong = _uniform_groups(batch)
+    verdicts = batch.outcome_values[~np.isnan(batch.outcome_values)]
+    return BatchStats(
+        groups=len(np.unique(batch.group_index)),
+        trajectories=batch.trajectory_count,
+        unscored_trajectories=batch.unscored_trajectories,
+        original_tokens=original,
+        trained_tokens=tokens,
+        masked_fraction=1 - tokens / original if original else 0.0,
+        reward_mean=float(batch.rewards.mean()),
+        reward_std=float(batch.rewards.std()),
+        outcome_mean=float(verdicts.mean()) if len(verdicts) else math.nan,
+        advantage_abs_mean=float(np.abs(batch.advantages).mean()),
+        all_right_groups=right,
+        all_wrong_groups=wrong,
+        truncated_share=float(batch.truncated.mean()),
+        off_policy_token_share=_share(batch.staleness[mask] > 0),
+        mixed_cache_token_share=_share(~batch.pure[mask]),
+        version_span=_spread(_version_span(batch)),
+        token_staleness=_spread(batch.staleness[mask].astype(np.int64)),
+        trajectory_staleness=_spread(batch.loss_staleness()[in_loss]),
+        response_length_mean=float(lengths.mean()),
+        response_length_deciles=tuple(float(x) for x in np.quantile(lengths, np.linspace(0, 1, 11))),
+    )
+
+
+def policy_stats(
+    batch: TrainBatch, results: TokenResults, current_version: int, fallbacks: Mapping[str, int]
+) -> PolicyStats:
+    """Compare the policy with the behavior policies of the batch, over the tokens in the loss.
+
+    ``current_version`` is the version whose weights the step began with.
+    """
+    mask = batch.loss_mask
+    behavior = batch.behavior_logprobs.astype(np.float64)
+    policy = torch.from_numpy(results.logprobs[mask])
+    sampler = torch.from_numpy(behavior[mask])
+    size = effective_sample_size((results.logprobs - behavior)[mask], batch.sequence_index[mask])
+    in_loss = len(np.unique(batch.sequence_index[mask]))
+    fresh = mask & results.before_any_update & (batch.versions == current_version)
+    gap = np.abs(results.logprobs - behavior)
+    staleness = batch.staleness[mask]
+    ratio, clip = results.ratio[mask], results.clip[mask]
+    reference = None
+    if results.reference_logprobs is not None:
+        reference = _mean(k3(policy, torch.from_numpy(results.reference_logprobs[mask])).numpy())
+    return PolicyStats(
+        ratio=ratio_stats(ratio, clip),
+        ratio_by_staleness={
+            int(s): ratio_stats(ratio[staleness == s], clip[staleness == s]) for s in np.unique(staleness)
+        },
+        kl_behavior_k1=_mean(k1(sampler, policy).numpy()),
+        kl_behavior_k3=_mean(k3(sampler, policy).numpy()),
+        effective_sample_size=size,
+        effective_sample_share=size / in_loss if in_loss else 0.0,
+        entropy=_mean(results.entropy[mask]),
+        logprob_gap_pure=_gap(gap[fresh & batch.pure]),
+        logprob_gap_mixed_cache=_gap(gap[fresh & ~batch.pure]),
+        old_logprob_fallbacks=dict(fallbacks),
+        kl_reference=reference,
+    )
+
+
+def effective_sample_size(log_ratios: Float64Array, sequence_index: Int64Array) -> float:
+    """``(sum w)^2 / sum w^2`` with ``w_i = exp(sum_t log_ratio_t)``, unclipped (VCPO, arXiv 2602.17616).
+
+    ``log_ratios`` and ``sequence_index`` [tokens]; computed from log-weights, so that nothing overflows.
+    """
+    if not len(log_ratios):
+        return 0.0
+    _, compact = np.unique(sequence_index, return_inverse=True)
+    log_weights = np.bincount(compact, weights=log_ratios)
+    weights = np.exp(log_weights - log_weights.max())
+    return float(weights.sum() ** 2 / np.square(weights).sum())
+
+
+def ratio_stats(ratio: Float64Array, clip: npt.NDArray[np.int8]) -> RatioStats:
+    """Summary of ratios and what was clipped, [tokens] each; of no tokens it is 1 everywhere."""
+    if not len(ratio):
+        return RatioStats(
+            tokens=0, mean=1, std=0, min=1, max=1, clipped_high=0, clipped_low=0, clipped_dual=0, truncated=0
+        )
+    return RatioStats(
+        tokens=len(ratio),
+        mean=float(ratio.mean()),
+        std=float(ratio.std()),
+        min=float(ratio.min()),
+        max=float(ratio.max()),
+        clipped_high=_share(clip == ClipReason.HIGH),
+        clipped_low=_share(clip == ClipReason.LOW),
+        clipped_dual=_share(clip == ClipReason.DUAL),
+        truncated=_share(clip == ClipReason.TRUNCATED),
+    )
+
+
+def _version_span(batch: TrainBatch) -> Int64Array:
+    index, versions = batch.sequence_index[batch.loss_mask], batch.versions[batch.loss_mask].astype(np.int64)
+    newest = np.full(batch.trajectory_count, np.iinfo(np.int64).min)
+    oldest = np.full(batch.trajectory_count, np.iinfo(np.int64).max)
+    np.maximum.at(newest, index, versions)
+    np.minimum.at(oldest, index, versions)
+    seen = np.unique(index)
+    spans: Int64Array = newest[seen] - oldest[seen]
+    return spans
+
+
+def _uniform_groups(batch: TrainBatch) -> tuple[int, int]:
+    right = wrong = 0
+    for g in np.unique(batch.group_index):
+        member = batch.group_index == g
+        if np.ptp(batch.rewards[member]) == 0:
+            right += int((batch.outcome_values[member] > 0).all())
+            wrong += int(not (batch.outcome_values[member] > 0).any())
+    return right, wrong
+
+
+def _spread(values: Int64Array) -> SpreadStats:
+    if not len(values):
+        return SpreadStats(mean=0.0, max=0, histogram={})
+    found, counts = np.unique(values, return_counts=True)
+    histogram = {int(v): int(c) for v, c in zip(found, counts, strict=True)}
+    return SpreadStats(mean=float(values.mean()), max=int(values.max()), histogram=histogram)
+
+
+def _gap(values: Float64Array) -> GapStats:
+    return GapStats(tokens=len(values), mean=_mean(values), max=float(values.max()) if len(values) else 0.0)
+
+
+def _share(values: BoolArray) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _mean(values: Float64Array) -> float:
+    return float(values.mean()) if len(values) else 0.0

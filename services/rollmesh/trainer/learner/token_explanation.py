@@ -1,0 +1,103 @@
+"""Why each token of a batch weighs what it weighs: version, ratio, weight, and what the loss or a mask did to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmesh.algorithms.losses.loss_protocol import ClipReason, TokenLoss
+from rollmesh.algorithms.masks import MaskReason, mask_reasons
+from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, TrainBatch
+
+_CLIP_WORDS: Mapping[ClipReason, str] = MappingProxyType(
+    {
+        ClipReason.NONE: "trained",
+        ClipReason.HIGH: "clipped_high",
+        ClipReason.LOW: "clipped_low",
+        ClipReason.DUAL: "clipped_dual",
+        ClipReason.TRUNCATED: "weight_truncated",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenExplanation:
+    """One response token. Numbers are 0 where ``policy_version`` is None."""
+
+    trajectory_id: str
+    position: int
+    """Counted from the first response token."""
+    token_id: int
+    policy_version: int | None
+    """None where the environment wrote the token."""
+    staleness: int
+    """Train steps."""
+    pure: bool
+    behavior_logprob: float
+    old_logprob: float
+    old_logprob_fallback: str
+    """Why ``old_logprob`` is the sampler's and not what the run's source promises; empty where it is the source's."""
+    logprob: float
+    ratio: float
+    advantage: float
+    weight: float
+    """The token pushes its log-probability by weight * advantage / (what the aggregation divides by)."""
+    reason: str
+    """trained, clipped_high, clipped_low, clipped_dual, weight_truncated, zero_advantage, stale, environment."""
+
+
+def explain_tokens(
+    batch: TrainBatch,
+    logprobs: Float64Array,
+    old_logprobs: Float64Array,
+    fell_back: Mapping[str, Tensor],
+    index: Int64Array,
+    judged: TokenLoss,
+) -> Iterator[TokenExplanation]:
+    """Explain every response token, in the order of the batch.
+
+    ``logprobs``, ``old_logprobs`` and ``fell_back`` (by reason) [tokens] belong to the flat batch; ``judged`` is what
+    the loss made of the policy tokens, whose places in the flat batch are ``index`` [policy tokens].
+    """
+    ratio, weight = np.zeros(len(batch.token_ids)), np.zeros(len(batch.token_ids))
+    clip = np.zeros(len(batch.token_ids), np.int8)
+    ratio[index], weight[index], clip[index] = judged.ratio.numpy(), judged.weight.numpy(), judged.clip.numpy()
+    fallback = np.full(len(batch.token_ids), "", object)
+    for reason, tokens in fell_back.items():
+        fallback[tokens.numpy()] = reason
+    positions = np.arange(len(batch.token_ids)) - (batch.starts[:-1] + batch.prompt_lengths)[batch.sequence_index]
+    reasons = mask_reasons(
+        torch.from_numpy(positions < 0), torch.from_numpy(batch.policy_mask), torch.from_numpy(batch.loss_mask)
+    ).numpy()
+    for t in np.flatnonzero(positions >= 0):
+        s = batch.sequence_index[t]
+        written, trained = bool(batch.policy_mask[t]), bool(batch.loss_mask[t])
+        yield TokenExplanation(
+            trajectory_id=batch.trajectory_ids[s],
+            position=int(positions[t]),
+            token_id=int(batch.token_ids[t]),
+            policy_version=int(batch.versions[t]) if written else None,
+            staleness=int(batch.staleness[t]),
+            pure=bool(batch.pure[t]),
+            behavior_logprob=float(batch.behavior_logprobs[t]),
+            old_logprob=float(old_logprobs[t]) if written else 0.0,
+            old_logprob_fallback=str(fallback[t]),
+            logprob=float(logprobs[t]) if written else 0.0,
+            ratio=float(ratio[t]),
+            advantage=float(batch.advantages[s]) if written else 0.0,
+            weight=float(weight[t]) if trained else 0.0,
+            reason=_reason(MaskReason(reasons[t]), ClipReason(clip[t]), float(batch.advantages[s])),
+        )
+
+
+def _reason(mask: MaskReason, clip: ClipReason, advantage: float) -> str:
+    if mask is not MaskReason.TRAINED:
+        return mask.name.lower()
+    if advantage == 0:
+        return "zero_advantage"
+    return _CLIP_WORDS[clip]

@@ -1,0 +1,188 @@
+"""Publishing a policy: write the folder, announce it, prune; each train step once, each version number once.
+
+A crash may fall between any two of these. A folder without a manifest was never a policy. A whole folder that was not
+announced (or whose announcement a restored Redis has forgotten) is announced as it is instead of written again, so a
+version never names two sets of weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from concurrent.futures import Executor
+from typing import TypeVar
+
+import numpy as np
+
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.reasons import PASSING
+from rollmesh.config import RunConfig
+from rollmesh.errors import CheckpointError, Conflict
+from rollmesh.runtime.logging import get_logger, note_policy_version
+from rollmesh.scheduling.presets import resolve_schedule
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.ranks import RankCoordinator
+from rollmesh.trainer.service.trainer_progress import Progress
+from rollmesh.trainer.service.training_session import TrainingSession
+from rollmesh.trainer.service.write_retry import Retry
+from rollmesh.types import Int32Array, PolicyRecord
+
+T = TypeVar("T")
+
+CANARY_SEQUENCES = 8
+CANARY_TOKENS = 32
+_CANARY_SEED = 20_071_115
+
+
+def canary_sequences(vocab_size: int) -> list[Int32Array]:
+    """The fixed sequences of every manifest: the same ones for the same vocabulary, int32 [tokens] each."""
+    noise = np.random.default_rng(_CANARY_SEED)
+    return [noise.integers(0, vocab_size, CANARY_TOKENS).astype(np.int32) for _ in range(CANARY_SEQUENCES)]
+
+
+class Publisher:
+    """Publishes the crew's weights under the session that holds the run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        crew: RankCoordinator,
+        session: TrainingSession,
+        checkpoints: CheckpointStore,
+        patience: Retry,
+        metrics: TrainerMetrics,
+        executor: Executor,
+        canary: list[Int32Array],
+        progress: Progress,
+        references: Collection[int] = (),
+    ) -> None:
+        """``references``: versions that the KL is measured against, which stay."""
+        self._config = config
+        self._crew = crew
+        self._session = session
+        self._checkpoints = checkpoints
+        self._patience = patience
+        self._metrics = metrics
+        self._executor = executor
+        self._canary = canary
+        self._progress = progress
+        self._references = references
+        self._log = get_logger("publisher")
+
+    async def publish(self, train_step: int) -> PolicyRecord:
+        """Publish and announce the weights of ``train_step``, unless that step has been published; idempotent.
+
+        A newest policy that was damaged since is refused by every generator, so the same weights are published as the
+        next version.
+        """
+        newest = await self._session.patiently("latest_policy", self._session.store.latest_policy)
+        if newest is not None:
+            self._crew.shelf.update([newest])
+            self._metrics.policy_version.set(newest.policy_version)
+            if newest.train_step > train_step:
+                return newest
+            published = self._progress.published(newest.path)
+            if newest.train_step == train_step and published and not await self._damaged(newest):
+                return newest
+        version = newest.policy_version + 1 if newest else 0
+        record = await self._whole_folder(version, train_step)
+        if record is None:
+            parent = newest.policy_version if newest else None
+            if newest is not None and newest.train_step == train_step and not published:
+                parent = self._progress.rolled_back_to
+            record = await self._patience.with_room(
+                "publish", lambda: self._in_thread(lambda: self._write(version, train_step, parent))
+            )
+        await self._announce(record)
+        await self._prune()
+        return record
+
+    async def _announce(self, record: PolicyRecord) -> None:
+        store, token = self._session.store, self._session.token
+        try:
+            await self._session.patiently("announce_policy", lambda: store.announce_policy(token, record))
+        except Conflict:
+            # A re-assertion after a Redis restart may have announced it already.
+            if await self._session.patiently("policy", lambda: store.policy(record.policy_version)) != record:
+                raise
+        self._crew.shelf.update([record])
+        self._metrics.published.inc()
+        note_policy_version(record.policy_version)
+        self._metrics.policy_version.set(record.policy_version)
+        await self._patience.with_room(
+            "mark_announced", lambda: asyncio.to_thread(self._checkpoints.mark_announced, record)
+        )
+        self._log.info(
+            "policy_announced", policy_version=record.policy_version, train_step=record.train_step, path=record.path
+        )
+
+    async def _damaged(self, record: PolicyRecord) -> bool:
+        """Whether a published folder is not what was announced; False while the store cannot tell."""
+        try:
+            await asyncio.to_thread(self._checkpoints.open, record)
+        except CheckpointError as error:
+            self._log.error(
+                "policy_damaged", policy_version=record.policy_version, reason=error.reason, message=str(error)
+            )
+            return error.reason not in PASSING
+        return False
+
+    async def _whole_folder(self, version: int, train_step: int) -> PolicyRecord | None:
+        for record in await asyncio.to_thread(self._checkpoints.complete_policies):
+            known = (record.policy_version, record.train_step) == (version, train_step)
+            if known and self._progress.published(record.path):
+                try:
+                    await asyncio.to_thread(self._checkpoints.open, record)
+                except CheckpointError as error:
+                    self._log.warning("unannounced_policy_refused", path=record.path, message=str(error))
+                    return None
+                return record
+        return None
+
+    def _write(self, version: int, train_step: int, parent: int | None) -> PolicyRecord:
+        canary = self._crew.canary(self._canary)
+        return self._checkpoints.publish(
+            session=self._progress.label(self._session.token),
+            policy_version=version,
+            train_step=train_step,
+            parent=parent,
+            write=self._crew.export,
+            canary=canary,
+        )
+
+    async def _prune(self) -> None:
+        store = self._session.store
+        await self._session.learn_policies()
+        pinned = await self._session.patiently("pinned_policy", store.pinned_policy)
+        generators = await self._session.patiently("generators", store.generators)
+        evaluations = await self._session.patiently("evaluations", store.evaluations)
+        kept = {0, *self._references} if pinned is None else {0, *self._references, pinned}
+        in_use = {g.policy_version for g in generators}
+        in_use |= {g.loading_version for g in generators if g.loading_version is not None}
+        in_use |= {e.request.policy_version for e in evaluations if e.result is None}
+        removed = await asyncio.to_thread(
+            self._checkpoints.prune,
+            self._crew.shelf.records,
+            keep_last=kept_policies(self._config),
+            pinned=kept,
+            in_use=in_use,
+            session=self._progress.label(self._session.token),
+        )
+        if removed:
+            self._log.info("policies_pruned", paths=removed)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        result: Awaitable[T] = asyncio.get_running_loop().run_in_executor(self._executor, call)
+        return await result
+
+
+def kept_policies(config: RunConfig) -> int:
+    """How many of the newest policies stay.
+
+    The old-logprob source ``snapshot`` needs those of the staleness bound, and as many more as steps are replayed after
+    a crash: a replay that fell back to other logprobs would give other weights than those published.
+    """
+    if config.trainer.algorithm.old_logprobs != "snapshot":
+        return config.checkpoints.keep_last
+    staleness = resolve_schedule(config.schedule, config.trainer.train_steps).max_staleness
+    return max(config.checkpoints.keep_last, staleness + 1 + config.checkpoints.state_every_steps)

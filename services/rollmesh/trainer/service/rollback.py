@@ -1,0 +1,80 @@
+"""Going back to an older policy on purpose: its weights, fresh optimizer moments, no work of the abandoned branch.
+
+    weights of the named version, moments zero
+    state -> COMMITTED with one rollback more    from here on a restart continues after the rollback
+    publish -> announce                          the next version number, parent = the named version
+    drop unclaimed work (rolled_back)            all of it may hold tokens of the abandoned branch; nothing is cut
+                                                 until the last of it is gone
+    finish the request
+
+The train step goes on: what was trained stays in the ledger. Every line may be repeated after a kill.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.errors import CheckpointError
+from rollmesh.runtime.logging import get_logger
+from rollmesh.store import RollbackRequest
+from rollmesh.trainer.service.publishing import Publisher
+from rollmesh.trainer.service.ranks import RankCoordinator
+from rollmesh.trainer.service.trainer_progress import Progress
+from rollmesh.trainer.service.training_session import TrainingSession
+
+
+class RollbackRunner:
+    """Carries out requests between two train steps."""
+
+    def __init__(
+        self,
+        crew: RankCoordinator,
+        session: TrainingSession,
+        publisher: Publisher,
+        checkpoints: CheckpointStore,
+        progress: Progress,
+        executor: Executor,
+    ) -> None:
+        self._crew = crew
+        self._session = session
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._progress = progress
+        self._executor = executor
+        self._log = get_logger("rollback")
+
+    async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
+        """Do what the pending request asks; nothing while batch files wait to be replayed. ``commit`` saves a state."""
+        store = self._session.store
+        request = await self._session.patiently("rollback_request", store.rollback_request)
+        replaying = (await asyncio.to_thread(self._checkpoints.batch_steps) or [0])[-1] > self._crew.trainer.train_step
+        if request is None or replaying:
+            return
+        try:
+            if request.request_id != self._progress.rollback_id:
+                await self._go_back(request, commit)
+            record = await self._publisher.publish(self._crew.trainer.train_step)
+            dropped = await self._session.patiently("rollback", lambda: store.rollback(self._session.token))
+            self._log.info(
+                "rolled_back",
+                to_version=request.policy_version,
+                policy_version=record.policy_version,
+                dropped_groups=dropped,
+            )
+        except CheckpointError as error:
+            self._log.error("rollback_refused", policy_version=request.policy_version, message=str(error))
+        token = self._session.token
+        await self._session.patiently("finish_rollback", lambda: store.finish_rollback(token, request))
+
+    async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> None:
+        store, version = self._session.store, request.policy_version
+        self._crew.shelf.update(await self._session.patiently("policies", store.policies))
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._crew.take_weights, version)
+        self._progress.rollback_count += 1
+        self._progress.rollback_id = request.request_id
+        self._progress.rolled_back_to = version
+        self._progress.nonfinite_updates_in_a_row = 0
+        await commit()

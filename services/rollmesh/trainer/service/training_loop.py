@@ -1,0 +1,283 @@
+"""The training loop of rank 0.
+
+    batch file, or claim -> batch file      both fsynced before anything is trained on
+    confirm                                 Redis may drop the payloads
+    stage end                               only with old_logprobs=stage_end, at its barrier
+    train
+    report_trained                          the batch's capacity is refunded
+    record                                  one line in metrics.jsonl, its main numbers in the queue
+    state -> COMMITTED -> report_committed  every state_every_steps
+    publish -> announce                     once per train step, whatever was replayed
+
+A kill between any two lines is repaired by the next start: it loads the newest committed state, replays the batch
+files after it in order, and publishes only what was not announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.config import RunConfig
+from rollmesh.errors import RollmeshError, StoreUnavailable, TrainingDiverged
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
+from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tracing import tracer
+from rollmesh.store import StoreCounts
+from rollmesh.trainer.learner.step_report import StepReport
+from rollmesh.trainer.records.engine_work import EngineWork
+from rollmesh.trainer.records.run_log import StepRecords
+from rollmesh.trainer.records.samples import Decode, sample_completions
+from rollmesh.trainer.records.trackers import Tracker, flatten
+from rollmesh.trainer.records.trained_lengths import dropped_by_decile, trained_by_decile, trained_share
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.batch_source import BatchSource, ClaimedBatch
+from rollmesh.trainer.service.publishing import Publisher
+from rollmesh.trainer.service.ranks import RankCoordinator
+from rollmesh.trainer.service.rollback import RollbackRunner
+from rollmesh.trainer.service.stage_ends import StageEnds
+from rollmesh.trainer.service.step_spans import mark_trained, step_span
+from rollmesh.trainer.service.step_summaries import StepSummaries
+from rollmesh.trainer.service.trainer_progress import Progress
+from rollmesh.trainer.service.training_session import TrainingSession
+from rollmesh.trainer.service.write_retry import Retry
+from rollmesh.types import GeneratorRecord
+
+T = TypeVar("T")
+
+_CLAIM_SECONDS = 5.0
+_KEPT_STATES = 2
+LOOP_NAME = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerDeps:
+    """What the loop works with; wired in ``main``."""
+
+    config: RunConfig
+    crew: RankCoordinator
+    session: TrainingSession
+    claims: BatchSource
+    publisher: Publisher
+    rollbacks: RollbackRunner
+    progress: Progress
+    checkpoints: CheckpointStore
+    patience: Retry
+    metrics: TrainerMetrics
+    records: StepRecords
+    trackers: list[Tracker]
+    decode: Decode
+    health: Health
+    stages: StageEnds | None
+    """Only with the old-logprob source ``stage_end``."""
+    executor: Executor
+    """One thread: every torch call of this process happens there, in order."""
+
+
+class TrainingLoop:
+    """Trains until the last step of the run or shutdown."""
+
+    def __init__(self, place: TrainerDeps, shutdown: Shutdown) -> None:
+        self._place = place
+        self._shutdown = shutdown
+        self._reports = StepSummaries(place.session, place.records)
+        self._engines = EngineWork(place.progress.generated)
+        self._log = get_logger("training")
+
+    @property
+    def train_step(self) -> int:
+        """Batches the weights of this process were trained on."""
+        return self._place.crew.trainer.train_step
+
+    async def run(self) -> None:
+        """Publish what is missing, then train; returns at the last step or at shutdown."""
+        place = self._place
+        await self._tidy()
+        await self._reports.restore(self.train_step)
+        # First: a rollback is the way out of weights that cannot be published.
+        await place.rollbacks.carry_out(self._save)
+        await place.publisher.publish(self.train_step)
+        self._engines.begin(await self._generators())
+        watch = asyncio.create_task(self._watch_engines(), name="watch-engines")
+        try:
+            await self._train()
+        finally:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+
+    async def _train(self) -> None:
+        place = self._place
+        last = place.config.trainer.train_steps
+        waiting_since = time.monotonic()
+        while not self._shutdown.is_set():
+            place.health.beat(LOOP_NAME)
+            # After the last step too: the policy that a finished run ends with may be the one to go back from.
+            await place.rollbacks.carry_out(self._save)
+            if self.train_step >= last:
+                break
+            claimed = await place.claims.next(self.train_step + 1, _CLAIM_SECONDS)
+            if claimed is None:
+                await self._in_thread(place.crew.idle)
+                continue
+            waited = time.monotonic() - waiting_since
+            with step_span(claimed):
+                await self._step(claimed, waited, last)
+            if self._diverged:
+                break
+            waiting_since = time.monotonic()
+        await self._commit()
+        await self._tidy()
+        await self._reports.restore_if_lost(self.train_step)
+        # A run that has reached its last step like this has diverged, too, each time it is started.
+        if self._diverged and (self.train_step >= last or not self._shutdown.is_set()):
+            raise self._divergence()
+
+    @property
+    def _diverged(self) -> bool:
+        limit = self._place.config.trainer.nonfinite_updates_limit
+        return self._place.progress.nonfinite_updates_in_a_row >= limit
+
+    def _divergence(self) -> TrainingDiverged:
+        count = self._place.progress.nonfinite_updates_in_a_row
+        return TrainingDiverged(
+            f"train step {self.train_step}: the gradients of the last {count} updates are not finite "
+            f"(trainer.nonfinite_updates_limit={self._place.config.trainer.nonfinite_updates_limit}); the policy has "
+            "diverged. Roll back to an older version, or start a new run from one (model.path), with a lower "
+            "trainer.learning_rate"
+        )
+
+    async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
+        place, step = self._place, claimed.batch.train_step
+        place.metrics.phase_seconds.labels(phase="wait").observe(waited)
+        if place.stages is not None:
+            await place.stages.record(claimed.batch)
+        home, started_ns = tracer().train_step(step), time.time_ns()
+        with tracer().span("train", home):
+            report = await self._in_thread(lambda: place.crew.train(claimed.batch, claimed.settings))
+        await place.session.report_trained(step)
+        mark_trained(claimed, started_ns)
+        await self._record(claimed, report, waited)
+        if step % place.config.checkpoints.state_every_steps == 0 or step == last:
+            with tracer().span("save", home):
+                await self._commit()
+        started = time.monotonic()
+        with tracer().span("publish", home, kind="producer") as span:
+            record = await place.publisher.publish(step)
+            span.set(policy_version=record.policy_version)
+        place.metrics.phase_seconds.labels(phase="publish").observe(time.monotonic() - started)
+        self._log.info(
+            "step_trained",
+            train_step=step,
+            policy_version=record.policy_version,
+            replayed=claimed.replayed,
+            reward_mean=round(report.batch.reward_mean, 4),
+            staleness_mean=round(report.batch.trajectory_staleness.mean, 3),
+            trained_tokens=report.batch.trained_tokens,
+            wait_seconds=round(waited, 3),
+        )
+
+    async def _tidy(self) -> None:
+        place, step = self._place, self.train_step
+        await place.patience.with_room("tidy_records", lambda: asyncio.to_thread(place.records.tidy, step))
+
+    async def _commit(self) -> None:
+        """Save the trainer state, unless it is committed already."""
+        if self.train_step > self._place.session.committed_step:
+            await self._save()
+
+    async def _save(self) -> None:
+        place, progress = self._place, self._place.progress
+        started = time.monotonic()
+        label, extra = progress.label(place.session.token), progress.to_extra()
+        await place.patience.with_room(
+            "save_state",
+            lambda: self._in_thread(lambda: place.crew.save(label, progress.rollback_count, extra)),
+        )
+        place.metrics.writes.inc()
+        await place.session.report_committed(self.train_step)
+        place.metrics.committed_step.set(self.train_step)
+        place.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
+        await asyncio.to_thread(place.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
+        await asyncio.to_thread(place.metrics.see_disk, place.checkpoints.root)
+
+    async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
+        place = self._place
+        progress = place.progress
+        counts = await place.session.patiently("counts", place.session.store.counts)
+        progress.trained_token_total += report.batch.trained_tokens
+        progress.count_updates(report.updates, report.trailing_skipped_updates)
+        deciles = trained_by_decile(claimed.batch, counts.finished_lengths)
+        totals = zip(progress.trained_groups_by_length_decile, deciles, strict=True)
+        progress.trained_groups_by_length_decile = [before + now for before, now in totals]
+        engines = self._engines.since_last(await self._generators())
+        mesh = mesh_numbers(counts, progress) | {"engines": engines}
+        record = step_record(report, mesh) | {
+            "policy_version": place.crew.shelf.version_of(report.train_step),
+            "replayed": claimed.replayed,
+            "wait_seconds": waited,
+        }
+        samples = sample_completions(claimed.batch, place.config.trainer.sample_completions, place.decode)
+        # Fenced: a trainer that was stalled here while another took over must not write the step a second time.
+        await self._reports.add(record)
+        await place.patience.with_room("record", lambda: asyncio.to_thread(place.records.append, record, samples))
+        place.metrics.observe_step(report, mesh["goodput"])
+        place.metrics.observe_groups(deciles, counts)
+        if claimed.replayed:
+            place.metrics.replays.inc()
+        for tracker in place.trackers:
+            tracker.log(report.train_step, flatten(record))
+
+    async def _generators(self) -> list[GeneratorRecord]:
+        session = self._place.session
+        return await session.patiently("generators", session.store.generators)
+
+    async def _watch_engines(self) -> None:
+        """See generators come and go during long steps and long waits, too; a Redis that is away is not waited for."""
+        place = self._place
+        while not await wait_or_shutdown(self._shutdown, place.config.store.heartbeat_seconds):
+            try:
+                self._engines.see(await place.session.store.generators())
+            except StoreUnavailable:
+                continue
+            except RollmeshError as error:
+                self._log.warning("generators_not_seen", message=str(error))
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._place.executor, call)
+
+
+def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
+    """What the whole mesh made of its tokens and groups so far."""
+    dropped = dropped_by_decile(counts.drop_deciles)
+    trained = progress.trained_groups_by_length_decile
+    return {
+        "goodput": progress.generated.goodput(progress.trained_token_total),
+        "generated_token_total": progress.generated.total,
+        "saved_tokens": counts.totals.get("saved_tokens_total", 0),
+        "trained_token_total": progress.trained_token_total,
+        "dropped_groups": dict(counts.drops),
+        "dropped_groups_by_reason_and_length_decile": dict(counts.drop_deciles),
+        "trained_groups_by_length_decile": list(trained),
+        "trained_share_by_length_decile": trained_share(trained, dropped),
+        "wasted_tokens": dict(counts.dropped_tokens),
+        "totals": dict(counts.totals),
+    }
+
+
+def step_record(report: StepReport, mesh: dict[str, Any]) -> dict[str, Any]:
+    """One line of metrics.jsonl: the report, the mesh, and the few numbers people ask for first."""
+    batch = report.batch
+    return report.to_json() | {
+        "time": time.time(),
+        "reward_mean": batch.reward_mean,
+        "response_length_mean": batch.response_length_mean,
+        "staleness_mean": batch.trajectory_staleness.mean,
+        "off_policy_token_share": batch.off_policy_token_share,
+        "mesh": mesh,
+    }

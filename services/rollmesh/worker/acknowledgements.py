@@ -1,0 +1,45 @@
+"""Telling generators what is saved: they stream only so far ahead of it (``CallLimits.unacknowledged_token_limit``)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rollmesh.errors import RollmeshError
+from rollmesh.runtime.logging import get_logger
+from rollmesh.types import GeneratorRecord
+from rollmesh.worker.client_protocols import GenerationPort
+
+_LIMIT_SECONDS = 5.0
+
+
+class Acknowledger:
+    """Reports travel in the background, one call at a time per generator; what comes up meanwhile travels together.
+
+    A report that is lost is no error: the generator holds the call for a while and ends it as interrupted, and the next
+    one begins where the queue's tokens end.
+    """
+
+    def __init__(self, client: GenerationPort) -> None:
+        self._client = client
+        self._waiting: dict[str, dict[str, int]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._log = get_logger("acknowledging")
+
+    def saved(self, record: GeneratorRecord, trajectory_id: str, context_token_count: int) -> None:
+        """Report the durable length of a trajectory, prompt included, to the generator that continues it."""
+        name = record.instance_id
+        self._waiting.setdefault(name, {})[trajectory_id] = context_token_count
+        if name not in self._tasks:
+            self._tasks[name] = asyncio.create_task(self._send(record), name="acknowledge")
+
+    async def _send(self, record: GeneratorRecord) -> None:
+        name = record.instance_id
+        try:
+            while batch := self._waiting.pop(name, None):
+                try:
+                    async with asyncio.timeout(_LIMIT_SECONDS):
+                        await self._client.acknowledge(record, batch)
+                except (RollmeshError, TimeoutError) as error:
+                    self._log.debug("acknowledgement_failed", generator=name, message=str(error))
+        finally:
+            del self._tasks[name]

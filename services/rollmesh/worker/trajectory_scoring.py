@@ -1,0 +1,91 @@
+"""From a finished trajectory to its score: verifier, the run's policy for missing values, shaping."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from rollmesh.algorithms.shaping import overlong_penalty
+from rollmesh.config.data import RewardConfig
+from rollmesh.errors import DataError, RewardUnavailable
+from rollmesh.runtime.logging import get_logger
+from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
+from rollmesh.worker.client_protocols import RewardPort
+from rollmesh.worker.worker_metrics import WorkerMetrics
+
+_FIRST_PAUSE_SECONDS = 0.2
+_LONGEST_PAUSE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredResult:
+    """What the queue is told."""
+
+    outcome: RewardOutcome
+    shaped_reward: float
+    assigned: bool
+    """The value comes from reward.fixed_value, not from a verifier."""
+    dead: bool = False
+    """The run wants to look into trajectories that end like this: a dead letter instead of a score."""
+
+
+def shape(outcome: RewardOutcome, token_count: int, config: RewardConfig, budget: int) -> ScoredResult:
+    """Apply the run's policy to an outcome and add the overlong penalty.
+
+    A time-out or an error is ``unscorable`` (no value, the queue replaces the member), or a dead letter on top of
+    that, unless the policy assigns ``reward.fixed_value``; the outcome keeps its kind either way.
+    """
+    policy = "" if outcome.kind is OutcomeKind.SCORED else policy_of(outcome, config)
+    assigned = policy == "fixed"
+    if policy and not assigned:
+        return ScoredResult(outcome=outcome, shaped_reward=0.0, assigned=False, dead=policy == "dead_letter")
+    value = config.fixed_value if assigned else outcome.value
+    buffer = min(config.overlong_buffer_tokens, budget)
+    return ScoredResult(
+        outcome=outcome, shaped_reward=value + overlong_penalty(token_count, budget, buffer), assigned=assigned
+    )
+
+
+def policy_of(outcome: RewardOutcome, config: RewardConfig) -> str:
+    """The run's policy for an outcome without a value: retry, unscorable, dead_letter or fixed."""
+    return config.on_timeout if outcome.kind is OutcomeKind.TIMED_OUT else config.on_error
+
+
+class TrajectoryScorer:
+    """Asks the reward service (its client batches) and waits it out while it is away."""
+
+    def __init__(self, service: RewardPort, config: RewardConfig, budget: int, metrics: WorkerMetrics) -> None:
+        self._service = service
+        self._config = config
+        self._budget = budget
+        self._metrics = metrics
+        self._log = get_logger("scoring")
+
+    async def score(self, trajectory: Trajectory, known: RewardOutcome | None = None) -> ScoredResult:
+        """Outcome and shaped reward; ``known`` is an outcome that needs no verifier (the environment's)."""
+        started = time.monotonic()
+        outcome = known if known is not None else await self._ask(trajectory)
+        if outcome.kind is not OutcomeKind.SCORED and policy_of(outcome, self._config) == "retry" and known is None:
+            outcome = await self._ask(trajectory)
+        self._metrics.scored(outcome.kind.value, time.monotonic() - started)
+        if outcome.kind is not OutcomeKind.SCORED:
+            self._log.info(
+                "no_reward",
+                trajectory=trajectory.trajectory_id,
+                kind=outcome.kind.value,
+                message=outcome.message,
+            )
+        return shape(outcome, trajectory.response_token_count, self._config, self._budget)
+
+    async def _ask(self, trajectory: Trajectory) -> RewardOutcome:
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return (await self._service.score([trajectory]))[0]
+            except DataError as error:
+                return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
+            except RewardUnavailable as error:
+                self._log.warning("reward_unavailable", message=str(error), pause_seconds=pause)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

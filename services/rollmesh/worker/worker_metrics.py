@@ -1,0 +1,149 @@
+"""What a worker exports, in whichever process it runs."""
+
+from __future__ import annotations
+
+from rollmesh.runtime.metrics import LENGTH_BUCKETS, STALENESS_BUCKETS, Metrics
+from rollmesh.store.queue_types import ReleaseReason
+
+CALL_ENDS = (
+    "stop",
+    "length",
+    "interrupted",
+    "segment_limit",
+    "enough",
+    "refused",
+    "cut_off",
+    "hung",
+    "broken",
+    "lengths",
+    "too_many_tokens",
+    "version",
+    "token_id",
+    "logprob",
+    "finish_reason",
+    "no_finish_reason",
+)
+_DROPS = ("taken_back", "dead", "failed", "unscorable")
+_ENDS = ("stop", "length", "environment")
+_OUTCOMES = ("scored", "timed_out", "verifier_error")
+
+
+class WorkerMetrics:
+    """Counters of one worker: its calls, its trajectories, how they ended.
+
+    They carry the name of the rollout service in the gateway of an agent run, too: it is the same work.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._count_calls(metrics)
+        self._count_ends(metrics)
+        self._count_work(metrics)
+
+    def _count_calls(self, metrics: Metrics) -> None:
+        self._tokens = metrics.counter(
+            "rollmesh_rollout_sampled_tokens_total",
+            "Tokens kept for training, by version age on arrival.",
+            ("age",),
+        )
+        for age in (*map(str, range(4)), "4+"):
+            self._tokens.labels(age=age)
+        self._calls = metrics.counter(
+            "rollmesh_rollout_calls_ended_total", "Generation calls, by what ended them.", ("reason",)
+        )
+        for reason in CALL_ENDS:
+            self._calls.labels(reason=reason)
+        self._fruitless = metrics.counter(
+            "rollmesh_rollout_calls_fruitless_total", "Generation calls that were given up without a token."
+        )
+        self.evaluation_tokens = metrics.counter(
+            "rollmesh_rollout_evaluation_tokens_total", "Tokens sampled for evaluations."
+        )
+
+    def _count_ends(self, metrics: Metrics) -> None:
+        self._drops = metrics.counter(
+            "rollmesh_rollout_trajectories_dropped_total", "Trajectories this worker gave up, by reason.", ("reason",)
+        )
+        for reason in _DROPS:
+            self._drops.labels(reason=reason)
+        self._parked = metrics.counter(
+            "rollmesh_rollout_trajectories_parked_total", "Trajectories put to rest as partial, by reason.", ("reason",)
+        )
+        for reason in ReleaseReason:
+            self._parked.labels(reason=reason.value)
+        self._finished = metrics.counter(
+            "rollmesh_rollout_trajectories_finished_total", "Finished trajectories, by finish reason.", ("reason",)
+        )
+        for reason in _ENDS:
+            self._finished.labels(reason=reason)
+        self._length = metrics.histogram(
+            "rollmesh_rollout_response_tokens", "Tokens of finished responses.", buckets=LENGTH_BUCKETS
+        )
+        self._last_finished = metrics.gauge(
+            "rollmesh_rollout_last_finished_timestamp_seconds", "When a trajectory was last finished here."
+        )
+        self._span = metrics.histogram(
+            "rollmesh_rollout_version_span",
+            "Newest minus oldest policy version of a response.",
+            buckets=STALENESS_BUCKETS,
+        )
+        self._reward_seconds = metrics.histogram(
+            "rollmesh_rollout_reward_seconds", "From the last token to the outcome, queueing included."
+        )
+        self._outcomes = metrics.counter(
+            "rollmesh_rollout_reward_outcomes_total", "Reward outcomes by kind.", ("kind",)
+        )
+        for kind in _OUTCOMES:
+            self._outcomes.labels(kind=kind)
+
+    def _count_work(self, metrics: Metrics) -> None:
+        self.leases = metrics.counter("rollmesh_rollout_leases_total", "Trajectories leased by this worker.")
+        self.resumed = metrics.counter(
+            "rollmesh_rollout_leases_resumed_total", "Leases that continue a partial trajectory."
+        )
+        self.restarted = metrics.counter(
+            "rollmesh_rollout_trajectories_restarted_total",
+            "Multi-turn trajectories that began again because their environment cannot be resumed.",
+        )
+        self.sessions_lost = metrics.counter("rollmesh_rollout_sessions_lost_total", "Worker sessions that expired.")
+        self.in_flight = metrics.gauge("rollmesh_rollout_in_flight_trajectories", "Unfinished trajectories held here.")
+        self.awaiting_reward = metrics.gauge(
+            "rollmesh_rollout_awaiting_reward_trajectories", "Finished trajectories that wait for an outcome here."
+        )
+        self.awaiting_generator = metrics.gauge(
+            "rollmesh_rollout_awaiting_generator_trajectories", "Trajectories that wait for a generator here."
+        )
+        self.generators_avoided = metrics.gauge(
+            "rollmesh_rollout_generators_avoided", "Generators this worker leaves alone after misbehaviour."
+        )
+
+    def sampled(self, count: int, age: int) -> None:
+        """``count`` tokens arrived from a version ``age`` announcements old."""
+        self._tokens.labels(age=str(age) if age < 4 else "4+").inc(count)
+
+    def call_ended(self, reason: str) -> None:
+        """A generation call ended."""
+        self._calls.labels(reason=reason).inc()
+
+    def fruitless_call(self) -> None:
+        """A call was given up without a token."""
+        self._fruitless.inc()
+
+    def dropped(self, reason: str) -> None:
+        """A trajectory is not continued here."""
+        self._drops.labels(reason=reason).inc()
+
+    def parked(self, reason: str) -> None:
+        """A trajectory was put to rest."""
+        self._parked.labels(reason=reason).inc()
+
+    def finished(self, reason: str, tokens: int, version_span: int) -> None:
+        """A trajectory is complete."""
+        self._finished.labels(reason=reason).inc()
+        self._last_finished.set_to_current_time()
+        self._length.observe(tokens)
+        self._span.observe(version_span)
+
+    def scored(self, kind: str, seconds: float) -> None:
+        """An outcome arrived."""
+        self._outcomes.labels(kind=kind).inc()
+        self._reward_seconds.observe(seconds)
