@@ -1,3 +1,3 @@
-"""rollmesh: asynchronous reinforcement-learning post-training of language models, as a mesh of services."""
+"""Asynchronous reinforcement-learning post-training of language models, as a mesh of services."""
 
 __version__ = "0.1.0"

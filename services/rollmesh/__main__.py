@@ -1,6 +1,6 @@
-"""The ``rollmesh`` command and ``python -m rollmesh``: Ctrl-C while the commands are imported ends the process at once.
+"""Entry point of the ``rollmesh`` command and of ``python -m rollmesh``.
 
-Imports take a second or more; an interrupt in the middle of them would print a traceback.
+The imports take a second or more. Ctrl-C during them ends the process at once, without a traceback.
 """
 
 from __future__ import annotations

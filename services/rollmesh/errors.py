@@ -1,34 +1,34 @@
-"""Every error that rollmesh raises on purpose.
+"""Errors of rollmesh.
 
     RollmeshError
     ├── ConfigError            a value in the run file, the environment or --set is wrong        (ValueError)
     ├── DataError              a prompt, a dataset row or a token id is wrong                    (ValueError)
-    ├── StoreError             the trajectory queue cannot do what was asked                     (RuntimeError)
+    ├── StoreError             the trajectory queue cannot serve a request                       (RuntimeError)
     │   ├── StoreUnavailable   Redis is down, loading, out of memory or refuses the password
     │   ├── SessionLost        the worker session, trainer session or leadership has expired
     │   └── Conflict           the state in Redis is not the one the caller assumed
     ├── CheckpointError        a checkpoint is torn, truncated, tampered with or foreign          (RuntimeError)
     ├── TrainingDiverged       gradients or logprobs of the policy are not finite                 (RuntimeError)
-    ├── PoliciesRefused        every generator refuses the policy that the run has trained       (RuntimeError)
+    ├── PoliciesRefused        every generator refuses the newest policy                         (RuntimeError)
     ├── EngineError            the generation engine cannot serve a request                      (RuntimeError)
-    │   └── UnsupportedModel   the engine cannot compute this model, whatever its weights
+    │   └── UnsupportedModel   the engine cannot compute this model with any weights
     ├── GenerationRefused      a generator refused a call before sampling a token                (RuntimeError)
     ├── VerifierError          a verifier failed or returned something that is not a number      (RuntimeError)
     └── RewardUnavailable      no reward service answered in time                                (RuntimeError)
 
-Messages name the field or the key, the value seen, and what to do about it.
+Messages name the field or the key, the value and the remedy.
 """
 
 from __future__ import annotations
 
 
 class RollmeshError(Exception):
-    """Root of the tree; catching it means: this is not a bug in rollmesh."""
+    """Base class of all errors with a known cause; any other error is a bug in rollmesh."""
 
     final: bool = False
-    """Whether a process that ends with this error would meet it again at every start."""
+    """True if a restart of the process would fail with the same error."""
     passing: bool = False
-    """Whether the cause is outside of the process and the same call may succeed later."""
+    """True if the cause is outside the process and the same call may succeed later."""
 
 
 class ConfigError(RollmeshError, ValueError):
@@ -44,17 +44,17 @@ class DataError(RollmeshError, ValueError):
 
 
 class StoreError(RollmeshError, RuntimeError):
-    """The trajectory queue cannot do what was asked."""
+    """The trajectory queue cannot serve a request."""
 
 
 class StoreUnavailable(StoreError):
-    """Redis is down, loading, out of memory or refuses the credentials; retrying later may help."""
+    """Redis is down, loading, out of memory or refuses the credentials; a later retry may succeed."""
 
     passing = True
 
 
 class SessionLost(StoreError):
-    """The caller's session, trainer session or leadership has expired; nothing was changed."""
+    """The caller's worker session, trainer session or leadership has expired; nothing was changed."""
 
 
 class Conflict(StoreError):
@@ -64,8 +64,8 @@ class Conflict(StoreError):
 class CheckpointError(RollmeshError, RuntimeError):
     """A checkpoint is torn, truncated, tampered with, missing or of another architecture.
 
-    ``reason`` is one of ``checkpoints.reasons.Reason``: short and bounded, fit for a metric label. Content that differs
-    from the promised one stays different, so these reasons are final.
+    ``reason`` is one of ``checkpoints.reasons.Reason``, for use as a metric label. Reasons that mean wrong content are
+    final, because the content does not change.
     """
 
     def __init__(self, message: str, *, reason: str = "invalid") -> None:
@@ -76,13 +76,13 @@ class CheckpointError(RollmeshError, RuntimeError):
 
 
 class TrainingDiverged(RollmeshError, RuntimeError):
-    """Updates in a row had no finite gradient, or the new policy has no finite logprobs; a restart changes nothing."""
+    """Updates in a row had no finite gradient, or the new policy's logprobs are not finite; a restart does not help."""
 
     final = True
 
 
 class PoliciesRefused(RollmeshError, RuntimeError):
-    """Every generator has tried the newest policy and refuses it; a restart of the generators changes nothing."""
+    """Every generator has tried and refused the newest policy; a restart of the generators changes nothing."""
 
     final = True
 
@@ -92,13 +92,13 @@ class EngineError(RollmeshError, RuntimeError):
 
 
 class UnsupportedModel(EngineError):
-    """The engine cannot compute this model: the message names the key, the tensor or the file."""
+    """The engine cannot compute this model; the message names the key, the tensor or the file."""
 
     final = True
 
 
 class GenerationRefused(RollmeshError, RuntimeError):
-    """A generator refused a call before it sampled a token; another one may take it."""
+    """A generator refused a call before it sampled a token; another generator may accept it."""
 
 
 class VerifierError(RollmeshError, RuntimeError):
@@ -106,6 +106,6 @@ class VerifierError(RollmeshError, RuntimeError):
 
 
 class RewardUnavailable(RollmeshError, RuntimeError):
-    """No reward service answered in time; nothing was scored and the same call may be made again."""
+    """No reward service answered in time; nothing was scored, and the caller may retry the call."""
 
     passing = True

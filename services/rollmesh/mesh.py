@@ -1,7 +1,7 @@
-"""The mesh seen from above: what the scheduler reads (``MeshView``) and what everyone reconciles to (``Desired``).
+"""State of the mesh: the scheduler's input (``MeshView``), its decisions and the desired state (``Desired``).
 
-Decisions are level-triggered: they depend on one consistent view, not on a history of events, so a new leader needs
-no replay and a crash at any moment costs nothing.
+Decisions are level-triggered: they depend on one consistent view, not on a history of events. A new leader therefore
+needs no replay, and a crash at any moment loses nothing.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ class Desired:
     pool_size: int
     """Trajectories leased at once over the whole mesh."""
     paused: bool = False
-    """No new leases, and running rollouts are parked as partial trajectories."""
+    """True to stop new leases; unfinished trajectories are saved as partial and released."""
     interrupt_below_version: int = 0
-    """Calls on generators older than this policy version are interrupted and continued elsewhere."""
+    """Policy version below which generators' calls are interrupted and continued on other generators."""
     start_at_version: int = 0
-    """A trajectory without tokens starts on a generator at this policy version or a newer one, read after its lease:
-    however far a generator lags, what it writes can still be trained within the staleness bound. After a rollback the
-    store raises it to the version that the rollback announced: none of an abandoned branch is trained on."""
+    """Oldest policy version on which a trajectory without tokens may start; workers read it after the lease. It ensures
+    that the tokens of a slow generator can still be trained within the staleness bound. After a rollback the store
+    raises it to the version announced by the rollback, so no token of the abandoned branch is trained on."""
     reason: str = ""
-    """Why the mesh is paused, for people."""
+    """Explanation of the pause."""
     registry_version: int = field(default=0, compare=False)
-    """Version of the registry of generators, which every heartbeat of a generator raises; 0 before the first. Read with
-    the desired state, so that workers read records only when there are new ones."""
+    """Version of the registry of generators, raised by every heartbeat of a generator; 0 before the first. It is read
+    with the desired state, so that workers read records only after a change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupView:
-    """One admitted, unclaimed group."""
+    """One admitted group that no batch has claimed."""
 
     group_id: str
     admission_index: int
@@ -42,7 +42,7 @@ class GroupView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshView:
-    """Counts and the few groups that matter for the next decision; one atomic read."""
+    """Counts, and the groups that matter for the next decision, from one atomic read."""
 
     now: float
     """Redis time, seconds."""
@@ -53,60 +53,61 @@ class MeshView:
     policy_version: int
     """Newest announced policy version; -1 before the first."""
     policy_train_step: int
-    """Its train step."""
+    """Train step of that policy version."""
     admitted_unconsumed: int
     """Groups admitted and neither consumed, filtered, evicted nor dead (open, ready or cut)."""
     open_groups: int
     ready_groups: int
     listed: bool = True
-    """Whether the groups themselves were read; without them ``ready`` and ``stalest_open`` are empty."""
+    """True if single groups were read; otherwise ``ready`` and ``stalest_open`` are empty."""
     ready: tuple[GroupView, ...]
     """Ready groups in admission order, a bounded prefix (at least 2B), plus those with the smallest min_train_step."""
     stalest_open: tuple[GroupView, ...]
     """Open groups with the smallest min_train_step, a bounded prefix; those without tokens come last."""
     unclaimed_by_step: tuple[tuple[int, int], ...] = ()
-    """(min_train_step, groups) over all open and ready groups that have tokens, ascending: counts, never a prefix."""
+    """(min_train_step, number of groups) over all open and ready groups with tokens, ascending; always complete."""
     pending: int
-    """Trajectories never leased, or back at their first token."""
+    """Trajectories never leased, or released without tokens."""
     partial: int
-    """Unfinished trajectories at rest."""
+    """Partial trajectories: unfinished, with tokens, not leased."""
     leased: int
-    """Trajectories held by worker sessions and not finished."""
+    """Unfinished trajectories leased by worker sessions."""
     finished: int
     """Trajectories that wait for their reward."""
     memory_ratio: float
-    """Redis used_memory, plus what unfinished trajectories may still write, over maxmemory; 0 without a limit."""
+    """Redis used_memory, plus the expected writes of unfinished trajectories, over maxmemory; 0 without a limit."""
     used_memory_bytes: int = 0
     max_memory_bytes: int = 0
-    """0 without a limit."""
+    """Redis maxmemory; 0 without a limit."""
     saved_bytes_total: int = 0
-    """Payload of everything that was ever saved, and the last snapshots of scored trajectories."""
+    """Payload bytes of all saves so far, and of the last snapshots of scored trajectories."""
     finished_total: int = 0
-    """Trajectories that ever finished."""
+    """Trajectories finished so far."""
     mean_prompt_bytes: float = 0.0
-    """Mean over the groups admitted so far; 0 before the first."""
+    """Mean prompt size of the groups admitted so far; 0 before the first."""
     filtered_in_a_row: int
     """Zero-variance groups since the last ready one."""
     unscored_in_a_row: int = 0
-    """Groups dropped for want of two scores since the last group that had them."""
+    """Groups dropped for lack of two scored answers since the last group that had them."""
     blocked_by: str = ""
-    """Name of the set of groups that blocks the cut (Decisions.blocked_by), as the leader last stored it."""
+    """Name of the set of groups that blocks the cut (Decisions.blocked_by), as last stored by the leader."""
     blocked_since: float | None
-    """Redis time since when that set blocks the cut; None when nothing blocks."""
+    """Redis time since which that set blocks the cut; None if no set does."""
     registered_generators: int
     """Generators with a valid registration, whether they serve or load a policy."""
     desired: Desired = Desired(pool_size=0)
-    """The desired state as it is stored; an empty pool before the leader has written one."""
+    """Stored desired state; an empty pool before the leader has written one."""
     failure: str = ""
-    """Why the current leader reported that the run cannot continue; empty while it can."""
+    """Failure of the run reported by the current leader; empty without one."""
     recovering: bool
-    """Redis came back as an earlier state and is being re-registered: no admission, no cut, no reaping."""
+    """True after a restore of Redis to an earlier state, until the workers have registered again: no admission, no cut,
+    no reaping."""
     user_paused: bool
-    """An operator paused the run."""
+    """True while an operator has paused the run."""
     launcher_paused: bool = False
-    """The launcher paused the run, for an evaluation of its own."""
-    trained_enough: bool
-    """The last train step of the run has been trained."""
+    """True while the launcher has paused the run for an evaluation."""
+    is_complete: bool
+    """True once the last train step of the run has been trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,31 +120,31 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions:
-    """What the leader applies after one look at the mesh."""
+    """Decisions of the leader for one view of the mesh."""
 
     desired: Desired
     admit_groups: int = 0
     """Groups to open now."""
     cut: tuple[str, ...] | None = None
-    """Ordered group ids of batch cut_step + 1; None while it cannot be cut."""
+    """Ordered group ids of batch cut_step + 1; None if it cannot be cut yet."""
     evict: tuple[Eviction, ...] = ()
     blocked_by: str = ""
-    """Name of the set of groups that blocks the cut; empty when nothing blocks. The store keeps since when the name is
-    the same."""
+    """Name of the set of groups that blocks the cut; empty if none does. The store keeps the time since which the name
+    is the same."""
     waiting_for: str = ""
-    """What the next cut waits for, in words."""
+    """Reason that the next cut waits, as text."""
     fail: str = ""
-    """Non-empty ends the run with this error."""
+    """Error that ends the run; empty without one."""
 
     @property
     def blocked(self) -> bool:
-        """Whether unfinished groups block the cut."""
+        """True if unfinished groups block the cut."""
         return bool(self.blocked_by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """Next prompt to admit: durable, advanced by the admit script only."""
+    """Next prompt to admit; durable, advanced only by the admit script."""
 
     epoch: int = 0
     index: int = 0
@@ -151,7 +152,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLimits:
-    """Fixed limits of a run that Redis scripts enforce; a second start must bring the same ones."""
+    """Fixed limits of a run, enforced by Redis scripts; a second start must use the same ones."""
 
     group_size: int
     groups_per_batch: int
@@ -160,5 +161,5 @@ class RunLimits:
     session_ttl_seconds: float
     filter_zero_variance: bool
     mask_old_segments: bool
-    """Stale tokens leave the loss instead of counting towards staleness."""
+    """True if stale tokens leave the loss instead of counting towards staleness."""
     train_steps: int

@@ -1,4 +1,4 @@
-"""Cutting segments, and joining the chunks of one policy version."""
+"""Slicing of segments, and joining of chunks of one policy version."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from rollmesh.types import Segment
 
 
-def part_of(segment: Segment, start: int, end: int | None = None) -> Segment:
-    """The tokens of a segment from ``start`` up to ``end``."""
+def slice_segment(segment: Segment, start: int, end: int | None = None) -> Segment:
+    """Return the tokens of a segment from ``start`` up to ``end``."""
     if start == 0 and (end is None or end >= len(segment)):
         return segment
     logprobs = segment.behavior_logprobs
@@ -24,25 +24,25 @@ def part_of(segment: Segment, start: int, end: int | None = None) -> Segment:
 
 
 def join_segments(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """The same tokens in as few segments as there are writers, in order.
+    """Merge adjacent segments with the same source, versions and temperature, in order.
 
-    Tokens arrive in chunks of some dozens; a segment is all that one policy version wrote in a row, with KV of one
-    oldest version and at one temperature, or all that the environment said in a row.
+    Tokens arrive in chunks of a few dozen. A merged segment has all consecutive tokens of one policy version, with one
+    oldest KV version and one temperature, or all consecutive tokens of the environment.
     """
-    return tuple(_one(list(parts)) for _, parts in groupby(segments, _writer))
+    return tuple(_merge(list(run)) for _, run in groupby(segments, _merge_key))
 
 
-def _writer(segment: Segment) -> tuple[object, ...]:
+def _merge_key(segment: Segment) -> tuple[object, ...]:
     has_logprobs = segment.behavior_logprobs is not None
     return (segment.source, segment.policy_version, segment.kv_min_version, segment.temperature, has_logprobs)
 
 
-def _one(parts: Sequence[Segment]) -> Segment:
-    if len(parts) == 1:
-        return parts[0]
-    logprobs = [part.behavior_logprobs for part in parts if part.behavior_logprobs is not None]
+def _merge(run: Sequence[Segment]) -> Segment:
+    if len(run) == 1:
+        return run[0]
+    logprobs = [segment.behavior_logprobs for segment in run if segment.behavior_logprobs is not None]
     return replace(
-        parts[0],
-        token_ids=np.concatenate([part.token_ids for part in parts]),
+        run[0],
+        token_ids=np.concatenate([segment.token_ids for segment in run]),
         behavior_logprobs=np.concatenate(logprobs) if logprobs else None,
     )

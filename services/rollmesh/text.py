@@ -1,4 +1,4 @@
-"""Between text and token ids: the tokenizer and the chat template of a Hugging Face folder, without transformers."""
+"""Tokenizer and chat template of a Hugging Face folder, without transformers."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep
 
 
 class Tokenizer:
-    """The tokenizer of one model folder.
+    """Tokenizer and chat template of one model folder.
 
-    ``encode`` adds no special tokens unless asked, so environment text can be spliced into a response; ``decode``
-    leaves them out unless asked, so verifiers see what a reader sees.
+    By default ``encode`` adds no special tokens, so environment text can be inserted into a response, and ``decode``
+    omits them, so verifiers get plain text.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        """Read ``tokenizer.json`` and, where present, the config files beside it.
+        """Read ``tokenizer.json`` and the config files beside it, if present.
 
-        Raises DataError when the folder has no readable fast tokenizer.
+        Raises DataError if the folder has no readable fast tokenizer.
         """
         self._folder = Path(folder)
         path = self._folder / "tokenizer.json"
@@ -63,15 +63,15 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids of the model: ids are valid in [0, vocab_size).
+        """Number of token ids of the model; ids in [0, vocab_size) are valid.
 
-        The embedding of ``config.json`` counts where there is one: models pad it, and a padding id can be sampled.
+        The embedding size of ``config.json`` has priority: models pad the embedding, and a padding id can be sampled.
         """
         return self._vocab_size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a turn, ascending: those of generation_config.json (else config.json) and the tokenizer's."""
+        """Ids that end a turn, ascending: from generation_config.json (else config.json) and the tokenizer."""
         return self._eos_token_ids
 
     @property
@@ -87,16 +87,16 @@ class Tokenizer:
     def encode(self, text: str, *, special_tokens: bool = False) -> Int32Array:
         """Encode text to int32 [tokens].
 
-        ``special_tokens`` adds what the tokenizer puts around a sequence (for example a begin token): for the start
-        of a context, never for its middle. Raises DataError for an id that the model has no embedding for.
+        ``special_tokens`` adds the tokens that the tokenizer puts around a sequence (for example a begin token). Use
+        it for the start of a context, never for its middle. Raises DataError for an id without an embedding.
         """
         ids = np.array(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids, np.int32)
         self._check_range(ids)
         return ids
 
     def encode_aside(self, text: str, *, special_tokens: bool = False) -> Int32Array:
-        """``encode`` for a text of any length, in a thread of its own: other threads run meanwhile."""
-        # Of the tokenizer's calls only those for batches release the interpreter's lock.
+        """Do the same as ``encode`` for a long text in a worker thread, without blocking other threads."""
+        # Only the tokenizer's batch calls release the interpreter's lock.
         (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special_tokens)
         ids = np.array(encoding.ids, np.int32)
         self._check_range(ids)
@@ -112,10 +112,10 @@ class Tokenizer:
         return str(self._tokenizer.decode(array.tolist(), skip_special_tokens=not special_tokens))
 
     def pieces(self, ids: npt.ArrayLike) -> list[str]:
-        """The text that each token [tokens] adds, special tokens included: together the text of the sequence.
+        """Return the text that each token [tokens] adds, special tokens included; joined, the text of the sequence.
 
-        A token that does not complete a character adds nothing; the one that does adds all of it. Raises DataError
-        for an id outside [0, vocab_size).
+        A token that does not complete a character adds nothing; the token that completes it adds all of it. Raises
+        DataError for an id outside [0, vocab_size).
         """
         array = np.asarray(ids, np.int64)
         self._check_range(array)
@@ -132,12 +132,12 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> Int32Array:
         """Render chat messages ({role, content} mappings) with the model's template to int32 [tokens].
 
-        Raises DataError when the model has no template or the template refuses the messages.
+        Raises DataError if the model has no template or the template rejects the messages.
         """
         return self.encode(self.chat_text(messages, add_generation_prompt=add_generation_prompt))
 
     def chat_text(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The text that the model's template makes of chat messages. Raises DataError as ``render_chat`` does."""
+        """Render chat messages with the model's template to text; raises DataError like ``render_chat``."""
         if not self._chat_template:
             raise DataError(
                 f"{self._folder}: the tokenizer has no chat template; set chat: false and write plain prompts"
@@ -172,7 +172,7 @@ class Tokenizer:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}``: marks assistant text for training masks; here it renders its body."""
+    """Template tag ``{% generation %}``, which marks assistant text for training masks; only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  (an instance attribute to mypy, a class attribute to jinja)
 
@@ -193,7 +193,7 @@ def _template_environment() -> ImmutableSandboxedEnvironment:
 
 
 def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # Templates print tool schemas for a model, not for a page: jinja's own filter would escape HTML.
+    # Templates print tool schemas for a model: jinja's own filter would escape HTML.
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 
@@ -234,7 +234,7 @@ def _read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str:
 
 
 def _templates(value: Any) -> Iterator[str]:
-    """The template, or the one called ``default`` of a named list."""
+    """Yield the template, or the template named ``default`` of a list."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

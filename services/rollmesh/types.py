@@ -1,6 +1,6 @@
-"""The words of the system as frozen dataclasses (design: one word per thing).
+"""Core data types as frozen dataclasses, one word per thing.
 
-These are the in-process carriers; protobuf is what travels (``wire/``) and pydantic is what people write
+They carry data within a process; messages between processes are protobuf (``wire/``), and run files are pydantic models
 (``config/``). Arrays are numpy, one-dimensional and never mutated after construction.
 """
 
@@ -21,10 +21,10 @@ FloatArray = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 
 class FinishReason(StrEnum):
-    """Why a generation call or a trajectory ended."""
+    """Reason for the end of a generation call or a trajectory."""
 
     STOP = "stop"
-    """A stop token was sampled (it is the last token)."""
+    """A stop token was sampled; it is the last token."""
     LENGTH = "length"
     """The token budget or the context length was used up."""
     INTERRUPTED = "interrupted"
@@ -36,7 +36,7 @@ class FinishReason(StrEnum):
 
 
 class SegmentSource(StrEnum):
-    """Who wrote the tokens of a segment."""
+    """Origin of the tokens of a segment."""
 
     POLICY = "policy"
     ENVIRONMENT = "environment"
@@ -68,7 +68,7 @@ class GroupState(StrEnum):
 
 
 class OutcomeKind(StrEnum):
-    """What happened when an answer was scored; a verifier gives a value to ``SCORED`` ones only."""
+    """Outcome of scoring an answer; only ``SCORED`` has a value."""
 
     SCORED = "scored"
     TIMED_OUT = "timed_out"
@@ -76,12 +76,12 @@ class OutcomeKind(StrEnum):
 
 
 LOWEST_TEMPERATURE = 1e-3
-"""Smallest softmax temperature above 0: below it a float32 logit divided by it overflows."""
+"""Smallest softmax temperature above 0; a float32 logit divided by a smaller one overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn."""
+    """Parameters of token sampling."""
 
     temperature: float = 1.0
     """Softmax temperature, at least ``LOWEST_TEMPERATURE``; 0 is greedy, for evaluation only."""
@@ -90,20 +90,20 @@ class SamplingParams:
     top_k: int = 0
     """Number of most likely tokens kept; 0 keeps all (training requires 0)."""
     seed: int = 0
-    """Seed of the sampling noise; the noise of a token depends on (seed, trajectory_id, position) alone."""
+    """Seed of the sampling noise; the noise of a token depends only on (seed, trajectory_id, position)."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the generation; the stop token itself is part of the output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Contiguous tokens written under one policy version, or by the environment."""
+    """Contiguous tokens of one policy version or of the environment."""
 
     token_ids: Int32Array  # [tokens]
     behavior_logprobs: Float32Array | None  # [tokens]; log_softmax(z/T) of the sampled token; None for environment
     policy_version: int
     kv_min_version: int
-    """Oldest policy version whose KV cache was attended to; equals ``policy_version`` in a pure segment."""
+    """Oldest policy version whose KV cache was used; equals ``policy_version`` in a pure segment."""
     source: SegmentSource = SegmentSource.POLICY
     temperature: float = 1.0
 
@@ -112,7 +112,7 @@ class Segment:
 
     @property
     def pure(self) -> bool:
-        """Whether the tokens were sampled from exactly one policy version."""
+        """True if exactly one policy version, with its own KV cache, sampled the tokens."""
         return self.source is SegmentSource.POLICY and self.kv_min_version == self.policy_version
 
 
@@ -127,10 +127,10 @@ class GenerationCall:
     max_new_token_count: int
     sampling: SamplingParams
     chunk_token_count: int
-    """A chunk is emitted at least every so many tokens."""
+    """Most tokens of a chunk."""
     group_id: str = ""
     unacknowledged_token_limit: int = 0
-    """Most tokens sampled beyond those that the caller has acknowledged; 0 is no limit."""
+    """Most tokens sampled beyond the ones acknowledged by the caller; 0 for no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """The prompt of a group and what its verifier needs."""
+    """Prompt of a group and the input of its verifier."""
 
     prompt_id: str
     token_ids: Int32Array  # [prompt_tokens]
@@ -167,7 +167,7 @@ class RewardOutcome:
 
     @property
     def verdict(self) -> float | None:
-        """The value that the verifier gave; None where it gave none."""
+        """Value of the verifier; None without one."""
         return self.value if self.kind is OutcomeKind.SCORED else None
 
 
@@ -183,7 +183,7 @@ class Trajectory:
     finish_reason: FinishReason | None = None
     outcome: RewardOutcome | None = None
     shaped_reward: float = 0.0
-    """Reward after shaping (overlong penalty and the like): what advantages are computed from."""
+    """Reward after shaping (for example the overlong penalty); advantages are computed from it."""
     birth_version: int = 0
     """Newest policy version when the trajectory was first leased."""
     traceparent: str = ""
@@ -202,13 +202,13 @@ class Trajectory:
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Distinct policy versions that wrote tokens, ascending."""
+        """Distinct policy versions that sampled tokens, ascending."""
         return tuple(sorted({s.policy_version for s in self.segments if s.source is SegmentSource.POLICY}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The scored trajectories of one prompt, as the trainer sees them."""
+    """Scored trajectories of one prompt, as read by the trainer."""
 
     group_id: str
     admission_index: int
@@ -217,7 +217,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The ordered groups of one train step: batch s turns train_step s-1 into s."""
+    """Ordered groups of one train step; batch s turns train_step s-1 into s."""
 
     train_step: int
     groups: tuple[Group, ...]
@@ -225,10 +225,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRecord:
-    """One published policy as the registry in Redis announces it; the manifest at ``path`` says the rest."""
+    """Published policy as announced in Redis; the manifest at ``path`` contains the rest."""
 
     policy_version: int
-    """Name of the weights; never reused; 0 is the initial policy."""
+    """Number that identifies the weights; never reused; 0 is the initial policy."""
     train_step: int
     """Number of batches the weights were trained on."""
     path: str
@@ -239,26 +239,26 @@ class PolicyRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorWork:
-    """What a generator has done since its process started; every number only grows."""
+    """Work of a generator since its process started; every number only increases."""
 
     prefill_tokens: int = 0
     """Context tokens computed."""
     reprefill_tokens: int = 0
-    """Those of them that had been sampled before."""
+    """Context tokens computed again although they were sampled before."""
     running_slot_seconds: float = 0.0
     """Integral of running calls over the time in prefill and decode."""
     slot_seconds: float = 0.0
-    """Integral of slots over the time in which it served."""
+    """Integral of slots over the time in service."""
     generated_tokens: int | None = None
-    """Tokens sampled, whatever for; None from a release that does not say."""
+    """Tokens sampled for any purpose; None from a release that does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorRecord:
-    """One generator as it registers itself in Redis, renewed with every heartbeat."""
+    """Registration of a generator in Redis, renewed with every heartbeat."""
 
     instance_id: str
-    """Random identity, new at every start: addresses are reused, instances are not."""
+    """Random id, new at every start: addresses are reused, instance ids are not."""
     address: str
     policy_version: int
     running_count: int
@@ -266,16 +266,16 @@ class GeneratorRecord:
     slot_count: int
     kv_token_capacity: int
     serving: bool
-    """False while it loads for the first time, drains, or is out of rotation."""
+    """False while the generator loads its first policy, drains, or is out of service."""
     reason: str = ""
-    """Why it does not serve."""
+    """Reason that the generator does not serve; empty while it serves."""
     loading_version: int | None = None
-    """Version that it verifies and loads now; its checkpoint must stay."""
+    """Version being verified and loaded; its checkpoint must not be deleted."""
     work: GeneratorWork = GeneratorWork()
-    """For the reports of train steps."""
+    """Work counters, for the reports of train steps."""
     refused_version: int | None = None
-    """Last version that it refused, until it serves that one or a newer one."""
+    """Last refused version, until the generator serves that version or a newer one."""
     refused_count: int = 0
-    """Versions that it has refused in a row, up to that one; 0 while it retries that one."""
+    """Versions refused in a row, up to ``refused_version``; 0 while the generator retries that version."""
     refused_reason: str = ""
-    """Why it refused it."""
+    """Reason for the refusal of ``refused_version``."""

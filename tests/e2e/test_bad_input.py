@@ -62,7 +62,7 @@ REFUSED = [
     ({"trainer": {"algorithm": {"old_logprobs": "stage_end"}}}, "needs the barrier of schedule.preset=copris_paper"),
     ({"rollout": {"temperature": 0}}, "rollout.temperature: Input should be greater than or equal to 0.001 (got 0)"),
     ({"rollout": {"max_new_tokens": 4096}}, "generator.max_context_tokens=640 is less than"),
-    ({"model": {"path": "no/such/model"}}, "model.path=no/such/model: no/such/model holds no config.json"),
+    ({"model": {"path": "no/such/model"}}, "model.path=no/such/model: no/such/model contains no config.json"),
     ({"reward": {"verifier": "countdwn"}}, "reward.verifier: 'countdwn' is none of exact, numeric"),
     ({"data": {"source": {"type": "jsonl", "path": "absent.jsonl"}}}, "data.source.path=absent.jsonl: no such file"),
 ]
@@ -116,7 +116,8 @@ def test_a_model_that_the_engine_cannot_compute_ends_the_run_at_the_first_load_o
     (model / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
     done = line.run("up", str(line.run_file))
     assert done.returncode == 2, done.stdout
-    assert "generator-0 cannot go on: UnsupportedModel: config.hidden_act='gelu': only silu is supported" in done.stderr
+    failure = "generator-0 cannot continue: UnsupportedModel: config.hidden_act='gelu': only silu is supported"
+    assert failure in done.stderr
     assert "restart 1 of" not in done.stdout
 
 
@@ -170,13 +171,13 @@ def test_a_wrong_password_and_an_evicting_server_are_refused_before_a_service_st
     line = write_small_run(tmp_path, store={"url": locked_server.url})
     wrong = line.run("up", str(line.run_file), "--set", "store.password=wrong")
     assert wrong.returncode == 2
-    assert "refuses the credentials" in wrong.stderr
+    assert "rejects the credentials" in wrong.stderr
 
     with redis.Redis(unix_socket_path=str(locked_server.socket_path), password="right") as client:
         client.config_set("maxmemory-policy", "volatile-lru")
     evicting = line.run("up", str(line.run_file), "--set", "store.password=right")
     assert evicting.returncode == 2
-    assert "maxmemory-policy volatile-lru, which may drop keys of the queue: set it to noeviction" in evicting.stderr
+    assert "maxmemory-policy volatile-lru, which may evict keys of the queue: set it to noeviction" in evicting.stderr
     assert list(line.folder.glob("services/*")) == []
 
 

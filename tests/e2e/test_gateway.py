@@ -107,7 +107,7 @@ def _check_commands(line: Any, url: str, token: str) -> None:
     shown = line.run("top", str(line.folder), "--once")
     assert shown.returncode == 0, shown.stderr
     assert re.search(r"state\s+paused", shown.stdout)
-    assert "a person to resume" in shown.stdout
+    assert "an operator to resume" in shown.stdout
     overview = json.loads(line.run("top", "--url", url, "--json").stdout)
     assert overview["paused_by_person"] is True
     gone = line.run("top", "--url", "http://127.0.0.1:9", "--once")
@@ -124,6 +124,6 @@ def test_a_gateway_that_cannot_listen_does_not_end_the_run(
         line, process = started(gateway={"port": port}, **quick)
         output, _ = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == 0, output
-    assert "the run goes on without its page" in output
+    assert "the run continues without its page" in output
     assert f"gateway.port={port}" in output
     assert len(line.json_lines("metrics.jsonl")) == 2

@@ -34,4 +34,4 @@ def test_a_run_trains_with_its_checkpoints_in_a_bucket_and_is_audited_from_there
     verdict = json.loads(again.stdout)
     assert verdict["green"] and verdict["lost"] == [] and verdict["trained_twice"] == {}
     assert_rescored(verdict)
-    assert refused.returncode == 2 and "is an object store: copy it with its own tools" in refused.stderr
+    assert refused.returncode == 2 and "is an object store: copy it with that store's tools" in refused.stderr

@@ -131,7 +131,7 @@ def test_a_damaged_batch_file_ends_the_run_at_once_with_its_reason(started, wait
 
     done = line.run("up", str(line.run_file))
     assert done.returncode == 2, done.stdout
-    assert "trainer-0 cannot go on: CheckpointError: " in done.stderr
+    assert "trainer-0 cannot continue: CheckpointError: " in done.stderr
     assert file.name in done.stderr
     assert "restart 1 of" not in done.stdout
     assert file.name in json.loads(line.run("status", str(line.folder), "--json").stdout)["failure"]

@@ -174,10 +174,10 @@ async def nobody_else_gets_in(
             assert f"rollmesh_{endpoint.service}_build_info" in (await client.get(endpoint.admin, "/metrics")).text
         await admin_port_refuses(endpoint, authority, stranger, expired)
     intruders = {
-        "stranger": (shown(friend, stranger, mesh.ca), "it may refuse our certificate"),
-        "expired": (shown(friend, expired, mesh.ca), "it may refuse our certificate"),
-        "none": (shown(friend, None, mesh.ca), "it may refuse our certificate"),
-        "plain": (OPEN, "it may want TLS, and security.tls is not set here"),
+        "stranger": (shown(friend, stranger, mesh.ca), "it may reject the client certificate"),
+        "expired": (shown(friend, expired, mesh.ca), "it may reject the client certificate"),
+        "none": (shown(friend, None, mesh.ca), "it may reject the client certificate"),
+        "plain": (OPEN, "it may require TLS, and security.tls is not set here"),
         "no token": (identity(authority.issue("quiet"), None), MISSING_TOKEN),
         "wrong token": (identity(authority.issue("guessing"), "a guess"), WRONG_TOKEN),
     }
@@ -236,7 +236,7 @@ async def refusal_of_reward(address: str, who: PortSecurity) -> str:
     for seconds in (1.0, 8.0, PATIENCE):
         with pytest.raises(RewardUnavailable) as refused:
             await score(address, who, seconds)
-        if "is silent" not in str(refused.value):
+        if "did not answer" not in str(refused.value):
             break
     return str(refused.value)
 
@@ -280,9 +280,9 @@ async def redis_keeps_strangers_out(url: str, authority: Authority, mesh: Certif
     other = Authority(tmp_path / "others")
     cases = [
         (store_config(url, mesh, "a guess", mesh.ca), "credentials"),
-        (store_config(url, None, PASSWORD, mesh.ca), "does not accept our certificate"),
-        (store_config(url, other.issue("x"), PASSWORD, mesh.ca), "does not accept our certificate"),
-        (store_config(url, authority.issue("old", expired=True), PASSWORD, mesh.ca), "does not accept our certificate"),
+        (store_config(url, None, PASSWORD, mesh.ca), "rejects the client certificate"),
+        (store_config(url, other.issue("x"), PASSWORD, mesh.ca), "rejects the client certificate"),
+        (store_config(url, authority.issue("old", expired=True), PASSWORD, mesh.ca), "rejects the client certificate"),
         (store_config(url, mesh, PASSWORD, other.file), "the certificate of Redis is not trusted"),
     ]
     for config, message in cases:

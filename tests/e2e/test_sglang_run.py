@@ -52,7 +52,9 @@ def servers(generator_pid: int) -> list[psutil.Process]:
         below = psutil.Process(generator_pid).children(recursive=True)
         # An ended one whose parent does not know yet has no command line.
         commands = [(p, p.as_dict(["cmdline"], ad_value=[])["cmdline"]) for p in below]
-        return [p for p, words in commands if "sglang.launch_server" in words and "keeper.py" not in " ".join(words)]
+        return [
+            p for p, words in commands if "sglang.launch_server" in words and "orphan_guard.py" not in " ".join(words)
+        ]
     except psutil.NoSuchProcess:
         return []
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmesh.segments import join_segments, part_of
+from rollmesh.segments import join_segments, slice_segment
 from rollmesh.types import Segment, SegmentSource
 
 
@@ -62,4 +62,4 @@ def test_a_part_has_its_own_tokens_and_their_logprobs(tokens, data):
     whole = data.draw(st.sampled_from([written(tokens), said(tokens)]))
     start = data.draw(st.integers(0, tokens))
     end = data.draw(st.one_of(st.none(), st.integers(start, tokens)))
-    assert columns([part_of(whole, start, end)]) == columns([whole])[start:end]
+    assert columns([slice_segment(whole, start, end)]) == columns([whole])[start:end]

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible API: chat and completions from the run's policy, recorded as trajectories when asked for."""
+"""OpenAI-compatible API: chat and completions from the policy of a run, recorded as trajectories on request."""

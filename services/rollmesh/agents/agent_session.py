@@ -1,4 +1,4 @@
-"""An agent's session: one prompt, one conversation, one reward; as many trajectories as its context has drifted."""
+"""Agent session: one prompt, one conversation and one reward; every drift of the context adds a trajectory."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ from rollmesh.worker.agent_mark import AgentMark
 
 @dataclass(slots=True, kw_only=True)
 class AgentSession:
-    """State of one session; everything that has to survive the gateway is in the marks of its parts."""
+    """State of one session; the marks of its trajectories hold everything that must survive the gateway."""
 
     session_id: str
     prompt: Prompt
     group_id: str
     start_time: float
     idle_seconds: float
-    parts: list[SessionTrajectory] = field(default_factory=list)
+    trajectories: list[SessionTrajectory] = field(default_factory=list)
     drift_count: int = 0
     ended: str = ""
-    """rewarded, given_up, idle or lost; empty while it goes on."""
+    """rewarded, given_up, idle or lost; empty while the session is active."""
     reward: float | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the call or the reward that works on it."""
+    """Lock of the call or reward in progress."""
     last_use: float = field(default_factory=time.monotonic)
 
     @property
     def task(self) -> AgentTask:
-        """What the agent is told."""
+        """Task of the agent."""
         return task_of(self.prompt)
 
     @property
     def newest(self) -> SessionTrajectory:
-        """The trajectory that the conversation is in."""
-        return self.parts[-1]
+        """Trajectory that the conversation is in."""
+        return self.trajectories[-1]
 
     @property
     def deadline(self) -> float:
-        """When silence ends it, monotonic seconds."""
+        """Time when a silent session ends, monotonic seconds."""
         return self.last_use + self.idle_seconds
 
     @property
     def state(self) -> str:
-        """active, parked (its trajectory waits to be leased again), or how it ended."""
+        """active, parked (a trajectory waits for its next lease), or the way the session ended."""
         if self.ended:
             return self.ended
-        return "active" if all(part.rollout is not None for part in self.parts) else "parked"
+        return "active" if all(trajectory.rollout is not None for trajectory in self.trajectories) else "parked"
 
     def touch(self) -> None:
-        """The agent gave a sign of life."""
+        """Restart the idle timeout."""
         self.last_use = time.monotonic()
-        for part in self.parts:
-            part.wake()
+        for trajectory in self.trajectories:
+            trajectory.notify()
 
     def check(self) -> None:
-        """Raise OpenAiError when the session has ended."""
+        """Raise OpenAiError if the session has ended."""
         if self.ended:
             raise session_ended(self.session_id, self.ended)
 
     def describe(self, run: str, *, with_task: bool) -> dict[str, Any]:
-        """The session as the API shows it."""
+        """Return the session's JSON."""
         task = self.task
         body: dict[str, Any] = {
             "id": self.session_id,
@@ -76,7 +76,7 @@ class AgentSession:
             "state": self.state,
             "created": int(self.start_time),
             "group_id": self.group_id,
-            "trajectories": [_describe_part(part) for part in self.parts],
+            "trajectories": [_describe_trajectory(trajectory) for trajectory in self.trajectories],
             "drift_count": self.drift_count,
             "reward": self.reward,
             "idle_seconds_left": max(0.0, self.deadline - time.monotonic()),
@@ -97,46 +97,46 @@ class EndedSession:
     ended: str
     """rewarded, given_up, idle or lost."""
     marks: tuple[AgentMark, ...]
-    """One per trajectory of the session."""
+    """Marks, one per trajectory of the session."""
     description: Mapping[str, Any]
-    """The session as the API showed it last, without its task and the name of the run."""
+    """Last JSON of the session, without its task and the name of the run."""
 
     @classmethod
     def of(cls, session: AgentSession) -> EndedSession:
-        """Keep of a session that has just ended only what later requests ask for."""
+        """Keep only the data of an ended session that later requests ask for."""
         return cls(
             session_id=session.session_id,
             ended=session.ended,
-            marks=tuple(part.mark for part in session.parts),
+            marks=tuple(trajectory.mark for trajectory in session.trajectories),
             description={**session.describe("", with_task=False), "idle_seconds_left": 0.0},
         )
 
     def describe(self, run: str) -> dict[str, Any]:
-        """Return the session as the API shows it."""
+        """Return the session's JSON."""
         return {**self.description, "model": run}
 
 
 def session_ended(session_id: str, how: str) -> OpenAiError:
-    """Make the error for a call in a session that has ended."""
-    return gone(f"session {session_id} has ended: {_ENDS[how]}; open another one: POST /v1/sessions", "session_ended")
+    """Return the error for a call in an ended session."""
+    return gone(f"session {session_id} has ended: {_ENDS[how]}; open a new session: POST /v1/sessions", "session_ended")
 
 
 _ENDS = {
-    "rewarded": "its reward is recorded",
+    "rewarded": "its reward has been recorded",
     "given_up": "the agent gave it up",
     "idle": "the agent was silent for longer than rollout.agent.idle_timeout_seconds",
-    "lost": "the queue has taken its trajectory back (its group was dropped, or it fell too far behind)",
+    "lost": "the queue has revoked its trajectory (its group was dropped, or it became too stale)",
 }
 
 
-def _describe_part(part: SessionTrajectory) -> dict[str, Any]:
-    held = part.held
+def _describe_trajectory(trajectory: SessionTrajectory) -> dict[str, Any]:
+    active = trajectory.active
     return {
-        "id": part.trajectory_id,
-        "tokens": 0 if held is None else held.token_count,
+        "id": trajectory.trajectory_id,
+        "tokens": 0 if active is None else active.token_count,
         "policy_versions": []
-        if held is None
-        else sorted({s.policy_version for s in held.segments if s.behavior_logprobs is not None}),
+        if active is None
+        else sorted({s.policy_version for s in active.segments if s.behavior_logprobs is not None}),
     }
 
 

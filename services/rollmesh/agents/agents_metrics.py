@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible API exports."""
+"""Metrics of the OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DRIFTS = ("forked", "restarted")
 
 
 class OpenAiMetrics:
-    """Calls, tokens, sessions and drift; implements ``HoldingMetrics`` for the calls that are not recorded."""
+    """Metrics of calls, tokens, sessions and drift; implements ``TrajectoryMetrics`` for unrecorded calls."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._count_calls(metrics)
@@ -22,36 +22,36 @@ class OpenAiMetrics:
     def _count_calls(self, metrics: Metrics) -> None:
         self.calls = metrics.counter(
             "rollmesh_gateway_openai_calls_total",
-            "Calls of the OpenAI-compatible API: answered, refused (the request is wrong or cannot be served), failed, "
-            "or cancelled by the client.",
+            "Calls of the OpenAI-compatible API: answered, refused (the request is invalid or cannot be served), "
+            "failed, or cancelled by the client.",
             ("endpoint", "recorded", "outcome"),
         )
-        self.running = metrics.gauge("rollmesh_gateway_openai_running_calls", "Calls of the API under way.")
+        self.running = metrics.gauge("rollmesh_gateway_openai_running_calls", "Calls of the API in progress.")
         self.call_seconds = metrics.histogram(
-            "rollmesh_gateway_openai_call_seconds", "From a call to the end of its answer.", LATENCY_BUCKETS
+            "rollmesh_gateway_openai_call_seconds", "Time from a call to the end of its answer.", LATENCY_BUCKETS
         )
         self.first_text_seconds = metrics.histogram(
             "rollmesh_gateway_openai_first_text_seconds",
-            "From a call to the first text of its answer.",
+            "Time from a call to the first text of its answer.",
             LATENCY_BUCKETS,
         )
         self.context_tokens = metrics.counter(
-            "rollmesh_gateway_openai_context_tokens_total", "Tokens of the contexts sent.", ("recorded",)
+            "rollmesh_gateway_openai_context_tokens_total", "Context tokens of the calls.", ("recorded",)
         )
         self.answer_tokens = metrics.counter(
-            "rollmesh_gateway_openai_answer_tokens_total", "Tokens of the answers.", ("recorded",)
+            "rollmesh_gateway_openai_answer_tokens_total", "Answer tokens of the calls.", ("recorded",)
         )
         self._ends = metrics.counter(
             "rollmesh_gateway_openai_generation_calls_ended_total",
-            "Generation calls behind unrecorded calls, by what ended them.",
+            "Generation calls behind unrecorded calls, by the reason for their end.",
             ("reason",),
         )
         self._fruitless = metrics.counter(
             "rollmesh_gateway_openai_generation_calls_fruitless_total",
-            "Generation calls behind unrecorded calls that were given up without a token.",
+            "Generation calls behind unrecorded calls that ended without a token.",
         )
         self.evaluation_tokens = metrics.counter(
-            "rollmesh_gateway_openai_pinned_tokens_total", "Tokens of answers of one policy version asked for."
+            "rollmesh_gateway_openai_pinned_tokens_total", "Answer tokens of calls pinned to one policy version."
         )
         for recorded in ("yes", "no"):
             self.context_tokens.labels(recorded=recorded)
@@ -65,24 +65,24 @@ class OpenAiMetrics:
     def _count_sessions(self, metrics: Metrics) -> None:
         self.sessions = metrics.gauge(
             "rollmesh_gateway_openai_sessions",
-            "Sessions of outside agents: active, parked (its trajectory is not leased now), waiting for a prompt.",
+            "Sessions of outside agents: active, parked (a trajectory waits for its next lease), waiting for a prompt.",
             ("state",),
         )
         self.sessions_opened = metrics.counter(
             "rollmesh_gateway_openai_sessions_opened_total",
-            "Sessions opened, those of a dead gateway included.",
+            "Sessions opened, including those taken over from a crashed gateway.",
         )
         self.sessions_ended = metrics.counter(
-            "rollmesh_gateway_openai_sessions_ended_total", "Sessions ended, by how.", ("how",)
+            "rollmesh_gateway_openai_sessions_ended_total", "Sessions ended, by outcome.", ("how",)
         )
         self.drift = metrics.counter(
             "rollmesh_gateway_openai_drift_total",
-            "Contexts that did not go on where the record ends: another trajectory was opened (forked), or "
-            "the same one begun again because there was no room for another (restarted).",
+            "Contexts that differ from the recorded trajectory: another trajectory was opened (forked), or the same "
+            "one was restarted because there was no room for another (restarted).",
             ("outcome",),
         )
         self.sessions_lost = metrics.counter(
-            "rollmesh_gateway_openai_worker_sessions_lost_total", "Sessions with the queue that expired."
+            "rollmesh_gateway_openai_worker_sessions_lost_total", "Worker sessions of the gateway that expired."
         )
         for state in SESSION_STATES:
             self.sessions.labels(state=state)
@@ -92,12 +92,12 @@ class OpenAiMetrics:
             self.drift.labels(outcome=outcome)
 
     def sampled(self, count: int, age: int) -> None:
-        """Tokens arrived for an unrecorded call; they are counted when the answer is told."""
+        """Ignore tokens of an unrecorded call; they are counted once the answer ends."""
 
     def call_ended(self, reason: str) -> None:
-        """A generation call behind an unrecorded call ended."""
+        """Count the end of a generation call behind an unrecorded call."""
         self._ends.labels(reason=reason).inc()
 
     def fruitless_call(self) -> None:
-        """A generation call was given up without a token."""
+        """Count a generation call that ended without a token."""
         self._fruitless.inc()

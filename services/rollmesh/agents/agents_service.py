@@ -1,4 +1,4 @@
-"""What stands behind the OpenAI-compatible API: the callers, and in a run of outside agents a worker with its desk."""
+"""Service behind the OpenAI-compatible API: unrecorded calls, and for agent runs a worker with its sessions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rollmesh.agents.agents_metrics import OpenAiMetrics
-from rollmesh.agents.drain import Drain, farewell_at
+from rollmesh.agents.drain import Drain, drain_at
 from rollmesh.agents.posted_rewards import Rewards
 from rollmesh.agents.recorded_calls import RecordedCalls
 from rollmesh.agents.session_manager import SessionManager
@@ -39,10 +39,10 @@ from rollmesh.worker.worker import Worker, WorkerDeps
 from rollmesh.worker.worker_metrics import WorkerMetrics
 from rollmesh.worker.worker_session import WorkerSession
 
-_FREE_CHUNK_TOKENS = 8
-"""Text of unrecorded answers arrives in pieces of so many tokens; recorded ones in pieces that are saved."""
+_UNRECORDED_CHUNK_TOKENS = 8
+"""Tokens per piece of an unrecorded answer; recorded answers arrive in pieces as they are saved."""
 _INTERRUPT_GRACE_SECONDS = 3.0
-_LOOK_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 _SWEEP_SECONDS = 0.5
 _HEARTBEAT_DEADLINE_SECONDS = 120.0
 _TAKE_OVER_SECONDS = 10.0
@@ -50,35 +50,35 @@ _TAKE_OVER_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
-    """What only a run of outside agents has."""
+    """Parts of the service that exist only with rollout.program=agent."""
 
-    desk: SessionManager
+    session_manager: SessionManager
     recorded: RecordedCalls
     rewards: Rewards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAiService:
-    """Everything that the routes call."""
+    """Dependencies of the API's routes."""
 
     config: RunConfig
     store: TrajectoryStore
     tokenizer: Tokenizer
     metrics: OpenAiMetrics
-    free: UnrecordedCalls
+    unrecorded: UnrecordedCalls
     agents: Agents | None
-    farewell: Drain
-    """Ends the calls under way when the gateway stops."""
+    drain: Drain
+    """Ends the calls in progress when the gateway shuts down."""
     started: float
-    """When it started, monotonic seconds."""
+    """Start of the service, monotonic seconds."""
 
     @property
     def taking_over(self) -> bool:
-        """Whether sessions of a gateway that died may still come: its leases have to expire first."""
+        """True while sessions of a crashed gateway may still be taken over: their leases have to expire first."""
         return time.monotonic() - self.started < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS
 
     async def policies(self) -> tuple[Mapping[int, int], PolicyRecord | None]:
-        """Serving generators by policy version, and the newest announced policy."""
+        """Return the number of serving generators by policy version, and the newest announced policy."""
         serving: dict[int, int] = {}
         for record in await self.store.generators():
             if record.serving:
@@ -86,7 +86,7 @@ class OpenAiService:
         return serving, await self.store.latest_policy()
 
     async def complete(self) -> bool:
-        """Whether no agent's work can reach training any more."""
+        """Tell whether training needs no more rollouts."""
         return await _complete(self.config, self.store)
 
 
@@ -101,24 +101,24 @@ async def openai_service(
     shutdown: Shutdown,
     security: PortSecurity = OPEN,
 ) -> AsyncIterator[OpenAiService]:
-    """The service while its loops run; one that fails sets ``shutdown``, and its error is raised at the end.
+    """Run the service and its loops; a failed loop sets ``shutdown``, and its error is raised at the end.
 
-    Leaving it brings every held trajectory to rest: saved, and given back without counting as an attempt.
+    On exit every active trajectory is saved and released. The release does not count as an attempt.
     """
     metrics = OpenAiMetrics(registry)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(GenerationClient(security))
         generators, policies = GeneratorPool(store), NewestPolicy(store)
         limits = _call_limits(config, tokenizer, SaveLimits.of(config.rollout.partial_save_tokens))
-        free_saving = SaveLimits(chunk_token_count=_FREE_CHUNK_TOKENS, unacknowledged_token_limit=0)
-        caller = Caller(client, generators, policies, _call_limits(config, tokenizer, free_saving), metrics)
+        unrecorded_saving = SaveLimits(chunk_token_count=_UNRECORDED_CHUNK_TOKENS, unacknowledged_token_limit=0)
+        caller = Caller(client, generators, policies, _call_limits(config, tokenizer, unrecorded_saving), metrics)
         stop = asyncio.Event()
         loops = _Loops(shutdown)
         agents: Agents | None = None
         if config.rollout.program == "agent":
             await store.init_run(run_limits(config))
             reward = await stack.enter_async_context(RewardClient(config, security=security))
-            desk = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
+            session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
             worker_metrics = WorkerMetrics(registry)
             session = WorkerSession(
                 store, instance_name(config, "gateway", index), config.store.heartbeat_seconds, worker_metrics
@@ -135,29 +135,29 @@ async def openai_service(
                     caller=Caller(client, generators, policies, limits, worker_metrics),
                     interrupter=Interrupter(client, generators, _INTERRUPT_GRACE_SECONDS),
                     scorer=TrajectoryScorer(reward, config.reward, config.rollout.max_new_tokens, worker_metrics),
-                    program=desk,
+                    program=session_manager,
                     metrics=worker_metrics,
                     health=health,
                 ),
-                desk,
+                session_manager,
             )
-            agents = _agents(config, tokenizer, desk, worker, metrics, limits)
+            agents = _agents(config, tokenizer, session_manager, worker, metrics, limits)
             loops.start(_work(worker, session, health, stop), "agents-worker")
-            loops.start(_sweep(desk, stop), "agents-sweep")
+            loops.start(_sweep(session_manager, stop), "agents-sweep")
         else:
-            loops.start(_look(generators, policies, stop), "openai-registry")
-        farewell = await stack.enter_async_context(farewell_at(shutdown, partial(_complete, config, store)))
+            loops.start(_refresh_registry(generators, policies, stop), "openai-registry")
+        drain = await stack.enter_async_context(drain_at(shutdown, partial(_complete, config, store)))
         try:
             yield OpenAiService(
                 config=config,
                 store=store,
                 tokenizer=tokenizer,
                 metrics=metrics,
-                free=UnrecordedCalls(
+                unrecorded=UnrecordedCalls(
                     tokenizer, caller, generators, max_context_tokens=config.generator.max_context_tokens
                 ),
                 agents=agents,
-                farewell=farewell,
+                drain=drain,
                 started=time.monotonic(),
             )
         finally:
@@ -196,34 +196,34 @@ class _Loops:
             self._shutdown.set()
 
 
-def _worker(config: RunConfig, tokenizer: Tokenizer, parts: WorkerDeps, desk: SessionManager) -> Worker:
+def _worker(config: RunConfig, tokenizer: Tokenizer, deps: WorkerDeps, session_manager: SessionManager) -> Worker:
     worker = Worker(
-        parts,
+        deps,
         params=SamplingParams(
             temperature=config.rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
         ),
         budget=config.rollout.max_new_tokens,
         concurrency=config.rollout.worker_concurrency,
         drain_seconds=config.generator.drain_timeout_seconds / 2,
-        new_limit=desk.wanted,
+        new_limit=session_manager.wanted,
     )
-    desk.wake_worker = worker.wake
+    session_manager.wake_worker = worker.wake
     return worker
 
 
 def _agents(
     config: RunConfig,
     tokenizer: Tokenizer,
-    desk: SessionManager,
+    session_manager: SessionManager,
     worker: Worker,
     metrics: OpenAiMetrics,
     limits: CallLimits,
 ) -> Agents:
     budget = config.rollout.max_new_tokens
     recorded = RecordedCalls(
-        tokenizer, desk, worker, metrics, budget=budget, save_slack=limits.saving.chunk_token_count
+        tokenizer, session_manager, worker, metrics, budget=budget, save_slack=limits.saving.chunk_token_count
     )
-    return Agents(desk=desk, recorded=recorded, rewards=Rewards(desk, budget))
+    return Agents(session_manager=session_manager, recorded=recorded, rewards=Rewards(session_manager, budget))
 
 
 def _call_limits(config: RunConfig, tokenizer: Tokenizer, saving: SaveLimits) -> CallLimits:
@@ -236,14 +236,14 @@ def _call_limits(config: RunConfig, tokenizer: Tokenizer, saving: SaveLimits) ->
 
 
 async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Shutdown) -> None:
-    """One worker session, from the first heartbeat to the last release."""
+    """Run one worker session, from the first heartbeat to the last release."""
     while True:
         try:
             await session.open()
             break
         except StoreUnavailable as error:
             get_logger("agents").warning("store_unavailable", message=str(error))
-        if await wait_or_shutdown(stop, _LOOK_SECONDS):
+        if await wait_or_shutdown(stop, _POLL_SECONDS):
             return
     health.watch("heartbeat", _HEARTBEAT_DEADLINE_SECONDS)
     heartbeat = asyncio.create_task(session.keep_alive(lambda: health.beat("heartbeat")), name="heartbeat")
@@ -256,18 +256,18 @@ async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Sh
         await session.close()
 
 
-async def _sweep(desk: SessionManager, stop: Shutdown) -> None:
+async def _sweep(session_manager: SessionManager, stop: Shutdown) -> None:
     while not await wait_or_shutdown(stop, _SWEEP_SECONDS):
-        desk.sweep()
+        session_manager.sweep()
 
 
-async def _look(generators: GeneratorPool, policies: NewestPolicy, stop: Shutdown) -> None:
-    """Follow the registry, where no worker does."""
+async def _refresh_registry(generators: GeneratorPool, policies: NewestPolicy, stop: Shutdown) -> None:
+    """Refresh the registry in a process without a worker."""
     while True:
         try:
             await policies.refresh()
             await generators.refresh()
         except RollmeshError as error:
             get_logger("openai").warning("registry_not_read", message=str(error))
-        if await wait_or_shutdown(stop, _LOOK_SECONDS):
+        if await wait_or_shutdown(stop, _POLL_SECONDS):
             return

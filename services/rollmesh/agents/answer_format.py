@@ -1,4 +1,4 @@
-"""The JSON of answers: whole ones, and the pieces of a stream."""
+"""JSON of answers: whole ones, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Endpoint = Literal["chat", "completions"]
 
 @dataclass(slots=True, kw_only=True)
 class Choice:
-    """One answer as far as it is known."""
+    """One answer, as far as it has arrived."""
 
     text: str = ""
     tokens: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
 
     def add(self, delta: Delta) -> None:
-        """Take in news."""
+        """Append a delta."""
         self.text += delta.text
         self.tokens += delta.logprobs
         self.finish_reason = delta.finish_reason or self.finish_reason
@@ -32,19 +32,19 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormat:
-    """What all pieces of one call share."""
+    """Format of one call's answers, and the fields common to all its events."""
 
     endpoint: Endpoint
     answer_id: str
     created: int
-    """Unix seconds."""
+    """Creation time in Unix seconds."""
     model: str
     logprobs: bool
     token_ids: bool
     context_ids: Sequence[int]
 
     def whole(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a call that does not stream."""
+        """Return the body of an answer that is not streamed."""
         kind = "chat.completion" if self.endpoint == "chat" else "text_completion"
         body = self._head(kind, extra)
         body["choices"] = [self._choice(index, choice) for index, choice in enumerate(choices)]
@@ -54,13 +54,13 @@ class AnswerFormat:
         return body
 
     def first(self, index: int) -> bytes | None:
-        """What opens a streamed answer: a chat says who speaks."""
+        """Return the first event of a streamed answer: the role in chat, none in completions."""
         if self.endpoint == "completions":
             return None
         return self._event({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def piece(self, index: int, delta: Delta, offset: int, extra: Mapping[str, Any]) -> bytes:
-        """A piece of a streamed answer; ``offset`` characters of text came before."""
+        """Return one event of a streamed answer; ``offset`` is the number of characters before it."""
         choice: dict[str, Any] = {"index": index, "finish_reason": delta.finish_reason}
         if self.endpoint == "chat":
             choice["delta"] = {"content": delta.text} if delta.text or not delta.finish_reason else {}
@@ -72,14 +72,14 @@ class AnswerFormat:
         return self._event(choice, extra)
 
     def usage_event(self, choices: Sequence[Choice], extra: Mapping[str, Any]) -> bytes:
-        """The last event of a stream that asked for token counts."""
+        """Return the last event of a stream with token counts."""
         body = self._head(self._chunk_kind, extra)
         body["choices"] = []
         body["usage"] = self.usage(choices)
         return _line(body)
 
     def usage(self, choices: Sequence[Choice]) -> dict[str, int]:
-        """Token counts."""
+        """Return the token counts."""
         context, answers = len(self.context_ids), sum(len(choice.tokens) for choice in choices)
         return {"prompt_tokens": context, "completion_tokens": answers, "total_tokens": context + answers}
 
@@ -135,7 +135,7 @@ class AnswerFormat:
 
 
 def error_event(body: Mapping[str, Any]) -> bytes:
-    """An error in the middle of a stream."""
+    """Return the event for an error in the middle of a stream."""
     return _line(body)
 
 

@@ -1,4 +1,4 @@
-"""One answer under way: tokens arrive in a held trajectory, text leaves as it becomes certain."""
+"""An answer in progress: tokens arrive in an active trajectory, and text leaves once it is final."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from rollmesh.agents.openai_errors import unavailable
 from rollmesh.types import FinishReason, Int32Array, Segment
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
-_PATIENCE_SECONDS = 300.0
+_TOKEN_TIMEOUT_SECONDS = 300.0
 """Longest time without a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """News of one answer; the last one carries the finish reason."""
+    """New part of an answer; the last one carries the finish reason."""
 
     text: str
     logprobs: Sequence[TokenLogprob] = ()
     """Tokens since the last delta."""
     token_ids: Sequence[int] = ()
-    """Their ids."""
+    """Ids of these tokens."""
     finish_reason: str | None = None
     """stop or length."""
 
 
 @dataclass(slots=True, kw_only=True)
-class FinishedAnswer:
-    """One answer under way; whoever asked for it closes it."""
+class AnswerInProgress:
+    """An answer in progress; the caller closes it."""
 
     context_ids: Int32Array
     turn: AnswerTurn
     deltas: AsyncGenerator[Delta, None]
     trajectory_id: str = ""
-    """The trajectory that records it."""
+    """Trajectory that records the answer."""
     on_close: Callable[[], None] = field(default=lambda: None)
     _closed: bool = False
 
@@ -52,32 +52,32 @@ class FinishedAnswer:
 
 
 class AnswerStream:
-    """Feeds a turn from a held trajectory and tells its news while a sampling call runs."""
+    """Stream of deltas, fed from an active trajectory while a sampling call runs."""
 
     def __init__(self, turn: AnswerTurn, start: int) -> None:
         """``start``: response tokens of the trajectory before the turn."""
         self.turn = turn
         self._start = start
         self._seen = start + turn.token_count
-        self._news = asyncio.Event()
-        self._told_tokens = 0
+        self._changed = asyncio.Event()
+        self._sent_tokens = 0
 
-    def look(self, held: ActiveTrajectory) -> None:
-        """Read the tokens that arrived; ends the call under way where the answer ends."""
-        if held.token_count > self._seen:
-            for segment in policy_segments(held.segments, self._seen):
+    def update(self, active: ActiveTrajectory) -> None:
+        """Read the tokens that arrived; end the generation call once the answer has ended."""
+        if active.token_count > self._seen:
+            for segment in policy_segments(active.segments, self._seen):
                 self.turn.feed(segment)
-            self._seen = held.token_count
-        if self.turn.stopped and not held.enough:
-            held.enough = True
-            held.trim(self._start + self.turn.token_count)
-            self._seen = held.token_count
-        self._news.set()
+            self._seen = active.token_count
+        if self.turn.stopped and not active.stop_requested:
+            active.stop_requested = True
+            active.trim(self._start + self.turn.token_count)
+            self._seen = active.token_count
+        self._changed.set()
 
     async def run(self, sampling: Callable[[], Coroutine[Any, Any, FinishReason]]) -> AsyncGenerator[Delta, None]:
-        """Tell the answer while ``sampling()`` appends its tokens; closing the generator cancels it."""
+        """Yield deltas while ``sampling()`` appends tokens; closing the generator cancels the call."""
         task = asyncio.ensure_future(sampling())
-        task.add_done_callback(lambda _: self._news.set())
+        task.add_done_callback(lambda _: self._changed.set())
         try:
             while not task.done():
                 await self._wait()
@@ -90,38 +90,38 @@ class AnswerStream:
                 await asyncio.gather(task, return_exceptions=True)
 
     def replay(self, finish_reason: str) -> Delta:
-        """An answer that is complete already, at once."""
+        """Return a complete answer as one delta."""
         self.turn.finish()
-        return self._news_with(self.turn.news(final=True), finish_reason)
+        return self._make_delta(self.turn.new_text(final=True), finish_reason)
 
     async def _wait(self) -> None:
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
-                await self._news.wait()
+            async with asyncio.timeout(_TOKEN_TIMEOUT_SECONDS):
+                await self._changed.wait()
         except TimeoutError as error:
-            message = f"no token for {_PATIENCE_SECONDS:g} s: the generators are busy, or none serves what is needed"
+            message = f"no token for {_TOKEN_TIMEOUT_SECONDS:g} s: the generators are busy, or none can serve the call"
             raise unavailable(message, "no_progress", 10.0) from error
-        self._news.clear()
+        self._changed.clear()
 
     def _delta(self) -> Delta | None:
-        text = self.turn.news()
-        return self._news_with(text, None) if text else None
+        text = self.turn.new_text()
+        return self._make_delta(text, None) if text else None
 
     def _last(self, reason: FinishReason) -> Delta:
         self.turn.finish()
         stopped = self.turn.stopped or reason is FinishReason.STOP
-        return self._news_with(self.turn.news(final=True), "stop" if stopped else "length")
+        return self._make_delta(self.turn.new_text(final=True), "stop" if stopped else "length")
 
-    def _news_with(self, text: str, finish_reason: str | None) -> Delta:
-        # Tokens whose text may still turn out to be a stop string are told with the last delta, if they count then.
-        count = self.turn.token_count if finish_reason or not self.turn.undecided else self._told_tokens
-        tokens = self.turn.logprobs(self._told_tokens)[: max(0, count - self._told_tokens)]
-        self._told_tokens = max(self._told_tokens, count)
+    def _make_delta(self, text: str, finish_reason: str | None) -> Delta:
+        # Tokens whose text may still become a stop string are sent with the last delta, if they belong to the answer.
+        count = self.turn.token_count if finish_reason or not self.turn.undecided else self._sent_tokens
+        tokens = self.turn.logprobs(self._sent_tokens)[: max(0, count - self._sent_tokens)]
+        self._sent_tokens = max(self._sent_tokens, count)
         return Delta(text=text, logprobs=tokens, token_ids=[t.token_id for t in tokens], finish_reason=finish_reason)
 
 
 def policy_segments(segments: Sequence[Segment], start: int) -> list[Segment]:
-    """What the policy wrote after the first ``start`` response tokens."""
+    """Return the policy's segments after the first ``start`` response tokens."""
     found: list[Segment] = []
     at = 0
     for segment in segments:

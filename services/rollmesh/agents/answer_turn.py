@@ -1,4 +1,4 @@
-"""One answer while it is sampled: its text, where it stops, and which of its tokens count."""
+"""One answer while it is sampled: its text, its end and its tokens."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class TokenLogprob:
 
     token_id: int
     token: str
-    """Its part of the text, special tokens spelled out."""
+    """Text of the token, including special tokens."""
     logprob: float
 
 
 class AnswerTurn:
-    """Text of the tokens that follow a context; feed it every segment that arrives.
+    """Answer to a context, built from the segments that arrive.
 
-    A stop string ends the answer before it. The tokens that wrote it do not count, nor does a token that wrote both
-    the end of the answer and the beginning of the stop string.
+    A stop string ends the text before it. The tokens that wrote the stop string are dropped, including a token that
+    wrote both the end of the answer and the beginning of the stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, context_ids: Int32Array, stops: Sequence[str] = ()) -> None:
@@ -37,43 +37,43 @@ class AnswerTurn:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        self._told = 0
+        self._sent = 0
         self._scanned = 0
         self._answer: str | None = None
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was found; nothing that is sampled from then on counts."""
+        """True once a stop string was found; later tokens are ignored."""
         return self._answer is not None
 
     @property
     def token_count(self) -> int:
-        """Tokens that count."""
+        """Number of tokens of the answer."""
         return len(self._ids)
 
     @property
     def token_ids(self) -> Int32Array:
-        """Tokens that count, int32 [tokens]."""
+        """Tokens of the answer, int32 [tokens]."""
         return np.array(self._ids, np.int32)
 
     @property
     def policy_versions(self) -> tuple[int, ...]:
-        """Versions that wrote the answer, ascending."""
+        """Policy versions that wrote the answer, ascending."""
         return tuple(sorted(set(self._versions)))
 
     @property
     def text(self) -> str:
-        """The answer as a reader sees it."""
+        """Text of the answer, without special tokens."""
         return self._stream.text if self._answer is None else self._answer
 
     @property
     def raw(self) -> str:
-        """The text of the tokens that count, special tokens spelled out."""
+        """Text of the answer's tokens, including special tokens."""
         return self._stream.raw
 
     @property
     def undecided(self) -> bool:
-        """Whether the newest tokens may turn out to write a stop string."""
+        """True while the newest tokens may be the beginning of a stop string."""
         return not self.stopped and held_back(self._stream.text, self._stops) > 0
 
     def feed(self, segment: Segment) -> None:
@@ -89,26 +89,26 @@ class AnswerTurn:
             self._look_for_stop()
 
     def finish(self) -> None:
-        """Nothing follows."""
+        """Finish the text; no token follows."""
         if not self.stopped:
             self._stream.flush()
             self._look_for_stop()
 
-    def news(self, *, final: bool = False) -> str:
-        """Text that has not been told yet, up to where a stop string may begin (all of it when ``final``)."""
+    def new_text(self, *, final: bool = False) -> str:
+        """Return the text not sent yet, up to a possible stop string (all of it when ``final``)."""
         text = self.text
         end = len(text) if final or self.stopped else len(text) - held_back(text, self._stops)
-        told, self._told = self._told, max(self._told, end)
-        return text[told : self._told]
+        sent, self._sent = self._sent, max(self._sent, end)
+        return text[sent : self._sent]
 
-    def afresh(self) -> AnswerTurn:
-        """The same answer with nothing told yet; for an answer that is complete."""
+    def unsent_copy(self) -> AnswerTurn:
+        """Return a copy of a complete answer with no text marked as sent."""
         again = copy.copy(self)
-        again._told = 0
+        again._sent = 0
         return again
 
     def logprobs(self, start: int = 0) -> list[TokenLogprob]:
-        """Tokens from number ``start`` on, with their log-probabilities."""
+        """Return the tokens from index ``start`` on, with their log-probabilities."""
         ends = [0, *self._stream.raw_ends]
         return [
             TokenLogprob(
@@ -130,7 +130,7 @@ class AnswerTurn:
             return
         self._answer = text[:place]
         kept = sum(1 for end in self._stream.text_ends if end <= place)
-        # A token without text of its own (half a character) at the border belongs to what follows it.
+        # A token without text (half a character) at the stop string belongs to the character after it.
         while kept and self._stream.text_ends[kept - 1] == place and self._is_silent(kept - 1):
             kept -= 1
         del self._ids[kept:], self._logprobs[kept:], self._versions[kept:]

@@ -1,4 +1,4 @@
-"""One call of the API from request to answer: recorded or not, whole or streamed, counted."""
+"""Chat and completion calls, from request to answer: recorded or not, whole or streamed."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from fastapi.responses import JSONResponse
 
 from rollmesh.agents.agents_service import OpenAiService
 from rollmesh.agents.answer_format import DONE, AnswerFormat, Choice, Endpoint, error_event
-from rollmesh.agents.answer_stream import Delta, FinishedAnswer
+from rollmesh.agents.answer_stream import AnswerInProgress, Delta
 from rollmesh.agents.openai_errors import OpenAiError
-from rollmesh.agents.openai_http import CLIENT_CLOSED, EventStream, as_openai, unless_gone
-from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, read_ask
+from rollmesh.agents.openai_http import CLIENT_CLOSED, EventStream, as_openai, unless_disconnected
+from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request
 from rollmesh.agents.request_schema import ChatRequest, CompletionRequest
 from rollmesh.agents.session_lookup import active_session
 
 SESSION_HEADER = "X-Rollmesh-Session"
 _RETRY_HEADER = "x-stainless-retry-count"
-"""Sent by the official clients with every automatic retry."""
+"""Header that the official clients send with every automatic retry."""
 
 
 class Answering:
-    """Serves chat and completions."""
+    """Handler of chat and completion calls."""
 
     def __init__(self, service: OpenAiService) -> None:
         self._service = service
 
     async def answer(self, request: Request, body: ChatRequest | CompletionRequest, endpoint: Endpoint) -> Response:
-        """The answer; errors are raised as OpenAiError and others, before a stream has begun."""
+        """Return the whole or streamed answer to a call.
+
+        Raises OpenAiError and other errors until the stream begins. Later errors become an event of the stream.
+        """
         session_id = request.headers.get(SESSION_HEADER, "")
         call = _Call(self._service, endpoint, recorded=bool(session_id))
         try:
-            answers = await unless_gone(request, self._start(request, body, session_id), self._service.farewell)
+            answers = await unless_disconnected(request, self._start(request, body, session_id), self._service.drain)
         except BaseException as error:
             call.end(_outcome_of(error))
             raise
@@ -55,7 +58,7 @@ class Answering:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return await self._streamed(request, call, shape, session_id, usage=usage)
         try:
-            whole = await unless_gone(request, call.whole(shape, session_id), self._service.farewell)
+            whole = await unless_disconnected(request, call.whole(shape, session_id), self._service.drain)
         except BaseException as error:
             await call.close(_outcome_of(error))
             raise
@@ -64,30 +67,29 @@ class Answering:
 
     async def _start(
         self, request: Request, body: ChatRequest | CompletionRequest, session_id: str
-    ) -> Sequence[FinishedAnswer]:
+    ) -> Sequence[AnswerInProgress]:
         service = self._service
         if not session_id:
-            return await service.free.start(await self._read(body))
+            return await service.unrecorded.start(await self._read(body))
         check_recordable(body, service.config)
         session = active_session(service, session_id)
         assert service.agents is not None
         retry = request.headers.get(_RETRY_HEADER, "0")
-        ask = await self._read(body)
-        answer = await service.agents.recorded.start(session, ask, is_retry=retry.isdecimal() and int(retry) > 0)
+        parsed = await self._read(body)
+        answer = await service.agents.recorded.start(session, parsed, is_retry=retry.isdecimal() and int(retry) > 0)
         return [answer]
 
     async def _read(self, body: ChatRequest | CompletionRequest) -> ParsedRequest:
-        # In a thread, as all that grows with a context: a long one takes seconds, and the page and the worker's
-        # heartbeat share this loop.
-        return await asyncio.to_thread(read_ask, body, self._service.config, self._service.tokenizer)
+        # Run in a thread: a long context takes seconds, and the page and the worker's heartbeat share this event loop.
+        return await asyncio.to_thread(parse_request, body, self._service.config, self._service.tokenizer)
 
     async def _streamed(
         self, request: Request, call: _Call, shape: AnswerFormat, session_id: str, *, usage: bool
     ) -> Response:
         events = call.events(shape, session_id, usage=usage)
         try:
-            # The first piece before the status: what fails at once is answered as an error.
-            first = await unless_gone(request, anext(events), self._service.farewell)
+            # Compute the first piece before the status is sent: an early failure is then answered with an error status.
+            first = await unless_disconnected(request, anext(events), self._service.drain)
         except BaseException as error:
             await events.aclose()
             await call.close(_outcome_of(error))
@@ -111,22 +113,22 @@ class Answering:
 
 
 class _Call:
-    """One call under way and its counts."""
+    """One call in progress and its metrics."""
 
     def __init__(self, service: OpenAiService, endpoint: Endpoint, *, recorded: bool) -> None:
         self._metrics = service.metrics
-        self._farewell = service.farewell
+        self._drain = service.drain
         self._endpoint = endpoint
         self._recorded = "yes" if recorded else "no"
         self._begun = time.monotonic()
-        self._answers: Sequence[FinishedAnswer] = ()
+        self._answers: Sequence[AnswerInProgress] = ()
         self._ended = False
-        self._first_told = False
+        self._first_text_seen = False
         self.outcome = "cancelled"
-        """How a streamed call ended; as long as nothing else is known, its client has left."""
+        """Outcome of a streamed call; "cancelled" until the stream ends, because a disconnected client sets nothing."""
         self._metrics.running.inc()
 
-    def began(self, answers: Sequence[FinishedAnswer]) -> None:
+    def began(self, answers: Sequence[AnswerInProgress]) -> None:
         self._answers = answers
         self._metrics.context_tokens.labels(recorded=self._recorded).inc(len(answers[0].context_ids))
 
@@ -142,7 +144,7 @@ class _Call:
         metrics.answer_tokens.labels(recorded=self._recorded).inc(tokens)
 
     async def close(self, outcome: str) -> None:
-        """End every answer; those not complete are cancelled."""
+        """Close every answer; cancel the incomplete ones."""
         try:
             await asyncio.gather(*(answer.aclose() for answer in self._answers))
         finally:
@@ -172,10 +174,10 @@ class _Call:
         yield DONE
 
     async def _merged(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """News of all answers as they come."""
+        """Yield the deltas of all answers as they arrive, each with the index of its answer."""
         queue: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(maxsize=64)
 
-        async def read(index: int, answer: FinishedAnswer) -> None:
+        async def read(index: int, answer: AnswerInProgress) -> None:
             try:
                 async for delta in answer.deltas:
                     await queue.put((index, delta))
@@ -184,7 +186,7 @@ class _Call:
                 await queue.put(error)
 
         async def end() -> None:
-            await queue.put(await self._farewell.heard())
+            await queue.put(await self._drain.wait())
 
         readers = [asyncio.create_task(read(index, answer)) for index, answer in enumerate(self._answers)]
         readers.append(asyncio.create_task(end()))
@@ -197,20 +199,20 @@ class _Call:
                 if item is None:
                     left -= 1
                     continue
-                if item[1].text and not self._first_told:
-                    self._tell_first()
+                if item[1].text and not self._first_text_seen:
+                    self._record_first_text()
                 yield item
         finally:
             for reader in readers:
                 reader.cancel()
             await asyncio.gather(*readers, return_exceptions=True)
 
-    def _tell_first(self) -> None:
-        self._first_told = True
+    def _record_first_text(self) -> None:
+        self._first_text_seen = True
         self._metrics.first_text_seconds.observe(time.monotonic() - self._begun)
 
     def _extra(self, session_id: str) -> dict[str, Any]:
-        """What OpenAI's API has no field for."""
+        """Return the fields that OpenAI's API does not define."""
         versions = sorted({v for answer in self._answers for v in answer.turn.policy_versions})
         extra: dict[str, Any] = {"policy_versions": versions}
         if session_id:

@@ -1,12 +1,12 @@
-"""Whether a context goes on where a recorded trajectory ends.
+"""Comparison of a call's context with the recorded trajectory.
 
-An agent sends its whole conversation with every call, as text. The model's own words in it are not tokenised again:
-the text is compared with the text of what is recorded, and where it agrees the recorded ids stay, exactly as sampled.
-Only what follows is new, and tokenised once. Where it does not agree (the agent edited its history, or the template
-renders it in another way than it was written) nothing of the recorded ids can be kept: that is drift.
+An agent sends its whole conversation with every call, as text. The model's own words in it are not tokenized again: the
+text is compared with the recorded text, and where they agree the recorded ids are kept, exactly as sampled. Only the
+text after them is new, and is tokenized once. If the texts differ (the agent edited its history, or the template
+renders it differently), no recorded id can be kept: the context has drifted.
 
-    context text   | T: context of the newest turn | G: what was sampled | E: text since then |
-    recorded ids   | prompt ... up to ``mark.at``  | sampled tokens      | environment tokens |
+    context text   | T: context of the newest turn | G: sampled text | E: text after it   |
+    recorded ids   | prompt ... up to ``mark.at``  | sampled tokens  | environment tokens |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollmesh.types import Int32Array, Segment, SegmentSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnMark:
-    """Where the newest turn begins, in text and in tokens; small enough to be kept with the trajectory."""
+    """Beginning of the newest turn, in text and in tokens; small enough to be stored with the trajectory."""
 
     characters: int
     """Length of the context text."""
@@ -34,29 +34,29 @@ class TurnMark:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a call asks to continue."""
+    """Context that a call asks to continue."""
 
     text: str
     token_ids: Int32Array | None = None
-    """Given instead of text by the caller: then ids are compared, and ``text`` is only their reading."""
+    """Token ids, if the caller sent ids: then the ids are compared, and ``text`` is only their decoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """The context goes on where the record ends."""
+    """The context continues the recorded trajectory."""
 
     new_ids: Int32Array
-    """Tokens that follow the recorded ones."""
+    """Tokens after the recorded ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """The context is that of the newest turn: the same call again."""
+    """The context equals that of the newest turn: the same call again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differs:
-    """The context is another one."""
+    """The context differs from the recorded trajectory."""
 
     why: str
 
@@ -66,12 +66,12 @@ Encode = Callable[[str], Int32Array]
 
 
 def mark_turn(context: Context, at: int) -> TurnMark:
-    """The mark of a turn whose sampled tokens begin after ``at`` response tokens."""
+    """Return the mark of a turn whose sampled tokens begin after ``at`` response tokens."""
     return TurnMark(characters=len(context.text), digest=digest_of(context.text), at=at)
 
 
 def digest_of(text: str) -> str:
-    """Digest of a context text."""
+    """Return the digest of a context text."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -79,22 +79,22 @@ def digest_of(text: str) -> str:
 class Tail:
     """Recorded tokens from the newest turn on."""
 
-    sampled: Int32Array  # [tokens]; what the policy wrote in the turn
-    heard: Int32Array  # [tokens]; environment tokens after it, of a turn that never began to sample
+    sampled: Int32Array  # [tokens]; written by the policy in the turn
+    environment: Int32Array  # [tokens]; environment tokens after them, of a turn that never began to sample
 
 
 def tail_of(segments: Sequence[Segment], at: int) -> Tail:
-    """The tokens after the first ``at`` response tokens: one run of the policy's, then the environment's."""
+    """Return the tokens after the first ``at`` response tokens: first the policy's, then the environment's."""
     sampled: list[Int32Array] = []
-    heard: list[Int32Array] = []
+    environment: list[Int32Array] = []
     start = 0
     for segment in segments:
         end = start + len(segment)
         if end > at:
             ids = segment.token_ids[max(0, at - start) :]
-            (sampled if segment.source is SegmentSource.POLICY else heard).append(ids)
+            (sampled if segment.source is SegmentSource.POLICY else environment).append(ids)
         start = end
-    return Tail(sampled=_joined(sampled), heard=_joined(heard))
+    return Tail(sampled=_joined(sampled), environment=_joined(environment))
 
 
 def match_first(prompt_ids: Int32Array, context: Context, encode_whole: Encode) -> Fits | Differs:
@@ -108,24 +108,24 @@ def match_first(prompt_ids: Int32Array, context: Context, encode_whole: Encode) 
 def match_next(
     context: Context, mark: TurnMark, tail: Tail, recorded_ids: Int32Array, raw: Callable[[], str], encode: Encode
 ) -> Match:
-    """Compare a context with a record that has had a turn.
+    """Compare a context with a trajectory that has at least one turn.
 
-    ``recorded_ids`` is prompt and response; ``raw()`` the text of ``tail.sampled``, special tokens included.
+    ``recorded_ids`` are prompt and response; ``raw()`` is the text of ``tail.sampled``, including special tokens.
     """
     if context.token_ids is not None:
-        return _match_ids(context.token_ids, recorded_ids, len(tail.sampled) + len(tail.heard))
+        return _match_ids(context.token_ids, recorded_ids, len(tail.sampled) + len(tail.environment))
     before, rest = context.text[: mark.characters], context.text[mark.characters :]
     if len(before) < mark.characters or digest_of(before) != mark.digest:
-        return Differs(why="the conversation before the newest answer is not the one that was recorded")
+        return Differs(why="the conversation before the newest answer differs from the recorded one")
     if not rest:
         return Repeats()
     written = raw()
     if not written or not rest.startswith(written):
-        return Differs(why=f"the newest answer was recorded as {_short(written)} and comes back as {_short(rest)}")
+        return Differs(why=f"the newest answer was recorded as {_short(written)} and was sent back as {_short(rest)}")
     new_ids = encode(rest[len(written) :])
-    if not _begins(new_ids, tail.heard):
-        return Differs(why="other text follows the newest answer than in the call before")
-    return Fits(new_ids=new_ids[len(tail.heard) :])
+    if not _begins(new_ids, tail.environment):
+        return Differs(why="the text after the newest answer differs from the previous call")
+    return Fits(new_ids=new_ids[len(tail.environment) :])
 
 
 def _match_ids(ids: Int32Array, recorded_ids: Int32Array, since_mark: int) -> Match:

@@ -1,4 +1,4 @@
-"""What the calls under way are told when their gateway stops, while there is still time for an answer."""
+"""Shutdown notice for the calls in progress, sent while there is still time to answer them."""
 
 from __future__ import annotations
 
@@ -12,55 +12,58 @@ from rollmesh.errors import StoreError
 from rollmesh.runtime.lifecycle import Shutdown
 
 _ANSWER_SECONDS = 2.0
-"""Time for answers that are nearly complete; shorter than the grace of the HTTP server, which ends them without one."""
-_LOOK_SECONDS = 1.0
+"""Time for answers that are nearly complete; shorter than the HTTP server's grace period, which closes connections
+without an answer."""
+_POLL_SECONDS = 1.0
 
 
 class Drain:
-    """Said once, at the end; every call that hears it ends with its error."""
+    """Shutdown notice, sent once; every call that waits for it ends with its error."""
 
     def __init__(self) -> None:
-        self._said = asyncio.Event()
+        self._sent = asyncio.Event()
         self._error = _stopping()
 
-    async def heard(self) -> OpenAiError:
-        """Wait for it; returns the error of the call that waits."""
-        await self._said.wait()
+    async def wait(self) -> OpenAiError:
+        """Wait for the notice; return the error for the waiting call."""
+        await self._sent.wait()
         return self._error
 
-    def say(self, error: OpenAiError) -> None:
-        """End the calls under way, and each that comes."""
+    def send(self, error: OpenAiError) -> None:
+        """End the calls in progress and every later one."""
         self._error = error
-        self._said.set()
+        self._sent.set()
 
 
 @asynccontextmanager
-async def farewell_at(shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> AsyncIterator[Drain]:
-    """A farewell that is said at ``shutdown``: at once when the run needs no more rollouts, else after a moment."""
-    farewell = Drain()
-    task = asyncio.create_task(_say(farewell, shutdown, complete), name="farewell")
+async def drain_at(shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> AsyncIterator[Drain]:
+    """Provide a notice sent on ``shutdown``: immediately if the run is complete, otherwise after a grace period."""
+    drain = Drain()
+    task = asyncio.create_task(_send_at_shutdown(drain, shutdown, complete), name="drain")
     try:
-        yield farewell
+        yield drain
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _say(farewell: Drain, shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> None:
+async def _send_at_shutdown(drain: Drain, shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> None:
     await shutdown.wait()
     deadline = time.monotonic() + _ANSWER_SECONDS
-    over = False
+    is_complete = False
     try:
-        async with asyncio.timeout(_LOOK_SECONDS):
-            over = await complete()
+        async with asyncio.timeout(_POLL_SECONDS):
+            is_complete = await complete()
     except (TimeoutError, StoreError):
-        pass  # Redis may have stopped first
-    if over:
-        farewell.say(gone("the run has ended: it has all the rollouts that it needs", "run_complete"))
+        pass  # Redis may already be shut down
+    if is_complete:
+        drain.send(gone("the run has ended: it needs no more rollouts", "run_complete"))
         return
     await asyncio.sleep(deadline - time.monotonic())
-    farewell.say(_stopping())
+    drain.send(_stopping())
 
 
 def _stopping() -> OpenAiError:
-    return unavailable("the gateway is shutting down; a session goes on at the next one", "shutting_down")
+    return unavailable(
+        "the gateway is shutting down; retry: the session continues at the next gateway", "shutting_down"
+    )

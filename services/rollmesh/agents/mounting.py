@@ -1,4 +1,4 @@
-"""How the API becomes part of a gateway process."""
+"""Setup of the OpenAI-compatible API in a gateway process."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ async def mount_openai(
     security: PortSecurity,
     check: Check,
 ) -> APIRouter:
-    """The routes of ``/v1``; what stands behind them ends with ``stack``.
+    """Return the routes of ``/v1``; ``stack`` closes the service behind them.
 
-    Without a tokenizer they only say what is missing; ConfigError in a run that cannot go on without them.
+    Without a tokenizer the routes answer with an error that names the missing files. Raises ConfigError if the run
+    needs the routes (rollout.program=agent).
     """
     if tokenizer is not None:
         service = openai_service(config, index, store, tokenizer, registry, health, shutdown, security)
@@ -53,7 +54,7 @@ def _absent(missing: str, check: Check) -> APIRouter:
     api = APIRouter(prefix="/v1", dependencies=[Depends(check)], route_class=OpenAiRoute, include_in_schema=False)
 
     @api.api_route("/{path:path}", methods=["GET", "POST", "DELETE"])
-    async def nothing(path: str) -> None:
+    async def missing_tokenizer(path: str) -> None:
         raise OpenAiError(501, f"/v1/{path}: {missing}", kind="server_error", code="no_tokenizer")
 
     return api

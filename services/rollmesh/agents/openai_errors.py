@@ -1,4 +1,4 @@
-"""Errors in the shape that clients of OpenAI's API know: message, type, the parameter and a code."""
+"""Errors in OpenAI's format: message, type, parameter and code."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rollmesh.errors import RollmeshError
 
 
 class ErrorFields(BaseModel):
-    """The fields of an error in OpenAI's API."""
+    """Fields of an error in OpenAI's API."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
     message: str
-    """What is wrong, and what to do about it."""
+    """Cause of the error and its remedy."""
     type: str
     """Kind of the error: invalid_request_error, authentication_error, rate_limit_error or server_error."""
     param: str | None
-    """Field of the request that is wrong."""
+    """Invalid field of the request."""
     code: str | None
     """Short name of the error, for programs."""
 
 
 class OpenAiErrorBody(BaseModel):
-    """The body of every answer below /v1 with a status of 400 or more."""
+    """Body of every response below /v1 with a status of 400 or more."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -34,7 +34,7 @@ class OpenAiErrorBody(BaseModel):
 
 
 class OpenAiError(RollmeshError):
-    """An error with its HTTP status and OpenAI's fields."""
+    """Error with an HTTP status and OpenAI's fields."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class OpenAiError(RollmeshError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The answer's JSON."""
+        """JSON body of the response."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """The answer's headers."""
+        """Headers of the response."""
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, round(self.retry_after)))
@@ -68,25 +68,25 @@ class OpenAiError(RollmeshError):
 
 
 def invalid(message: str, param: str | None, code: str | None = None) -> OpenAiError:
-    """The request can never work."""
+    """Make a 400: the request is invalid."""
     return OpenAiError(400, message, param=param, code=code)
 
 
 def busy(message: str, code: str) -> OpenAiError:
-    """Another call has to end first; the official client tries again by itself."""
+    """Make a 409: another call is in progress. The official client retries after ``Retry-After``."""
     return OpenAiError(409, message, code=code, retry_after=1.0)
 
 
 def gone(message: str, code: str) -> OpenAiError:
-    """The session or the run has ended."""
+    """Make a 410: the session or the run has ended."""
     return OpenAiError(410, message, code=code)
 
 
 def unavailable(message: str, code: str, retry_after: float = 2.0) -> OpenAiError:
-    """Not now."""
+    """Make a 503: the service is unavailable for now."""
     return OpenAiError(503, message, kind="server_error", code=code, retry_after=retry_after)
 
 
 def too_many(message: str, code: str, retry_after: float = 2.0) -> OpenAiError:
-    """Not now, for want of room."""
+    """Make a 429: there is no capacity for now."""
     return OpenAiError(429, message, kind="rate_limit_error", code=code, retry_after=retry_after)

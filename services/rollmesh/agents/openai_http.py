@@ -1,4 +1,4 @@
-"""HTTP of the API: OpenAI's error shape for everything, answers whole or streamed, and clients that hang up."""
+"""HTTP layer of the API: errors in OpenAI's format, event streams and client disconnects."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from rollmesh.runtime.logging import get_logger
 T = TypeVar("T")
 
 CLIENT_CLOSED = 499
-"""Status for the log; nobody reads it."""
+"""Status of a call whose client has disconnected; it appears only in the log."""
 
 
 class OpenAiRoute(APIRoute):
-    """A route whose every error has OpenAI's shape, authentication and validation included."""
+    """Route that returns every error in OpenAI's format, including authentication and validation errors."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap the handler."""
         handle = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:
@@ -42,13 +41,13 @@ class OpenAiRoute(APIRoute):
 
 
 def answer_error(error: Exception) -> Response:
-    """The answer to a request that failed."""
+    """Return the response for a failed request."""
     known = as_openai(error)
     return JSONResponse(known.body, status_code=known.status, headers=known.headers)
 
 
 def as_openai(error: Exception) -> OpenAiError:
-    """Any error in OpenAI's words."""
+    """Convert any error to an OpenAiError."""
     if isinstance(error, OpenAiError):
         return error
     if isinstance(error, RequestValidationError):
@@ -65,17 +64,17 @@ def as_openai(error: Exception) -> OpenAiError:
     if isinstance(error, Conflict):
         return OpenAiError(409, str(error))
     if isinstance(error, StoreError):
-        return unavailable(f"the trajectory queue does not answer: {error}", "store_unavailable")
+        return unavailable(f"the trajectory queue is unreachable: {error}", "store_unavailable")
     if isinstance(error, EngineError | RollmeshError):
         return OpenAiError(502, f"the generators failed: {error}", kind="server_error", code="generation_failed")
     get_logger("openai").error("request_failed", error=repr(error), exc_info=error)
-    return OpenAiError(500, "an error inside the gateway; its log has the trace", kind="server_error")
+    return OpenAiError(500, "internal error of the gateway; its log has the traceback", kind="server_error")
 
 
 def _wrong_field(error: RequestValidationError) -> OpenAiError:
     problems = error.errors()
     field = problems[0]["loc"][:2]
-    # Of a field that may be one of several types, the branch that understood most of the value says most.
+    # For a field with several possible types, the branch with the longest path matches the value best.
     problem = max((p for p in problems if p["loc"][:2] == field), key=lambda p: len(p["loc"]))
     name = ".".join(str(part) for part in problem["loc"] if part != "body" and not _is_branch(part))
     message = str(problem["msg"]).removeprefix("Value error, ")
@@ -84,7 +83,7 @@ def _wrong_field(error: RequestValidationError) -> OpenAiError:
     if problem["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {problem.get('ctx', {}).get('error', message)}", None)
     if problem["type"] == "missing":
-        return invalid(f"{name}: it is missing", name, "missing_required_parameter")
+        return invalid(f"{name}: required field is missing", name, "missing_required_parameter")
     if not name:
         name = message.partition(":")[0] if ":" in message else ""
         return invalid(message, name or None, "unsupported_parameter" if "not supported" in message else None)
@@ -93,28 +92,28 @@ def _wrong_field(error: RequestValidationError) -> OpenAiError:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """The beginning of a text that may be of any length."""
+    """Return at most ``most`` characters of ``text``, with an ellipsis if it is longer."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def _is_branch(part: int | str) -> bool:
-    """Whether a part of a problem's path names a branch of a union by its type, and no field."""
+    """Tell whether a part of an error path names a branch of a union instead of a field."""
     return isinstance(part, str) and (part in ("str", "int") or not part.isidentifier())
 
 
-async def unless_gone(request: Request, work: Awaitable[T], farewell: Drain) -> T:
-    """The result of ``work``; a client that hangs up and a gateway that stops cancel it (OpenAiError)."""
+async def unless_disconnected(request: Request, work: Awaitable[T], drain: Drain) -> T:
+    """Return the result of ``work``; a client disconnect or a gateway shutdown cancels it (OpenAiError)."""
     task = asyncio.ensure_future(work)
-    left, told = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(farewell.heard())
+    disconnected, draining = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(drain.wait())
     try:
-        await asyncio.wait([task, left, told], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([task, disconnected, draining], return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise told.result() if told.done() else OpenAiError(CLIENT_CLOSED, "the client closed the connection")
+        raise draining.result() if draining.done() else OpenAiError(CLIENT_CLOSED, "the client closed the connection")
     finally:
-        for each in (task, left, told):
+        for each in (task, disconnected, draining):
             each.cancel()
-        await asyncio.gather(task, left, told, return_exceptions=True)
+        await asyncio.gather(task, disconnected, draining, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:
@@ -123,18 +122,17 @@ async def _disconnected(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; ``end`` runs once, whoever ends the stream."""
+    """Server-sent events; ``end`` runs exactly once, for every way the stream ends."""
 
     def __init__(
         self, events: AsyncIterator[bytes], end: Callable[[], Awaitable[None]], *, headers: Mapping[str, str]
     ) -> None:
-        # Nobody in between may hold pieces back.
+        # Proxies must not buffer the events.
         own = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **headers}
         super().__init__(events, media_type="text/event-stream", headers=own)
         self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
         try:
             await super().__call__(scope, receive, send)
         finally:

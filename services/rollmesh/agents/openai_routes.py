@@ -1,12 +1,12 @@
-"""The OpenAI-compatible API, and the sessions of outside agents beside it.
+"""Routes of the OpenAI-compatible API and of agent sessions.
 
-GET     /v1/models                     the run, and the policy versions that are served
-POST    /v1/chat/completions           an answer to a conversation
-POST    /v1/completions                a text or its token ids, continued
-POST    /v1/sessions                   a prompt to work on (rollout.program=agent)
-GET     /v1/sessions/{id}              a session: its trajectories, drift, state
-POST    /v1/sessions/{id}/reward       the agent's last word: the trajectories are finished and scored
-DELETE  /v1/sessions/{id}              give a session up: its prompt waits for another one
+GET     /v1/models                     the run, and the policy versions in service
+POST    /v1/chat/completions           answer a conversation
+POST    /v1/completions                continue a text or token ids
+POST    /v1/sessions                   open a session with a prompt (rollout.program=agent)
+GET     /v1/sessions/{id}              show a session: trajectories, drift, state
+POST    /v1/sessions/{id}/reward       post the reward: the trajectories are finished and scored
+DELETE  /v1/sessions/{id}              give up a session: its prompt returns to the queue
 
 A call with the header ``X-Rollmesh-Session`` is recorded in that session.
 """
@@ -22,15 +22,15 @@ from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_service import OpenAiService
 from rollmesh.agents.answering import SESSION_HEADER, Answering
 from rollmesh.agents.openai_errors import OpenAiError, OpenAiErrorBody, gone, too_many
-from rollmesh.agents.openai_http import OpenAiRoute, unless_gone
+from rollmesh.agents.openai_http import OpenAiRoute, unless_disconnected
 from rollmesh.agents.posted_rewards import check_repeated
 from rollmesh.agents.request_schema import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.agents.session_lookup import agents_of, find_session
 from rollmesh.agents.session_manager import SessionManager
 from rollmesh.gateway.token_check import Check
 
-_LOOK_SECONDS = 1.0
-"""How often an agent that waits for a prompt is told whether the run has ended."""
+_POLL_SECONDS = 1.0
+"""Seconds between two checks for the end of the run while an agent waits for a prompt."""
 
 SessionId = Annotated[str, Path(description="Session id.", min_length=1, max_length=100)]
 _CALL = {
@@ -46,15 +46,15 @@ _CALL = {
     "responses": {"200": {"content": {"application/json": {"schema": {}}, "text/event-stream": {}}}},
 }
 _ERRORS = {
-    400: "The request is wrong: `error.param` names the field.",
-    401: "The token is missing or wrong.",
-    404: "The model or the session is not known here.",
+    400: "The request is invalid: `error.param` names the field.",
+    401: "The token is missing or invalid.",
+    404: "The model or the session is unknown.",
     409: "Another call of the session is in progress.",
     410: "The session or the run has ended.",
-    422: "The session has another reward already.",
-    429: "No prompt right now: try again after `Retry-After` seconds.",
+    422: "The session already has a different reward.",
+    429: "No prompt is available: retry after `Retry-After` seconds.",
     502: "The generators failed.",
-    503: "Not now: try again after `Retry-After` seconds.",
+    503: "The service is unavailable: retry after `Retry-After` seconds.",
 }
 
 
@@ -62,12 +62,12 @@ _CALL_ERRORS = (404, 409, 410, 502)
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI entries of the errors that an operation answers with, besides those of every operation."""
+    """Return the OpenAPI entries of an operation's errors, including those common to every operation."""
     return {status: {"model": OpenAiErrorBody, "description": _ERRORS[status]} for status in (400, 401, *statuses, 503)}
 
 
 def openai_router(service: OpenAiService, check: Check) -> APIRouter:
-    """Chat, completions and models; every call needs the token."""
+    """Return the routes of models, chat, completions and sessions; every call requires the token."""
     api = APIRouter(
         prefix="/v1", tags=["openai"], dependencies=[Depends(check)], route_class=OpenAiRoute, responses=_errors()
     )
@@ -75,7 +75,7 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
 
     @api.get("/models")
     async def models() -> dict[str, Any]:
-        """The run, and every policy version that a generator serves."""
+        """List the run and every policy version that a generator serves."""
         serving, newest = await service.policies()
         run = service.config.name
         names = [run, *(f"{run}@{version}" for version in sorted(serving))]
@@ -83,7 +83,7 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
 
     @api.get("/models/{model}", responses=_errors(404))
     async def model(model: str) -> dict[str, Any]:
-        """One model."""
+        """Show one model."""
         serving, _ = await service.policies()
         run = service.config.name
         if model not in (run, *(f"{run}@{version}" for version in serving)):
@@ -92,12 +92,12 @@ def openai_router(service: OpenAiService, check: Check) -> APIRouter:
 
     @api.post("/chat/completions", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
     async def chat(request: Request, body: ChatRequest) -> Response:
-        """An answer to a conversation, rendered with the model's own chat template."""
+        """Answer a conversation, rendered with the model's own chat template."""
         return await answering.answer(request, body, "chat")
 
     @api.post("/completions", openapi_extra=_CALL, responses=_errors(*_CALL_ERRORS))
     async def completions(request: Request, body: CompletionRequest) -> Response:
-        """A text, or its token ids, continued."""
+        """Continue a text or token ids."""
         return await answering.answer(request, body, "completions")
 
     _add_sessions(api, service)
@@ -109,46 +109,48 @@ def _add_sessions(api: APIRouter, service: OpenAiService) -> None:
 
     @api.post("/sessions", status_code=201, responses=_errors(410, 429))
     async def open_session(request: Request, body: SessionRequest | None = None) -> dict[str, Any]:
-        """A prompt to work on; waits while the run is paused or its pool is full."""
+        """Open a session with a prompt; waits while the run is paused or its pool is full."""
         wait = (body or SessionRequest()).wait_seconds
-        session = await unless_gone(request, _opened(service, agents_of(service).desk, wait), service.farewell)
+        session = await unless_disconnected(
+            request, _opened(service, agents_of(service).session_manager, wait), service.drain
+        )
         return session.describe(run, with_task=True)
 
     @api.get("/sessions/{session_id}", responses=_errors(404))
     async def session(session_id: SessionId) -> dict[str, Any]:
-        """Show a session; one that has ended is shown without its task."""
+        """Show a session; an ended session is shown without its task."""
         found = find_session(service, session_id)
         return found.describe(run) if isinstance(found, EndedSession) else found.describe(run, with_task=True)
 
     @api.post("/sessions/{session_id}/reward", responses=_errors(404, 409, 410, 422))
     async def reward(session_id: SessionId, body: RewardRequest) -> dict[str, Any]:
-        """Finish and score the session's trajectories; the same reward again changes nothing."""
+        """Finish and score the session's trajectories; posting the same reward again changes nothing."""
         found = find_session(service, session_id)
         if isinstance(found, EndedSession):
             check_repeated(found, body)
             return found.describe(run)
-        # Not cut off when the client hangs up: half a reward helps nobody, and posting again is harmless.
+        # A disconnected client does not cancel this: a partly recorded reward is useless, and a repeated post is safe.
         await agents_of(service).rewards.post(found, body)
         return found.describe(run, with_task=False)
 
     @api.delete("/sessions/{session_id}", status_code=204, responses=_errors(404))
     async def give_up(session_id: SessionId) -> Response:
-        """Give a session up; its tokens are dropped and its prompt waits for another one."""
+        """Give up a session; its tokens are dropped and its prompt returns to the queue."""
         found = find_session(service, session_id)
         if isinstance(found, AgentSession):
-            agents_of(service).desk.end(found, "given_up")
+            agents_of(service).session_manager.end(found, "given_up")
         return Response(status_code=204)
 
 
-async def _opened(service: OpenAiService, desk: SessionManager, wait_seconds: float) -> AgentSession:
-    """A session, once there is a prompt for it; a run that ends meanwhile is not waited for."""
+async def _opened(service: OpenAiService, session_manager: SessionManager, wait_seconds: float) -> AgentSession:
+    """Wait for a prompt and return its session; OpenAiError if there is none in time or the run has ended."""
     deadline = time.monotonic() + wait_seconds
     while True:
-        session = await desk.open(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic())))
+        session = await session_manager.open(max(0.0, min(_POLL_SECONDS, deadline - time.monotonic())))
         if session is not None:
             return session
         if await service.complete():
-            raise gone("the run has all the rollouts that it needs", "run_complete")
+            raise gone("the run needs no more rollouts", "run_complete")
         if time.monotonic() >= deadline:
             raise too_many(f"no prompt within {wait_seconds:g} s: {await _why_none(service)}", "no_prompt")
 
@@ -158,7 +160,7 @@ async def _why_none(service: OpenAiService) -> str:
     if desired.paused:
         return desired.reason or "the run is paused"
     serving, _ = await service.policies()
-    return "the pool is full, or no prompt is admitted yet" if serving else "no generator serves a policy"
+    return "the pool is full, or no prompt has been admitted yet" if serving else "no generator serves a policy"
 
 
 def _model(name: str) -> dict[str, Any]:

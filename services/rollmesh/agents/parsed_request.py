@@ -1,4 +1,4 @@
-"""From a request to what has to be sampled: the policy, the context, the parameters, and what a session allows."""
+"""Parsing of a call: policy version, context, sampling parameters, and the limits inside a session."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from rollmesh.types import Int32Array, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """One call, read and checked."""
+    """One call, parsed and checked."""
 
     context: Context
     field: str
-    """Where the request has it: messages or prompt."""
+    """Request field of the context: messages or prompt."""
     whole_ids: Callable[[], Int32Array]
-    """Tokens of the whole context, when nothing of it is recorded."""
+    """Tokens of the whole context, used if none of it is recorded."""
     other_ids: Callable[[], Int32Array] | None = None
-    """The same without what the tokenizer adds around a text, where that makes a difference."""
+    """The same without the tokens that the tokenizer adds around a text; None if it adds none."""
     choices: int
     stops: tuple[str, ...]
     token_limit: int | None
@@ -36,19 +36,19 @@ class ParsedRequest:
 
 
 def read_model(name: str, run: str) -> int | None:
-    """The policy version that a model name pins, None for the newest; OpenAiError for another run's name."""
+    """Return the policy version that a model name pins, or None for the newest; OpenAiError for another run's name."""
     base, at, version = name.partition("@")
     if base != run:
         raise _no_model(f"model: {name!r} is not served here; it is {run!r}, or {run}@VERSION")
     if not at:
         return None
     if not version.isdecimal() or len(version) > 15:
-        raise _no_model(f"model: {name!r}: expected a policy version after @, a whole number")
+        raise _no_model(f"model: {name!r}: the policy version after @ must be a whole number")
     return int(version)
 
 
-def read_ask(request: ChatRequest | CompletionRequest, config: RunConfig, tokenizer: Tokenizer) -> ParsedRequest:
-    """Read a call; OpenAiError names the field that is wrong."""
+def parse_request(request: ChatRequest | CompletionRequest, config: RunConfig, tokenizer: Tokenizer) -> ParsedRequest:
+    """Parse a call; the OpenAiError of an invalid one names the field."""
     plain: Callable[[], Int32Array] | None = None
     if isinstance(request, ChatRequest):
         try:
@@ -59,7 +59,7 @@ def read_ask(request: ChatRequest | CompletionRequest, config: RunConfig, tokeni
         whole = _encoder(tokenizer, text, special_tokens=False, field="messages")
     elif isinstance(request.prompt, str):
         if not request.prompt:
-            raise invalid("prompt: it is empty; give at least one character, or token ids", "prompt")
+            raise invalid("prompt: empty; send at least one character, or token ids", "prompt")
         context = Context(text=request.prompt)
         whole = _encoder(tokenizer, request.prompt, special_tokens=True, field="prompt")
         plain = _encoder(tokenizer, request.prompt, special_tokens=False, field="prompt")
@@ -91,38 +91,39 @@ def read_ask(request: ChatRequest | CompletionRequest, config: RunConfig, tokeni
 
 
 def too_long(tokens: int, most: int, field: str) -> OpenAiError:
-    """No answer fits behind the context."""
+    """Return the error for a context that leaves no room for an answer."""
     return invalid(
-        f"the context has {tokens} tokens and this run's limit is generator.max_context_tokens={most}, answer included",
+        f"the context has {tokens} tokens; the limit with the answer is generator.max_context_tokens={most}",
         field,
         "context_length_exceeded",
     )
 
 
 def check_recordable(request: SamplingRequest, config: RunConfig) -> None:
-    """Raise OpenAiError for what a recorded call cannot do: its tokens are trained on as the policy's own."""
+    """Raise OpenAiError for fields that a session does not support: its tokens must come from the policy as trained."""
     temperature = config.rollout.temperature
     if "@" in request.model:
         raise invalid(
-            f"model: a session samples from the newest policy; send {config.name!r}, or leave the session out", "model"
+            f"model: a session samples from the newest policy; send {config.name!r}, or omit the session header",
+            "model",
         )
     if request.temperature is not None and request.temperature != temperature:
         raise invalid(
             f"temperature: {request.temperature:g} in a session, but the run trains at rollout.temperature="
-            f"{temperature:g}; leave it out or send {temperature:g}",
+            f"{temperature:g}; omit it or send {temperature:g}",
             "temperature",
         )
     for name, value, off in (("top_p", request.top_p, 1.0), ("top_k", request.top_k, 0)):
         if value not in (None, off):
             raise invalid(
                 f"{name}: {value:g} in a session, whose tokens are trained on: they must be sampled from the full "
-                f"vocabulary; leave it out or send {off:g}",
+                f"vocabulary; omit it or send {off:g}",
                 name,
             )
     if request.n not in (None, 1):
-        raise invalid(f"n: {request.n} in a session, which has one conversation; open one session per answer", "n")
+        raise invalid(f"n: {request.n} in a session, which has a single conversation; open one session per answer", "n")
     if request.seed is not None:
-        raise invalid("seed: not in a session, where the run's seed and the trajectory decide; leave it out", "seed")
+        raise invalid("seed: not supported in a session, which samples with the run's seed; omit it", "seed")
 
 
 def _no_model(message: str) -> OpenAiError:

@@ -1,4 +1,4 @@
-"""The agent's last word: a reward for every trajectory of its session, recorded once."""
+"""Rewards posted by agents: one per session, recorded once for each of its trajectories."""
 
 from __future__ import annotations
 
@@ -13,73 +13,80 @@ from rollmesh.agents.session_trajectory import SessionTrajectory
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome, SegmentSource
 from rollmesh.worker.agent_mark import AgentMark
 
-_HOLD_SECONDS = 60.0
-"""How long a reward waits for trajectories that are not held right now."""
+_LEASE_WAIT_SECONDS = 60.0
+"""Seconds that a reward waits for trajectories without a lease."""
 _SCORE_SECONDS = 120.0
-"""How long it waits for the queue to have the score."""
+"""Seconds that a reward waits until the queue has recorded the score."""
 
 
 class Rewards:
-    """Ends sessions."""
+    """Recorder of posted rewards; a recorded reward ends the session."""
 
-    def __init__(self, desk: SessionManager, budget: int) -> None:
-        """``budget``: tokens of a response; one that used them up ends as ``length``."""
-        self._desk = desk
+    def __init__(self, session_manager: SessionManager, budget: int) -> None:
+        """``budget``: tokens of a response; a response that used them all ends as ``length``."""
+        self._session_manager = session_manager
         self._budget = budget
 
     async def post(self, session: AgentSession, request: RewardRequest) -> None:
-        """Record the reward; the same one again changes nothing, another one is an error."""
+        """Record the reward; repeating the same reward changes nothing, and a different one raises OpenAiError."""
         session.check()
         if session.lock.locked():
-            raise busy(f"session {session.session_id}: a call of it is under way", "session_busy")
+            raise busy(
+                f"session {session.session_id}: one of its calls is in progress; post the reward after its answer",
+                "session_busy",
+            )
         async with session.lock:
             session.touch()
             await self._post(session, request)
 
     async def _post(self, session: AgentSession, request: RewardRequest) -> None:
-        marks = [part.mark for part in session.parts]
+        marks = [trajectory.mark for trajectory in session.trajectories]
         if any(mark.ended for mark in marks):
             _check_same(session.session_id, marks, request)
-        parts = [part for part in session.parts if _sampled(part) or part.mark.ended]
-        if not parts:
+        trajectories = [
+            trajectory for trajectory in session.trajectories if _sampled(trajectory) or trajectory.mark.ended
+        ]
+        if not trajectories:
             raise invalid(
-                "reward: nothing was sampled in this session yet, so there is nothing to reward; make a call with "
-                "its id first, or give the session up: DELETE /v1/sessions/ID",
+                "reward: no answer has been sampled in this session yet; send a call with its id first, or give up "
+                "the session: DELETE /v1/sessions/ID",
                 None,
                 "nothing_sampled",
             )
-        if request.verify and len(parts) > 1:
+        if request.verify and len(trajectories) > 1:
             raise invalid(
-                f"verify: the session's context has drifted into {len(parts)} trajectories, and the verifier looks at "
-                "one; post a value",
+                f"verify: the session's context has drifted into {len(trajectories)} trajectories, and the verifier "
+                "scores one; post a value",
                 "verify",
             )
         outcome = _outcome(request)
-        for part in parts:
-            if not part.mark.ended:
-                rollout = await part.ready(time.monotonic() + _HOLD_SECONDS)
-                await part.keep(rollout, outcome=outcome, ask_verifier=request.verify, finish_reason=self._reason(part))
-            part.wake()
-        recorded = [await part.ended(time.monotonic() + _SCORE_SECONDS) for part in parts]
-        self._desk.end(session, "rewarded" if any(recorded) else "lost", request.reward)
+        for trajectory in trajectories:
+            if not trajectory.mark.ended:
+                rollout = await trajectory.wait_ready(time.monotonic() + _LEASE_WAIT_SECONDS)
+                await trajectory.save_mark(
+                    rollout, outcome=outcome, ask_verifier=request.verify, finish_reason=self._reason(trajectory)
+                )
+            trajectory.notify()
+        recorded = [await trajectory.wait_recorded(time.monotonic() + _SCORE_SECONDS) for trajectory in trajectories]
+        self._session_manager.end(session, "rewarded" if any(recorded) else "lost", request.reward)
         if not any(recorded):
-            raise gone("the queue has dropped the session's group: the reward came too late", "session_ended")
+            raise gone("the queue has dropped the session's group before the reward arrived", "session_ended")
 
-    def _reason(self, part: SessionTrajectory) -> str:
-        assert part.held is not None
-        full = part.finish_reason == "length" and part.held.token_count >= self._budget
+    def _reason(self, trajectory: SessionTrajectory) -> str:
+        assert trajectory.active is not None
+        full = trajectory.finish_reason == "length" and trajectory.active.token_count >= self._budget
         return (FinishReason.LENGTH if full else FinishReason.ENVIRONMENT).value
 
 
 def check_repeated(session: EndedSession, request: RewardRequest) -> None:
-    """Accept the reward of an ended session again; OpenAiError for another one, or when it ended without a reward."""
+    """Accept a repeated reward of an ended session; OpenAiError if it differs or the session ended without a reward."""
     if session.ended != "rewarded":
         raise session_ended(session.session_id, session.ended)
     _check_same(session.session_id, session.marks, request)
 
 
 def _check_same(session_id: str, marks: Sequence[AgentMark], request: RewardRequest) -> None:
-    """A client that did not get the answer posts again; a recorded reward never changes."""
+    """Accept a repeated post after a lost response; reject a different reward."""
     mark = next(mark for mark in reversed(marks) if mark.ended)
     outcome = _outcome(request)
     same = mark.ask_verifier == request.verify and (
@@ -93,14 +100,14 @@ def _check_same(session_id: str, marks: Sequence[AgentMark], request: RewardRequ
     if not same:
         raise OpenAiError(
             422,
-            f"session {session_id} has its reward already, and it is another one",
+            f"session {session_id} already has a different reward; a recorded reward cannot be changed",
             param="reward",
             code="already_rewarded",
         )
 
 
-def _sampled(part: SessionTrajectory) -> bool:
-    return part.held is not None and any(s.source is SegmentSource.POLICY for s in part.held.segments)
+def _sampled(trajectory: SessionTrajectory) -> bool:
+    return trajectory.active is not None and any(s.source is SegmentSource.POLICY for s in trajectory.active.segments)
 
 
 def _outcome(request: RewardRequest) -> RewardOutcome | None:

@@ -1,4 +1,4 @@
-"""What clients send. Unknown fields are refused, and so is every known one that would be ignored otherwise."""
+"""Request models of the API; unknown fields and unsupported values are rejected."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logit_bias": (_NOTHING, "a bias changes the distribution that logprobs are over"),
     "modalities": ((None, ["text"]), "only text is generated"),
     "audio": (_NOTHING, "only text is generated"),
-    "prediction": (_NOTHING, "leave it out"),
+    "prediction": (_NOTHING, "omit it"),
     "reasoning_effort": (_NOTHING, "ask for it in a message"),
     "verbosity": (_NOTHING, "ask for it in a message"),
     "web_search_options": (_NOTHING, "there is no web search"),
     "service_tier": ((None, "auto", "default"), "there are no tiers"),
     "store": (_NOTHING, "calls are recorded in sessions: POST /v1/sessions"),
-    "best_of": ((None, 1), "ask for n choices"),
-    "echo": (_NOTHING, "the prompt is known to the caller"),
-    "suffix": (_NOTHING, "text can only be continued"),
+    "best_of": ((None, 1), "request n choices"),
+    "echo": (_NOTHING, "the client already has the prompt"),
+    "suffix": (_NOTHING, "only continuation of a text is supported"),
 }
-"""Fields of OpenAI's API that mean nothing at these values, and what to do instead of any other."""
+"""Fields of OpenAI's API, with the values that have no effect and the remedy for any other value."""
 
 
 def _whole_characters(text: str) -> str:
-    """JSON can escape half of a surrogate pair, which is no character: no tokenizer and no message takes it."""
+    """Reject half of a surrogate pair: JSON can escape one, but it is not a valid character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"character {error.start} is half of a surrogate pair, and no text") from error
+        raise ValueError(f"character {error.start} is half of a surrogate pair, not a valid character") from error
     return text
 
 
@@ -53,7 +53,7 @@ TokenCount = Annotated[int, Field(ge=1, le=MOST_INT32)]
 
 
 class Closed(BaseModel):
-    """A closed request whose docstrings become the OpenAPI text."""
+    """Request that rejects unknown fields; its docstrings become the OpenAPI text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -62,7 +62,7 @@ class TextPart(Closed):
     """One part of a message's content."""
 
     type: Literal["text"]
-    """Only text is understood."""
+    """Type of the part; only text is supported."""
     text: Text
     """The text."""
 
@@ -71,25 +71,25 @@ class Message(Closed):
     """One chat message."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Who speaks."""
+    """Author of the message."""
     content: Text | list[TextPart]
-    """What was said."""
+    """Text of the message."""
     name: Text | None = None
-    """Name of the speaker, for templates that use it."""
+    """Name of the author, for chat templates that use it."""
     tool_call_id: Text | None = None
-    """Call that a tool message answers, for templates that use it."""
+    """Id of the call that a tool message answers, for chat templates that use it."""
 
     @model_validator(mode="before")
     @classmethod
     def _without_empty_extras(cls, data: Any) -> Any:
-        """An assistant message of the official client carries fields that say nothing."""
+        """Drop the empty fields that the official client adds to an assistant message."""
         if not isinstance(data, dict):
             return data
         names = ("refusal", "audio", "annotations", "function_call", "tool_calls", "reasoning_content")
         return {k: v for k, v in data.items() if k not in names or v not in (None, [], "")}
 
     def as_template(self) -> dict[str, Any]:
-        """As a chat template takes it: text content, nothing that is not there."""
+        """Return the message as a chat template expects it: text content, without absent fields."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         optional = {"name": self.name, "tool_call_id": self.tool_call_id}
         return {"role": self.role, "content": text, **{k: v for k, v in optional.items() if v is not None}}
@@ -106,28 +106,30 @@ Stop = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_whole
 
 
 class SamplingRequest(Closed):
-    """What chat and completions share."""
+    """Fields common to chat and completions."""
 
     model: str
     """Name of the run, or ``run@version`` for one policy version."""
     temperature: Annotated[Temperature, Field(le=10)] | None = None
-    """Softmax temperature; 0 is greedy. Default 1, in a session the run's."""
+    """Softmax temperature; 0 is greedy. Defaults to 1, or to the run's temperature in a session."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Nucleus mass; not in a session."""
+    """Nucleus mass; not supported in a session."""
     top_k: int | None = Field(default=None, ge=0, le=MOST_INT32)
-    """Most likely tokens kept, 0 keeps all; not in a session. (Not part of OpenAI's API.)"""
+    """Number of most likely tokens to sample from; 0 keeps all. Not supported in a session. (Not part of OpenAI's API.)
+    """
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
-    """Answers; 1 in a session."""
+    """Number of answers; 1 in a session."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
-    """Texts that end the answer; they are not part of it."""
+    """Texts that end the answer and are not part of it."""
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    """Same seed, policy version and context: same answer. Not in a session, where the run's seed counts."""
+    """Seed of the sampling: the same seed, policy version and context give the same answer. Not supported in a session,
+    which uses the run's seed."""
     stream: bool | None = None
-    """Send the answer as it is sampled, as server-sent events."""
+    """Send the answer as server-sent events while it is sampled."""
     stream_options: StreamOptions | None = None
     """Options of a streamed answer."""
     return_token_ids: bool | None = None
-    """Send the token ids of context and answer, too. (Not part of OpenAI's API.)"""
+    """Include the token ids of the context and the answer. (Not part of OpenAI's API.)"""
     user: str | None = None
     """Ignored."""
     metadata: dict[str, Any] | None = None
@@ -150,7 +152,7 @@ class SamplingRequest(Closed):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings."""
+        """Stop strings as a tuple."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -162,23 +164,23 @@ class ChatRequest(SamplingRequest):
     messages: list[Message] = Field(min_length=1)
     """The conversation so far."""
     max_tokens: TokenCount | None = None
-    """Most tokens of the answer; default: what the context leaves."""
+    """Maximum tokens of the answer; defaults to the room left after the context."""
     max_completion_tokens: TokenCount | None = None
-    """Another name for max_tokens."""
+    """Alias of max_tokens."""
     logprobs: bool | None = None
-    """Send the log-probability of each token (over the full vocabulary, at the temperature it was sampled at)."""
+    """Send the log-probability of each token (over the full vocabulary, at the sampling temperature)."""
     top_logprobs: int | None = Field(default=None, ge=0, le=0)
-    """Only the sampled token's log-probability is known: 0."""
+    """Must be 0: only the log-probability of the sampled token is known."""
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of the answer; None is what the context leaves."""
+        """Maximum tokens of the answer; None allows all the room left after the context."""
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         return min(limits, default=None)
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer carries log-probabilities."""
+        """True if the answer carries log-probabilities."""
         return bool(self.logprobs)
 
 
@@ -186,20 +188,20 @@ class CompletionRequest(SamplingRequest):
     """POST /v1/completions."""
 
     prompt: Text | Annotated[list[int], Field(min_length=1)]
-    """Text to go on with, or its token ids (exact, whatever a tokenizer would make of the text)."""
+    """Text to continue, or its token ids (used exactly as given, without tokenizing)."""
     max_tokens: TokenCount | None = None
-    """Most tokens of the answer; default 16, as in OpenAI's API."""
+    """Maximum tokens of the answer; defaults to 16, as in OpenAI's API."""
     logprobs: int | None = Field(default=None, ge=0, le=0)
     """0 sends the log-probability of each token; those of other tokens are not known."""
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of the answer."""
+        """Maximum tokens of the answer."""
         return 16 if self.max_tokens is None else self.max_tokens
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the answer carries log-probabilities."""
+        """True if the answer carries log-probabilities."""
         return self.logprobs is not None
 
 
@@ -207,25 +209,27 @@ class SessionRequest(Closed):
     """POST /v1/sessions."""
 
     wait_seconds: float = Field(default=30.0, ge=0, le=120)
-    """How long to wait for a prompt while the run is paused or its pool is full."""
+    """Seconds to wait for a prompt while the run is paused or its pool is full."""
 
 
 class RewardRequest(Closed):
-    """POST /v1/sessions/{id}/reward: exactly one of the three."""
+    """POST /v1/sessions/{id}/reward: exactly one of reward, error and verify."""
 
     reward: float | None = None
-    """The value of what the agent did."""
+    """Value of the agent's work."""
     error: Annotated[str, Field(min_length=1, max_length=2000), AfterValidator(_whole_characters)] | None = None
-    """Why there is no value: the run's reward.on_error decides what that means."""
+    """Reason for a missing value; the run's reward.on_error decides its effect."""
     verify: bool = False
-    """Let the run's verifier score the answer; for sessions of one trajectory."""
+    """Score the answer with the run's verifier; only for sessions with one trajectory."""
     parts: dict[Text, float] = Field(default_factory=dict)
-    """Further numbers that are kept with the reward."""
+    """Further numbers that are stored with the reward."""
 
     @model_validator(mode="after")
     def _one_word(self) -> RewardRequest:
         if sum((self.reward is not None, self.error is not None, self.verify)) != 1:
-            raise ValueError("reward: give exactly one of reward (a number), error (why there is none), verify: true")
+            raise ValueError(
+                "reward: give exactly one of reward (a number), error (the reason for a missing number), verify: true"
+            )
         if self.parts and self.reward is None:
-            raise ValueError("parts: only together with reward")
+            raise ValueError("parts: allowed only together with reward")
         return self

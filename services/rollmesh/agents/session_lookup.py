@@ -1,4 +1,4 @@
-"""Finding a session by its id, and saying what became of one that is not there."""
+"""Lookup of sessions by id, with the reason if a session is missing."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from rollmesh.agents.openai_errors import OpenAiError, invalid, unavailable
 
 
 def agents_of(service: OpenAiService) -> Agents:
-    """The part of the service that only a run of outside agents has; OpenAiError in another run."""
+    """Return the part of the service for agent runs; OpenAiError in any other run."""
     if service.agents is None:
         raise invalid(
-            f"sessions: this run makes its rollouts itself (rollout.program={service.config.rollout.program}); set "
-            "rollout.program=agent to train on what outside agents do",
+            f"sessions: this run makes its own rollouts (rollout.program={service.config.rollout.program}); set "
+            "rollout.program=agent to train on the sessions of outside agents",
             None,
             "no_sessions",
         )
@@ -20,7 +20,7 @@ def agents_of(service: OpenAiService) -> Agents:
 
 
 def active_session(service: OpenAiService, session_id: str) -> AgentSession:
-    """Find a session that a call can continue; OpenAiError when it has ended or is unknown."""
+    """Return the session for a call to continue; OpenAiError if it has ended or is unknown."""
     session = find_session(service, session_id)
     if isinstance(session, EndedSession):
         raise session_ended(session_id, session.ended)
@@ -28,21 +28,21 @@ def active_session(service: OpenAiService, session_id: str) -> AgentSession:
 
 
 def find_session(service: OpenAiService, session_id: str) -> AgentSession | EndedSession:
-    """Find a session, ended ones included; OpenAiError when it is unknown."""
+    """Return a session, including ended ones; OpenAiError if it is unknown."""
     agents = agents_of(service)
-    session = agents.desk.find(session_id)
+    session = agents.session_manager.find(session_id)
     if session is not None:
         return session
     if service.taking_over:
         raise unavailable(
-            f"session {session_id}: not known here yet; this gateway has just started and is taking over the sessions "
-            "of one that died: send the same call again",
+            f"session {session_id}: not known yet; this gateway has just started and may still take over the sessions "
+            "of a crashed gateway: send the same call again",
             "session_not_known_yet",
             5.0,
         )
     raise OpenAiError(
         404,
-        f"session {session_id}: not known; it was never opened here, ended long ago, or had no call yet when its "
-        "gateway died; open another one: POST /v1/sessions",
+        f"session {session_id}: unknown; it was never opened here, ended long ago, or had no call yet when its "
+        "gateway crashed; open a new session: POST /v1/sessions",
         code="session_not_found",
     )

@@ -1,9 +1,9 @@
-"""One trajectory of an agent's session: held by the gateway's worker, worked on by the agent's calls.
+"""One trajectory of an agent session, leased by the gateway's worker and continued by the agent's calls.
 
-The worker's task waits in ``hold`` while the agent thinks. A call takes the trajectory (``busy``), appends what the
-agent heard, and samples. In a pause the trajectory stays leased, and calls wait. When the worker has to let go of it (a
-shutdown, a lost session), it waits for the call to stop first; a call that finds it away waits for it to be leased
-again, and goes on where it was.
+The worker's task waits in ``run`` between the agent's calls. A call takes the trajectory (``busy``), appends the new
+environment tokens and samples. During a pause the trajectory stays leased, and calls wait. Before the worker releases
+it (shutdown, lost worker session), the worker waits for the call to stop. A call that finds the trajectory without a
+lease waits for the next lease and continues at the same token.
 """
 
 from __future__ import annotations
@@ -26,159 +26,160 @@ from rollmesh.worker.agent_mark import AgentMark
 from rollmesh.worker.program import RolloutContext, RolloutResult
 
 UNWANTED = "unwanted"
-"""Why a part is given up whose only answer the agent asked for again."""
+"""Reason for giving up a trajectory whose only answer the agent has requested again."""
 
 
 class AgentGone(RollmeshError):
-    """The agent gave its session up, or was silent for too long: the prompt waits for another session."""
+    """The agent gave up its session or was silent for too long; its prompt returns to the queue."""
 
 
 class SessionTrajectory:
     """One trajectory of a session."""
 
     def __init__(self, mark: AgentMark, deadline: Callable[[], float]) -> None:
-        """``deadline`` says when a silent session is given up, in monotonic seconds."""
+        """``deadline()`` is the time when a silent session is given up, in monotonic seconds."""
         self.mark = mark
         self.rollout: RolloutContext | None = None
-        """The trajectory, while the worker holds it."""
-        self.held: ActiveTrajectory | None = None
-        """The same as it was held last."""
+        """Context of the lease; None while the worker has no lease."""
+        self.active: ActiveTrajectory | None = None
+        """Tokens of the current lease, or of the last one; None before the first."""
         self.busy = False
-        """Whether a call works on it."""
+        """True while a call works on the trajectory."""
         self.turn: AnswerTurn | None = None
-        """The newest answer, once it is complete."""
+        """Newest answer, once it is complete."""
         self.finish_reason = ""
-        """How the newest answer ended: stop or length; empty while it is not complete."""
-        self.flow: AnswerStream | None = None
-        """The answer under way."""
+        """stop or length of the newest answer; empty while it is incomplete."""
+        self.stream: AnswerStream | None = None
+        """Answer in progress."""
         self.given_up = ""
-        """Why nobody works on it any more."""
+        """Reason for giving up the trajectory; empty while an agent works on it."""
         self.lost = ""
-        """Why it is no longer the session's."""
+        """Reason for losing the trajectory; empty while it belongs to the session."""
         self._deadline = deadline
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def trajectory_id(self) -> str:
-        """Identity of the trajectory; empty before it was held."""
-        return self.held.trajectory_id if self.held is not None else ""
+        """Identity of the trajectory; empty before the first lease."""
+        return self.active.trajectory_id if self.active is not None else ""
 
     @property
     def turn_mark(self) -> TurnMark | None:
-        """Where the newest turn begins; None before the first."""
+        """Beginning of the newest turn; None before the first turn."""
         if not self.mark.turn:
             return None
         turn = self.mark.turn
         return TurnMark(characters=int(turn["characters"]), digest=str(turn["digest"]), at=int(turn["at"]))
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will happen to it here."""
+    def closed(self) -> bool:
+        """True once this gateway has finished all work on the trajectory."""
         if self.lost:
             return True
         ended = self.mark.ended or bool(self.given_up)
-        return ended and self.rollout is None and self.held is not None and self.held.over
+        return ended and self.rollout is None and self.active is not None and self.active.closed
 
-    async def keep(self, rollout: RolloutContext, **changes: Any) -> None:
-        """Make a change of the mark durable, then real."""
+    async def save_mark(self, rollout: RolloutContext, **changes: Any) -> None:
+        """Save changes of the mark, then apply them."""
         mark = replace(self.mark, **changes)
-        await rollout.keep_snapshot(rollout.held, mark.to_bytes())
+        await rollout.keep_snapshot(rollout.active, mark.to_bytes())
         self.mark = mark
 
-    async def hold(self, rollout: RolloutContext) -> RolloutResult:
-        """What the worker runs: wait until the agent has had its last word.
+    async def run(self, rollout: RolloutContext) -> RolloutResult:
+        """Wait until the agent has posted its reward; the worker runs this.
 
-        Raises Parked and LetGo as a program does, AgentGone when the agent is silent for too long or gave up.
+        Raises Parked and LetGo like every program, and AgentGone if the agent gave up or was silent for too long.
         """
-        held = self.held = rollout.held
-        held.changed = lambda: self._look(held)
+        active = self.active = rollout.active
+        active.changed = lambda: self._on_change(active)
         self.rollout = rollout
-        self.wake()
+        self.notify()
         try:
             while True:
                 if not self.busy:
                     if self.mark.ended:
-                        return self._ending()
-                    held.check_lost()
-                    if held.parking is ReleaseReason.DRAINED:
+                        return self._result()
+                    active.check_lost()
+                    if active.park_reason is ReleaseReason.DRAINED:
                         raise Parked(ReleaseReason.DRAINED)
                     if self.given_up or time.monotonic() >= self._deadline():
                         return await self._give_up(rollout)
                 await self._wait(self._deadline() if not self.busy else None)
         except LetGo as error:
-            self.lose(str(error))
+            self.mark_lost(str(error))
             raise
         finally:
             self.rollout = None
-            self.wake()
+            self.notify()
 
-    async def ready(self, deadline: float) -> RolloutContext:
-        """The trajectory, once it is held and may go on; OpenAiError when that takes until ``deadline``."""
+    async def wait_ready(self, deadline: float) -> RolloutContext:
+        """Wait for a lease under which sampling may continue; OpenAiError after ``deadline``."""
         while True:
             self.check()
-            if self.rollout is not None and self.rollout.held.wanted:
+            if self.rollout is not None and self.rollout.active.wanted:
                 return self.rollout
             if time.monotonic() >= deadline:
                 raise unavailable(
-                    "the session's trajectory is not held right now: the run is paused, or the pool is full; "
-                    "send the same call again",
+                    "the session's trajectory has no lease: the run is paused, or the pool is full; send the same call "
+                    "again",
                     "session_parked",
                     2.0,
                 )
             await self._wait(deadline)
 
-    async def ended(self, deadline: float) -> bool:
-        """Wait until the queue has its outcome; False when it is lost instead. OpenAiError after ``deadline``."""
-        while not (self.held is not None and self.held.over and self.rollout is None):
+    async def wait_recorded(self, deadline: float) -> bool:
+        """Wait until the queue has recorded the outcome; False if the trajectory is lost. OpenAiError after
+        ``deadline``."""
+        while not (self.active is not None and self.active.closed and self.rollout is None):
             self.check()
             if time.monotonic() >= deadline:
-                raise unavailable("the reward is kept and not scored yet; send it again", "not_scored_yet", 2.0)
+                raise unavailable("the reward is stored but not scored yet; send it again", "not_scored_yet", 2.0)
             await self._wait(deadline)
-        return self.held.recorded
+        return self.active.recorded
 
     def check(self) -> None:
-        """Raise OpenAiError when the trajectory is no longer the session's."""
+        """Raise OpenAiError if the trajectory no longer belongs to the session."""
         if self.lost:
-            raise gone(f"the session has ended: {self.lost}; open another one: POST /v1/sessions", "session_ended")
+            raise gone(f"the session has ended: {self.lost}; open a new session: POST /v1/sessions", "session_ended")
 
-    def forget(self, drift_count: int) -> None:
-        """The trajectory begins again; the mark of its next turn will be the first one."""
+    def drop_turns(self, drift_count: int) -> None:
+        """Drop the turns: the trajectory restarts, and its next turn is the first one."""
         self.mark = replace(self.mark, turn={}, drift_count=drift_count)
         self.turn, self.finish_reason = None, ""
 
-    def lose(self, why: str) -> None:
-        """The trajectory is no longer the session's."""
-        self.lost = self.lost or why or "the queue has given its trajectory away"
-        self.wake()
+    def mark_lost(self, why: str) -> None:
+        """Mark the trajectory as lost to the session."""
+        self.lost = self.lost or why or "the queue has revoked its trajectory"
+        self.notify()
 
     def give_up(self, why: str) -> None:
-        """Nobody works on it any more."""
+        """Stop all work on the trajectory."""
         self.given_up = why
-        self.wake()
+        self.notify()
 
-    def wake(self) -> None:
-        """Let everyone who waits look again."""
+    def notify(self) -> None:
+        """Wake every waiter to check the state again."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _look(self, held: ActiveTrajectory) -> None:
-        if self.flow is not None:
-            self.flow.look(held)
-        self.wake()
+    def _on_change(self, active: ActiveTrajectory) -> None:
+        if self.stream is not None:
+            self.stream.update(active)
+        self.notify()
 
     async def _give_up(self, rollout: RolloutContext) -> RolloutResult:
         self.given_up = self.given_up or "idle"
-        if rollout.held.token_count:
-            await rollout.restart(rollout.held)
+        if rollout.active.token_count:
+            await rollout.restart(rollout.active)
         raise AgentGone(f"agent session {self.mark.session_id}: {self.given_up}")
 
-    def _ending(self) -> RolloutResult:
+    def _result(self) -> RolloutResult:
         reason = FinishReason(self.mark.finish_reason)
         return RolloutResult(reason=reason, outcome=None if self.mark.ask_verifier else self.mark.outcome)
 
     async def _wait(self, until: float | None) -> None:
-        """Until something changes. Between a look and this call nothing may be awaited, or a change is missed."""
+        """Wait until the state changes. Do not await between a check and this call: a change would be missed."""
         if self._waiter is None:
             self._waiter = asyncio.get_running_loop().create_future()
         seconds = None if until is None else max(0.0, until - time.monotonic())

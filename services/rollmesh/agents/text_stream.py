@@ -1,7 +1,7 @@
-"""From sampled tokens to text as they arrive: no half characters, and a place in the text for every token.
+"""Incremental decoding of sampled tokens: only whole characters, with a position in the text for every token.
 
-Two texts grow side by side. ``raw`` is what the tokens say with special tokens spelled out: what a chat template would
-have to write for the same tokens. ``text`` is what a reader sees: special tokens are left out.
+Two texts grow in parallel. ``raw`` includes special tokens: a chat template has to write exactly this text to produce
+the same tokens. ``text`` leaves special tokens out.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array
 
 _CONTEXT_TOKENS = 6
-"""Tokens before the first one that are decoded with it: some tokenizers drop the space before a first word."""
+"""Context tokens decoded together with the answer: some tokenizers drop the space before a first word."""
 _BROKEN = "\ufffd"
 _LONGEST_CHARACTER_TOKENS = 8
-"""Tokens without a whole character after which the rest is printed as it is: it will not become one any more."""
+"""Limit of tokens without a whole character; after it, the bytes are decoded as they are."""
 
 
 class TextStream:
-    """Decodes one run of tokens that follows ``context_ids``."""
+    """Decoder of the tokens that follow ``context_ids``."""
 
     def __init__(self, tokenizer: Tokenizer, context_ids: Int32Array) -> None:
         self._tokenizer = tokenizer
@@ -25,9 +25,9 @@ class TextStream:
         self._read = len(self._window)
         self._special: dict[int, bool] = {}
         self.raw = ""
-        """Text of all whole characters so far, special tokens included."""
+        """Text of all whole characters so far, including special tokens."""
         self.text = ""
-        """The same without special tokens."""
+        """The same text without special tokens."""
         self.raw_ends: list[int] = []
         """Length of ``raw`` after each token."""
         self.text_ends: list[int] = []
@@ -45,19 +45,19 @@ class TextStream:
         self.text_ends.append(len(self.text))
 
     def flush(self) -> None:
-        """Nothing follows: print what never became a whole character."""
+        """Decode the remaining incomplete characters; no token follows."""
         if self._read < len(self._window):
             self._emit(self._piece(), None)
             self.raw_ends[-1], self.text_ends[-1] = len(self.raw), len(self.text)
 
     def cut(self, count: int) -> None:
-        """Forget all tokens after the first ``count``."""
+        """Drop all tokens after the first ``count``."""
         del self.raw_ends[count:], self.text_ends[count:]
         self.raw = self.raw[: self.raw_ends[-1] if count else 0]
         self.text = self.text[: self.text_ends[-1] if count else 0]
 
     def _piece(self) -> str:
-        """Text of the tokens that have not been printed, as it reads after those that have."""
+        """Return the text of the undecoded tokens, as it reads after the decoded ones."""
         whole = self._tokenizer.decode(self._window, special_tokens=True)
         return whole[len(self._tokenizer.decode(self._window[: self._read], special_tokens=True)) :]
 

@@ -1,4 +1,4 @@
-"""Calls that are not recorded: evaluation, demonstrations, curiosity. They are never trained on."""
+"""Calls without a session: never recorded and never trained on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 
-from rollmesh.agents.answer_stream import AnswerStream, FinishedAnswer
+from rollmesh.agents.answer_stream import AnswerInProgress, AnswerStream
 from rollmesh.agents.answer_turn import AnswerTurn
 from rollmesh.agents.openai_errors import invalid, unavailable
 from rollmesh.agents.parsed_request import ParsedRequest, too_long
@@ -18,17 +18,17 @@ from rollmesh.types import FinishReason, Int32Array, Prompt, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.routing import Need, able
+from rollmesh.worker.routing import Need, can_serve
 
 _WAIT_SECONDS = 30.0
-"""Time for a generator to come into service before a call is turned away."""
+"""Time for a generator to enter service before a call is rejected."""
 _PINNED_WAIT_SECONDS = 2.0
-"""The same for one policy version: a generator that is pinned to it serves it already."""
-_LOOK_SECONDS = 0.05
+"""Shorter time for one policy version: a pinned generator already serves it."""
+_POLL_SECONDS = 0.05
 
 
 class UnrecordedCalls:
-    """Samples answers outside of the queue, on the run's generators."""
+    """Sampler of answers outside the queue, on the generators of the run."""
 
     def __init__(
         self, tokenizer: Tokenizer, caller: Caller, generators: GeneratorPool, *, max_context_tokens: int
@@ -38,64 +38,66 @@ class UnrecordedCalls:
         self._generators = generators
         self._max_context_tokens = max_context_tokens
 
-    async def start(self, ask: ParsedRequest) -> list[FinishedAnswer]:
-        """One answer under way for every choice.
+    async def start(self, request: ParsedRequest) -> list[AnswerInProgress]:
+        """Return one answer in progress per choice.
 
-        OpenAiError when the context is too long, or no generator can serve the call.
+        Raises OpenAiError if the context is too long, or if no generator can serve the call.
         """
-        context_ids = await asyncio.to_thread(ask.whole_ids)
+        context_ids = await asyncio.to_thread(request.whole_ids)
         left = self._max_context_tokens - len(context_ids)
         if not len(context_ids):
-            raise invalid("the context has no tokens", ask.field)
+            raise invalid("the context has no tokens; send at least one", request.field)
         if left < 1:
-            raise too_long(len(context_ids), self._max_context_tokens, ask.field)
-        await self._served(ask.pinned_version)
-        budget = left if ask.token_limit is None else min(left, ask.token_limit)
-        return [self._answer(ask, context_ids, budget, index) for index in range(ask.choices)]
+            raise too_long(len(context_ids), self._max_context_tokens, request.field)
+        await self._wait_served(request.pinned_version)
+        budget = left if request.token_limit is None else min(left, request.token_limit)
+        return [self._answer(request, context_ids, budget, index) for index in range(request.choices)]
 
-    def _answer(self, ask: ParsedRequest, context_ids: Int32Array, budget: int, index: int) -> FinishedAnswer:
-        held = ActiveTrajectory(
+    def _answer(self, request: ParsedRequest, context_ids: Int32Array, budget: int, index: int) -> AnswerInProgress:
+        active = ActiveTrajectory(
             Trajectory(
-                trajectory_id=f"{_name(ask, context_ids)}.{index}",
+                trajectory_id=f"{_name(request, context_ids)}.{index}",
                 group_id=f"api-{secrets.token_hex(8)}",
                 member_index=index,
                 prompt=Prompt(prompt_id="api", token_ids=context_ids, verifier=""),
             )
         )
-        turn = AnswerTurn(self._tokenizer, context_ids, ask.stops)
-        flow = AnswerStream(turn, 0)
-        held.changed = lambda: flow.look(held)
+        turn = AnswerTurn(self._tokenizer, context_ids, request.stops)
+        stream = AnswerStream(turn, 0)
+        active.changed = lambda: stream.update(active)
 
         async def sample() -> FinishReason:
-            return await self._caller.sample(held, budget, ask.params, save=None, pinned_version=ask.pinned_version)
+            return await self._caller.sample(
+                active, budget, request.params, save=None, pinned_version=request.pinned_version
+            )
 
-        return FinishedAnswer(context_ids=context_ids, turn=turn, deltas=flow.run(sample))
+        return AnswerInProgress(context_ids=context_ids, turn=turn, deltas=stream.run(sample))
 
-    async def _served(self, pinned_version: int | None) -> None:
-        """Wait until some generator can take the call."""
+    async def _wait_served(self, pinned_version: int | None) -> None:
+        """Wait until a generator can take the call."""
         need = Need(pinned_version=pinned_version)
         deadline = time.monotonic() + (_WAIT_SECONDS if pinned_version is None else _PINNED_WAIT_SECONDS)
-        while not any(able(record, need) for record in self._generators.records.values()):
+        while not any(can_serve(record, need) for record in self._generators.records.values()):
             if time.monotonic() >= deadline:
-                raise _nobody(self._generators, pinned_version)
-            await asyncio.sleep(_LOOK_SECONDS)
+                raise _no_generator(self._generators, pinned_version)
+            await asyncio.sleep(_POLL_SECONDS)
 
 
-def _nobody(generators: GeneratorPool, pinned_version: int | None) -> Exception:
+def _no_generator(generators: GeneratorPool, pinned_version: int | None) -> Exception:
     serving = sorted({r.policy_version for r in generators.records.values() if r.serving})
     if pinned_version is None or not serving:
-        return unavailable("no generator serves a policy right now; try again later", "no_generator", 5.0)
+        return unavailable("no generator serves a policy; retry later", "no_generator", 5.0)
     return unavailable(
-        f"no generator serves policy version {pinned_version} right now (served: "
+        f"no generator serves policy version {pinned_version} (served: "
         f"{', '.join(map(str, serving))}); pin it first: POST /api/v1/policies/{pinned_version}/pin",
         "version_not_served",
         5.0,
     )
 
 
-def _name(ask: ParsedRequest, context_ids: Int32Array) -> str:
-    """Sampling noise depends on the seed and this name: with a seed, the same call gets the same noise."""
-    if not ask.seeded:
+def _name(request: ParsedRequest, context_ids: Int32Array) -> str:
+    """Return the trajectory id, from which the sampling noise is derived: with a seed, equal calls get equal noise."""
+    if not request.seeded:
         return f"api-{secrets.token_hex(12)}"
     digest = hashlib.blake2b(np.ascontiguousarray(context_ids, "<i4").tobytes(), digest_size=12).hexdigest()
     return f"api-{digest}"

@@ -1,4 +1,4 @@
-"""Pure functions of reinforcement learning: advantages, losses, corrections, masks. No I/O and no service imports.
+"""Pure functions of reinforcement learning: advantages, losses, corrections, masks. No I/O, no service imports.
 
 Importing this package loads nothing; the submodules load torch, except ``shaping``, which rollout workers use.
 """

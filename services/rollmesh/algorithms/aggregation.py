@@ -1,8 +1,8 @@
-"""From per-token losses to one number.
+"""Aggregation of per-token losses to one number.
 
-An aggregation is a weight per token, computed from the ORIGINAL tokens of the whole minibatch: masking a token takes
-it out of the numerator and leaves every denominator as it was, so that it shrinks the update instead of re-weighting
-the rest. Because the weights are known before the minibatch is split, the sum over micro-batches and ranks is exact.
+An aggregation is a weight per token, computed from the ORIGINAL tokens of the whole minibatch. Masking a token removes
+it from the numerator and changes no denominator, so it shrinks the update instead of re-weighting the other tokens. The
+weights are known before the minibatch is split, so the sum over micro-batches and ranks is exact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollmesh.algorithms.segment_columns import segment_count
 
 
 def token_mean(original_mask: Tensor, sequence_index: Tensor, sequence_count: int) -> Tensor:
-    """``1 / sum_i |o_i|`` on every original token: long answers weigh more (DAPO, arXiv 2503.14476).
+    """Return ``1 / sum_i |o_i|`` for every original token: long answers weigh more (DAPO, arXiv 2503.14476).
 
     ``original_mask`` bool [tokens], ``sequence_index`` int64 [tokens]; returns float64 [tokens].
     """
@@ -24,7 +24,7 @@ def token_mean(original_mask: Tensor, sequence_index: Tensor, sequence_count: in
 
 
 def sequence_mean_token_mean(original_mask: Tensor, sequence_index: Tensor, sequence_count: int) -> Tensor:
-    """``1 / (S |o_i|)``: every answer with at least one token weighs the same (GRPO, GSPO).
+    """Return ``1 / (S |o_i|)``: every answer with at least one token has the same weight (GRPO, GSPO).
 
     ``original_mask`` bool [tokens], ``sequence_index`` int64 [tokens]; returns float64 [tokens].
     """
@@ -42,5 +42,5 @@ AGGREGATIONS: Mapping[str, Aggregation] = MappingProxyType(
 
 
 def aggregate(token_loss: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-    """``sum_t weights_t * mask_t * token_loss_t``; a masked token contributes 0 even where its loss is not finite."""
+    """Return ``sum_t weights_t * mask_t * token_loss_t``; a masked token adds 0 even if its loss is not finite."""
     return (token_loss.masked_fill(~mask, 0.0) * weights).sum()

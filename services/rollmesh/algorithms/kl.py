@@ -8,11 +8,11 @@ from rollmesh.algorithms.ratios import log_ratio
 
 
 def k1(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``log p - log q``: unbiased, may be negative; [tokens]."""
+    """Return ``log p - log q``: unbiased, may be negative; [tokens]."""
     return -log_ratio(log_q, log_p)
 
 
 def k3(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """``(q/p - 1) - log(q/p)``: unbiased, never negative, low variance near p = q; [tokens]."""
+    """Return ``(q/p - 1) - log(q/p)``: unbiased, never negative, low variance near p = q; [tokens]."""
     difference = log_ratio(log_q, log_p)
     return difference.exp() - 1 - difference

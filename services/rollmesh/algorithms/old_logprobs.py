@@ -1,15 +1,15 @@
-"""Where the denominator of the importance ratio comes from.
+"""Sources of the denominator of the importance ratio.
 
-sampler    the concatenated behavior_logprobs of all versions that wrote the trajectory: our variant of CoPRIS, and
-           the fallback of every other source
+sampler    the concatenated behavior_logprobs of all versions that sampled the trajectory: rollmesh's variant of
+           CoPRIS, and the fallback of every other source
 stage_end  the trainer's own log-probabilities, computed at the end of each stage with the weights that sampled it
            (CoPRIS as published, arXiv 2511.05589; strategy 3 of Missing Old Logits, arXiv 2605.12070); needs a barrier
 recompute  one pass with the weights right before the train step: pi_prox of decoupled PPO (arXiv 2505.24298)
 current    the same weights for every token, mixed caches included: pseudo on-policy (POIS of UloRL, arXiv 2507.19766)
 snapshot   the stored weights of the version that sampled the token (strategy 1 of Missing Old Logits)
 
-A token that attended to another version's KV cache has no exact policy: no recomputation reproduces it, so the sources
-that claim exactness fall back to ``sampler`` for it, counted by reason.
+A token that attended to another version's KV cache has no exact policy, and no recomputation reproduces it. The sources
+that claim exactness fall back to ``sampler`` for such tokens, counted by reason.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ import torch
 from torch import Tensor
 
 
-class Evidence(Enum):
-    """Which trainer-side log-probabilities a source is chosen from."""
+class TrainerLogprobs(Enum):
+    """Trainer-side log-probabilities that a source uses."""
 
     NONE = "none"
     STEP_START = "step_start"
-    """One pass with the weights before the first update of the train step."""
+    """Log-probabilities of one pass with the weights before the first update of the train step."""
     STAGE_END = "stage_end"
-    """What was recorded at the end of the stage that sampled the token."""
+    """Log-probabilities recorded at the end of the stage that sampled the token."""
     SNAPSHOT = "snapshot"
-    """Recomputed with the stored weights of the token's version."""
+    """Log-probabilities recomputed with the stored weights of the token's version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldLogprobs:
-    """The chosen denominator."""
+    """Chosen denominator of every token."""
 
     values: Tensor  # float [tokens]
     from_trainer: Tensor  # bool [tokens], True where the trainer-side value was taken
     fell_back: Mapping[str, Tensor]  # bool [tokens] by reason
-    """Policy tokens for which the source was impossible and ``sampler`` stepped in."""
+    """Policy tokens that fell back to ``sampler``."""
 
     @property
     def fallbacks(self) -> Mapping[str, int]:
-        """How many tokens fell back, by reason; reasons without any are left out."""
+        """Number of tokens that fell back, by reason; reasons without tokens are omitted."""
         counts = {reason: int(tokens.sum()) for reason, tokens in self.fell_back.items()}
         return {reason: count for reason, count in counts.items() if count}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldLogprobSource:
-    """One source: what it needs and what makes it impossible for a token."""
+    """One source of the denominator, with its requirements."""
 
     name: str
-    evidence: Evidence
+    trainer_logprobs: TrainerLogprobs
     needs_pure: bool
-    """Tokens sampled on another version's cache fall back."""
+    """True if tokens sampled on another version's cache fall back."""
     missing_reason: str = "missing"
-    """Reason counted where the trainer-side value does not exist."""
+    """Reason counted for tokens without a trainer-side value."""
 
     def choose(
         self, *, behavior: Tensor, trainer: Tensor, available: Tensor, pure: Tensor, policy: Tensor
     ) -> OldLogprobs:
-        """Take ``trainer`` where the source can, ``behavior`` elsewhere.
+        """Choose ``trainer`` for the tokens that the source covers, ``behavior`` for the others.
 
         All [tokens]: ``behavior`` and ``trainer`` float log-probabilities, ``available`` bool where ``trainer``
         exists, ``pure`` bool where one version's weights and cache sampled the token, ``policy`` bool where a policy
-        wrote it (only those are counted).
+        sampled it (only those are counted).
         """
-        if self.evidence is Evidence.NONE:
+        if self.trainer_logprobs is TrainerLogprobs.NONE:
             nowhere = torch.zeros_like(policy)
             return OldLogprobs(values=behavior, from_trainer=nowhere, fell_back={})
         mixed = policy & ~pure if self.needs_pure else torch.zeros_like(policy)
@@ -88,18 +88,24 @@ SOURCES: Mapping[str, OldLogprobSource] = MappingProxyType(
     {
         source.name: source
         for source in (
-            OldLogprobSource(name="sampler", evidence=Evidence.NONE, needs_pure=False),
-            OldLogprobSource(name="current", evidence=Evidence.STEP_START, needs_pure=False),
-            OldLogprobSource(name="recompute", evidence=Evidence.STEP_START, needs_pure=True),
+            OldLogprobSource(name="sampler", trainer_logprobs=TrainerLogprobs.NONE, needs_pure=False),
+            OldLogprobSource(name="current", trainer_logprobs=TrainerLogprobs.STEP_START, needs_pure=False),
+            OldLogprobSource(name="recompute", trainer_logprobs=TrainerLogprobs.STEP_START, needs_pure=True),
             OldLogprobSource(
-                name="stage_end", evidence=Evidence.STAGE_END, needs_pure=True, missing_reason="stage_not_recorded"
+                name="stage_end",
+                trainer_logprobs=TrainerLogprobs.STAGE_END,
+                needs_pure=True,
+                missing_reason="stage_not_recorded",
             ),
             OldLogprobSource(
-                name="snapshot", evidence=Evidence.SNAPSHOT, needs_pure=True, missing_reason="version_not_kept"
+                name="snapshot",
+                trainer_logprobs=TrainerLogprobs.SNAPSHOT,
+                needs_pure=True,
+                missing_reason="version_not_kept",
             ),
         )
     }
 )
 
 FALLBACK_REASONS = tuple(sorted({"mixed_cache", *(source.missing_reason for source in SOURCES.values())}))
-"""Every reason that ``OldLogprobs.fallbacks`` may name."""
+"""All reasons that may occur in ``OldLogprobs.fallbacks``."""

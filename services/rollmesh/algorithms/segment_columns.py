@@ -1,4 +1,4 @@
-"""Sums and means over ragged sets: tokens of a sequence, members of a group."""
+"""Sums, counts and means over ragged sets, such as the tokens of a sequence or the members of a group."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 def segment_sum(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Sum ``values`` [items] by ``index`` int64 [items] in [0, count); differentiable, [count]."""
+    """Sum ``values`` [items] by ``index`` int64 [items] in [0, count); differentiable; returns [count]."""
     return values.new_zeros(count).index_add(0, index, values)
 
 
 def segment_count(index: Tensor, count: int, mask: Tensor | None = None) -> Tensor:
-    """Items per segment (those with ``mask`` only), int64 [count]."""
+    """Count the items per segment (only those with ``mask``), int64 [count]."""
     return torch.bincount(index if mask is None else index[mask], minlength=count)
 
 
 def segment_mean(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Mean of ``values`` [items] by ``index``; 0 for an empty segment, [count]."""
+    """Average ``values`` [items] by ``index``; 0 for an empty segment; returns [count]."""
     return segment_sum(values, index, count) / segment_count(index, count).clamp(min=1)

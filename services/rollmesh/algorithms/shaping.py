@@ -1,13 +1,13 @@
-"""Reward shaping that needs nothing but numbers: usable by a rollout worker without torch."""
+"""Reward shaping on plain numbers, usable by a rollout worker without torch."""
 
 from __future__ import annotations
 
 
 def overlong_penalty(token_count: int, budget: int, buffer: int) -> float:
-    """Soft penalty on answers that come close to their token budget, in [-1, 0]; added to the reward.
+    """Return the soft penalty on answers close to their token budget, in [-1, 0]; it is added to the reward.
 
     With budget L and buffer b: 0 up to L - b tokens, then linear ``((L - b) - token_count) / b``, -1 from L on.
-    ``buffer`` 0 switches it off. Source: the soft overlong punishment of DAPO (arXiv 2503.14476).
+    ``buffer`` 0 disables it. Source: the soft overlong punishment of DAPO (arXiv 2503.14476).
 
     >>> overlong_penalty(15360, 16384, 2048)
     -0.5

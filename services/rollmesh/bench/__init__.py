@@ -1,1 +1,1 @@
-"""Measured figures, each beside a named baseline in the same run; ``rollmesh bench NAME`` prints them."""
+"""Benchmarks: each figure has a named baseline from the same run; ``rollmesh bench NAME`` prints them."""

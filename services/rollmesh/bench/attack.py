@@ -1,4 +1,4 @@
-"""What a fault of the chaos bench sees of the run that it attacks, and how it strikes."""
+"""Access of a fault of the chaos bench to the run that it attacks."""
 
 from __future__ import annotations
 
@@ -21,58 +21,60 @@ from rollmesh.runtime.endpoints import Endpoint, read_endpoints
 from rollmesh.store.embedded import EmbeddedServer
 from rollmesh.store.keys import Keys
 
-HELD = {"rollout": "rollmesh_rollout_in_flight_trajectories", "generator": "rollmesh_generator_running_calls"}
-"""Gauge of the rollouts that a process holds, by service."""
+IN_FLIGHT_GAUGES = {
+    "rollout": "rollmesh_rollout_in_flight_trajectories",
+    "generator": "rollmesh_generator_running_calls",
+}
+"""Gauge of the rollouts in flight at a process, by service."""
 
-PATIENCE_SECONDS = 5.0
-"""How long a leader may be without rollouts of its own, all of the pool may lie with the other replica; and how long
-the mesh may be without any."""
+BUSY_WAIT_SECONDS = 5.0
+"""Limit of the wait for a leader, or a mesh, with rollouts in flight: the other replica may hold the whole pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttackedRun:
-    """The run under attack."""
+    """Run under attack."""
 
     folder: Path
     run: str
-    """Name of the run: its keys in Redis carry it."""
+    """Name of the run, which is part of its keys in Redis."""
     redis: EmbeddedServer
     rng: random.Random
     ended: Callable[[], bool]
-    """Whether the run is over: a fault that waits gives up then."""
+    """Function that returns True after the end of the run; a waiting fault is then not injected."""
     deadline: float
-    """Monotonic second at which a fault that still waits for its moment gives up."""
+    """Monotonic seconds after which a waiting fault is not injected."""
     struck_at: list[int] = field(default_factory=list)
-    """Train steps done when a fault struck."""
-    over_at: list[float] = field(default_factory=list)
-    """Unix seconds at which a fault was over: the process killed, the stalled one running again."""
+    """Finished train steps at the time of each fault."""
+    fault_ended_at: list[float] = field(default_factory=list)
+    """Unix seconds of the end of each fault: the process is dead, or the stalled process runs again."""
     in_flight: list[int] = field(default_factory=list)
-    """Rollouts that each victim held when it was struck."""
+    """Rollouts in flight at each victim at the time of the fault."""
     killed_generators: list[str] = field(default_factory=list)
-    """gRPC addresses of the generators that were killed; who had a call there, the workers say afterwards."""
-    counted: dict[str, float] = field(default_factory=dict)
+    """gRPC addresses of the killed generators; the logs of the workers name the broken calls."""
+    sampled_when_killed: dict[str, float] = field(default_factory=dict)
     """Tokens that a generator had sampled when it was killed, by process."""
 
     def train_step(self) -> int:
-        """Train steps done: lines of the run's metrics."""
+        """Return the number of finished train steps: the lines of the run's metrics."""
         metrics = self.folder / "metrics.jsonl"
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
-    def waits(self) -> bool:
-        """Whether it is not too late for a fault to strike."""
+    def may_strike(self) -> bool:
+        """Return True until the run has ended or the deadline has passed."""
         return not self.ended() and time.monotonic() < self.deadline
 
     def strike(self, pid: int, number: signal.Signals) -> None:
-        """Send the signal that is the fault."""
+        """Send the signal of the fault and record the train step."""
         self.struck_at.append(self.train_step())
         send(pid, number)
 
     def strike_holder(self, victim: Victim, number: signal.Signals) -> None:
-        """Strike a process and note how many rollouts it held.
+        """Send the signal to a process and record its rollouts in flight.
 
-        A worker is stopped first and its leases are counted in Redis: by its own metrics they are a moment old, and it
-        takes dozens at once. Of a killed generator only the workers know which calls had not ended: its own count
-        leaves out those whose last tokens were sampled and not read yet, and these tokens are lost with it.
+        A worker is stopped first and its leases are counted in Redis: its metrics are slightly old, and it takes dozens
+        of leases at once. For a killed generator, the workers' logs name the calls that had not ended: its own count
+        excludes calls whose last tokens were sampled but not read, and these tokens are lost too.
         """
         if victim.endpoint.service == "rollout":
             send(victim.endpoint.pid, signal.SIGSTOP)
@@ -84,7 +86,7 @@ class AttackedRun:
         self.strike(victim.endpoint.pid, number)
 
     def leases(self, worker: str) -> int:
-        """Unfinished rollouts that the sessions of a worker hold in Redis."""
+        """Count the unfinished rollouts that the sessions of a worker hold in Redis."""
         keys = Keys(self.run)
         with self._client() as client:
             sessions = [
@@ -92,21 +94,21 @@ class AttackedRun:
                 for name in client.zrange(keys.single("sessions"), 0, -1)
                 if client.hget(keys.of("session", name), "worker") == worker
             ]
-            held = [name for session in sessions for name in client.smembers(keys.of("held", session))]
-            states = [client.hget(keys.of("trajectory", name), "state") for name in held]
+            leases = [name for session in sessions for name in client.smembers(keys.of("held", session))]
+            states = [client.hget(keys.of("trajectory", name), "state") for name in leases]
         return states.count("leased")
 
     def note_all_leased(self) -> None:
-        """Note how many unfinished rollouts the whole mesh holds: each may have tokens that are not saved."""
+        """Record the number of leased rollouts in the mesh: each may have unsaved tokens."""
         with self._client() as client:
-            client.ping()  # when it is answered, what was sent before it has been done
+            client.ping()  # the reply means that all earlier commands are done
             self.in_flight.append(self._leased(client))
 
     def await_leases(self) -> None:
-        """Wait, not long, for a moment when some rollout is held: a fault of Redis without one costs nothing."""
-        until = time.monotonic() + PATIENCE_SECONDS
+        """Wait briefly for a leased rollout: a fault of Redis without leases has no cost."""
+        until = time.monotonic() + BUSY_WAIT_SECONDS
         with self._client() as client:
-            while not self._leased(client) and self.waits() and time.monotonic() < until:
+            while not self._leased(client) and self.may_strike() and time.monotonic() < until:
                 time.sleep(0.02)
 
     def _leased(self, client: Redis) -> int:
@@ -118,79 +120,79 @@ class AttackedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:
-    """A process and what it holds."""
+    """Process and its rollouts in flight."""
 
     endpoint: Endpoint
     rollouts: int
-    """Rollouts in flight there, by its own metrics an instant ago; 0 for a service that holds none."""
+    """Rollouts in flight, by the newest metrics of the process; 0 for a service that has none."""
 
 
 class Cost(Enum):
-    """Sampled tokens that a fault may waste on each rollout of its victim; all of the mesh are Redis's."""
+    """Sampled tokens that a fault may waste on each rollout of its victim; a fault of Redis affects all rollouts."""
 
     NOTHING = "nothing"
     UNSAVED = "partial_save_tokens"
-    """What had not been saved yet."""
+    """Unsaved tokens."""
     UNBOUNDED = "unbounded"
-    """Redis loses what it had taken: whole rollouts that nobody holds any more may have to be sampled again."""
+    """Tokens that Redis loses after it stored them: whole rollouts without a lease may be sampled again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a run must end that has met a fault."""
+class ExpectedEnd:
+    """Required end of a run after a fault."""
 
     exit_statuses: tuple[int, ...] = (0,)
-    """Of ``rollmesh up``; then, where the run is not to be green, of a ``rollmesh audit``."""
+    """Exit status of ``rollmesh up``; if ``green`` is false, also that of ``rollmesh audit``."""
     green: bool = True
-    """Whether the audit has to be green, and the outside judge to find no problem."""
-    says: str = ""
-    """Part of the console's output."""
+    """True if the audit must be green, and the outside judge must find no problem."""
+    output_contains: str = ""
+    """Required text in the console's output."""
 
 
 class Fault(Protocol):
-    """One thing that goes wrong."""
+    """Failure that the bench injects into a run."""
 
     @property
     def name(self) -> str:
-        """What the table shows."""
+        """Name in the table."""
 
     @property
     def cost(self) -> Cost:
-        """What it may waste."""
+        """Tokens that the fault may waste."""
 
     @property
-    def ending(self) -> Ending:
-        """How the run must end."""
-        return Ending()
+    def expected_end(self) -> ExpectedEnd:
+        """Required end of the run."""
+        return ExpectedEnd()
 
-    def inject(self, scene: AttackedRun) -> None:
-        """Do it, blocking; when the run is over before it can be done, nothing is struck."""
+    def inject(self, attacked: AttackedRun) -> None:
+        """Inject the fault and block until it has ended; do nothing if the run ends first."""
 
 
-def one_of(scene: AttackedRun, service: str) -> Endpoint | None:
-    """A process of the service by chance; None when the run is over before there is one."""
-    while scene.waits():
-        endpoints = read_endpoints(scene.folder, service)
+def random_process(attacked: AttackedRun, service: str) -> Endpoint | None:
+    """Return a random process of the service; None if the run ends before there is one."""
+    while attacked.may_strike():
+        endpoints = read_endpoints(attacked.folder, service)
         if endpoints:
-            return scene.rng.choice(endpoints)
+            return attacked.rng.choice(endpoints)
         time.sleep(0.05)
     return None
 
 
-def busy_one_of(scene: AttackedRun, service: str) -> Victim | None:
-    """One of the service's processes, at a moment when it holds rollouts that a fault can hurt."""
-    held = HELD.get(service)
-    while scene.waits():
-        one = one_of(scene, service)
-        rollouts = 0 if one is None or held is None else int(metrics_of(one).get(held, 0.0))
-        if one is not None and (held is None or rollouts):
-            return Victim(endpoint=one, rollouts=rollouts)
+def random_busy_process(attacked: AttackedRun, service: str) -> Victim | None:
+    """Wait for a random process of the service with rollouts in flight; None if the run ends first."""
+    gauge = IN_FLIGHT_GAUGES.get(service)
+    while attacked.may_strike():
+        process = random_process(attacked, service)
+        rollouts = 0 if process is None or gauge is None else int(metrics_of(process).get(gauge, 0.0))
+        if process is not None and (gauge is None or rollouts):
+            return Victim(endpoint=process, rollouts=rollouts)
         time.sleep(0.02)
     return None
 
 
 def metrics_of(endpoint: Endpoint) -> dict[str, float]:
-    """Sums over the labels of what a process exports; empty while it does not answer."""
+    """Return the metrics of a process, summed over their labels; empty if it does not answer."""
     try:
         return metric_sums(httpx.get(f"http://{endpoint.admin}/metrics", timeout=10.0).text)
     except httpx.HTTPError:
@@ -198,13 +200,13 @@ def metrics_of(endpoint: Endpoint) -> dict[str, float]:
 
 
 def send(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process, if it is still there."""
+    """Send a signal to a process, unless it has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
-def sleep_unless_over(scene: AttackedRun, seconds: float) -> None:
-    """Let a fault last, but not beyond the end of the run."""
+def sleep_while_running(attacked: AttackedRun, seconds: float) -> None:
+    """Sleep for the duration of a fault, or until the run ends."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end and not scene.ended():
+    while time.monotonic() < end and not attacked.ended():
         time.sleep(0.05)

@@ -1,8 +1,8 @@
-"""``rollmesh bench chaos``: short runs of the real mesh, one fault each, counted by the audit afterwards.
+"""``rollmesh bench chaos``: short runs of the real mesh with one fault each, and an audit of every run.
 
-Every round is a whole run of the demo's model (``rollmesh up`` in a folder of its own) with one fault at a random
-moment. Counts come from the run's audit: batch files and committed states, not from Redis. An outside judge reads the
-same files with code of its own (``bench.judge``), and has to agree with the audit.
+Every round is a whole run of the demo's model (``rollmesh up`` in a new folder) with one fault at a random moment. The
+counts come from the run's audit: batch files and committed states, not Redis. An outside judge reads the same files
+with independent code (``bench.judge``), and must agree with the audit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollmesh.bench.faults import KillLeader, KillService, KillTrainerAfter, Sta
 from rollmesh.bench.faults_of_files import DamageLastStep, DamagePolicy, DamageReplay, DamageState
 from rollmesh.bench.faults_of_redis import FillRedis, KillRedis, StallRedis
 from rollmesh.bench.measure import Bar, Figure, Measure, at_most, compared
-from rollmesh.bench.rounds import EXEMPT, Round, round_of, rounds_table
+from rollmesh.bench.rounds import EXEMPT, Round, read_round, rounds_table
 from rollmesh.config.recipes import recipe_file
 from rollmesh.errors import ConfigError, RollmeshError
 from rollmesh.launcher.run_folder import RunFolder
@@ -39,7 +39,7 @@ _SESSION_TTL_SECONDS = 5.0
 
 _TRAIN_STEPS = 24
 _PARTIAL_SAVE_TOKENS = (64, 16)
-"""Of even and odd rounds: calls held back by acknowledgements, and calls that end by their length."""
+"""Values of even and odd rounds: calls that wait for acknowledgements, and calls that end by their length."""
 
 FAULTS: tuple[Fault, ...] = (
     KillTrainerAfter("between state and publication", "checkpoints/states/*/COMMITTED"),
@@ -69,25 +69,25 @@ FAULTS: tuple[Fault, ...] = (
     DamageState(),
     DamageLastStep(_TRAIN_STEPS, after_the_end=True),
 )
-"""In the order of the rounds: the first four are the ones that ``make test`` runs."""
+"""Faults in the order of the rounds; ``make test`` runs the first four."""
 
 
 class ChaosError(RollmeshError):
-    """A round did not keep what was promised."""
+    """A round failed a requirement."""
 
 
 def run(*, rounds: int | None = None, quick: bool = False, fault: str | None = None) -> list[Measure]:
-    """Run the rounds, print the table, and return the counts; ``quick`` is four rounds.
+    """Run the rounds, print the table, and return the counts; ``quick`` runs four rounds.
 
-    ``rounds`` None: every fault once. ``fault`` names the only fault, in every round. Raises ChaosError when a round
-    did not keep what was promised, ConfigError when no fault has the name.
+    ``rounds`` None runs every fault once. ``fault`` names the fault of all rounds. Raises ChaosError if a round fails a
+    requirement, and ConfigError for an unknown fault.
     """
     faults = faults_named(fault)
     results = run_rounds(4 if quick else rounds or len(faults), output_console(stderr=True), faults=faults)
     failed = [r for r in results if not r.passed]
     if failed:
         raise ChaosError(f"{len(failed)} of {len(results)} rounds failed: {', '.join(r.fault for r in failed)}")
-    survived = [r for r in results if r.ending.green]
+    survived = [r for r in results if r.expected_end.green]
     none = (at_most(Figure.VALUE, 0.0),)
     counts: dict[str, tuple[str, int, tuple[Bar, ...]]] = {
         "rounds passed": ("rounds", len(results), ()),
@@ -97,7 +97,7 @@ def run(*, rounds: int | None = None, quick: bool = False, fault: str | None = N
     }
     return [
         *(Measure(name=name, value=value, unit=unit, bars=bars) for name, (unit, value, bars) in counts.items()),
-        *(_regeneration(number, r) for number, r in enumerate(results, 1) if r.ending.green),
+        *(_regeneration(number, r) for number, r in enumerate(results, 1) if r.expected_end.green),
     ]
 
 
@@ -111,17 +111,19 @@ def _regeneration(number: int, result: Round) -> Measure:
 
 
 def faults_named(name: str | None) -> Sequence[Fault]:
-    """Return the fault of this name, or all of them without one; ConfigError names them."""
+    """Return the fault of this name, or all faults for None. Raises ConfigError with the known names."""
     found = [fault for fault in FAULTS if name in (None, fault.name)]
     if not found:
-        raise ConfigError(f"--fault {name!r}: no such fault; there are: {'; '.join(fault.name for fault in FAULTS)}")
+        raise ConfigError(
+            f"--fault {name!r}: unknown fault; choose one of: {'; '.join(fault.name for fault in FAULTS)}"
+        )
     return found
 
 
 def run_rounds(
     rounds: int, console: Console, folder: Path | None = None, faults: Sequence[Fault] = FAULTS
 ) -> list[Round]:
-    """Run ``rounds`` rounds with the fixed seed; prints a line a round and the table at the end."""
+    """Run ``rounds`` rounds with the fixed seed; print a line for each round, and the table at the end."""
     rng = random.Random(SEED)
     results: list[Round] = []
     with tempfile.TemporaryDirectory(prefix="rollmesh-chaos-") as temporary:
@@ -131,7 +133,7 @@ def run_rounds(
             console.print(f"round {number + 1} of {rounds}: {fault.name}", highlight=False)
             result = run_round(root / f"round-{number}", number, fault, rng)
             if not result.passed:
-                problems = "".join(f"\nthe judge: {problem}" for problem in result.judged)
+                problems = "".join(f"\nthe judge: {problem}" for problem in result.judge_problems)
                 console.print(f"[red]failed[/red]\n{result.output[-4000:]}{problems}", highlight=False)
             results.append(result)
     console.print(rounds_table(results))
@@ -139,7 +141,7 @@ def run_rounds(
 
 
 def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Round:
-    """One run with one fault."""
+    """Run one round with one fault."""
     folder.mkdir(parents=True)
     run_file = folder / "run.yaml"
     data = round_config(folder / "run", number)
@@ -154,7 +156,7 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ro
             stderr=output,
             stdin=subprocess.DEVNULL,
         )
-        scene = AttackedRun(
+        attacked = AttackedRun(
             folder=run_folder.path,
             run=str(data["name"]),
             redis=EmbeddedServer(run_folder.redis),
@@ -163,23 +165,23 @@ def run_round(folder: Path, number: int, fault: Fault, rng: random.Random) -> Ro
             deadline=deadline,
         )
         try:
-            _attack(scene, fault)
+            _attack(attacked, fault)
             _wait(process, max(1.0, deadline - time.monotonic()))
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-            # The launcher stops its server; one that was killed could not.
-            scene.redis.kill()
+            # The launcher stops its server, unless it was killed.
+            attacked.redis.kill()
     seconds = time.monotonic() - start
     statuses: tuple[int, ...] = (process.returncode,)
-    if not fault.ending.green:
+    if not fault.expected_end.green:
         statuses += (_audit(run_folder),)
-    return round_of(run_folder, data, fault, scene, statuses, seconds, (folder / "output.txt").read_text())
+    return read_round(run_folder, data, fault, attacked, statuses, seconds, (folder / "output.txt").read_text())
 
 
 def round_config(folder: Path, number: int) -> dict[str, Any]:
-    """Run file of a round: the demo's model and task, small batches, trainer state every third step."""
+    """Return the run file of a round: the demo's model and task, small batches, trainer state every third step."""
     data: dict[str, Any] = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
     changes: dict[str, dict[str, Any]] = {
         "schedule": {"groups_per_batch": 8, "group_size": 4, "pool_size": 48, "max_staleness": 4},
@@ -196,26 +198,26 @@ def round_config(folder: Path, number: int) -> dict[str, Any]:
     return {**data, "name": f"chaos-{number}", "folder": str(folder), "seed": number}
 
 
-def _attack(scene: AttackedRun, fault: Fault) -> None:
-    """Wait for a random train step of the first third, then a random moment, and inject."""
-    step = scene.rng.randint(2, _TRAIN_STEPS // 3)
-    while scene.train_step() < step:
-        if not scene.waits():
+def _attack(attacked: AttackedRun, fault: Fault) -> None:
+    """Wait for a random train step in the first third of the run, then for a random moment, and inject the fault."""
+    step = attacked.rng.randint(2, _TRAIN_STEPS // 3)
+    while attacked.train_step() < step:
+        if not attacked.may_strike():
             return
         time.sleep(0.02)
-    time.sleep(scene.rng.uniform(0.0, 0.3))
-    fault.inject(scene)
-    scene.over_at.append(time.time())
+    time.sleep(attacked.rng.uniform(0.0, 0.3))
+    fault.inject(attacked)
+    attacked.fault_ended_at.append(time.time())
 
 
 def _audit(folder: RunFolder) -> int:
-    """Audit a run that has ended; returns the exit status."""
+    """Audit a finished run; return the exit status."""
     command = [sys.executable, "-m", "rollmesh.cli.main", "audit", str(folder.path)]
     return subprocess.run(command, capture_output=True, timeout=_ROUND_SECONDS, check=False).returncode
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait for the run; one that takes too long is asked to stop, and is judged by its status then."""
+    """Wait for the run; after the time limit send SIGTERM, and use the exit status that follows."""
     try:
         process.wait(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -1,12 +1,12 @@
-"""``rollmesh bench engine``: tokens per CPU second of the torch engine beside Hugging Face ``generate``.
+"""``rollmesh bench engine``: tokens per CPU second of the torch engine and of Hugging Face ``generate``.
 
 One thread, a random model of the demo's shape, prompts of 32 tokens. Both sides sample at temperature 1 and return the
 log-probability of every token. Repetitions are interleaved and the median counts, so that a busy machine slows both.
-Mixed lengths: 256 prompts with lognormal lengths, 64 slots refilled at once against batches of 64 that wait for their
-longest member; only tokens that were asked for count.
+Mixed lengths: 256 prompts with lognormal lengths. The engine has 64 slots, which are refilled at once; the baseline
+runs batches of 64, which wait for their longest member. Only requested tokens count.
 
-It runs in a process of its own, with one thread for every library, as the launcher starts generators. A value of
-OPENBLAS_CORETYPE is dropped there: the figures are of the kernels that numpy's BLAS picks for this processor.
+It runs in a separate process, with one thread for every library, as the launcher starts generators. The variable
+OPENBLAS_CORETYPE is removed there, so that numpy's BLAS chooses its kernels for this processor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def run(*, quick: bool = False) -> list[Measure]:
-    """Measure; ``quick`` does everything once instead of five times and takes a quarter of the mixed prompts."""
+    """Measure; ``quick`` runs one repetition instead of five, with a quarter of the mixed prompts."""
     command = [sys.executable, "-m", __name__, *(["--quick"] if quick else [])]
     environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}
     environment |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -58,7 +58,7 @@ def run(*, quick: bool = False) -> list[Measure]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The measuring process: one JSON object per measure on standard output."""
+    """Run the measuring process: print one JSON object per measure on standard output."""
     torch.set_num_threads(1)
     quick = "--quick" in arguments
     with tempfile.TemporaryDirectory(prefix="rollmesh-bench-") as folder:
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def write_demo_shape(folder: Path) -> None:
-    """A random model of the demo's shape: 250,000 parameters."""
+    """Write a random model of the demo's shape (250,000 parameters)."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -88,9 +88,9 @@ def write_demo_shape(folder: Path) -> None:
 
 
 def mixed_lengths(count: int) -> Int64Array:
-    """Lognormal response lengths with a long tail, in random order: p99 at least 8 times p50.
+    """Return lognormal response lengths with a long tail, in random order: p99 is at least 8 times p50.
 
-    They are the quantiles of the distribution, not draws from it: a small sample may lack its tail.
+    They are quantiles of the distribution, not samples: a small sample may lack the tail.
     """
     normal = statistics.NormalDist(math.log(_MEDIAN_LENGTH), _SIGMA)
     lengths = np.exp([normal.inv_cdf((at + 0.5) / count) for at in range(count)])
@@ -115,7 +115,7 @@ async def _measure(folder: Path, repeats: int, prompts: int) -> list[Measure]:
 
 
 class HuggingFace:
-    """The baseline: ``generate`` with a static cache, sampling, log-probabilities of the sampled tokens."""
+    """Baseline: ``generate`` with a static cache, sampling, and log-probabilities of the sampled tokens."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -125,7 +125,7 @@ class HuggingFace:
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: Int32Array, new_tokens: int) -> Float32Array:
-        """Continue prompts [rows, tokens] by ``new_tokens``; returns their logprobs, [rows, new_tokens]."""
+        """Continue prompts [rows, tokens] by ``new_tokens``; return their logprobs, [rows, new_tokens]."""
         ids = torch.from_numpy(prompts.astype(np.int64))
         with torch.inference_mode():
             found = self._model.generate(
@@ -146,7 +146,7 @@ class HuggingFace:
         return result
 
     def score(self, ids: Int32Array) -> Float32Array:
-        """Teacher-forced logprobs of every token after the first, [tokens - 1]."""
+        """Return teacher-forced logprobs of every token after the first, [tokens - 1]."""
         tokens = torch.from_numpy(ids.astype(np.int64))
         with torch.inference_mode():
             logprobs = self._model(tokens[None]).logits[0].log_softmax(-1)
@@ -155,7 +155,7 @@ class HuggingFace:
 
 
 def make_prompts(count: int) -> Int32Array:
-    """Different random prompts, int32 [count, PROMPT_TOKENS]."""
+    """Return different random prompts, int32 [count, PROMPT_TOKENS]."""
     return np.random.default_rng(1).integers(0, VOCABULARY, (count, PROMPT_TOKENS)).astype(np.int32)
 
 
@@ -185,7 +185,7 @@ async def _logprob_gap(engine: TorchEngine, reference: HuggingFace) -> Measure:
     gap = 0.0
     for prompt, (tokens, logprobs) in zip(prompts, await _generate(engine, prompts, [200] * 32), strict=True):
         wanted = reference.score(np.concatenate((prompt, tokens)))[PROMPT_TOKENS - 1 :]
-        gap = float(np.maximum(gap, np.abs(logprobs - wanted).max()))  # unlike max(), it keeps a NaN
+        gap = float(np.maximum(gap, np.abs(logprobs - wanted).max()))  # unlike max(), np.maximum keeps a NaN
     return Measure(name="largest logprob gap to HF teacher forcing", value=gap, unit="nats", bars=_GAP_BARS)
 
 
@@ -211,7 +211,7 @@ async def _mixed(engine: TorchEngine, reference: HuggingFace, lengths: Int64Arra
             chosen = slice(start, start + MIXED_SLOTS)
             reference.generate(prompts[chosen], int(lengths[chosen].max()))
 
-    # The engine's cache grows to what the longest calls need; generate allocates its own anew for every batch.
+    # The engine's cache grows to the size of the longest calls; generate allocates a new cache for every batch.
     await _generate(engine, prompts, lengths.tolist())
     reference.generate(prompts[:MIXED_SLOTS], NEW_TOKENS)
     ours: list[float] = []

@@ -1,4 +1,4 @@
-"""Faults of services: what a machine, a network or an operator does to the processes of a running mesh."""
+"""Faults of services: failures of a machine, a network or an operator that affect processes of a running mesh."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import time
 from dataclasses import dataclass
 
 from rollmesh.bench.attack import (
-    HELD,
-    PATIENCE_SECONDS,
+    BUSY_WAIT_SECONDS,
+    IN_FLIGHT_GAUGES,
     AttackedRun,
     Cost,
     Fault,
     Victim,
-    busy_one_of,
     metrics_of,
-    one_of,
+    random_busy_process,
+    random_process,
     send,
-    sleep_unless_over,
+    sleep_while_running,
 )
 from rollmesh.launcher.timeline_recorder import GENERATED_TOKENS, process_key
 from rollmesh.runtime.endpoints import read_endpoints
@@ -25,7 +25,7 @@ from rollmesh.runtime.endpoints import read_endpoints
 
 @dataclass(frozen=True, slots=True)
 class KillService(Fault):
-    """kill -9 of one process of a service."""
+    """Fault that kills one process of a service (kill -9)."""
 
     service: str
     cost: Cost = Cost.UNSAVED
@@ -34,17 +34,19 @@ class KillService(Fault):
     def name(self) -> str:
         return f"kill -9 {self.service}"
 
-    def inject(self, scene: AttackedRun) -> None:
-        victim = busy_one_of(scene, self.service)
+    def inject(self, attacked: AttackedRun) -> None:
+        victim = random_busy_process(attacked, self.service)
         if victim is not None:
             if self.service == "generator":
-                scene.counted[process_key(victim.endpoint)] = metrics_of(victim.endpoint).get(GENERATED_TOKENS, 0.0)
-            scene.strike_holder(victim, signal.SIGKILL)
+                attacked.sampled_when_killed[process_key(victim.endpoint)] = metrics_of(victim.endpoint).get(
+                    GENERATED_TOKENS, 0.0
+                )
+            attacked.strike_holder(victim, signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
 class KillLeader(Fault):
-    """kill -9 of the rollout replica that leads: another one takes over."""
+    """Fault that kills the leading rollout replica (kill -9); another replica becomes the leader."""
 
     cost: Cost = Cost.UNSAVED
 
@@ -52,21 +54,21 @@ class KillLeader(Fault):
     def name(self) -> str:
         return "kill -9 leader"
 
-    def inject(self, scene: AttackedRun) -> None:
-        busy_until = time.monotonic() + PATIENCE_SECONDS
-        while scene.waits():
-            for replica in read_endpoints(scene.folder, "rollout"):
+    def inject(self, attacked: AttackedRun) -> None:
+        busy_until = time.monotonic() + BUSY_WAIT_SECONDS
+        while attacked.may_strike():
+            for replica in read_endpoints(attacked.folder, "rollout"):
                 metrics = metrics_of(replica)
-                held = int(metrics.get(HELD["rollout"], 0.0))
-                if metrics.get("rollmesh_rollout_leader") and (held or time.monotonic() > busy_until):
-                    scene.strike_holder(Victim(endpoint=replica, rollouts=held), signal.SIGKILL)
+                rollouts = int(metrics.get(IN_FLIGHT_GAUGES["rollout"], 0.0))
+                if metrics.get("rollmesh_rollout_leader") and (rollouts or time.monotonic() > busy_until):
+                    attacked.strike_holder(Victim(endpoint=replica, rollouts=rollouts), signal.SIGKILL)
                     return
             time.sleep(0.05)
 
 
 @dataclass(frozen=True, slots=True)
 class StallService(Fault):
-    """SIGSTOP of one process of a service, SIGCONT after some seconds: it wakes up a zombie of its own session."""
+    """Fault that stops a process of a service (SIGSTOP) for ``seconds``; its session may expire in that time."""
 
     service: str
     seconds: float
@@ -76,32 +78,32 @@ class StallService(Fault):
     def name(self) -> str:
         return f"stall {self.service} {self.seconds:g} s"
 
-    def inject(self, scene: AttackedRun) -> None:
-        victim = busy_one_of(scene, self.service)
+    def inject(self, attacked: AttackedRun) -> None:
+        victim = random_busy_process(attacked, self.service)
         if victim is not None:
-            scene.strike_holder(victim, signal.SIGSTOP)
-            sleep_unless_over(scene, self.seconds)
+            attacked.strike_holder(victim, signal.SIGSTOP)
+            sleep_while_running(attacked, self.seconds)
             send(victim.endpoint.pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)
 class KillTrainerAfter(Fault):
-    """kill -9 of the trainer at the moment a new path of a kind appears: between two of its durable writes."""
+    """Fault that kills the trainer (kill -9) when a new path of ``pattern`` appears, between two durable writes."""
 
     when: str
     pattern: str
-    """Glob below the run folder: what has just been written."""
+    """Glob below the run folder for the new path."""
     cost: Cost = Cost.NOTHING
 
     @property
     def name(self) -> str:
         return f"kill -9 trainer {self.when}"
 
-    def inject(self, scene: AttackedRun) -> None:
-        trainer = one_of(scene, "trainer")
-        before = set(scene.folder.glob(self.pattern))
-        while trainer is not None and scene.waits():
-            if set(scene.folder.glob(self.pattern)) - before:
-                scene.strike(trainer.pid, signal.SIGKILL)
+    def inject(self, attacked: AttackedRun) -> None:
+        trainer = random_process(attacked, "trainer")
+        before = set(attacked.folder.glob(self.pattern))
+        while trainer is not None and attacked.may_strike():
+            if set(attacked.folder.glob(self.pattern)) - before:
+                attacked.strike(trainer.pid, signal.SIGKILL)
                 return
             time.sleep(0.001)

@@ -1,4 +1,4 @@
-"""Faults of Redis: it is killed, does not answer, or is full."""
+"""Faults of Redis: a kill, a stall, and a full memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from pathlib import Path
 import redis
 from redis import Redis
 
-from rollmesh.bench.attack import AttackedRun, Cost, Ending, Fault, one_of, send, sleep_unless_over
+from rollmesh.bench.attack import AttackedRun, Cost, ExpectedEnd, Fault, random_process, send, sleep_while_running
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store.keys import Keys
 
 
 @dataclass(frozen=True, slots=True)
 class KillRedis(Fault):
-    """kill -9 of Redis; optionally the end of its append-only file is lost, or is zeros, as after a power cut.
+    """Fault that kills Redis (kill -9) and optionally cuts or zeroes the end of its append-only file.
 
-    The launcher starts it again at once, or after ``away_seconds``: until then connections are refused. Without a cut
-    there is no bound either: with AOF every second, a server whose disk is slow answers up to two seconds before it
-    writes, and a kill takes what was answered along.
+    Such a file is the result of a power failure. The launcher restarts Redis at once, or after ``away_seconds``; until
+    then connections are refused. There is no bound even without a cut: with AOF everysec, a server with a slow disk
+    answers up to two seconds before it writes, and a kill loses these answered writes.
     """
 
     lost_bytes: int = 0
@@ -40,31 +40,33 @@ class KillRedis(Fault):
         return f"kill -9 redis{lost}{zeros}" + (f", refused {self.away_seconds:g} s" if self.away_seconds else "")
 
     @property
-    def ending(self) -> Ending:
-        return Ending(says="append-only file of the embedded Redis was damaged" if self.zero_bytes else "")
+    def expected_end(self) -> ExpectedEnd:
+        return ExpectedEnd(
+            output_contains="append-only file of the embedded Redis was damaged" if self.zero_bytes else ""
+        )
 
-    def inject(self, scene: AttackedRun) -> None:
-        pid = scene.redis.pid
+    def inject(self, attacked: AttackedRun) -> None:
+        pid = attacked.redis.pid
         if pid is None:
             return
-        # Stopped first: the launcher starts a dead server again at once, and must not find the file half cut.
-        scene.strike(pid, signal.SIGSTOP)
+        # Stop the server first: the launcher restarts a dead server at once and must not read a half-cut file.
+        attacked.strike(pid, signal.SIGSTOP)
         if self.lost_bytes or self.zero_bytes:
-            _damage_tail(scene.redis.folder, self.lost_bytes, self.zero_bytes)
-        with open(scene.redis.folder / "lock", "a", encoding="utf-8") as lock:
+            _damage_tail(attacked.redis.folder, self.lost_bytes, self.zero_bytes)
+        with open(attacked.redis.folder / "lock", "a", encoding="utf-8") as lock:
             send(pid, signal.SIGKILL)
             if self.away_seconds:
-                _take_lock(scene, lock.fileno(), pid)
-                sleep_unless_over(scene, self.away_seconds)
+                _take_lock(attacked, lock.fileno(), pid)
+                sleep_while_running(attacked, self.away_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class StallRedis(Fault):
-    """Redis does not answer for a while.
+    """Fault that stalls Redis for some seconds.
 
-    It loses nothing that it has taken. Workers hold what is not saved, at most ``partial_save_tokens`` of each rollout,
-    and it is lost at most once: when the sessions end in the outage and another worker is the first to lease the
-    rollout. Nobody leases during it.
+    Redis loses no stored data. Workers keep the unsaved tokens, at most ``partial_save_tokens`` of each rollout. These
+    are lost at most once: if the sessions expire in the outage and another worker leases the rollout first. There are
+    no new leases during the outage.
     """
 
     seconds: float
@@ -74,31 +76,31 @@ class StallRedis(Fault):
     def name(self) -> str:
         return f"redis outage {self.seconds:g} s"
 
-    def inject(self, scene: AttackedRun) -> None:
-        pid = scene.redis.pid
+    def inject(self, attacked: AttackedRun) -> None:
+        pid = attacked.redis.pid
         if pid is None:
             return
-        scene.await_leases()
-        workers = [endpoint.pid for endpoint in read_endpoints(scene.folder, "rollout")]
+        attacked.await_leases()
+        workers = [endpoint.pid for endpoint in read_endpoints(attacked.folder, "rollout")]
         try:
-            # They take dozens of leases at once, and none between the count and the fault.
+            # Workers take dozens of leases at once; stop them so that none is taken between the count and the fault.
             for worker in workers:
                 send(worker, signal.SIGSTOP)
-            scene.note_all_leased()
-            scene.strike(pid, signal.SIGSTOP)
+            attacked.note_all_leased()
+            attacked.strike(pid, signal.SIGSTOP)
         finally:
             for worker in workers:
                 send(worker, signal.SIGCONT)
-        sleep_unless_over(scene, self.seconds)
+        sleep_while_running(attacked, self.seconds)
         send(pid, signal.SIGCONT)
 
 
 @dataclass(frozen=True, slots=True)
 class FillRedis(Fault):
-    """maxmemory is reached for a while: what needs memory is refused. A trainer dies in it, and has to begin again.
+    """Fault that fills Redis (maxmemory) for some seconds, so that it rejects writes, and kills the trainer.
 
-    Leases and saves are refused, heartbeats are not: workers wait with what is not saved, at most
-    ``partial_save_tokens`` of each rollout. The trainer holds no rollouts.
+    Redis rejects leases and saves, but not heartbeats. Workers keep the unsaved tokens, at most ``partial_save_tokens``
+    of each rollout. The trainer holds no rollouts.
     """
 
     seconds: float
@@ -108,43 +110,43 @@ class FillRedis(Fault):
     def name(self) -> str:
         return f"redis maxmemory reached {self.seconds:g} s, kill -9 trainer"
 
-    def inject(self, scene: AttackedRun) -> None:
-        scene.await_leases()
-        with Redis(unix_socket_path=str(scene.redis.socket_path)) as client:
+    def inject(self, attacked: AttackedRun) -> None:
+        attacked.await_leases()
+        with Redis(unix_socket_path=str(attacked.redis.socket_path)) as client:
             limit = client.config_get("maxmemory")["maxmemory"]
-            # Half of what is used: freeing some of it must not end the fault early.
+            # Half of the used memory, so that freed memory does not end the fault early.
             client.config_set("maxmemory", int(client.info("memory")["used_memory"]) // 2)
             try:
                 try:
                     client.set("chaos-probe", 1, ex=1)
                 except redis.exceptions.OutOfMemoryError:
-                    scene.note_all_leased()  # from here on none is leased
-                    self._restart_trainer(scene, client)
-                sleep_unless_over(scene, self.seconds)
+                    attacked.note_all_leased()  # no leases are granted after this point
+                    self._restart_trainer(attacked, client)
+                sleep_while_running(attacked, self.seconds)
             finally:
                 client.config_set("maxmemory", limit)
 
-    def _restart_trainer(self, scene: AttackedRun, client: Redis) -> None:
-        """Kill the trainer; the fault has struck once another one has opened its session in the full server."""
-        session = functools.partial(client.hget, Keys(scene.run).single("meta"), "trainer")
-        trainer, before, step = one_of(scene, "trainer"), session(), scene.train_step()
+    def _restart_trainer(self, attacked: AttackedRun, client: Redis) -> None:
+        """Kill the trainer; the fault counts once a new trainer has opened its session on the full server."""
+        session = functools.partial(client.hget, Keys(attacked.run).single("meta"), "trainer")
+        trainer, before, step = random_process(attacked, "trainer"), session(), attacked.train_step()
         if trainer is None:
             return
         send(trainer.pid, signal.SIGKILL)
-        while session() == before and scene.waits():
+        while session() == before and attacked.may_strike():
             time.sleep(0.05)
         if session() != before:
-            scene.struck_at.append(step)
+            attacked.struck_at.append(step)
 
 
-def _take_lock(scene: AttackedRun, descriptor: int, killed: int) -> None:
-    """Hold the lock of Redis's folder, without which no other server starts there."""
-    while scene.waits():
+def _take_lock(attacked: AttackedRun, descriptor: int, killed: int) -> None:
+    """Take the lock of Redis's folder, so that no other server starts there."""
+    while attacked.may_strike():
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
-        another = scene.redis.pid
-        if another is not None and another != killed:  # the launcher was faster
+        another = attacked.redis.pid
+        if another is not None and another != killed:  # the launcher restarted it first
             send(another, signal.SIGKILL)
         time.sleep(0.001)
 
@@ -155,4 +157,4 @@ def _damage_tail(folder: Path, lost_bytes: int, zero_bytes: int) -> None:
         size = files[-1].stat().st_size
         kept = max(0, size - lost_bytes)
         os.truncate(files[-1], kept)
-        os.truncate(files[-1], kept + zero_bytes)  # a file that grows is filled with zeros
+        os.truncate(files[-1], kept + zero_bytes)  # the added bytes are zeros

@@ -1,9 +1,9 @@
-"""``rollmesh bench fuzz``: random requests to every port of a training run, and a judgement of its services.
+"""``rollmesh bench fuzz``: random requests to every port of a training run, and checks of its services.
 
-Left out with the right token, because they are orders with a lasting meaning: ``Drain`` (ends the process), and the
-gateway's ``rollback`` and ``scale`` where they could be carried out. ``Pause``, ``pause`` and ``pin`` are undone at
-once; these, ``Interrupt`` of all calls and ``LoadPolicy`` of a version that may exist are sent seldom. Request ``n`` of
-seed ``s`` is the same in every run. Redis listens at a unix socket of its owner and is no target.
+Some requests are not sent with the right token, because their effect is permanent: ``Drain`` (ends the process), and
+the gateway's ``rollback`` and ``scale`` if they are valid. ``Pause``, ``pause`` and ``pin`` are undone at once; these,
+``Interrupt`` of all calls and ``LoadPolicy`` of a version that may exist are rare. Request ``n`` of seed ``s`` is the
+same in every run. Redis listens on a private unix socket and is not a target.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rollmesh.report.console import output_console
 SEED = 20261122
 _IN_FLIGHT = 48
 _DEADLINE_SECONDS = 90.0
-"""Three times what a client has for the head of a request; a hang is an answer that takes longer."""
+"""Time limit of an answer, three times the limit for the head of a request; a slower answer counts as a hang."""
 _WARM_UP_SHARE = 0.1
 _REQUESTS_PER_SLOW = 5_000
 _REQUESTS_PER_LINE = 5_000
@@ -62,28 +62,28 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """The requests and the services that got them."""
+    """Results of the requests, and states of the services."""
 
     tallies: Mapping[str, Tally]
     fresh: Mapping[str, ServiceState]
     warm: Mapping[str, ServiceState]
-    """After a tenth of the requests."""
+    """States after a tenth of the requests."""
     last: Mapping[str, ServiceState]
     trained: int
-    """Train steps while the requests after the warm-up were sent."""
+    """Train steps during the requests after the warm-up."""
     trained_after: int
     requests: int
     seconds: float
     green: bool
-    """The audit's verdict at the end, while the run is paused."""
+    """True if the audit at the end, while the run is paused, is green."""
     exit_status: int
-    """Of the run, which is stopped at the end."""
+    """Exit status of the run, which is stopped at the end."""
 
 
 def run(*, requests: int = 100_000, seed: int = SEED, quick: bool = False) -> list[Measure]:
-    """Start a run, send the requests, print the answers, and return the counts; ``quick`` is 1,000 requests.
+    """Start a run, send the requests, print the answers, and return the counts; ``quick`` sends 1,000 requests.
 
-    Raises FuzzError when the run does not start or does not train on.
+    Raises FuzzError if the run does not start or stops training.
     """
     console = output_console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="rollmesh-fuzz-") as temporary:
@@ -139,11 +139,11 @@ async def _fuzz(fuzzed: FuzzedRun, requests: int, seed: int, console: Console) -
 async def _send(
     ports: Sequence[GrpcPort | RawPort], tallies: Mapping[str, Tally], seed: int, numbers: range, console: Console
 ) -> None:
-    """Send the requests of these numbers, many at a time; after the warm-up also clients that never finish theirs."""
+    """Send the requests with these numbers concurrently; after the warm-up also requests that never end."""
     remaining = iter(numbers)
     weights = [_weight(port) for port in ports]
 
-    async def send_on() -> None:
+    async def send_next() -> None:
         for number in remaining:
             if number % _REQUESTS_PER_LINE == 0:
                 console.print(f"request {number:,}", highlight=False)
@@ -153,8 +153,8 @@ async def _send(
 
     async with asyncio.TaskGroup() as group:
         for _ in range(_IN_FLIGHT):
-            group.create_task(send_on())
-        for port in (each for each in ports if isinstance(each, RawPort)):
+            group.create_task(send_next())
+        for port in (p for p in ports if isinstance(p, RawPort)):
             for number in range(1 + len(numbers) // _REQUESTS_PER_SLOW if numbers.start else 0):
                 rng = random.Random(f"{seed}:{port.name}:{number}")
                 group.create_task(_timed(port.slow(rng), tallies[port.name], f"endless request {number}"))

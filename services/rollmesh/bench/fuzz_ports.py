@@ -1,4 +1,4 @@
-"""Requests of the fuzz bench: one random request to one port, and how it was answered."""
+"""Requests of the fuzz bench: one random request to one port, and its answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollmesh.wire.generation_messages import ERROR_KEY
 _CANCELLED_SHARE = 0.08
 _CANCELLED_SECONDS = (0.0, 0.001, 0.01, 0.1)
 _THINNED_SHARE = 0.02
-"""Of the requests that would carry out an order which the run has to live with, so many are sent."""
+"""Share of the requests with an effect on the run that are sent."""
 _HEALTH_WATCH_SECONDS = 0.05
 _EVENTS_SECONDS = 0.2
 _MOST_READ_BYTES = 1 << 26
@@ -34,24 +34,25 @@ _GRPC_FAULTS = frozenset({"UNKNOWN", "INTERNAL", "DATA_LOSS", "DEADLINE_EXCEEDED
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """How a request ended."""
+    """Result of a request."""
 
     outcome: str
-    """gRPC code, HTTP status, ``cancelled`` or ``closed``."""
+    """Outcome: gRPC code, HTTP status, ``cancelled`` or ``closed``."""
     detail: str = ""
     fault: bool = False
     backpressure: bool = False
-    """A documented refusal for now: UNAVAILABLE with the error's class, 503 with Retry-After or a JSON error."""
+    """True for a documented temporary rejection: UNAVAILABLE with the error's class, 503 with Retry-After or a JSON
+    error."""
 
 
 def _token(rng: random.Random, token: str) -> str:
-    """Return the right token mostly, else none or a wrong one."""
+    """Return the right token in most cases, otherwise none or a wrong token."""
     return rng.choices((token, "", "wrong", token[:-1], "x" * 5_000), (80, 8, 4, 4, 4))[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcPort:
-    """A gRPC port and the services that it serves."""
+    """gRPC port with its services."""
 
     name: str
     channel: grpc.aio.Channel
@@ -72,7 +73,7 @@ class GrpcPort:
             data = rng.choice((b"\0", b"\n", b"x")) * rng.choice((10 << 20, 65 << 20))
         if rng.random() < 0.04:
             path = rng.choice((path + "x", "/", "//", f"/{values.text()[:200]!a}/x", "/rollmesh.v1.Nothing/Do"))
-        if token == self.token and not may_be_sent(method.name, method.input_type, data, rng):
+        if token == self.token and not may_send_grpc(method.name, method.input_type, data, rng):
             token = "wrong"
         seconds = _HEALTH_WATCH_SECONDS if method.name == "Watch" else None
         if rng.random() < _CANCELLED_SHARE:
@@ -83,7 +84,7 @@ class GrpcPort:
         return answer
 
     async def undo(self) -> None:
-        """Send Resume, which ends a pause that a request began."""
+        """Send Resume, to end a pause."""
         await self._call("/rollmesh.v1.GenerationService/Resume", b"", self.token, None)
 
     async def _call(self, path: str, data: bytes, token: str, seconds: float | None) -> Answer:
@@ -100,24 +101,24 @@ class GrpcPort:
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            return Answer(outcome="CANCELLED")  # by the server: gRPC raises the same error
+            return Answer(outcome="CANCELLED")  # cancelled by the server: gRPC raises the same error
         except grpc.aio.AioRpcError as error:
             code, detail = error.code(), error.details() or ""
-            meant = ERROR_KEY in dict(error.trailing_metadata() or ())
+            is_documented = ERROR_KEY in dict(error.trailing_metadata() or ())
             unavailable = code is grpc.StatusCode.UNAVAILABLE
-            cut_off = "metadata size exceeds" in detail  # the details of the status are longer than gRPC carries
-            fault = code.name in _GRPC_FAULTS or (unavailable and not meant) or cut_off
+            cut_off = "metadata size exceeds" in detail  # the details of the status exceed gRPC's limit
+            fault = code.name in _GRPC_FAULTS or (unavailable and not is_documented) or cut_off
             return Answer(
                 outcome=code.name,
                 detail=f"{path}: {detail}",
                 fault=fault,
-                backpressure=(unavailable and meant) or code is grpc.StatusCode.RESOURCE_EXHAUSTED,
+                backpressure=(unavailable and is_documented) or code is grpc.StatusCode.RESOURCE_EXHAUSTED,
             )
         return Answer(outcome=code.name)
 
 
-def may_be_sent(method: str, kind: Any, data: bytes, rng: random.Random) -> bool:
-    """Return False for an order that is left out or not due: Drain, and most of the others with an effect."""
+def may_send_grpc(method: str, kind: Any, data: bytes, rng: random.Random) -> bool:
+    """Return False for Drain, and for most other requests with an effect on the run."""
     if method == "Drain":
         return False
     try:
@@ -132,21 +133,18 @@ def may_be_sent(method: str, kind: Any, data: bytes, rng: random.Random) -> bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawPort:
-    """A TCP port: bytes that are no request of its protocol."""
+    """TCP port that receives bytes outside its protocol."""
 
     name: str
     host: str
     port: int
 
     async def send(self, rng: random.Random) -> Answer:
-        """Send bytes that are no usable request and close our side."""
+        """Send bytes that are not a valid request and close our side."""
         return await self.raw(rng.choice(_GARBAGE)(rng), end=True)
 
     async def raw(self, data: bytes, *, seconds: float | None = None, end: bool = False) -> Answer:
-        """Send bytes over a connection of their own and read to its end, or for ``seconds``.
-
-        ``end`` closes our side first.
-        """
+        """Send bytes over a new connection and read to its end, or for ``seconds``; ``end`` closes our side first."""
         try:
             reader, writer = await asyncio.open_connection(self.host, self.port)
         except OSError as error:
@@ -155,19 +153,19 @@ class RawPort:
         received = b""
         try:
             async with asyncio.timeout(seconds):
-                while len(received) < _MOST_READ_BYTES and (part := await reader.read(1 << 16)):
-                    received = received[:4_000] + part if len(received) > 8_000 else received + part
+                while len(received) < _MOST_READ_BYTES and (data_read := await reader.read(1 << 16)):
+                    received = received[:4_000] + data_read if len(received) > 8_000 else received + data_read
         except TimeoutError:
-            return _judged(received) if received else Answer(outcome="cancelled")
+            return _parse_answer(received) if received else Answer(outcome="cancelled")
         except OSError:
-            return _judged(received)
+            return _parse_answer(received)
         finally:
             sending.cancel()
             writer.transport.abort()
-        return _judged(received)
+        return _parse_answer(received)
 
     async def slow(self, rng: random.Random) -> Answer:
-        """Begin a request that never ends, silently or with ever more headers; wait until the server closes."""
+        """Begin a request that never ends, without data or with more headers; wait until the server closes."""
         start, more = rng.choice(_ENDLESS)
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
@@ -176,21 +174,21 @@ class RawPort:
             while not closed.done():
                 writer.write(more)
                 await asyncio.wait([closed], timeout=0.5)
-            return _judged(closed.result())
+            return _parse_answer(closed.result())
         finally:
             writer.transport.abort()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpPort(RawPort):
-    """An HTTP port and the OpenAPI document of its routes."""
+    """HTTP port with the OpenAPI document of its routes."""
 
     token: str
     document: Mapping[str, Any]
     known: Mapping[str, Sequence[Any]]
 
     async def send(self, rng: random.Random) -> Answer:
-        """Send a random request to a route, or bytes that are none."""
+        """Send a random request to a route, or bytes that are not a request."""
         if rng.random() < 0.05:
             return await RawPort.send(self, rng)
         path, method, operation = self._operation(rng)
@@ -210,7 +208,7 @@ class HttpPort(RawPort):
                     "/?" + "a" * 9_000,
                 )
             )
-        if token == self.token and not may_be_asked(method, path, target, body, rng):
+        if token == self.token and not may_send_http(method, path, target, body, rng):
             token = "wrong"
         seconds = _EVENTS_SECONDS if target.startswith("/api/v1/events") else None
         if rng.random() < _CANCELLED_SHARE:
@@ -257,7 +255,7 @@ _ENDLESS = (
     # SETTINGS, then HEADERS of stream 1 without END_HEADERS.
     (_PREFACE + b"\0\0\0\4\0\0\0\0\0" + b"\0\0\1\1\0\0\0\0\1\x83", b""),
 )
-"""First bytes, and the bytes every half second after them."""
+"""First bytes, and the bytes that follow every half second."""
 
 
 async def _write(writer: asyncio.StreamWriter, data: bytes, end: bool) -> None:
@@ -266,7 +264,7 @@ async def _write(writer: asyncio.StreamWriter, data: bytes, end: bool) -> None:
         await writer.drain()
         if end:
             writer.write_eof()
-    except (OSError, RuntimeError):  # the server has closed the connection: the reader says with which answer
+    except (OSError, RuntimeError):  # the server closed the connection; the reader has the answer
         return
 
 
@@ -277,27 +275,27 @@ async def _read_all(reader: asyncio.StreamReader) -> bytes:
         return b""
 
 
-def _judged(received: bytes) -> Answer:
-    """Return the answer that an HTTP response is."""
+def _parse_answer(received: bytes) -> Answer:
+    """Return the answer in an HTTP response."""
     line, _, rest = received.partition(b"\r\n")
     words = line.split(b" ")
     if not line.startswith(b"HTTP/1.1 ") or len(words) < 2 or not words[1].isdigit():
         return Answer(outcome="closed", detail=repr(received[:100]) if received else "")
     status, text = int(words[1]), rest.decode(errors="replace")
-    meant = status == 503 and ("retry-after" in text.lower() or '"error"' in text)
+    is_documented = status == 503 and ("retry-after" in text.lower() or '"error"' in text)
     return Answer(
         outcome=str(status),
         detail=text[-200:] if status >= 500 else "",
-        fault=status >= 500 and not meant,
-        backpressure=meant or status == 429,
+        fault=status >= 500 and not is_documented,
+        backpressure=is_documented or status == 429,
     )
 
 
 _UNDO = {"/api/v1/pause": "/api/v1/resume", "/api/v1/policies/{version}/pin": "/api/v1/unpin"}
 
 
-def may_be_asked(method: str, path: str, target: str, body: bytes, rng: random.Random) -> bool:
-    """Return False for an order that is left out or not due: rollback, scale, and most of the others with an effect."""
+def may_send_http(method: str, path: str, target: str, body: bytes, rng: random.Random) -> bool:
+    """Return False for valid rollback and scale requests, and for most other requests with an effect on the run."""
     if method != "POST":
         return True
     if path == "/api/v1/scale":
@@ -308,20 +306,20 @@ def may_be_asked(method: str, path: str, target: str, body: bytes, rng: random.R
 
 
 def _names_version(target: str) -> bool:
-    """Return whether a path has a part that may be taken for an existing policy version; 0.0 may, too."""
-    for part in target.split("/"):
+    """Return True if a segment of the path may be read as an existing policy version; 0.0 counts too."""
+    for segment in target.split("/"):
         with contextlib.suppress(ValueError):
-            if 0 <= float(unquote(part)) < 2**20:
+            if 0 <= float(unquote(segment)) < 2**20:
                 return True
     return False
 
 
 def _scales(body: bytes) -> bool:
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
     except (ValueError, RecursionError):
         return False
-    return isinstance(asked, dict) and asked.get("service") in ("generator", "reward", "rollout")
+    return isinstance(request, dict) and request.get("service") in ("generator", "reward", "rollout")
 
 
 def _request(rng: random.Random, method: str, target: str, token: str, body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""The run that the fuzz bench sends requests to: its processes, their memory and logs, and every port of it."""
+"""Run under test of the fuzz bench: its processes, their memory and logs, and its ports."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PROGRESS_SECONDS = 300.0
 _AUDIT_SECONDS = 1200.0
 _ENDLESS = 1_000_000
 _MAX_MESSAGE: list[tuple[str, Any]] = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-"""Of our channels: the server's limit is asked, not the client's."""
+"""Options of our channels: they remove the client's limit, so that the server's limit applies."""
 _ADMIN_DOCUMENT: Mapping[str, Any] = {"paths": {path: {"get": {}} for path in ("/metrics", "/healthz", "/readyz")}}
 _KNOWN_FIELDS: Mapping[str, Sequence[Any]] = {
     "trajectory_id": ("f-1", "f-2", "f-3"),
@@ -73,41 +73,41 @@ _KNOWN_JSON: Mapping[str, Sequence[Any]] = {
 
 
 class FuzzError(RollmeshError):
-    """The run did not start, or did not train on."""
+    """The run did not start, or stopped training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceState:
-    """A service process at one moment."""
+    """State of a service process at one time."""
 
     pid: int
     rss: int
-    """Bytes of the process and its children."""
+    """Resident memory of the process and its children, in bytes."""
     lines: int
-    """Lines of its log."""
+    """Number of lines in its log."""
     tracebacks: tuple[str, ...]
     """Lines of its log with a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class FuzzedRun:
-    """A run below ``root``."""
+    """Run below ``root``."""
 
     root: Path
 
     @property
     def folder(self) -> RunFolder:
-        """The run folder."""
+        """Run folder."""
         return RunFolder(self.root / "run")
 
     @property
     def train_steps(self) -> int:
-        """Train steps done: lines of the run's metrics."""
+        """Number of finished train steps: the lines of the run's metrics."""
         metrics = self.folder.metrics
         return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
     def write(self) -> None:
-        """Write the run file: that of a chaos round, with the demo's batches and no end."""
+        """Write the run file: a chaos round with the demo's batches and without an end."""
         data = round_config(self.root / "run", 0)
         data["schedule"] |= {"groups_per_batch": 16, "group_size": 8, "pool_size": 192}
         data["trainer"] |= {"train_steps": _ENDLESS}
@@ -116,7 +116,7 @@ class FuzzedRun:
 
     @contextlib.contextmanager
     def up(self, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Start ``rollmesh up``; kill what is left of it at the end, also when a SIGTERM ends this process."""
+        """Start ``rollmesh up``; kill its remaining processes at the end, also when this process gets a SIGTERM."""
         command = [sys.executable, "-m", "rollmesh.cli.main", "up", str(self.root / "run.yaml"), *options]
         with (self.root / "output.txt").open("ab") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
@@ -131,7 +131,7 @@ class FuzzedRun:
                 EmbeddedServer(self.folder.redis).kill()
 
     def audit(self) -> bool:
-        """Audit the run while its mesh is up, so that the queue's account is complete; return whether it is green."""
+        """Audit the run while its mesh is up, so that the queue's data is complete; return True if it is green."""
         command = [sys.executable, "-m", "rollmesh.cli.main", "audit", str(self.folder.path)]
         with (self.root / "output.txt").open("ab") as log:
             return subprocess.run(command, stdout=log, stderr=log, timeout=_AUDIT_SECONDS, check=False).returncode == 0
@@ -140,36 +140,36 @@ class FuzzedRun:
         """Return the last lines that the launcher printed."""
         return (self.root / "output.txt").read_text()[-2_000:]
 
-    async def until(self, condition: Callable[[], bool], what: str, process: subprocess.Popen[bytes]) -> None:
-        """Wait for a condition; FuzzError when the run ends first or takes too long."""
+    async def until(self, condition: Callable[[], bool], goal: str, process: subprocess.Popen[bytes]) -> None:
+        """Wait for a condition. Raises FuzzError if the run ends first or takes too long."""
         deadline = time.monotonic() + _PROGRESS_SECONDS
         while not condition():
             if process.poll() is not None or time.monotonic() > deadline:
-                raise FuzzError(f"the run did not come to {what} (status {process.poll()}): {self.output()}")
+                raise FuzzError(f"the run did not reach {goal} (status {process.poll()}): {self.output()}")
             await asyncio.sleep(0.2)
 
     async def states(self) -> dict[str, ServiceState]:
-        """Return every service's process; of its memory the least of three looks."""
-        looks = []
+        """Return the state of every service process, with the smallest memory of three samples."""
+        samples = []
         for _ in range(3):
             await asyncio.sleep(1.0)
-            looks.append({f"{e.service}-{e.index}": self._state(e) for e in read_endpoints(self.folder.path)})
-        return {name: min((look[name] for look in looks if name in look), key=lambda s: s.rss) for name in looks[-1]}
+            samples.append({f"{e.service}-{e.index}": self._state(e) for e in read_endpoints(self.folder.path)})
+        return {name: min((s[name] for s in samples if name in s), key=lambda s: s.rss) for name in samples[-1]}
 
     def _state(self, endpoint: Endpoint) -> ServiceState:
         rss = 0
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(endpoint.pid)
-            for each in (process, *process.children(recursive=True)):
+            for member in (process, *process.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    rss += each.memory_info().rss
+                    rss += member.memory_info().rss
         log = self.folder.log_file(endpoint.service, endpoint.index).read_text(errors="replace")
         lines = log.splitlines()
         tracebacks = tuple(line for line in lines if "Traceback (most recent" in line)
         return ServiceState(pid=endpoint.pid, rss=rss, lines=len(lines), tracebacks=tracebacks)
 
     async def ports(self, stack: AsyncExitStack, launcher: int) -> list[GrpcPort | RawPort]:
-        """Return every TCP port at which a process of the run listens."""
+        """Return every TCP port on which a process of the run listens."""
         mesh_token = (self.folder.path / TOKEN_FILE).read_text().strip()
         gateway_token = (self.folder.path / GATEWAY_TOKEN_FILE).read_text().strip()
         ports: list[GrpcPort | RawPort] = []
@@ -215,7 +215,7 @@ async def _gateway_port(endpoint: Endpoint, token: str) -> HttpPort:
 
 
 def _listening(launcher: int) -> set[int]:
-    """Return the TCP ports at which the launcher and its descendants listen."""
+    """Return the TCP ports on which the launcher and its descendants listen."""
     ports = set()
     root = psutil.Process(launcher)
     for process in (root, *root.children(recursive=True)):

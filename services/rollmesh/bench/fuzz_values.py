@@ -31,14 +31,14 @@ _JSON: tuple[Any, ...] = (None, True, False, "", "x", {}, [], [[]], {"a": {"b": 
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Draws values; a field named in ``known`` gets one of its usable values, except for a share of ``absurd``."""
+    """Source of values; a field in ``known`` gets one of its valid values, except for a share of ``absurd``."""
 
     rng: random.Random
     known: Mapping[str, Sequence[Any]]
     absurd: float
 
     def text(self) -> str:
-        """Return a text of a boundary length."""
+        """Return text of a boundary length."""
         return self.rng.choice(_CHARACTERS) * self._length(TEXT_LENGTHS, LONG_TEXT)
 
     def _length(self, usual: Sequence[int], long: int) -> int:
@@ -106,7 +106,7 @@ class Values:
         return bytes(changed)
 
     def json(self, schema: Mapping[str, Any], document: Mapping[str, Any], name: str = "", depth: int = 0) -> Any:
-        """Return a value for a schema of an OpenAPI document; a share of ``absurd`` is of any type."""
+        """Return a value for a schema of an OpenAPI document; a share of ``absurd`` of the values has any type."""
         if "$ref" in schema:
             schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
         if self.rng.random() < self.absurd * 0.5 or depth > _MOST_DEPTH:
@@ -140,7 +140,7 @@ class Values:
         return self.text() if kind == "string" else rng.choice(_JSON)
 
     def body(self, schema: Mapping[str, Any], document: Mapping[str, Any]) -> bytes:
-        """Return a JSON body for a schema; some are broken, deep or long."""
+        """Return a JSON body for a schema; some bodies are corrupt, deeply nested or long."""
         way = self.rng.random()
         if way < 0.01:
             return b'{"a":' * 50_000

@@ -1,14 +1,14 @@
-"""``rollmesh bench gpu``: ``sync`` beside ``copris_paper`` on one shared GPU, and the step-time curve of decode.
+"""``rollmesh bench gpu``: ``sync`` and ``copris_paper`` on one shared GPU, and the step-time curve of decode.
 
-A randomly initialised model of Qwen2.5-0.5B's shape in bfloat16, 32 groups of 8 trajectories an update. Response
-lengths are forced per (prompt, index), lognormal with median 500 and cap 4096, the same in every arm. Scheduling core,
-engine and train step are those of a mesh; weights go from trainer to engine by a checkpoint folder. Arms take turns,
-update by update, on one engine that is empty in between; warm-up updates do not count.
+A randomly initialised model of Qwen2.5-0.5B's shape in bfloat16, 32 groups of 8 trajectories per update. Response
+lengths are fixed per (prompt, index), lognormal with median 500 and cap 4096, the same in every arm. Scheduling core,
+engine and train step are those of a mesh; weights move from trainer to engine through a checkpoint folder. The arms
+alternate, update by update, on one engine that is idle in between; warm-up updates do not count.
 
-What differs from a mesh: queue, reward and gRPC are left out (the queue is this process's memory, rewards are fixed by
-key), in every arm alike. What is charged: an arm's rate counts the smaller of the tokens it trained and those it
-generated in the measured updates, so work left unfinished earns nothing and work inherited from the warm-up neither.
-Old log-probabilities are the paper's, so copris_paper pays for scoring what it parks.
+Differences from a mesh, the same in every arm: there is no Redis queue, reward service or gRPC (the queue is in this
+process's memory, rewards are fixed by key). The rate of an arm counts the smaller of its trained tokens and its
+generated tokens in the measured updates, so neither unfinished work nor work from the warm-up counts. Old
+log-probabilities are the paper's, so copris_paper pays for scoring its partial trajectories.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class Plan:
     updates: int
     """Measured updates of every arm."""
     warmup: int
-    """Updates of copris_paper before those, while its pool fills; sync, which starts afresh each time, makes one."""
+    """Updates of copris_paper before the measured ones, while its pool fills; sync starts empty and makes one."""
     token_budget: int
     """Tokens of one training pass."""
     cuda_graphs: bool
     curve_context: int
-    """Tokens before those that the step-time curve times."""
+    """Context tokens before the tokens of the step-time curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFindings:
-    """What was measured; either part may be empty."""
+    """Measured updates and step-time curve; either may be empty."""
 
     parameters: int
     updates: tuple[Update, ...]
@@ -69,7 +69,7 @@ class GpuFindings:
 
 
 def full_plan() -> Plan:
-    """The experiment of docs/gpu.md."""
+    """Return the plan of the experiment in docs/gpu.md."""
     workload = Workload(
         vocab_size=QWEN2_5_05B.vocab_size, prompt_tokens=128, median_length=500, sigma=1.0, longest=4096
     )
@@ -90,7 +90,7 @@ def full_plan() -> Plan:
 
 
 def quick_plan() -> Plan:
-    """Seconds on a CPU: that it runs, not how fast."""
+    """Return a plan that takes seconds on a CPU; it tests that the bench runs, not its speed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     workload = Workload(vocab_size=TINY.vocab_size, prompt_tokens=8, median_length=20, sigma=1.0, longest=120)
     return Plan(
@@ -118,9 +118,10 @@ def run(
     cuda_graphs: bool | None = None,
     output: Path | None = None,
 ) -> list[Measure]:
-    """Measure; what is given replaces the plan's own. Files go to ``output`` (``bench-gpu``, nowhere when quick).
+    """Measure; arguments that are set replace those of the plan.
 
-    ConfigError without a GPU, unless quick.
+    Files are written to ``output`` (default ``bench-gpu``, or no files with ``quick``). Raises ConfigError without a
+    GPU, unless ``quick``.
     """
     if not quick and not torch.cuda.is_available():
         raise ConfigError(
@@ -142,7 +143,7 @@ def run(
 
 
 async def measure(plan: Plan, output: Path | None, *, curve_only: bool = False) -> GpuFindings:
-    """Carry out a plan; files are written anew after every update, so that a run that is cut short has left figures."""
+    """Run a plan; rewrite the files after every update, so that an interrupted run leaves figures."""
     options = TorchEngineOptions(
         slots=max(*plan.pools, plan.groups_per_batch * plan.group_size),
         max_context_tokens=plan.workload.context_tokens,
@@ -172,20 +173,20 @@ async def measure(plan: Plan, output: Path | None, *, curve_only: bool = False) 
 
 
 def schedules(plan: Plan) -> list[Schedule]:
-    """sync, and copris_paper at every pool size."""
-    # The scheduler winds down towards its last step; that must lie beyond what is measured.
+    """Return the schedules of the arms: sync, and copris_paper at every pool size."""
+    # The scheduler reduces the work towards its last step, which must come after the measured steps.
     pool_batches = -(-max(plan.pools) // (plan.groups_per_batch * plan.group_size))
     steps = plan.warmup + plan.updates + pool_batches + 1
     sizes = {"groups_per_batch": plan.groups_per_batch, "group_size": plan.group_size}
     sync = ScheduleConfig.model_validate({"preset": SYNC, **sizes})
-    # The paper has no staleness bound; ours must not end up pacing what is measured.
-    free = {"preset": "copris_paper", "max_staleness": steps, **sizes}
-    copris = [ScheduleConfig.model_validate({"pool_size": pool, **free}) for pool in plan.pools]
+    # The paper has no staleness bound; ours must not slow the measured updates.
+    unbounded = {"preset": "copris_paper", "max_staleness": steps, **sizes}
+    copris = [ScheduleConfig.model_validate({"pool_size": pool, **unbounded}) for pool in plan.pools]
     return [resolve_schedule(config, steps) for config in (sync, *copris)]
 
 
 async def _turns(plan: Plan, arms: Sequence[BenchArm]) -> AsyncIterator[Update]:
-    """One update of every arm in turn; yields those that count."""
+    """Run one update of every arm in turn; yield the measured updates."""
     for turn in range(plan.warmup + plan.updates):
         for arm in arms:
             if arm.name == SYNC and turn < plan.warmup - 1:
@@ -202,7 +203,7 @@ def _arm(plan: Plan, schedule: Schedule, engine: TorchEngine, model: Path, scrat
 
 
 def measures(plan: Plan, findings: GpuFindings) -> list[Measure]:
-    """The table: every arm beside sync, then the curve."""
+    """Return the rows of the table: every arm with sync as the baseline, then the curve."""
     label = f"{plan.shape.name} shape on {device_name(plan.device)}, {plan.dtype}"
     rows = [Measure(name=label, value=findings.parameters / 1e6, unit="million parameters")]
     by_arm: dict[str, list[Update]] = {}
@@ -210,19 +211,19 @@ def measures(plan: Plan, findings: GpuFindings) -> list[Measure]:
         by_arm.setdefault(update.arm, []).append(update)
     base = by_arm.get(SYNC, [])
     for name, updates in by_arm.items():
-        for what, value, beside, unit in zip(_WHAT, _figures(updates), _figures(base), _UNITS, strict=True):
-            title = f"{name}: {what}"
+        for figure, value, baseline, unit in zip(_FIGURES, _values(updates), _values(base), _UNITS, strict=True):
+            title = f"{name}: {figure}"
             if name == SYNC:
                 rows.append(Measure(name=title, value=value, unit=unit))
             else:
-                rows.append(compared(title, value, unit, SYNC, beside))
+                rows.append(compared(title, value, unit, SYNC, baseline))
     graphs = "CUDA graphs" if plan.cuda_graphs and plan.device == "cuda" else "no graphs"
     for running, seconds in findings.curve:
         rows.append(Measure(name=f"decode step, {running} running, {graphs}", value=1000 * seconds, unit="ms"))
     return rows
 
 
-_WHAT = (
+_FIGURES = (
     "time per update",
     "of it generation",
     "of it training",
@@ -236,10 +237,10 @@ _WHAT = (
 _UNITS = ("s", "s", "s", "tokens/s", "tokens/s", "tokens", "tokens", "tokens", "trajectories")
 
 
-def _figures(updates: Sequence[Update]) -> tuple[float, ...]:
-    """One number for each of ``_WHAT``."""
+def _values(updates: Sequence[Update]) -> tuple[float, ...]:
+    """Return one number for each of ``_FIGURES``."""
     if not updates:
-        return (0.0,) * len(_WHAT)
+        return (0.0,) * len(_FIGURES)
     count, seconds = len(updates), sum(u.total_seconds for u in updates)
     trained, generated = charged_tokens(updates), sum(u.generated_tokens for u in updates)
     return (
@@ -256,12 +257,12 @@ def _figures(updates: Sequence[Update]) -> tuple[float, ...]:
 
 
 def charged_tokens(updates: Sequence[Update]) -> int:
-    """Trained tokens that were also paid for in these updates: the smaller of tokens trained and generated."""
+    """Return the smaller of the trained tokens and the generated tokens of these updates."""
     return min(sum(u.trained_tokens for u in updates), sum(u.generated_tokens for u in updates))
 
 
 def device_name(device: str) -> str:
-    """The name that belongs beside every figure."""
+    """Return the name of the device for the figures."""
     return torch.cuda.get_device_name(device) if device == "cuda" else "CPU"
 
 

@@ -1,8 +1,8 @@
-"""One arm of ``bench gpu``: a schedule, its queue, its policy and optimizer; the engine is shared with other arms.
+"""One arm of ``bench gpu``: a schedule, its queue, its policy and optimizer; the arms share one engine.
 
-An update is: the newest weights go into the engine, trajectories are generated until the scheduler cuts a batch, calls
-that still run are parked, the trainer takes one real step, the policy is written out. Generation and training
-alternate on the device, which both kinds of schedule here do by themselves.
+In an update, the engine loads the newest weights, generates trajectories until the scheduler cuts a batch, and then
+interrupts the running calls. The trainer makes one real step and writes the policy. Generation and training alternate
+on the device, as both kinds of schedule require.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ _CHUNK = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One update of one arm."""
+    """Result of one update of one arm."""
 
     arm: str
     train_step: int
     seconds: dict[str, float]
     """Wall time by phase: load, generate, stage_end, train, export."""
     trained_tokens: int
-    """Response tokens of the batch."""
+    """Number of response tokens in the batch."""
     generated_tokens: int
-    """Tokens sampled during the update, whatever became of them."""
+    """Tokens sampled during the update, trained on or not."""
     reprefilled_tokens: int
     """Response tokens whose cache was computed again."""
     unfinished_trajectories: int
-    """Begun and not finished when the update ended."""
+    """Trajectories that had begun and not finished at the end of the update."""
     untrained_tokens: int
-    """Tokens sampled so far and not trained on: theirs, and those of finished trajectories that no batch has taken."""
+    """Tokens sampled so far and not trained on, of unfinished trajectories and of finished ones without a batch."""
     most_running: int
     """Largest number of trajectories leased at once."""
     lengths: dict[str, int]
@@ -57,12 +57,12 @@ class Update:
 
     @property
     def total_seconds(self) -> float:
-        """Wall time of the update."""
+        """Wall time of the update, in seconds."""
         return sum(self.seconds.values())
 
 
 class BenchArm:
-    """Runs updates one at a time; ``engine`` must be idle in between."""
+    """Arm of the bench; it runs one update at a time, and ``engine`` must be idle in between."""
 
     def __init__(
         self, name: str, schedule: Schedule, workload: Workload, engine: TorchEngine, trainer: PolicyTrainer, root: Path
@@ -80,7 +80,7 @@ class BenchArm:
         trainer.export(self._folder(0))
 
     async def update(self) -> Update:
-        """Make one update."""
+        """Run one update."""
         before = self._engine.status()
         step = self.queue.trained_step
         seconds: dict[str, float] = {}
@@ -110,7 +110,7 @@ class BenchArm:
         )
 
     async def _generate_batch(self) -> Batch:
-        """Generate as the scheduler says until it cuts; then park what still runs."""
+        """Generate under the scheduler's decisions until it cuts a batch; then interrupt the running calls."""
         while True:
             decisions = decide(self.schedule, self.queue.view())
             if decisions.fail:
@@ -136,7 +136,7 @@ class BenchArm:
         for task in done:
             member = self._running.pop(task)
             member.add(task.result())
-            self.queue.give_back(member)
+            self.queue.release(member)
 
     async def _call(self, member: Member) -> list[Chunk]:
         prompt = member.prompt.token_ids
@@ -151,9 +151,9 @@ class BenchArm:
         return [chunk async for chunk in self._engine.generate(call)]
 
     def _end_stage(self) -> None:
-        """The paper's extra pass: trainer log-probabilities of what was written in this stage and is not in the batch.
+        """Run the paper's extra pass: trainer log-probabilities of this stage's tokens that are not in the batch.
 
-        ``sync`` has nothing left over, so this costs it nothing.
+        ``sync`` has no such tokens, so the pass costs it nothing.
         """
         steps = {version: version for version in range(self.queue.trained_step + 1)}
         self._trainer.end_stage([m.trajectory() for m in self.queue.members() if m.segments], steps)
@@ -163,7 +163,7 @@ class BenchArm:
 
 
 def make_trainer(folder: Path, *, dtype: str, device: str, token_budget: int) -> PolicyTrainer:
-    """The trainer of one arm, from the same initial weights; old log-probabilities as in the CoPRIS paper."""
+    """Create the trainer of one arm from the shared initial weights, with old log-probabilities as in the paper."""
     config = TrainerConfig(
         tokens_per_microbatch=token_budget,
         algorithm=AlgorithmConfig(old_logprobs="stage_end"),

@@ -1,4 +1,4 @@
-"""The step-time curve of decode: seconds per step by number of running calls, in the form ``generator.pace`` takes."""
+"""Step-time curve of decode: seconds per step by number of running calls, in the format of ``generator.pace``."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Curve = list[tuple[int, float]]
 _CHUNK = 16
 _CHUNKS = 8
 _WARM_CHUNKS = 2
-"""Chunks that are not counted: kernels load, graphs are captured."""
+"""Uncounted chunks at the start, while kernels are loaded and graphs are captured."""
 
 
 def running_counts(slots: int) -> list[int]:
-    """Powers of two below ``slots``, and ``slots``."""
+    """Return the powers of two below ``slots``, and ``slots``."""
     counts = []
     count = 1
     while count < slots:
@@ -29,12 +29,12 @@ def running_counts(slots: int) -> list[int]:
 
 
 async def step_time_curve(engine: TorchEngine, counts: list[int], context: Int32Array) -> Curve:
-    """Median seconds of a decode step of an idle engine for each number of calls, all after ``context``."""
+    """Measure the median seconds of a decode step of an idle engine for each number of calls after ``context``."""
     return [(count, await _step_seconds(engine, count, context)) for count in counts]
 
 
 async def _step_seconds(engine: TorchEngine, count: int, context: Int32Array) -> float:
-    """Every call starts at the same step (they are submitted to a paused engine), so chunks come out together."""
+    """Measure one point; calls are submitted to a paused engine, so they start and return chunks together."""
     arrivals: list[float] = []
 
     async def call(number: int) -> None:
@@ -52,7 +52,7 @@ async def _step_seconds(engine: TorchEngine, count: int, context: Int32Array) ->
 
     await engine.pause()
     tasks = [asyncio.create_task(call(number)) for number in range(count)]
-    await asyncio.sleep(0)  # every task runs until its call is submitted, which is before the engine resumes
+    await asyncio.sleep(0)  # every task submits its call before the engine resumes
     await engine.resume()
     await asyncio.gather(*tasks)
     between = [later - earlier for earlier, later in pairwise(arrivals)]

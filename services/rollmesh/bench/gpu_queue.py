@@ -1,7 +1,7 @@
-"""The trajectory queue of one arm of ``bench gpu``, in this process.
+"""In-memory trajectory queue of one arm of ``bench gpu``.
 
-It holds what Redis holds in a mesh and shows the scheduler the same ``MeshView``, so that ``decide`` is the real one.
-Leases, sessions and crashes are left out: there is one worker and it does not die.
+It replaces Redis and gives the scheduler the same ``MeshView``, so that the real ``decide`` is used. Leases, sessions
+and crashes are left out: there is a single worker, and it does not crash.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ from rollmesh.types import (
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Member:
-    """One trajectory on its way."""
+    """One trajectory in the queue."""
 
     group: int
     index: int
     prompt: Prompt
     length: int
-    """Response tokens it will have."""
+    """Final number of response tokens."""
     reward: float
     state: TrajectoryState = TrajectoryState.PENDING
     segments: list[Segment] = field(default_factory=list)
 
     @property
     def trajectory_id(self) -> str:
-        """The same in every arm, so that the sampling noise is."""
+        """Id of the trajectory, equal in every arm, so that the sampling noise is equal too."""
         return f"{self.group}.{self.index}"
 
     @property
     def token_count(self) -> int:
-        """Response tokens so far."""
+        """Number of response tokens so far."""
         return sum(len(segment) for segment in self.segments)
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        """Append what one call streamed, one segment per policy version."""
+        """Append the chunks of one call, as one segment per policy version."""
         written = [c for c in chunks if len(c.token_ids)]
         for version, cache in sorted({(c.policy_version, c.kv_min_version) for c in written}):
-            mine = [c for c in written if (c.policy_version, c.kv_min_version) == (version, cache)]
+            selected = [c for c in written if (c.policy_version, c.kv_min_version) == (version, cache)]
             self.segments.append(
                 Segment(
-                    token_ids=np.concatenate([c.token_ids for c in mine]),
-                    behavior_logprobs=np.concatenate([c.behavior_logprobs for c in mine]),
+                    token_ids=np.concatenate([c.token_ids for c in selected]),
+                    behavior_logprobs=np.concatenate([c.behavior_logprobs for c in selected]),
                     policy_version=version,
                     kv_min_version=cache,
                 )
             )
 
     def trajectory(self) -> Trajectory:
-        """As the trainer sees it."""
+        """Return the trajectory in the form that the trainer receives."""
         return Trajectory(
             trajectory_id=self.trajectory_id,
             group_id=str(self.group),
@@ -81,7 +81,7 @@ class Member:
 
 
 class MemoryQueue:
-    """Groups from admission to training; policy version and train step are the same number here."""
+    """Groups from admission to training; policy version and train step are equal here."""
 
     def __init__(self, schedule: Schedule, workload: Workload) -> None:
         self.trained_step = 0
@@ -92,37 +92,37 @@ class MemoryQueue:
         self._admitted = 0
 
     def members(self) -> Iterator[Member]:
-        """Every admitted trajectory that is not in a cut batch."""
+        """Yield every admitted trajectory that is not in a cut batch."""
         for group in self._groups.values():
             yield from group
 
     def unfinished(self) -> list[Member]:
-        """Trajectories that have tokens and lack some."""
+        """Return the trajectories that have begun and not finished."""
         return [m for m in self.members() if m.state is not TrajectoryState.SCORED and m.segments]
 
     def view(self) -> MeshView:
-        """What the scheduler sees."""
+        """Return the scheduler's view of the queue."""
         ready: list[GroupView] = []
-        still_open: list[GroupView] = []
+        open_groups: list[GroupView] = []
         for number, group in self._groups.items():
             steps = [m.segments[0].policy_version for m in group if m.segments]
-            seen = GroupView(group_id=str(number), admission_index=number, min_train_step=min(steps, default=None))
-            (ready if all(m.state is TrajectoryState.SCORED for m in group) else still_open).append(seen)
-        still_open.sort(key=lambda g: (g.min_train_step is None, g.min_train_step or 0, g.admission_index))
-        by_step = Counter(g.min_train_step for g in (*ready, *still_open) if g.min_train_step is not None)
+            view = GroupView(group_id=str(number), admission_index=number, min_train_step=min(steps, default=None))
+            (ready if all(m.state is TrajectoryState.SCORED for m in group) else open_groups).append(view)
+        open_groups.sort(key=lambda g: (g.min_train_step is None, g.min_train_step or 0, g.admission_index))
+        by_step = Counter(g.min_train_step for g in (*ready, *open_groups) if g.min_train_step is not None)
         states = Counter(m.state for m in self.members())
         cut = self._schedule.groups_per_batch * (self.cut_step - self.trained_step)
         return MeshView(
-            now=0.0,  # no straggler is ever timed out
+            now=0.0,  # stragglers never time out
             trained_step=self.trained_step,
             cut_step=self.cut_step,
             policy_version=self.trained_step,
             policy_train_step=self.trained_step,
             admitted_unconsumed=len(self._groups) + cut,
-            open_groups=len(still_open),
+            open_groups=len(open_groups),
             ready_groups=len(ready),
             ready=tuple(ready),
-            stalest_open=tuple(still_open),
+            stalest_open=tuple(open_groups),
             unclaimed_by_step=tuple(sorted(by_step.items())),
             pending=states[TrajectoryState.PENDING],
             partial=states[TrajectoryState.PARTIAL],
@@ -134,7 +134,7 @@ class MemoryQueue:
             registered_generators=1,
             recovering=False,
             user_paused=False,
-            trained_enough=False,
+            is_complete=False,
         )
 
     def admit(self, count: int) -> None:
@@ -163,15 +163,15 @@ class MemoryQueue:
             member.state = TrajectoryState.LEASED
         return chosen
 
-    def give_back(self, member: Member) -> None:
-        """A call of a leased trajectory has ended: it is done, or at rest until the next stage."""
+    def release(self, member: Member) -> None:
+        """End the lease of a trajectory: it is finished, or a partial trajectory for the next stage."""
         if member.token_count >= member.length:
             member.state = TrajectoryState.SCORED
         else:
             member.state = TrajectoryState.PARTIAL if member.segments else TrajectoryState.PENDING
 
     def cut(self, group_ids: Sequence[str]) -> Batch:
-        """Take these groups out as the next batch."""
+        """Remove these groups and return them as the next batch."""
         groups = []
         for group_id in group_ids:
             members = self._groups.pop(int(group_id))
@@ -181,5 +181,5 @@ class MemoryQueue:
         return Batch(train_step=self.cut_step, groups=tuple(groups))
 
     def announce(self) -> None:
-        """The cut batch has been trained on and its policy is the newest."""
+        """Record that the cut batch is trained and its policy is the newest."""
         self.trained_step = self.cut_step

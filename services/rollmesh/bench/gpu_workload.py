@@ -1,7 +1,7 @@
-"""What every arm of ``bench gpu`` works on: prompts, response lengths and rewards, fixed per (group, member).
+"""Workload of every arm of ``bench gpu``: prompts, response lengths and rewards, fixed per (group, member).
 
-Lengths are forced: a call may sample as many tokens as its trajectory still lacks and has no stop ids. A random model
-has no length distribution of its own, and an arm must not get shorter work because its weights took another turn.
+Lengths are fixed: a call samples the remaining tokens of its trajectory and has no stop ids. A random model has no
+meaningful length distribution, and different weights must not give an arm shorter work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LENGTHS, _PROMPTS, _REWARDS = 1, 2, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A Qwen2 architecture."""
+    """Shape of a Qwen2 model."""
 
     name: str
     vocab_size: int
@@ -57,21 +57,21 @@ class Workload:
 
     @property
     def context_tokens(self) -> int:
-        """Prompt plus the longest response."""
+        """Tokens of a prompt and the longest response."""
         return self.prompt_tokens + self.longest
 
     def length(self, group: int, member: int) -> int:
-        """Response tokens of one trajectory: lognormal, 4 to ``longest``."""
+        """Return the response tokens of one trajectory: lognormal, 4 to ``longest``."""
         draw = self._random(_LENGTHS, group, member).normal(np.log(self.median_length), self.sigma)
         return int(np.clip(np.exp(draw), 4, self.longest))
 
     def prompt(self, group: int) -> Prompt:
-        """The prompt of a group: random token ids."""
+        """Return the prompt of a group: random token ids."""
         ids = self._random(_PROMPTS, group).integers(0, self.vocab_size, self.prompt_tokens)
         return Prompt(prompt_id=str(group), token_ids=ids.astype(np.int32), verifier="exact")
 
     def reward(self, group: int, member: int) -> float:
-        """0 or 1, by key: gradients are real, what they teach is nothing."""
+        """Return 0 or 1, by key: the gradients are real but carry no signal."""
         return float(self._random(_REWARDS, group, member).integers(0, 2))
 
     def _random(self, *key: int) -> np.random.Generator:
@@ -79,7 +79,7 @@ class Workload:
 
 
 def write_random_model(folder: Path, shape: Shape, dtype: str) -> int:
-    """Write a randomly initialised model as a Hugging Face folder; returns its number of parameters."""
+    """Write a randomly initialised model as a Hugging Face folder; return its number of parameters."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

@@ -1,4 +1,4 @@
-"""One measured figure, and the bar that it has to reach."""
+"""Measured figures, and the bars that they must reach."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _JSON_FIELDS = ("name", "value", "unit", "baseline", "baseline_value", "ratio")
 
 
 class Figure(StrEnum):
-    """What of a measure a bar is about."""
+    """Part of a measure that a bar limits."""
 
     RATIO = "ratio"
     VALUE = "value"
 
 
 class Direction(StrEnum):
-    """On which side of its bar a figure has to be."""
+    """Required side of a figure relative to its bar."""
 
     AT_LEAST = ">="
     AT_MOST = "<="
@@ -27,22 +27,22 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """What we ask of a figure."""
+    """Requirement for a figure."""
 
     figure: Figure
     direction: Direction
     limit: float
 
     def __str__(self) -> str:
-        """``ratio >= 2.5``."""
+        """Return text like ``ratio >= 2.5``."""
         return f"{self.figure} {self.direction} {self.limit:,g}"
 
     def found_in(self, measure: Measure) -> float | None:
-        """The figure of the measure that this is about."""
+        """Return the figure of the measure that this bar limits."""
         return measure.ratio if self.figure is Figure.RATIO else measure.value
 
     def reached_by(self, measure: Measure) -> bool:
-        """Whether the figure is known and not on the wrong side."""
+        """Return True if the figure is known and on the required side."""
         found = self.found_in(measure)
         if found is None:
             return False
@@ -51,29 +51,29 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """A figure and, where there is one, the baseline measured in the same run."""
+    """Figure and, optionally, its baseline from the same run."""
 
     name: str
     value: float
     unit: str
     baseline: str | None = None
-    """What it is compared with."""
+    """Name of the baseline."""
     baseline_value: float | None = None
     ratio: float | None = None
-    """value / baseline_value: above 1 is better for a rate, below 1 for a cost."""
+    """Quotient value / baseline_value: above 1 is better for a rate, below 1 for a cost."""
     bars: tuple[Bar, ...] = ()
 
     def figures(self) -> dict[str, str | float | None]:
-        """What ``--json`` prints: everything but the bars."""
+        """Return the fields that ``--json`` prints: all but the bars."""
         return {name: getattr(self, name) for name in _JSON_FIELDS}
 
     def to_line(self) -> str:
-        """All of it as a line of JSON, for ``from_line``."""
+        """Return all fields as a line of JSON, for ``from_line``."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_line(cls, line: str) -> Self:
-        """The measure that another process wrote."""
+        """Read a measure that another process wrote."""
         fields = json.loads(line)
         bars = tuple(
             Bar(figure=Figure(b["figure"]), direction=Direction(b["direction"]), limit=b["limit"])
@@ -85,7 +85,7 @@ class Measure:
 def compared(
     name: str, value: float, unit: str, baseline: str, baseline_value: float, bars: tuple[Bar, ...] = ()
 ) -> Measure:
-    """A figure beside its baseline."""
+    """Return a measure with its baseline and their ratio."""
     ratio = value / baseline_value if baseline_value else None
     return Measure(
         name=name, value=value, unit=unit, baseline=baseline, baseline_value=baseline_value, ratio=ratio, bars=bars
@@ -93,17 +93,17 @@ def compared(
 
 
 def at_least(figure: Figure, limit: float) -> Bar:
-    """The bar of a rate."""
+    """Return a lower bound, for a rate."""
     return Bar(figure=figure, direction=Direction.AT_LEAST, limit=limit)
 
 
 def at_most(figure: Figure, limit: float) -> Bar:
-    """The bar of a cost or a count."""
+    """Return an upper bound, for a cost or a count."""
     return Bar(figure=figure, direction=Direction.AT_MOST, limit=limit)
 
 
 def missed(measures: Iterable[Measure]) -> list[str]:
-    """A line for each bar that a measure does not reach, with what it showed."""
+    """Return a line for each bar that a measure misses, with the measured value."""
     return [
         f"{measure.name}: {bar.figure} {_shown(bar.found_in(measure))}, the bar is {bar.direction} {bar.limit:,g}"
         for measure in measures

@@ -1,4 +1,4 @@
-"""The models that a bench publishes as policies: random ones of a given shape, or one from a folder."""
+"""Models that a bench publishes as policies: random models of a given shape, or a model from a folder."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.errors import ConfigError
 
 CONTEXT = 256
-"""Positions of a random model that is not told otherwise."""
+"""Default number of positions of a random model."""
 SMALL: dict[str, Any] = {"hidden_size": 96, "num_hidden_layers": 3, "intermediate_size": 192, "vocab_size": 96}
-"""The demo's model: 1 MB."""
+"""Shape of the demo's model (1 MB)."""
 _CANARY_SHAPE = (8, 32)
-"""Sequences and tokens of a canary, as the trainer's."""
+"""Sequences and tokens of a canary, as in the trainer."""
 
 Policy = tuple[Callable[[Path], Any], list[CanarySequence]]
-"""How to write a policy's folder, and its canary."""
+"""Function that writes a policy's folder, and its canary."""
 
 
 class BenchModel(Protocol):
@@ -30,34 +30,34 @@ class BenchModel(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that prompts may be made of."""
+        """Number of tokens that prompts may use."""
 
     @property
     def dtype(self) -> str:
-        """``model.dtype`` of the run."""
+        """Value of ``model.dtype`` of the run."""
 
     def policy(self, version: int) -> Policy:
-        """The weights of one version."""
+        """Return the weights and the canary of one version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomModel:
-    """Qwen2 with random float32 weights, other ones for every version."""
+    """Qwen2 model with random float32 weights, different in every version."""
 
     shape: dict[str, Any]
-    """Fields of its configuration."""
+    """Fields of the model's configuration."""
     dtype: str = "float32"
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that prompts may be made of."""
+        """Number of tokens that prompts may use."""
         return int(self.shape["vocab_size"])
 
     def policy(self, version: int) -> Policy:
-        """The weights of one version."""
+        """Return the weights and the canary of one version."""
         from transformers import Qwen2Config, Qwen2ForCausalLM
 
-        _be_quiet()
+        _disable_progress_bars()
         torch.manual_seed(version)
         heads = {"num_attention_heads": self.shape["hidden_size"] // 32, "num_key_value_heads": 1}
         fields = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": True, **heads, **self.shape}
@@ -66,10 +66,10 @@ class RandomModel:
 
 
 class SavedModel:
-    """A Hugging Face folder, the same weights for every version."""
+    """Model from a Hugging Face folder, with equal weights in every version."""
 
     def __init__(self, folder: Path, longest: int) -> None:
-        """ConfigError when it is no folder of a model with room for ``longest`` tokens."""
+        """Read the configuration. Raises ConfigError unless the folder has a model for ``longest`` tokens."""
         try:
             config = json.loads((folder / "config.json").read_text())
             self._vocab_size, positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
@@ -83,20 +83,20 @@ class SavedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that prompts may be made of."""
+        """Number of tokens that prompts may use."""
         return self._vocab_size
 
     @property
     def dtype(self) -> str:
-        """float32 where the folder says so, else bfloat16."""
+        """Data type of the run: float32 if the folder has it, else bfloat16."""
         return self._dtype
 
     def policy(self, version: int) -> Policy:
-        """The folder's weights; their canary is computed once, in float32."""
+        """Return the folder's weights and their canary, which is computed once, in float32."""
         if not self._canary:
             from transformers import AutoModelForCausalLM
 
-            _be_quiet()
+            _disable_progress_bars()
             model: Any = AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32)
             self._canary = _canary(model, self._vocab_size)
         return self._copy, self._canary
@@ -116,7 +116,7 @@ def _canary(model: Any, vocab_size: int) -> list[CanarySequence]:
     ]
 
 
-def _be_quiet() -> None:
+def _disable_progress_bars() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""``rollmesh bench queue``: full lives of trajectories through the queue, beside a bare stream of the same payload.
+"""``rollmesh bench queue``: full lives of trajectories in the queue, with a bare stream of the same payload.
 
 One producer and one consumer process on an embedded server with AOF everysec. A life is lease, one partial save,
-finish, score, ready, cut, claim (the payload is decoded), batch-file confirmation, trained; batches of one group. The
-bare loop is XADD / XREADGROUP / XACK with as many entries a call. Both run in turn, several times; medians.
+finish, score, ready, cut, claim (the payload is decoded), batch-file confirmation, trained; batches have one group. The
+bare loop is XADD / XREADGROUP / XACK with the same number of entries per call. Both alternate; medians count.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from rollmesh.types import PolicyRecord, Segment
 
 LIFE_TOKENS, FLAT_TOKENS = 2048, 256
 GROUP_SIZES = (8, 16)
-"""The default of a run file, and what larger runs use: calls are batched by group, so larger groups cost less each."""
+"""Group sizes: the default of a run file, and a larger one. Calls are batched by group, so each trajectory of a larger
+group costs less."""
 _LIVES_BARS = (at_least(Figure.RATIO, 0.25), at_least(Figure.VALUE, 1000.0))
 _FLAT_BARS = (at_most(Figure.VALUE, 1.2),)
 _FLAT_GROUP_SIZE = 16
 _FILL_GROUPS = 64
 _FLAT_SAMPLES = 30
-_SETTLE_LOOKS = 1200
+_SETTLE_CHECKS = 1200
 
 
 def run(*, quick: bool = False) -> list[Measure]:
-    """Measure; the ratio of lives per second is ours over bare, larger is better."""
+    """Measure; the ratio of lives per second is ours divided by bare, so larger is better."""
     rounds, trajectories = (1, 960) if quick else (11, 6000)
     resident = [1_000, 4_000] if quick else [1_000, 10_000, 100_000]
     with tempfile.TemporaryDirectory(prefix="rollmesh-queue-") as folder:
@@ -66,7 +67,7 @@ def run(*, quick: bool = False) -> list[Measure]:
 def _lives(url: str, pool: ProcessPoolExecutor, rounds: int, group_size: int, trajectories: int) -> list[Measure]:
     ours, bare, seconds = [], [], dict[str, list[float]]()
     for number in range(-1, rounds):
-        # The first pair of runs warms the processes up and is not counted.
+        # The first pair of runs warms up the processes and does not count.
         groups = trajectories // group_size if number >= 0 else 20
         rate, roles = _round(url, pool, number, group_size, groups)
         bare_rate, bare_roles = _bare_round(url, pool, number, group_size, groups)
@@ -95,7 +96,7 @@ def _round(url: str, pool: ProcessPoolExecutor, number: int, group_size: int, gr
     work = asyncio.run(_prepare(url, run_name, group_size, groups, LIFE_TOKENS))
     futures = [pool.submit(run_role, name, work) for name in ("produce", "consume")]
     roles = [future.result() for future in futures]
-    asyncio.run(_forget(url, f"{{{run_name}}}:*"))
+    asyncio.run(_delete_keys(url, f"{{{run_name}}}:*"))
     return _rate(roles, work), roles
 
 
@@ -107,12 +108,12 @@ def _bare_round(
     asyncio.run(_make_stream(url, stream))
     futures = [pool.submit(run_role, name, work) for name in ("produce_bare", "consume_bare")]
     roles = [future.result() for future in futures]
-    asyncio.run(_forget(url, stream))
+    asyncio.run(_delete_keys(url, stream))
     return _rate(roles, work), roles
 
 
 def _rate(roles: list[Role], work: Work) -> float:
-    """Trajectories a second from the first call of either process to the last one."""
+    """Return trajectories per second, from the first to the last call of both processes."""
     return work.groups * work.group_size / (max(r.ended for r in roles) - min(r.started for r in roles))
 
 
@@ -132,7 +133,7 @@ async def _prepare(url: str, run_name: str, group_size: int, groups: int, tokens
         )
         leader = await store.acquire_leadership("bench")
         if leader is None:
-            raise RuntimeError(f"the bench's run {run_name} has a leader already")
+            raise RuntimeError(f"the run {run_name} of the bench already has a leader")
         trainer = await store.open_trainer_session("bench")
         record = PolicyRecord(policy_version=0, train_step=0, path="0", manifest_digest="0")
         await store.announce_policy(trainer, record)
@@ -153,7 +154,7 @@ async def _make_stream(url: str, stream: str) -> None:
         await store.connection.command("XGROUP", "CREATE", stream, "bench", "$", "MKSTREAM")
 
 
-async def _forget(url: str, pattern: str) -> None:
+async def _delete_keys(url: str, pattern: str) -> None:
     async with await TrajectoryStore.connect(StoreConfig(), run="bench", url=url) as store:
         keys = await store.connection.command("KEYS", pattern.replace("[", "\\["))
         for at in range(0, len(keys), 500):
@@ -162,7 +163,7 @@ async def _forget(url: str, pattern: str) -> None:
 
 @dataclass(slots=True)
 class _Resident:
-    """A queue with so many trajectories in it, on a server of its own."""
+    """Queue with a number of resident trajectories, on a separate server."""
 
     name: str
     store: TrajectoryStore
@@ -171,10 +172,10 @@ class _Resident:
     cursor: int = 0
     step: int = 1
     samples: list[float] = field(default_factory=list)
-    """CPU seconds of an operation."""
+    """CPU seconds per operation, one value for each sample."""
 
     async def cycle(self, role: Role, segment: Segment) -> None:
-        """Admit and complete one group, and train on the oldest one."""
+        """Admit and complete one group, and consume the oldest group."""
         index = self.cursor
         await self.store.admit(
             self.work.leader, [new_group(index, self.work.group_size)], Cursor(index=index), Cursor(index=index + 1)
@@ -185,7 +186,7 @@ class _Resident:
         self.cursor, self.step = index + 1, self.step + 1
 
     async def sample(self, cycles: int, segment: Segment) -> None:
-        """CPU of client and server over some lives, per operation."""
+        """Measure the CPU time of client and server per operation, over ``cycles`` groups."""
         role, before = Role(), await _cpu_seconds(self.store)
         for _ in range(cycles):
             await self.cycle(role, segment)
@@ -194,10 +195,10 @@ class _Resident:
 
 
 async def _flatness(folder: Path, sizes: list[int], cycles: int) -> list[Measure]:
-    """CPU of server and client per operation, with ever more trajectories resident; sizes take turns.
+    """Measure the CPU time of server and client per operation for increasing queue sizes; the sizes alternate.
 
-    The control holds as many bytes as the largest queue, nearly all of them in keys that no queue uses: what memory
-    that is out of the processor's caches costs any server.
+    The control server holds as many bytes as the largest queue, nearly all of them in keys outside the queue: it
+    measures the cost of memory outside the processor's caches.
     """
     segment = payload(FLAT_TOKENS // 2)
     async with contextlib.AsyncExitStack() as stack:
@@ -238,7 +239,7 @@ async def _used_bytes(store: TrajectoryStore) -> int:
 
 
 async def _add_ballast(store: TrajectoryStore, until: int) -> None:
-    """Fill the server with plain strings of a trajectory's size until it uses so many bytes."""
+    """Fill the server with plain strings of a trajectory's size until it uses ``until`` bytes."""
     data, number = bytes(bare_payload(FLAT_TOKENS)), 0
     while await _used_bytes(store) < until:
         await store.connection.commands([("SET", f"ballast:{number + at}", data) for at in range(500)])
@@ -247,7 +248,7 @@ async def _add_ballast(store: TrajectoryStore, until: int) -> None:
 
 
 async def _fill(store: TrajectoryStore, work: Work, session: str, cursor: int, size: int) -> int:
-    """Make ready groups until ``size`` trajectories are resident; returns the new cursor."""
+    """Add ready groups until ``size`` trajectories are resident; return the new cursor."""
     segment = payload(FLAT_TOKENS // 2)
     while (missing := size // work.group_size - (await store.view()).ready_groups) > 0:
         count = min(_FILL_GROUPS, missing)
@@ -261,15 +262,15 @@ async def _fill(store: TrajectoryStore, work: Work, session: str, cursor: int, s
 
 async def _settled(store: TrajectoryStore) -> None:
     """Wait until the server has rewritten its append-only file after the fill."""
-    for _ in range(_SETTLE_LOOKS):
+    for _ in range(_SETTLE_CHECKS):
         if not (await store.connection.command("INFO", "persistence"))["aof_rewrite_in_progress"]:
             return
         await asyncio.sleep(0.05)
-    raise RuntimeError("the server does not finish rewriting its append-only file")
+    raise RuntimeError("the server did not finish the rewrite of its append-only file in time")
 
 
 async def _cpu_seconds(store: TrajectoryStore) -> float:
-    """CPU of this process and of the server's main thread."""
+    """Return the CPU seconds of this process and of the server's main thread."""
     info = await store.connection.command("INFO", "cpu")
     server = float(info["used_cpu_user_main_thread"]) + float(info["used_cpu_sys_main_thread"])
     return time.process_time() + server

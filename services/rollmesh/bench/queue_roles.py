@@ -1,4 +1,4 @@
-"""The processes of the queue bench: what produces and what consumes, ours and bare."""
+"""Processes of the queue bench: producer and consumer, ours and bare."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Seg
 T = TypeVar("T")
 
 PRODUCER_TASKS = 4
-"""Groups that a producer has in flight; the same for the bare loop."""
+"""Groups in flight at a producer, also in the bare loop."""
 ADMITTED_GROUPS = 16
-"""Groups of one admission: a leader fills its window with as many as a train step frees."""
+"""Groups per admission: a leader admits as many groups as a train step frees."""
 BACKLOG_GROUPS = 64
-"""Finished groups (bare: unread batches) that the producer may be ahead of the consumer."""
+"""Limit of the finished groups that the consumer has not read."""
 _PAUSE_SECONDS = 0.001
 _BACKLOG_PAUSE_SECONDS = 0.01
-"""A full backlog is some 100 ms of the consumer's work: looking more often only takes the server from it."""
+"""Pause at a full backlog, which is about 100 ms of the consumer's work; more polls would load the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one process is told."""
+    """Assignment of one process."""
 
     url: str
     run: str
     group_size: int
     groups: int
     tokens: int
-    """Tokens of a trajectory; half of them travel in a partial save."""
+    """Tokens of a trajectory; half of them are sent in a partial save."""
     leader: str = ""
     trainer: str = ""
     first_group: int = 0
@@ -52,12 +52,12 @@ class Role:
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     started: float = 0.0
-    """Wall clock at the first call: processes of one machine share it."""
+    """Wall clock at the first call, comparable between processes of one machine."""
     ended: float = 0.0
     cpu_seconds: float = 0.0
 
     async def timed(self, name: str, call: Awaitable[T]) -> T:
-        """Await a call and keep how long it took."""
+        """Await a call and record its duration."""
         start = time.perf_counter()
         result = await call
         self.seconds.setdefault(name, []).append(time.perf_counter() - start)
@@ -65,7 +65,7 @@ class Role:
 
 
 def new_group(index: int, group_size: int) -> NewGroup:
-    """A group with a prompt of 64 tokens."""
+    """Return a new group with a prompt of 64 tokens."""
     prompt = Prompt(
         prompt_id=str(index), token_ids=np.arange(64, dtype=np.int32), verifier="exact", metadata={"answer": "42"}
     )
@@ -73,7 +73,7 @@ def new_group(index: int, group_size: int) -> NewGroup:
 
 
 def payload(tokens: int) -> Segment:
-    """A policy segment."""
+    """Return a policy segment with random content."""
     rng = np.random.default_rng(0)
     return Segment(
         token_ids=rng.integers(0, 32_000, tokens, dtype=np.int32),
@@ -84,7 +84,7 @@ def payload(tokens: int) -> Segment:
 
 
 async def produce_group(store: TrajectoryStore, session: str, role: Role, segment: Segment, group_size: int) -> None:
-    """Lease one group's worth of trajectories and take each to its score."""
+    """Lease the trajectories of one group, and save, finish and score them."""
     leased = await role.timed("lease", store.lease(session, group_size))
     ids = [item.trajectory.trajectory_id for item in leased]
     tokens = len(segment)
@@ -108,8 +108,8 @@ async def _produce_groups(
 
 
 async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: str, role: Role) -> None:
-    """One batch of one group, from its cut to its trained report."""
-    # As in a run, where they are two processes: the trainer asks for its batch while the leader cuts it.
+    """Consume one batch of one group, from its cut to its trained report."""
+    # As in a run, the trainer (there, another process) claims the batch while the leader cuts it.
     _, batch = await asyncio.gather(
         role.timed("cut", store.cut(work.leader, step, [group_id])),
         role.timed("claim", store.claim(work.trainer, step, 10.0)),
@@ -123,7 +123,7 @@ async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: 
 
 
 async def produce(work: Work, role: Role) -> None:
-    """Admit, lease, save, finish and score ``work.groups`` groups, a bounded number ahead of the consumer."""
+    """Admit, lease, save, finish and score ``work.groups`` groups, with a limited lead over the consumer."""
     segment = payload(work.tokens // 2)
     async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
         sessions = [await store.open_session("bench") for _ in range(PRODUCER_TASKS)]
@@ -146,7 +146,7 @@ async def produce(work: Work, role: Role) -> None:
 
 
 async def consume(work: Work, role: Role) -> None:
-    """Cut, claim, confirm and report one group a step, in admission order."""
+    """Cut, claim, confirm and report one group per step, in admission order."""
     async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
         step, last = work.first_step, work.first_step + work.groups
         role.started = time.time()
@@ -161,7 +161,7 @@ async def consume(work: Work, role: Role) -> None:
 
 
 async def produce_bare(work: Work, role: Role) -> None:
-    """XADD of the same payload, a pipeline of one group at a time."""
+    """Add the same payload with XADD, in pipelines of one group."""
     data = bare_payload(work.tokens)
     client = create_client(work.url)
     role.started = time.time()
@@ -184,7 +184,7 @@ async def produce_bare(work: Work, role: Role) -> None:
 
 
 async def consume_bare(work: Work, role: Role) -> None:
-    """XREADGROUP and XACK of one group at a time."""
+    """Read and acknowledge one group at a time, with XREADGROUP and XACK."""
     client = create_client(work.url)
     left = work.groups * work.group_size
     role.started = time.time()
@@ -201,14 +201,14 @@ async def consume_bare(work: Work, role: Role) -> None:
 
 
 def bare_payload(tokens: int) -> bytes:
-    """The bytes that our queue keeps for one trajectory."""
+    """Return the bytes that our queue stores for one trajectory."""
     from rollmesh.store.payload import encode_segments
 
     return b"".join(encode_segments([payload(tokens // 2)] * 2).elements)
 
 
 def _entries(reply: Any) -> list[Any]:
-    """Entries of one stream from an XREADGROUP reply of either protocol version."""
+    """Return the entries of one stream from an XREADGROUP reply of either protocol version."""
     if not reply:
         return []
     if isinstance(reply, dict):
@@ -225,7 +225,7 @@ ROLES: dict[str, Callable[[Work, Role], Awaitable[None]]] = {
 
 
 def run_role(name: str, work: Work) -> Role:
-    """Entry point of a process."""
+    """Run one role in this process and return its times."""
     role = Role()
     uvloop.run(_run(ROLES[name], work, role))
     role.cpu_seconds = time.process_time()

@@ -1,15 +1,15 @@
-"""``rollmesh bench reload``: from publishing a policy to serving it, and what running calls notice.
+"""``rollmesh bench reload``: time from publishing a policy to serving it, and the effect on running calls.
 
-A real generator process, a real registry and a real checkpoint store; 16 streams are kept running. For each mode of
-``generator.on_new_version``, policies are published one after the other:
+A real generator process, a real registry and a real checkpoint store, with 16 streams running throughout. For each
+mode of ``generator.on_new_version``, policies are published one after the other:
 
 * publish to serving: from the start of the write (weights, digests, manifest, fsync, announcement) until the registry
-  shows the generator serving it, verified and checked on the canary;
-* pause: how long the generator held decoding, from its own histogram;
-* silence: the longest time without a token in any stream around the swap, re-prefill and refusals included.
+  shows that the generator serves the version, verified and checked on the canary;
+* pause: the time without decoding, from the generator's histogram;
+* silence: the longest time without a token in any stream around the swap, with re-prefill and rejected calls.
 
-Bytes per second are those of the reload (noticed to serving: read, hash, load, canary) beside a plain copy of the
-same files.
+Bytes per second are those of the reload (from detection to serving: read, hash, load, canary), with a plain copy of
+the same files as the baseline.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LARGE: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 8, "intermedi
 
 
 def run(*, quick: bool = False) -> list[Measure]:
-    """Measure the demo's model (1 MB) in every mode and one of 120 MB; ``quick``: two reloads each, no large model."""
+    """Measure the demo's model (1 MB) in every mode and a model of 120 MB; ``quick``: two reloads, no large model."""
     torch.set_num_threads(1)
     reloads = 2 if quick else 5
     measures: list[Measure] = []

@@ -1,7 +1,7 @@
-"""``rollmesh bench scale``: ever more rollouts in flight through a mesh, and the CPU of each finished trajectory.
+"""``rollmesh bench scale``: CPU time per finished trajectory of a mesh, at increasing numbers of rollouts in flight.
 
 Redis, the leader, two workers and the reward service are those of a run. The generators are EMULATED: the real service
-and contract in processes of their own, over token streams of a steady rate a call, without a model. 1,000 further
+and contract in separate processes, over token streams of a steady rate per call, without a model. 1,000 further
 generators only renew their records. Batches are claimed, checked and acknowledged without training.
 """
 
@@ -20,11 +20,11 @@ from rollmesh.bench.scale_mesh import Level, Load, measure_level
 LEVELS = (1_000, 4_000, 10_000)
 _QUICK_LEVELS = (100, 200)
 _OURS = ("Redis", "workers", "leader")
-"""Parts whose cost is asked to be flat: the others stand for generators, verifiers and the trainer."""
+"""Parts whose cost must be flat; the other parts replace generators, verifiers and the trainer."""
 _TOTAL = "CPU of Redis, workers and leader a trajectory"
 _FLAT = 1.3
 _HELD = 0.95
-"""Of the rollouts in flight and of the tokens a second of each: less, and the mesh is behind its load."""
+"""Required share of the rollouts in flight, and of the tokens per second of each; below it the mesh is overloaded."""
 _THIS_BUILD = Path(__file__).parents[2]
 _NONE = (at_most(Figure.VALUE, 0.0),)
 
@@ -38,11 +38,11 @@ def run(
     chunk_tokens: int = 512,
     tokens_per_second: float = 30.0,
 ) -> list[Measure]:
-    """Measure every level in turn; ``baseline`` is the services folder of another build, measured at each level too."""
+    """Measure every level in turn, also of ``baseline``, the services folder of another build."""
     measured: dict[int, Level] = {}
     others: dict[int, Level] = {}
-    asked = sorted(set(levels or (_QUICK_LEVELS if quick else LEVELS)))
-    for in_flight in asked:
+    requested = sorted(set(levels or (_QUICK_LEVELS if quick else LEVELS)))
+    for in_flight in requested:
         load = Load(
             in_flight=in_flight,
             generators=8 if quick else 64,
@@ -51,7 +51,7 @@ def run(
             chunk_tokens=16 if quick else chunk_tokens,
             tokens_per_second=tokens_per_second,
             warm_up_seconds=2.0 if quick else 2 * mean_tokens / tokens_per_second,
-            window_seconds=4.0 if quick else 180.0 if in_flight == asked[-1] else 60.0,
+            window_seconds=4.0 if quick else 180.0 if in_flight == requested[-1] else 60.0,
         )
         if baseline is not None:
             others[in_flight] = _level(load, baseline)
@@ -66,7 +66,7 @@ def _level(load: Load, build: Path) -> Level:
 
 
 def _measures(in_flight: int, rate: float, level: Level, other: Level | None) -> list[Measure]:
-    """All figures of one level, each beside the other build's where there is one."""
+    """Return all figures of one level, with those of the other build as the baseline, if there is one."""
     before = None if other is None else _figures(in_flight, rate, other)
     return [
         Measure(name=f"{in_flight:,} in flight: {name}", value=value, unit=unit, bars=bars)
@@ -101,10 +101,10 @@ def _cost(level: Level) -> float:
 
 
 def _flatness(levels: dict[int, Level]) -> list[Measure]:
-    """The cost of a trajectory against that at the smallest level, and of each further one.
+    """Compare the cost of a trajectory with that at the smallest level, and measure the cost of each further one.
 
-    The cost of an idle mesh (heartbeats, looks, registry) weighs most on the few trajectories of the smallest level,
-    and hides growth; a further trajectory has no part in it.
+    The fixed cost of an idle mesh (heartbeats, snapshots, registry) has the largest share at the smallest level and
+    hides growth; the cost of further trajectories excludes it.
     """
     (least, first), *larger = levels.items()
     cost, further = 1000 * _cost(first) / first.finished, None

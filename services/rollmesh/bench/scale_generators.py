@@ -1,6 +1,6 @@
 """Emulated generators of the scale bench: the real service, registration and contract over an engine without a model.
 
-They always run this build, whichever build the other processes run: two builds meet the same load.
+They always run this build, even if the other processes run another one, so that two builds have the same load.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _BEATS_AT_ONCE = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
-    """Generators of one process."""
+    """Emulated generators of one process."""
 
     generators: int
     registered: int
-    """Further generators that have a record, renewed with every heartbeat, and take no calls."""
+    """Further generators with a record, renewed with every heartbeat, and without calls."""
     tokens_per_second: float
-    """Of a call in the mean (``Answers.pace``)."""
+    """Mean rate of a call (see ``Answers.pace``)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class _Call:
     interrupted: bool = False
 
     async def wait_until(self, deadline: float) -> None:
-        """Wait until a time of the loop, or until the call is interrupted or acknowledged."""
+        """Wait until a loop time, or until the call is interrupted or acknowledged."""
         self.changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout_at(deadline):
@@ -64,7 +64,7 @@ class _Call:
 
 
 class EmulatedEngine:
-    """Streams known answers at a steady rate a call; as in the torch engine a chunk arrives once it is sampled whole.
+    """Engine that streams known answers at a steady rate per call; as in the torch engine, chunks arrive complete.
 
     A new policy version takes effect at once, as with ``on_new_version: keep_kv``.
     """
@@ -82,7 +82,7 @@ class EmulatedEngine:
         """Stream the rest of the trajectory's answer."""
         budget = check_call(call, vocab_size=VOCABULARY_SIZE, longest=self._context)
         if len(self._calls) >= self._slots:
-            raise GenerationRefused(f"all {self._slots} slots are taken")
+            raise GenerationRefused(f"all {self._slots} slots are in use")
         done = len(call.context_ids) - call.prompt_token_count
         length = self._answers.length(call.trajectory_id)
         end = min(length, done + budget)
@@ -114,14 +114,14 @@ class EmulatedEngine:
             self._calls.pop(call.trajectory_id, None)
 
     async def _sample(self, running: _Call, count: int, since: float, rate: float) -> int:
-        """Wait until ``count`` tokens are sampled; returns how many there are, fewer after an interrupt."""
+        """Wait until ``count`` tokens are sampled; return their number, which is smaller after an interrupt."""
         now, due = asyncio.get_running_loop().time, since + count / rate
         while now() < due and not running.interrupted:
             await running.wait_until(due)
         return min(count, max(0, int((now() - since) * rate))) if running.interrupted else count
 
     async def _until_acknowledged(self, running: _Call, sampled_at: float) -> float:
-        """Hold a call whose caller is behind; returns since when it samples. One held for too long is interrupted."""
+        """Wait for a slow caller and interrupt the call after a time limit; return the time at which sampling began."""
         if not running.backlog.blocked:
             return sampled_at
         self._held_back += 1
@@ -141,14 +141,14 @@ class EmulatedEngine:
         return len(names)
 
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
-        """Note how much of each trajectory its caller has saved."""
+        """Record the number of saved tokens of each trajectory."""
         for name, count in context_token_counts.items():
             if (running := self._calls.get(name)) is not None:
                 running.backlog.acknowledge(count)
                 running.changed.set()
 
     def status(self) -> EngineStatus:
-        """Load and counters."""
+        """Return load and counters."""
         return EngineStatus(
             policy_version=self.policy_version,
             running_count=len(self._calls),
@@ -168,35 +168,35 @@ class EmulatedEngine:
         )
 
     async def start(self, folder: Path, policy_version: int) -> None:
-        """No model is loaded."""
-        _refuse()
+        """Raise EngineError: there is no model."""
+        _reject()
 
     async def stage(self, folder: Path) -> None:
-        """No model is loaded."""
-        _refuse()
+        """Raise EngineError: there is no model."""
+        _reject()
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
-        """No model is loaded."""
-        _refuse()
+        """Raise EngineError: there is no model."""
+        _reject()
 
     async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
-        """No model is loaded."""
-        _refuse()
+        """Raise EngineError: there is no model."""
+        _reject()
 
     async def pause(self) -> None:
-        """Not part of the bench."""
-        _refuse()
+        """Raise EngineError: the bench does not pause."""
+        _reject()
 
     async def resume(self) -> None:
-        """Not part of the bench."""
-        _refuse()
+        """Raise EngineError: the bench does not pause."""
+        _reject()
 
     async def aclose(self) -> None:
         """End running calls."""
         await self.interrupt()
 
 
-def _refuse() -> NoReturn:
+def _reject() -> NoReturn:
     raise EngineError("the scale bench emulates token streams only")
 
 
@@ -205,24 +205,24 @@ async def _no_policy(version: int) -> int:
 
 
 async def serve_generators(config: RunConfig, answers: Answers, emulation: Emulation, shutdown: Shutdown) -> None:
-    """Serve so many emulated generators, each on a port and with a record of its own, until ``shutdown``."""
+    """Serve the emulated generators, each with its own port and record, until ``shutdown``."""
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
-        engines, rotations, registrations = [], [], []
+        engines, serving_states, registrations = [], [], []
         for _ in range(emulation.generators):
-            engine, rotation = EmulatedEngine(config, answers, emulation.tokens_per_second), ServingState()
+            engine, serving_state = EmulatedEngine(config, answers, emulation.tokens_per_second), ServingState()
             metrics, server = GeneratorMetrics(Metrics("generator")), create_server()
-            service = GenerationService(engine, rotation, metrics, _no_policy)
+            service = GenerationService(engine, serving_state, metrics, _no_policy)
             stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
             reporter = HealthReporter(server, "rollmesh.v1.GenerationService")
-            rotation.address = f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}"
+            serving_state.address = f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}"
             await server.start()
             stack.push_async_callback(server.stop, 0.5)
-            registrations.append(Registration(store, engine, rotation, metrics, Health(), reporter, config.store))
+            registrations.append(Registration(store, engine, serving_state, metrics, Health(), reporter, config.store))
             engines.append(engine)
-            rotations.append(rotation)
+            serving_states.append(serving_state)
         loops = [
-            _follow_policies(store, engines, rotations),
+            _follow_policies(store, engines, serving_states),
             _renew_records(store, emulation.registered, config),
             *(registration.run() for registration in registrations),
         ]
@@ -237,7 +237,7 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
 
 
 async def _follow_policies(
-    store: TrajectoryStore, engines: Sequence[EmulatedEngine], rotations: Sequence[ServingState]
+    store: TrajectoryStore, engines: Sequence[EmulatedEngine], serving_states: Sequence[ServingState]
 ) -> NoReturn:
     """Serve the newest announced version on every generator."""
     version = -1
@@ -245,14 +245,14 @@ async def _follow_policies(
         newest = await store.latest_policy()
         if newest is not None and newest.policy_version > version:
             version = newest.policy_version
-            for engine, rotation in zip(engines, rotations, strict=True):
+            for engine, serving_state in zip(engines, serving_states, strict=True):
                 engine.policy_version = version
-                rotation.put_in()
+                serving_state.put_in_service()
         await asyncio.sleep(_POLICY_SECONDS)
 
 
 async def _renew_records(store: TrajectoryStore, count: int, config: RunConfig) -> NoReturn:
-    """Keep ``count`` records alive, spread over the heartbeat; they serve an older version than any call may take."""
+    """Renew ``count`` records, spread over the heartbeat; their version is too old for any call."""
     records = [
         GeneratorRecord(
             instance_id=secrets.token_hex(16),
@@ -271,8 +271,8 @@ async def _renew_records(store: TrajectoryStore, count: int, config: RunConfig) 
         started = asyncio.get_running_loop().time()
         beat += 1
         for at in range(0, count, _BEATS_AT_ONCE):
-            part = [replace(record, running_count=beat % 2) for record in records[at : at + _BEATS_AT_ONCE]]
-            await asyncio.gather(*(store.register_generator(record, ttl) for record in part))
+            renewed = [replace(record, running_count=beat % 2) for record in records[at : at + _BEATS_AT_ONCE]]
+            await asyncio.gather(*(store.register_generator(record, ttl) for record in renewed))
             due = started + config.store.heartbeat_seconds * (at + _BEATS_AT_ONCE) / count
             await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
         if not count:

@@ -1,4 +1,4 @@
-"""One level of the scale bench: a whole mesh of processes with so many rollouts in flight."""
+"""One level of the scale bench: a whole mesh of processes with a given number of rollouts in flight."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from rollmesh.store.queue_types import StoreCounts
 
 GROUP_SIZE = 8
 POOL_BATCHES = 2.5
-"""Batches in flight: 4,000 trajectories a batch with 10,000 in flight, as docs/architecture.md has it."""
+"""Batches in flight: 4,000 trajectories per batch with 10,000 in flight, as in docs/architecture.md."""
 _MAX_STALENESS = 16
-"""Far above the staleness of 2.5 batches in flight: the default of 4 holds admission back until groups are complete."""
+"""Staleness bound, far above the staleness of 2.5 batches in flight; the default of 4 would delay admission."""
 _FILLED = 0.98
 _WATCH_SECONDS = 0.25
 _START_SECONDS = 300.0
@@ -38,11 +38,11 @@ _ROLES_IN_BUILD = (
     "import sys, rollmesh.bench as bench; bench.__path__.insert(0, sys.argv.pop(1)); "
     "from rollmesh.bench.scale_roles import main; sys.exit(main())"
 )
-"""The roles of this build on the services of whichever build the process finds."""
+"""Program that runs the roles of this build on the services of the build on the process's path."""
 
 
 class ScaleError(RollmeshError):
-    """A level could not be brought up."""
+    """A level did not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +71,11 @@ class Level:
     seconds: float
     tokens: int
     cpu_seconds: dict[str, float]
-    """By part of the mesh."""
+    """CPU seconds by part of the mesh."""
     samples: dict[str, list[float]]
-    """Seconds of every loop's lag, of a PING to Redis, of looks and of decisions."""
+    """Seconds of event-loop lag by part, of PINGs to Redis, of the leader's views and of its decisions."""
     faults: dict[str, int]
-    """Counts that have to be 0, over the whole level."""
+    """Counts over the whole level that must be 0."""
 
 
 @dataclass(slots=True)
@@ -88,19 +88,19 @@ class _Mesh:
     processes: dict[str, list[subprocess.Popen[bytes]]] = field(default_factory=dict)
 
     def start(self, part: str, role: str, index: int, run_file: str = "run.yaml", **emulation: Any) -> None:
-        """Start one process of a part of the mesh. Emulated generators run this build, whatever the others run."""
-        own = Path(__file__).parents[2]
+        """Start one process of a part of the mesh. Emulated generators always run this build."""
+        this_build = Path(__file__).parents[2]
         options = {"mean_tokens": self.load.mean_tokens, "emulation": emulation}
         command = [sys.executable, "-c", _ROLES_IN_BUILD, str(Path(__file__).parent), role, str(self.folder / run_file)]
         command += [str(index), str(self.folder), str(os.getpid()), json.dumps(options)]
-        environment = {**os.environ, "PYTHONPATH": str(own if role == "generators" else self.build)}
+        environment = {**os.environ, "PYTHONPATH": str(this_build if role == "generators" else self.build)}
         environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         with (self.folder / f"{role}-{index}.log").open("wb") as log:
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         self.processes.setdefault(part, []).append(process)
 
     def stop(self, *parts: str) -> None:
-        """End processes, as their supervisor would."""
+        """Stop the processes of these parts with SIGTERM."""
         stopped = [process for part in parts for process in self.processes.pop(part, [])]
         for process in stopped:
             process.terminate()
@@ -108,22 +108,22 @@ class _Mesh:
             process.wait(_STOP_SECONDS)
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU of every part so far; that of Redis with the children that rewrite its file."""
-        spent = {
+        """Return the CPU seconds of every part so far; those of Redis include the children that rewrite its file."""
+        used = {
             part: sum(_cpu(psutil.Process(process.pid)) for process in processes)
             for part, processes in self.processes.items()
         }
-        return {"Redis": _cpu(psutil.Process(self.server.pid)), **spent}
+        return {"Redis": _cpu(psutil.Process(self.server.pid)), **used}
 
-    async def until(self, what: str, reached: Callable[[StoreCounts], object]) -> None:
-        """Wait until the counts satisfy ``reached``; ScaleError for a process that ends or a level that is not met."""
+    async def until(self, goal: str, reached: Callable[[StoreCounts], object]) -> None:
+        """Wait until the counts satisfy ``reached``. Raises ScaleError if a process ends or the time limit passes."""
         deadline = time.monotonic() + _START_SECONDS
         while not reached(await self.store.counts()):
             ended = [p for processes in self.processes.values() for p in processes if p.poll() is not None]
             if ended or time.monotonic() > deadline:
                 logs = "\n".join(log.read_text()[-2000:] for log in sorted(self.folder.glob("*.log")))
-                reason = "a process has ended" if ended else f"not in {_START_SECONDS:g} s"
-                raise ScaleError(f"{what}: {reason}\n{logs}")
+                reason = "a process has ended" if ended else f"not reached in {_START_SECONDS:g} s"
+                raise ScaleError(f"{goal}: {reason}\n{logs}")
             await asyncio.sleep(_WATCH_SECONDS)
 
 
@@ -133,7 +133,7 @@ def _cpu(process: psutil.Process) -> float:
 
 
 async def measure_level(folder: Path, load: Load, build: Path) -> Level:
-    """Bring the mesh of ``build`` up, hold the level for its window, stop it, and account for every rollout."""
+    """Start the mesh of ``build``, measure the level for its window, stop the mesh, and account for every rollout."""
     server = EmbeddedServer(folder / "redis", EmbeddedOptions(maxmemory_bytes=6 << 30))
     server.start()
     async with AsyncExitStack() as stack:
@@ -147,7 +147,7 @@ async def measure_level(folder: Path, load: Load, build: Path) -> Level:
         before, cpu_before, began = await store.counts(), mesh.cpu_seconds(), time.time()
         in_flight, pings = await _watch(store, load.window_seconds)
         after, cpu_after, ended = await store.counts(), mesh.cpu_seconds(), time.time()
-        # The workers give back what they hold; nothing moves after the consumer has stopped too.
+        # The workers release their trajectories; the counts are final once the consumer has stopped too.
         for parts in (("leader", "workers"), ("consumer", "reward service", "emulated generators")):
             await asyncio.to_thread(mesh.stop, *parts)
         return Level(
@@ -166,7 +166,7 @@ def _finished(counts: StoreCounts) -> int:
 
 
 async def _start(mesh: _Mesh) -> None:
-    """Start every process; the leader first, so that it leads."""
+    """Start every process; start the leader before the workers, so that it becomes the leader."""
     load = mesh.load
     mesh.start("consumer", "consumer", 0)
     mesh.start("reward service", "reward", 0)
@@ -182,12 +182,12 @@ async def _start(mesh: _Mesh) -> None:
     await mesh.until("the first groups are admitted", lambda counts: counts.totals.get("admitted_total", 0))
     for index in range(load.workers):
         mesh.start("workers", "rollout", 1 + index)
-    enough = _FILLED * load.in_flight
-    await mesh.until(f"{load.in_flight} rollouts in flight", lambda counts: counts.trajectories["leased"] >= enough)
+    least = _FILLED * load.in_flight
+    await mesh.until(f"{load.in_flight} rollouts in flight", lambda counts: counts.trajectories["leased"] >= least)
 
 
 async def _watch(store: TrajectoryStore, seconds: float) -> tuple[list[int], list[float]]:
-    """Leased trajectories, and the seconds of a PING, every quarter of a second."""
+    """Sample the leased trajectories and the seconds of a PING, every quarter of a second."""
     leased, pings, end = [], [], time.monotonic() + seconds
     while time.monotonic() < end:
         begun = time.perf_counter()
@@ -200,7 +200,7 @@ async def _watch(store: TrajectoryStore, seconds: float) -> tuple[list[int], lis
 
 
 def _samples(folder: Path, began: float, ended: float) -> dict[str, list[float]]:
-    """Samples of the probes within the window: lags by part, looks and decisions."""
+    """Read the samples of the probes within the window: lags by part, views and decisions."""
     found: dict[str, list[float]] = {}
     for file in sorted(folder.glob("*.probe")):
         for line in file.read_text().splitlines():
@@ -214,7 +214,7 @@ def _samples(folder: Path, began: float, ended: float) -> dict[str, list[float]]
 
 
 def _part(role: str, index: str) -> str:
-    """The part of the mesh that a process belongs to."""
+    """Return the part of the mesh of a process."""
     if role == "rollout":
         return "workers" if int(index) else "leader"
     return {"reward": "reward service", "generators": "emulated generators"}.get(role, role)
@@ -225,14 +225,16 @@ def _ledger(folder: Path) -> list[tuple[str, list[str], int]]:
     return [(group, ids, wrong) for row in rows for group, ids, wrong in row["groups"]]
 
 
-def _faults(held: StoreCounts, end: StoreCounts, ledger: Sequence[tuple[str, list[str], int]]) -> dict[str, int]:
-    """Counts that have to be 0, by Redis (at the window's end and after the stop) and by the consumer's ledger."""
+def _faults(running: StoreCounts, end: StoreCounts, ledger: Sequence[tuple[str, list[str], int]]) -> dict[str, int]:
+    """Return counts that must be 0, from Redis (at the window's end and after the stop) and the consumer's ledger."""
     groups, ids = Counter(group for group, _, _ in ledger), Counter(i for _, members, _ in ledger for i in members)
     live = sum(end.trajectories.values())
     admitted = GROUP_SIZE * end.totals["admitted_total"] + end.totals.get("replacements_total", 0)
     return {
         "trajectories in no state": abs(admitted - live - len(ids)),
-        "leases beyond one a trajectory": held.totals["leases_total"] - held.trajectories["leased"] - _finished(held),
+        "leases beyond one a trajectory": running.totals["leases_total"]
+        - running.trajectories["leased"]
+        - _finished(running),
         "trajectories consumed twice": sum(count - 1 for count in (*groups.values(), *ids.values())),
         "groups consumed incomplete": sum(len(members) != GROUP_SIZE for _, members, _ in ledger),
         "trajectories with other tokens than were sent": sum(wrong for _, _, wrong in ledger),
@@ -241,7 +243,7 @@ def _faults(held: StoreCounts, end: StoreCounts, ledger: Sequence[tuple[str, lis
 
 
 def _write_run_files(folder: Path, url: str, load: Load) -> RunConfig:
-    """The run file of the level, and the leader's: a rollout process that leaves the work to the others."""
+    """Write the run file of the level, and that of the leader, which takes a single rollout; return the first."""
     data: dict[str, Any] = {
         "name": "scale",
         "folder": str(folder),

@@ -1,6 +1,6 @@
-"""The processes of the scale bench: services of a run as they are, the batches' consumer, and a probe in each.
+"""Processes of the scale bench: unchanged services of a run, the consumer of the batches, and a probe in each.
 
-The probe writes a line a second: how late the event loop was, and how long looks and decisions took.
+The probe writes a line per second: the lag of the event loop, and the durations of views and decisions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Samples = dict[str, list[float]]
 
 @asynccontextmanager
 async def _probed(file: Path, samples: Samples) -> AsyncIterator[None]:
-    """Measure the loop's lag for the length of the block."""
+    """Measure the lag of the event loop during the block."""
     with file.open("a", encoding="utf-8") as lines:
         task = asyncio.create_task(_probe(lines, samples))
         try:
@@ -54,7 +54,7 @@ async def _probe(lines: IO[str], samples: Samples) -> None:
 
 
 def _time_the_leader(samples: Samples) -> None:
-    """Time every look and every decision of this process's leader, in whichever build this is."""
+    """Time every view and every decision of this process's leader; works with any build."""
     from rollmesh.rollout import leader
     from rollmesh.store.view import View
 
@@ -82,7 +82,7 @@ def _time_the_leader(samples: Samples) -> None:
 
 
 async def _consume(config: RunConfig, answers: Answers, ledger: Path, shutdown: Shutdown) -> None:
-    """Do the trainer's part without training: claim, check and acknowledge every batch, and announce a version."""
+    """Act as a trainer without training: claim, check and acknowledge every batch, and announce a version."""
     async with await TrajectoryStore.connect(config.store, config.name) as store:
         await store.init_run(run_limits(config))
         session = await store.open_trainer_session("scale")
@@ -103,11 +103,11 @@ async def _consume(config: RunConfig, answers: Answers, ledger: Path, shutdown: 
 
 
 async def _checked(batch: Batch, answers: Answers) -> list[tuple[str, list[str], int]]:
-    """Group id, trajectory ids, and how many of them have other tokens than their answers."""
+    """Return group id, trajectory ids, and the number of trajectories whose tokens differ from their answers."""
     rows = []
     for group in batch.groups:
         ids = [t.trajectory_id for t in group.trajectories]
-        rows.append((group.group_id, ids, sum(not answers.wrote(t) for t in group.trajectories)))
+        rows.append((group.group_id, ids, sum(not answers.matches(t) for t in group.trajectories)))
         await asyncio.sleep(0)
     return rows
 
@@ -120,10 +120,10 @@ def main() -> int:
     """Run one role: ROLE RUN_FILE INDEX FOLDER PARENT OPTIONS (JSON)."""
     role, run_file, index, folder, parent, options = sys.argv[1:7]
     die_with_parent(int(parent))
-    config, asked = load_run_config(Path(run_file), environ={}), json.loads(options)
+    config, settings = load_run_config(Path(run_file), environ={}), json.loads(options)
     configure_logging(config.telemetry, service=f"{role}-{index}", run=config.name)
     samples: Samples = {}
-    answers = Answers(asked["mean_tokens"])
+    answers = Answers(settings["mean_tokens"])
 
     async def serve(shutdown: Shutdown) -> None:
         async with _probed(Path(folder) / f"{role}-{index}.probe", samples):
@@ -132,7 +132,7 @@ def main() -> int:
             elif role == "generators":
                 from rollmesh.bench.scale_generators import Emulation, serve_generators
 
-                await serve_generators(config, answers, Emulation(**asked["emulation"]), shutdown)
+                await serve_generators(config, answers, Emulation(**settings["emulation"]), shutdown)
             else:
                 await _service(role)(config, int(index), shutdown)
 

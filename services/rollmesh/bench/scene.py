@@ -1,4 +1,4 @@
-"""A run with a generator process and no trainer: policies are published by hand. For benches of serving and reload."""
+"""Run with a generator process and no trainer, for benches of serving and reload; the bench publishes the policies."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from rollmesh.wire.generation_client import GenerationClient
 STREAMS = 16
 _PREFIX = "rollmesh_generator_"
 _DEADLINE_SECONDS = 600.0
-"""An SGLang server starts slowly on busy cores."""
+"""Time limit of the start; an SGLang server starts slowly on busy cores."""
 
 
 @dataclass(slots=True)
 class Scene:
-    """One run with one generator process."""
+    """Run with one generator process."""
 
     config: RunConfig
     store: TrajectoryStore
@@ -50,11 +50,11 @@ class Scene:
     silence: float = 0.0
     token_arrived: asyncio.Event = field(default_factory=asyncio.Event)
     folder: Path = field(default_factory=Path)
-    """The newest policy."""
+    """Folder of the newest policy."""
     process: subprocess.Popen[bytes] | None = None
-    """The generator."""
+    """Process of the generator."""
     serving_record: GeneratorRecord | None = None
-    """The generator on its first policy."""
+    """Record of the generator with its first policy."""
     stream_chunk: int = 1
     """Tokens per chunk of the streams."""
 
@@ -76,7 +76,7 @@ class Scene:
         self.byte_count = sum(f.stat().st_size for f in self.folder.iterdir())
 
     async def reload(self, version: int) -> tuple[float, float, float, float]:
-        """Publish one version; returns seconds to serving, of pause, of silence, and of the load alone."""
+        """Publish one version; return the seconds to serving, of the pause, of silence, and of the load alone."""
         before = await self.metrics()
         policy = await asyncio.to_thread(self.model.policy, version)
         await self.next_token()
@@ -91,7 +91,7 @@ class Scene:
         return seconds, pause, self.silence, load
 
     async def serving(self, version: int) -> GeneratorRecord:
-        """Wait until the generator serves ``version``; EngineError when its process has ended."""
+        """Wait until the generator serves ``version``. Raises EngineError if its process has ended."""
         async with asyncio.timeout(_DEADLINE_SECONDS):
             while True:
                 for record in await self.store.generators():
@@ -107,7 +107,7 @@ class Scene:
         await self.token_arrived.wait()
 
     async def metrics(self) -> dict[str, float]:
-        """The generator's metrics without labels, by name without its prefix."""
+        """Return the generator's metrics without labels, by their names without the prefix."""
         (endpoint,) = read_endpoints(Path(self.config.folder), "generator")
         async with httpx.AsyncClient(timeout=60) as client:
             text = (await client.get(f"http://{endpoint.admin}/metrics")).text
@@ -116,7 +116,7 @@ class Scene:
 
     @asynccontextmanager
     async def streams(self, count: int = STREAMS) -> AsyncIterator[None]:
-        """Keep so many streams running for the length of the block."""
+        """Keep ``count`` streams running during the block."""
         assert self.serving_record is not None
         record = self.serving_record
         self.last_token = time.monotonic()
@@ -129,7 +129,7 @@ class Scene:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_streaming(self, record: GeneratorRecord, number: int) -> None:
-        """Generate without end, one call after another, whatever version serves."""
+        """Generate without end, one call after another, on any version."""
         prompt = np.random.default_rng(number).integers(0, self.model.vocab_size, 16).astype(np.int32)
         round_number = 0
         while True:
@@ -152,7 +152,7 @@ class Scene:
                 await asyncio.sleep(0.002)
 
     def copy_seconds(self) -> float:
-        """Copy the newest policy's files and flush them."""
+        """Measure a copy of the newest policy's files, flushed to disk."""
         started = time.monotonic()
         with tempfile.TemporaryDirectory(dir=self.config.folder) as target:
             for file in self.folder.iterdir():
@@ -167,7 +167,7 @@ class Scene:
 async def open_scene(
     folder: Path, model: BenchModel, generator: Mapping[str, Any], environment: Mapping[str, str] | None = None
 ) -> AsyncIterator[Scene]:
-    """Start the registry, the first policy and a generator with these fields and variables; stop them at the end."""
+    """Start the registry, publish a policy and start a generator with these fields and variables; stop them after."""
     server = EmbeddedServer(folder / "redis", EmbeddedOptions(maxmemory_bytes=1 << 26))
     server.start()
     async with AsyncExitStack() as stack:

@@ -1,17 +1,17 @@
-"""``rollmesh bench sglang``: what our generator costs on top of the SGLang server behind it.
+"""``rollmesh bench sglang``: cost of our generator on top of its SGLang server.
 
-A generator process with a server of its own (``--python``: the interpreter that has SGLang), or before one that runs
-already (``--url``), and a random model of the demo's shape or one of yours (``--model``: a Hugging Face folder). The
-baseline is that very server, asked directly.
+A generator process starts its own server (``--python``: the interpreter with SGLang), or uses a running one
+(``--url``), with a random model of the demo's shape or a given one (``--model``: a Hugging Face folder). The baseline
+is the same server with direct requests.
 
 Serving: 32 calls in flight, groups of 8 with one prompt, lengths uniform between 128 and 384, a log-probability per
-token. The passes alternate, ours, bare, ours, bare, with new prompts every time; medians count. Bare is one request per
-answer; ours is a gRPC stream of slices. CPU seconds are those of the serving processes: the server's in both, our
-generator's in ours. The client, this process, is counted in neither.
+token. The passes alternate (ours, bare, ours, bare) with new prompts each time; medians count. Bare is one request per
+answer; ours is a gRPC stream of slices. CPU seconds are those of the serving processes: the server in both, and our
+generator in ours. The client, this process, counts in neither.
 
-Reload: policies are published under 16 running streams, for every mode; beside the pause of our generator, canary
-included, the time in which the bare server pauses, updates its weights from the same folder and continues, also under
-16 running requests.
+Reload: policies are published under 16 running streams, for every mode. The pause of our generator, with the canary, is
+compared with the time in which the bare server pauses, updates its weights from the same folder and continues, also
+under 16 running requests.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ import torch
 from rollmesh.bench.measure import Bar, Figure, Measure, at_least, at_most, compared
 from rollmesh.bench.models import SMALL, BenchModel, RandomModel, SavedModel
 from rollmesh.bench.scene import STREAMS, Scene, open_scene
-from rollmesh.bench.sglang_load import CONTEXT, IN_FLIGHT, BareServer, Job, Spent, generate_by_us, make_load, measured
+from rollmesh.bench.sglang_load import CONTEXT, IN_FLIGHT, BareServer, Job, Spent, call_generator, make_load, measured
 from rollmesh.config.services import SglangConfig
 from rollmesh.launcher.preflight import check_sglang
 
 _KEY_VARIABLE = "ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY"
 _SLICES = (384, 256, 64)
-"""Tokens of a slice: one request for an answer (the default), few, and many."""
+"""Tokens per slice: one request per answer (the default), few requests, and many."""
 _RATE_BARS, _COST_BARS = (at_least(Figure.RATIO, 0.95),), (at_most(Figure.RATIO, 1.1),)
-"""Of the default slices."""
+"""Bars of the default slice size."""
 _MODES: dict[str, dict[str, Any]] = {
     "interrupt (retract)": {"on_new_version": "interrupt"},
     "interrupt (abort)": {"on_new_version": "interrupt", "sglang": {"interrupt": "abort"}},
@@ -49,12 +49,12 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 _BARE = "bare server"
 _STREAM_CHUNK = 16
-_UNDER_WAY_SECONDS = 0.2
+_REQUESTS_STARTED_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """How much is measured."""
+    """Size of the measurement."""
 
     passes: int
     calls: int
@@ -72,8 +72,8 @@ def run(
 ) -> list[Measure]:
     """Measure; ``quick``: one short pass of each arm and two reloads in one mode.
 
-    ConfigError when both a python and a url are given, the python has no SGLang or the model is none; EngineError when
-    the server does not come up.
+    Raises ConfigError if both ``python`` and ``url`` are set, or the interpreter has no SGLang, or the model is
+    invalid. Raises EngineError if the server does not start.
     """
     if url is None:
         check_sglang(SglangConfig(python=python))
@@ -95,7 +95,7 @@ async def _measure(
 ) -> list[Measure]:
     fields = _MODES[mode]
     sglang = {**server, **fields.get("sglang", {})}
-    # A server of our own is told its device; one at a url has one.
+    # A server that we start needs its device; a server at a URL already has one.
     device = {"device": "cpu"} if "url" not in server and not torch.cuda.is_available() else {}
     generator = {
         **fields,
@@ -117,47 +117,47 @@ async def _measure(
 
 
 class _Arms:
-    """Both ways to the server, and the processes that each of them keeps busy."""
+    """Both arms of the bench, and the processes that serve each of them."""
 
     def __init__(self, scene: Scene, key: str | None, url: str | None) -> None:
         assert scene.process is not None
         self.scene = scene
         ours = psutil.Process(scene.process.pid)
         if url is None:
-            below, words = _server_below(ours)
+            server_processes, words = _server_below(ours)
             url = f"http://127.0.0.1:{words[words.index('--port') + 1]}"
         else:
-            below = _tree_that_listens(url)
+            server_processes = _processes_listening(url)
         self.bare = BareServer(url, key)
-        self.server_processes = below
-        """Empty where the server runs on another machine."""
-        self.all_processes = [ours, *below]
+        self.server_processes = server_processes
+        """Processes of the server; empty if it runs on another machine."""
+        self.all_processes = [ours, *server_processes]
 
     async def ours(self, jobs: list[Job], slice_token_count: int) -> Spent:
-        """A load through our generator."""
+        """Run a load through our generator."""
         scene = self.scene
 
         def generate(job: Job) -> Any:
             assert scene.serving_record is not None
-            return generate_by_us(scene.client, scene.serving_record, job, slice_token_count)
+            return call_generator(scene.client, scene.serving_record, job, slice_token_count)
 
         return await measured(jobs, generate, self.all_processes)
 
     async def directly(self, jobs: list[Job]) -> Spent:
-        """A load without it."""
+        """Run a load directly on the server."""
         key = secrets.token_hex(4)
         return await measured(jobs, lambda job: self.bare.generate(job, key), self.server_processes)
 
 
 def _server_below(process: psutil.Process) -> tuple[list[psutil.Process], list[str]]:
-    """The processes of the server that a generator started, and the command line of its main one."""
-    # One that has ended, and whose parent does not know yet, has no command line.
+    """Return the processes of a generator's server, and the command line of its main process."""
+    # A zombie process has no command line.
     commands = [(p, p.as_dict(["cmdline"], ad_value=[])["cmdline"]) for p in process.children(recursive=True)]
-    server = [(p, words) for p, words in commands if words and "keeper.py" not in " ".join(words)]
+    server = [(p, words) for p, words in commands if words and "orphan_guard.py" not in " ".join(words)]
     return [p for p, _ in server], next(words for _, words in server if "sglang.launch_server" in words)
 
 
-def _tree_that_listens(url: str) -> list[psutil.Process]:
+def _processes_listening(url: str) -> list[psutil.Process]:
     port = urlsplit(url).port
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.pid and connection.laddr[1:] == (port,):
@@ -184,15 +184,15 @@ async def _serving(plan: _Plan, arms: _Arms) -> list[Measure]:
 
 
 def _compare(pairs: list[tuple[Spent, Spent]], size: int, *, with_server: bool) -> list[Measure]:
-    """Medians of both arms; the ratio is the median of the passes' ratios, so that a busy moment counts once."""
+    """Return medians of both arms; the ratio is the median of the passes' ratios, so a busy period counts once."""
     title = f"{IN_FLIGHT} in flight, slices of {size}"
     rates = [(a.tokens / a.wall_seconds, b.tokens / b.wall_seconds) for a, b in pairs]
-    asked = size == _SLICES[0]
-    measures = [_median(f"tokens per second, {title}", "tokens/s", rates, _RATE_BARS if asked else ())]
+    is_default = size == _SLICES[0]
+    measures = [_median(f"tokens per second, {title}", "tokens/s", rates, _RATE_BARS if is_default else ())]
     if with_server:
         costs = [(1e6 * a.cpu_seconds / a.tokens, 1e6 * b.cpu_seconds / b.tokens) for a, b in pairs]
         name = f"CPU per token, server and generator, {title}"
-        measures.append(_median(name, "us/token", costs, _COST_BARS if asked else ()))
+        measures.append(_median(name, "us/token", costs, _COST_BARS if is_default else ()))
     return measures
 
 
@@ -203,7 +203,7 @@ def _median(name: str, unit: str, pairs: list[tuple[float, float]], bars: tuple[
 
 
 def _cached(jobs: list[Job], size: int, *, prefill_tokens_total: float, cached_tokens_total: float) -> list[Measure]:
-    """Shares of context tokens found in the server's cache: when a call begins, and over all its slices.
+    """Return the shares of context tokens found in the server's cache: in first slices, and over all slices.
 
     The last token of a context is the input of the first decode step and is never prefilled.
     """
@@ -223,20 +223,20 @@ async def _reloading(plan: _Plan, arms: _Arms, mode: str) -> list[Measure]:
         results = [await scene.reload(version) for version in range(1, plan.reloads + 1)]
     serving, pause, silence, _ = (statistics.median(column) for column in zip(*results, strict=True))
     bare = [await _bare_update(arms, str(plan.reloads)) for _ in range(plan.reloads)]
-    held, update = (statistics.median(column) for column in zip(*bare, strict=True))
+    bare_pause, update = (statistics.median(column) for column in zip(*bare, strict=True))
     return [
         Measure(name=f"publish to serving, {mode}", value=serving, unit="seconds"),
-        compared(f"pause of decoding, {mode}", pause, "seconds", "bare server: pause, update, continue", held),
+        compared(f"pause of decoding, {mode}", pause, "seconds", "bare server: pause, update, continue", bare_pause),
         Measure(name=f"update_weights_from_disk alone, bare server, {mode}", value=update, unit="seconds"),
         Measure(name=f"longest silence of {STREAMS} streams, {mode}", value=silence, unit="seconds"),
     ]
 
 
 async def _bare_update(arms: _Arms, version: str) -> tuple[float, float]:
-    """The weights that the server has, once more, while it answers requests of somebody else."""
+    """Reload the current weights on the bare server during requests; return the seconds of pause and update."""
     jobs = make_load(STREAMS, arms.scene.model.vocab_size, int(version))
     requests = [asyncio.create_task(arms.bare.generate(job, "bare")) for job in jobs]
-    await asyncio.sleep(_UNDER_WAY_SECONDS)
+    await asyncio.sleep(_REQUESTS_STARTED_SECONDS)
     try:
         return await arms.bare.update_seconds(str(arms.scene.folder), version)
     finally:

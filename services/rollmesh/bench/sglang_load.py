@@ -1,4 +1,4 @@
-"""The same load twice: through our generator, and straight to the SGLang server behind it."""
+"""Equal loads through our generator and directly on its SGLang server."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rollmesh.wire.generation_client import GenerationClient
 
 IN_FLIGHT = 32
 _SIBLINGS = 8
-"""Calls that share a prompt, as the members of a group do."""
+"""Calls that share a prompt, like the members of a group."""
 _PROMPT_TOKENS = 64
 _SHORTEST, _LONGEST = 128, 384
 CONTEXT = _PROMPT_TOKENS + _LONGEST + 64
 _SERVER_SECONDS = 600.0
 _IDLE_CONNECTION_SECONDS = 3.0
-"""Less than the 5 s after which the server itself closes an idle connection, perhaps just when it is used again."""
+"""Lifetime of an idle connection, below the server's 5 s, so that the server never closes one that is being reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +38,16 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What one pass of a load took."""
+    """Cost of one pass of a load."""
 
     tokens: int
     wall_seconds: float
     cpu_seconds: float
-    """Of the processes that serve; the client is not among them."""
+    """CPU seconds of the serving processes, without the client."""
 
 
 def make_load(count: int, vocab_size: int, seed: int) -> list[Job]:
-    """Groups of calls with one prompt each and lengths of their own, the same for the same seed."""
+    """Return groups of calls with one prompt per group and different lengths; equal seeds give equal loads."""
     rng = np.random.default_rng(seed)
     prompts = rng.integers(0, vocab_size, (-(-count // _SIBLINGS), _PROMPT_TOKENS)).astype(np.int32)
     lengths = rng.integers(_SHORTEST, _LONGEST, count)
@@ -55,7 +55,7 @@ def make_load(count: int, vocab_size: int, seed: int) -> list[Job]:
 
 
 class BareServer:
-    """The server's own endpoints, used as one would without us: a whole answer per request."""
+    """Client of the server's own endpoints, with a whole answer per request."""
 
     def __init__(self, url: str, key: str | None) -> None:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
@@ -65,12 +65,12 @@ class BareServer:
         self.client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=_SERVER_SECONDS)
 
     async def generate(self, job: Job, cache_key: str) -> int:
-        """One answer with its log-probabilities; returns its tokens."""
+        """Request one answer with its log-probabilities; return its number of tokens."""
         answer = await self.post("/generate", self._body(job, cache_key))
         return len(answer["output_ids"])
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """One request; EngineError for an answer that is an error."""
+        """Send one request. Raises EngineError for an error response."""
         try:
             response = await self.client.post(path, json=body)
         except httpx.TransportError as error:
@@ -80,7 +80,7 @@ class BareServer:
         return response.json()
 
     async def update_seconds(self, folder: str, version: str) -> tuple[float, float]:
-        """Load weights with the running requests put back; seconds of the whole pause, and of the update alone."""
+        """Load weights while the running requests are retracted; return the seconds of the pause and of the update."""
         started = time.monotonic()
         await self.post("/pause_generation", {"mode": "retract"})
         begun = time.monotonic()
@@ -90,7 +90,7 @@ class BareServer:
         return time.monotonic() - started, done - begun
 
     async def aclose(self) -> None:
-        """Close its connections."""
+        """Close the connections."""
         await self.client.aclose()
 
     def _body(self, job: Job, cache_key: str) -> dict[str, Any]:
@@ -105,8 +105,8 @@ class BareServer:
         }
 
 
-async def generate_by_us(client: GenerationClient, record: GeneratorRecord, job: Job, chunk_token_count: int) -> int:
-    """The same answer through a generator; returns its tokens."""
+async def call_generator(client: GenerationClient, record: GeneratorRecord, job: Job, chunk_token_count: int) -> int:
+    """Request one answer from a generator; return its number of tokens."""
     call = GenerationCall(
         trajectory_id=uuid.uuid4().hex,
         context_ids=job.prompt,
@@ -121,22 +121,22 @@ async def generate_by_us(client: GenerationClient, record: GeneratorRecord, job:
 async def measured(
     jobs: Sequence[Job], generate: Callable[[Job], Awaitable[int]], serving: Sequence[psutil.Process]
 ) -> Spent:
-    """Run a load with ``IN_FLIGHT`` calls at once; EngineError when an answer is short."""
-    places = asyncio.Semaphore(IN_FLIGHT)
+    """Run a load with ``IN_FLIGHT`` concurrent calls. Raises EngineError for an answer of the wrong length."""
+    limit = asyncio.Semaphore(IN_FLIGHT)
 
-    async def one(job: Job) -> int:
-        async with places:
+    async def run_job(job: Job) -> int:
+        async with limit:
             count = await generate(job)
         if count != job.new_token_count:
-            raise EngineError(f"an answer of {count} tokens where {job.new_token_count} were asked for")
+            raise EngineError(f"the answer has {count} tokens, expected {job.new_token_count}")
         return count
 
     before, started = cpu_seconds(serving), time.monotonic()
-    counts = await asyncio.gather(*(one(job) for job in jobs))
+    counts = await asyncio.gather(*(run_job(job) for job in jobs))
     wall = time.monotonic() - started
     return Spent(tokens=sum(counts), wall_seconds=wall, cpu_seconds=cpu_seconds(serving) - before)
 
 
 def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
-    """CPU time of these processes so far."""
+    """Return the CPU seconds of these processes so far."""
     return sum(t.user + t.system for t in (p.cpu_times() for p in processes))

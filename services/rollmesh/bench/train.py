@@ -1,8 +1,8 @@
-"""``rollmesh bench train``: a train step on ragged trajectories, beside padded micro-batches of the same work.
+"""``rollmesh bench train``: a train step on ragged trajectories, with padded micro-batches as the baseline.
 
-16k response tokens, lengths lognormal with median 99 and maximum 520, on the demo's model; CPU seconds at one thread,
-runs interleaved, median. Ours is the whole ``PolicyTrainer.train`` (flattening, packing, loss, update, every number of
-the report); the baselines are forward, the same loss, backward and update, with Hugging Face's own attention. The long
+16k response tokens, lengths lognormal with median 99 and maximum 520, on the demo's model; CPU seconds with one thread,
+runs interleaved, median. Ours is the whole ``PolicyTrainer.train`` (flattening, packing, loss, update, all numbers of
+the report). The baselines are forward, the same loss, backward and update, with the attention of Hugging Face. The long
 rows train on and score trajectories of 2,500 to 3,500 tokens, each above the token budget of a micro-batch.
 """
 
@@ -46,13 +46,13 @@ GROUP_SIZE = 8
 LONG_TOKENS, LONG_BUDGET = (2_500, 3_500), 2_048
 RATE = 4e-4
 _LONG_BARS = (at_least(Figure.RATIO, 0.8),)
-"""Beside one trajectory at a time, which pads nothing."""
+"""Bars of the comparison with one trajectory at a time, which needs no padding."""
 _BARS = (at_least(Figure.RATIO, 2.5),)
-"""Beside padded random micro-batches."""
+"""Bars of the comparison with padded random micro-batches."""
 
 
 def run(*, quick: bool = False) -> list[Measure]:
-    """Measure; the ratio of each figure is ours over the baseline, larger is better."""
+    """Measure; the ratio of each figure is ours divided by the baseline, so larger is better."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -124,7 +124,7 @@ def _measure_long(folder: Path, repetitions: int) -> list[Measure]:
 
 
 def interleaved(work: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Median process CPU seconds of each; one unmeasured round first, then all in turn."""
+    """Return the median process CPU seconds of each function: one unmeasured round, then all in turn."""
     taken: dict[str, list[float]] = {name: [] for name in work}
     for repetition in range(repetitions + 1):
         for name, function in work.items():
@@ -136,7 +136,7 @@ def interleaved(work: dict[str, Callable[[], object]], repetitions: int) -> dict
 
 
 def write_demo_model(folder: Path) -> None:
-    """A random model of the demo's shape: 250k parameters."""
+    """Write a random model of the demo's shape (250k parameters)."""
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=VOCAB,
@@ -153,7 +153,7 @@ def write_demo_model(folder: Path) -> None:
 
 
 def ragged_batch(seed: int, tokens: int = TOKENS) -> Batch:
-    """Groups of trajectories with at least ``tokens`` response tokens, all of version 0, rewards 0 or 1."""
+    """Return groups of trajectories with at least ``tokens`` response tokens, all of version 0, rewards 0 or 1."""
     rng = np.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -163,7 +163,7 @@ def ragged_batch(seed: int, tokens: int = TOKENS) -> Batch:
 
 
 def long_batch(seed: int) -> Batch:
-    """One group of 4 trajectories, each longer than ``LONG_BUDGET``."""
+    """Return one group of 4 trajectories, each longer than ``LONG_BUDGET``."""
     rng = np.random.default_rng(seed)
     return Batch(train_step=1, groups=(_group(rng, 0, rng.integers(*LONG_TOKENS, 4).tolist()),))
 
@@ -202,7 +202,7 @@ def _trajectory(
 
 
 def sorted_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Longest first, as many rows as the padded micro-batch has room for."""
+    """Fill padded micro-batches with rows within the token budget, longest first; return the row indices."""
     bins: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if bins and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= budget:
@@ -213,7 +213,7 @@ def sorted_bins(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 class PaddedTrainer:
-    """The usual alternative: right-padded micro-batches through the model's own forward pass."""
+    """Baseline: right-padded micro-batches through the model's own forward pass."""
 
     def __init__(self, folder: Path) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -221,9 +221,9 @@ class PaddedTrainer:
         self._loss = LOSSES["ppo_clip"]
 
     def step(self, batch: Batch, micro_batches: Sequence[Sequence[int]]) -> None:
-        """One update with GRPO advantages and token-mean PPO-clip: what ``PolicyTrainer`` computes by default.
+        """Make one update with GRPO advantages and token-mean PPO-clip, the default of ``PolicyTrainer``.
 
-        ``micro_batches`` hold places of trajectories in the batch.
+        ``micro_batches`` are lists of trajectory indices in the batch.
         """
         trajectories = [t for g in batch.groups for t in g.trajectories]
         rewards = torch.tensor([t.shaped_reward for t in trajectories])
@@ -239,7 +239,7 @@ class PaddedTrainer:
 
     @torch.no_grad()
     def score(self, sequences: Sequence[Int32Array]) -> list[Tensor]:
-        """Log-probabilities of each token given its predecessors, one sequence at a time."""
+        """Return the log-probability of each token given its predecessors, one sequence at a time."""
         scored = []
         for ids in sequences:
             row = torch.from_numpy(ids.astype(np.int64))[None]
@@ -259,8 +259,8 @@ class PaddedTrainer:
             known = t.segments[0].behavior_logprobs
             assert known is not None
             old[r, PROMPT:stop] = torch.from_numpy(known)
-        seen = torch.arange(width)[None] < torch.tensor([PROMPT + t.response_token_count for t in rows])[:, None]
-        logits = self.model(input_ids=ids, attention_mask=seen.long(), use_cache=False).logits[:, :-1]
+        attended = torch.arange(width)[None] < torch.tensor([PROMPT + t.response_token_count for t in rows])[:, None]
+        logits = self.model(input_ids=ids, attention_mask=attended.long(), use_cache=False).logits[:, :-1]
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         data = LossInput(
             logprobs=logprobs,

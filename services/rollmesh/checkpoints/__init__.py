@@ -1,1 +1,1 @@
-"""What a run keeps on disk: published policies, batch files and trainer state, each valid only when complete."""
+"""Persistent files of a run: published policies, batch files and trainer state, each valid only when complete."""

@@ -1,4 +1,4 @@
-"""A batch as bytes: one length-prefixed protobuf message per group, so that no message nears protobuf's 2 GB."""
+"""A batch as bytes: one length-prefixed protobuf message per group, to stay below protobuf's limit of 2 GB."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def encode_groups(batch: Batch) -> Iterator[bytes]:
-    """The frames of a batch; equal batches give equal bytes (map fields are ordered)."""
+    """Encode a batch as frames. Equal batches give equal bytes (map fields are ordered)."""
     for group in batch.groups:
         message = batch_to_pb(Batch(train_step=batch.train_step, groups=(group,)))
         data = message.SerializeToString(deterministic=True)
@@ -24,7 +24,7 @@ def encode_groups(batch: Batch) -> Iterator[bytes]:
 
 
 def decode_groups(data: bytes) -> Iterator[Group]:
-    """The groups of concatenated frames; raises DataError naming the byte where they end being frames."""
+    """Decode the groups of concatenated frames. Raises DataError with the byte offset of a malformed frame."""
     view = memoryview(data)
     position = 0
     while position < len(view):
@@ -41,11 +41,11 @@ def decode_groups(data: bytes) -> Iterator[Group]:
 
 
 def batch_to_bytes(batch: Batch) -> bytes:
-    """All frames, for a broadcast within the trainer."""
+    """Encode a batch as one byte string, for a broadcast within the trainer."""
     return b"".join(encode_groups(batch))
 
 
 def batch_from_bytes(train_step: int, data: bytes) -> Batch:
-    """Back from ``batch_to_bytes``; raises DataError."""
+    """Decode the result of ``batch_to_bytes``. Raises DataError."""
     groups: Iterable[Group] = decode_groups(data)
     return Batch(train_step=train_step, groups=tuple(groups))

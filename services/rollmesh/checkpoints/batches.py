@@ -1,10 +1,10 @@
-"""Batch files: what one train step was trained on, complete before the step begins and kept as the ledger.
+"""Batch files: the batch of one train step, complete before the step begins and kept as the ledger.
 
     RMBATCH1 | frame ... | footer JSON | HMAC of the footer | footer length | RMBATCHE
 
-A frame is one group (``frames``). The footer, which comes last, holds the ids, the prompt cursor, and the length and
-digest of the frames: a torn file has no valid footer. A file appears under its name only when complete (a link
-here, one put in an object store), and never in the place of a sound one.
+A frame is one group (``batch_frames``). The footer at the end has the ids, the prompt cursor, and the length and digest
+of the frames: a torn file has no valid footer. A file gets its name only when it is complete (by a link on disk, by one
+put in an object store), and never replaces a sound file.
 """
 
 from __future__ import annotations
@@ -45,71 +45,71 @@ _NAME = re.compile(r"^(\d{8,})\.pb$")
 
 
 class StepRecipe(BaseModel):
-    """Settings that decide how a train step turns its batch into updates."""
+    """Settings of the updates that a train step makes from its batch."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     algorithm: AlgorithmConfig
-    """With the loss's defaults filled in, so that a later release cannot change them."""
+    """Algorithm section with the defaults of the loss filled in, so that a later release cannot change them."""
     minibatches: int
     max_grad_norm: float
     betas: tuple[float, float]
     weight_decay: float
     max_token_staleness: int | None
-    """Older tokens are masked; None masks none."""
+    """Largest staleness of unmasked tokens; None masks no token."""
 
 
 class StepSettings(BaseModel):
-    """Settings of a train step. A replay takes them from its batch file, not from the run file."""
+    """Settings of a train step. A replay reads them from its batch file instead of the run file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     learning_rate: float
     kl_reference_version: int | None
-    """None without a KL term."""
+    """Reference version; None without a KL term."""
     recipe: StepRecipe | None = None
-    """None in a file of an older version: the run file's is taken."""
+    """Recipe of the step; None in a file of an older release, which uses the run file's."""
 
 
 class BatchFooter(BaseModel):
-    """What the ledger needs to know about a batch file without reading its trajectories."""
+    """Contents of a batch file that the ledger reads without the trajectories."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     train_step: int = Field(ge=1)
     group_ids: list[str]
-    """In training order."""
+    """Group ids in training order."""
     trajectory_count: int = Field(ge=0)
     cursor_epoch: int = Field(ge=0)
     cursor_index: int = Field(ge=0)
     payload_bytes: int = Field(ge=0)
     group_bytes: list[int] = Field(default_factory=list)
-    """Length of every group's frame, so that one can be read without the others."""
+    """Length of every group's frame, to read one group without the others."""
     payload_sha256: str
-    """The batch's digest: equal batches have equal digests, whenever and by whomever they were written."""
+    """Digest of the batch: equal batches have equal digests, for any writer and time."""
     create_time: datetime
     version_train_steps: dict[int, int] = Field(default_factory=dict)
-    """Train step of every policy version that wrote tokens of the batch: policies are pruned and a queue may be lost,
-    but a replay needs them."""
+    """Train step of every policy version that wrote tokens of the batch. A replay requires them, although policies are
+    pruned and the queue may be lost."""
     settings: StepSettings | None = None
-    """Of the trainer that wrote the file; None in a file of an older version."""
+    """Settings of the trainer that wrote the file; None in a file of an older release."""
 
     @property
     def cursor(self) -> Cursor:
-        """Prompt cursor when the batch was written: a disaster copy."""
+        """Prompt cursor at the time of writing, for disaster recovery."""
         return Cursor(epoch=self.cursor_epoch, index=self.cursor_index)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredBatch:
-    """Content and footer of one batch file, from one reading: the digest of the footer is that of the batch."""
+    """Content and footer of one batch file, read together: the footer's digest is the digest of the batch."""
 
     batch: Batch
     footer: BatchFooter
 
 
 def batch_path(root: Path, train_step: int) -> Path:
-    """File of one train step."""
+    """Return the path of the batch file of a train step."""
     return root / FOLDER / f"{train_step:08d}.pb"
 
 
@@ -121,11 +121,11 @@ def write_batch(
     train_steps: Mapping[int, int] | None = None,
     settings: StepSettings | None = None,
 ) -> str:
-    """Write and flush the file of ``batch.train_step``; returns its digest.
+    """Write and flush the file of ``batch.train_step``; return its digest.
 
-    ``train_steps`` has the train step of each policy version that wrote tokens of it, ``settings`` is what the step
-    will be trained with. Writing the same batch again changes nothing. A complete file with other groups is never
-    replaced: it is what the step was, or will be, trained on, and the caller is a trainer that has been superseded.
+    ``train_steps`` maps each policy version that wrote tokens of the batch to its train step. ``settings`` are the
+    settings that the step is trained with. Idempotent for the same batch. A complete file with other groups is never
+    replaced: it is the batch of this step, and the caller is a superseded trainer.
     """
     path = batch_path(root, batch.train_step)
     if (written := _written(path, secret, batch)) is not None:
@@ -137,7 +137,7 @@ def write_batch(
             digest = _write(file, secret, batch, cursor, train_steps or {}, settings)
             file.flush()
             os.fsync(file.fileno())
-        if not _put_new(temporary, path):
+        if not _link_new(temporary, path):
             if (written := _written(path, secret, batch)) is not None:
                 return written
             os.replace(temporary, path)  # a torn file, or a file system without hard links
@@ -152,7 +152,7 @@ def write_batch(
 
 
 def _written(path: Path, secret: bytes, batch: Batch) -> str | None:
-    """Digest of the sound file that is there; None without one. CheckpointError when it has other groups."""
+    """Return the digest of an existing sound file, else None. Raises CheckpointError if it has other groups."""
     footer = _sound_footer(path, secret) if path.exists() else None
     if footer is None:
         return None
@@ -160,12 +160,12 @@ def _written(path: Path, secret: bytes, batch: Batch) -> str | None:
         raise CheckpointError(
             f"{path}: train step {batch.train_step} already has a batch of other groups", reason=Reason.MISMATCH
         )
-    sync_folder(path.parent)  # whoever gave it its name may have died right after
+    sync_folder(path.parent)  # the writer may have crashed right after the link
     return footer.payload_sha256
 
 
-def _put_new(temporary: Path, path: Path) -> bool:
-    """Give the file its name unless it is taken; False then, and without hard links."""
+def _link_new(temporary: Path, path: Path) -> bool:
+    """Link the file to its name; return False if the name exists or the file system has no hard links."""
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -176,34 +176,34 @@ def _put_new(temporary: Path, path: Path) -> bool:
 
 
 def read_footer(root: Path, secret: bytes, train_step: int) -> BatchFooter:
-    """Ids and digest of one batch file; raises CheckpointError when it is missing, torn or tampered with."""
+    """Read ids and digest of one batch file. Raises CheckpointError if it is missing, torn or tampered with."""
     path = batch_path(root, train_step)
     with _opened(path) as file:
         return footer_of(file, str(path), secret, train_step)
 
 
 def read_batch(root: Path, secret: bytes, train_step: int) -> StoredBatch:
-    """Read and verify one batch file; raises CheckpointError with the reason."""
+    """Read and verify one batch file. Raises CheckpointError with the reason."""
     path = batch_path(root, train_step)
     with _opened(path) as file:
         footer = footer_of(file, str(path), secret, train_step)
         file.seek(len(_HEAD))
         payload = file.read(footer.payload_bytes)
     if hashlib.sha256(payload).hexdigest() != footer.payload_sha256:
-        raise CheckpointError(f"{path}: the trajectories do not fit the digest", reason=Reason.TAMPERED)
+        raise CheckpointError(f"{path}: the trajectories do not match the digest", reason=Reason.TAMPERED)
     try:
         groups = tuple(decode_groups(payload))
     except DataError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if [g.group_id for g in groups] != footer.group_ids:
-        raise CheckpointError(f"{path}: the groups are not the ones that the footer names", reason=Reason.TAMPERED)
+        raise CheckpointError(f"{path}: the groups do not match the footer", reason=Reason.TAMPERED)
     return StoredBatch(batch=Batch(train_step=train_step, groups=groups), footer=footer)
 
 
 def read_group(root: Path, secret: bytes, train_step: int, group_id: str) -> Group | None:
-    """One group of a batch file, without reading the others; None when it is not in it.
+    """Read one group of a batch file without the others; None if the file does not contain it.
 
-    For people who look: the footer is verified, the trajectories are not compared with its digest.
+    For display only: the footer is verified, but the trajectories are not compared with its digest.
     """
     path = batch_path(root, train_step)
     with _opened(path) as file:
@@ -211,12 +211,12 @@ def read_group(root: Path, secret: bytes, train_step: int, group_id: str) -> Gro
 
 
 def group_of(file: BinaryIO, path: str, secret: bytes, train_step: int, group_id: str) -> Group | None:
-    """``read_group`` in an open batch file that can seek; ``path`` is for the messages."""
+    """Read one group of an open, seekable batch file like ``read_group``; ``path`` is for error messages."""
     footer = footer_of(file, path, secret, train_step)
     if group_id not in footer.group_ids:
         return None
     start, size = 0, footer.payload_bytes
-    if footer.group_bytes:  # a file of an older version does not tell
+    if footer.group_bytes:  # empty in a file of an older release
         position = footer.group_ids.index(group_id)
         start, size = sum(footer.group_bytes[:position]), footer.group_bytes[position]
     file.seek(len(_HEAD) + start)
@@ -225,23 +225,23 @@ def group_of(file: BinaryIO, path: str, secret: bytes, train_step: int, group_id
     except DataError as error:
         raise CheckpointError(f"{path}: {error}") from error
     if found is None:
-        raise CheckpointError(f"{path}: the groups are not the ones that the footer names", reason=Reason.TAMPERED)
+        raise CheckpointError(f"{path}: the groups do not match the footer", reason=Reason.TAMPERED)
     return found
 
 
 def batch_steps(root: Path) -> list[int]:
-    """Train steps that have a batch file, ascending; whether it is sound shows when it is read."""
+    """Return the train steps that have a batch file, ascending. The files are not verified."""
     folder = root / FOLDER
     return steps_of(os.listdir(folder) if folder.exists() else [])
 
 
 def steps_of(names: Iterable[str]) -> list[int]:
-    """Train steps of the batch files among these names, ascending."""
+    """Return the train steps of the batch files among these names, ascending."""
     return sorted(int(match[1]) for name in names if (match := _NAME.match(name)))
 
 
 def remove_unfinished(root: Path) -> int:
-    """Delete what writers that died have left; a superseded writer that still lives fails at its replace."""
+    """Delete temporary files of crashed writers; a superseded writer that still runs then fails at its replace."""
     leftovers = list((root / FOLDER).glob(".*.pb.*"))
     for path in leftovers:
         path.unlink(missing_ok=True)
@@ -285,7 +285,7 @@ def _versions(batch: Batch) -> set[int]:
 
 
 def _sound_footer(path: Path, secret: bytes) -> BatchFooter | None:
-    """The footer of a file whose content also fits its digest, else None."""
+    """Return the footer of a file whose content matches its digest, else None."""
     train_step = int(path.stem)
     try:
         return read_batch(path.parent.parent, secret, train_step).footer
@@ -301,7 +301,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def footer_of(file: BinaryIO, path: str, secret: bytes, train_step: int) -> BatchFooter:
-    """The footer of an open batch file that can seek; ``path`` is for the messages. Raises CheckpointError."""
+    """Read the footer of an open, seekable batch file; ``path`` is for error messages. Raises CheckpointError."""
     size = file.seek(0, io.SEEK_END)
     torn = CheckpointError(f"{path}: torn: {size} bytes without a complete footer", reason=Reason.TORN)
     if size < len(_HEAD) + _END_BYTES:
@@ -314,7 +314,7 @@ def footer_of(file: BinaryIO, path: str, secret: bytes, train_step: int) -> Batc
     file.seek(size - _END_BYTES - length)
     text = file.read(length)
     if not sealed(secret, text, end[:_TAG_BYTES].decode("latin-1")):
-        raise CheckpointError(f"{path}: the footer's HMAC does not fit this run's secret", reason=Reason.TAMPERED)
+        raise CheckpointError(f"{path}: the footer's HMAC does not match this run's secret", reason=Reason.TAMPERED)
     try:
         footer = BatchFooter.model_validate_json(text)
     except ValidationError as error:
@@ -323,7 +323,9 @@ def footer_of(file: BinaryIO, path: str, secret: bytes, train_step: int) -> Batc
     if file.read(len(_HEAD)) != _HEAD:
         raise CheckpointError(f"{path}: not a batch file", reason=Reason.TAMPERED)
     if footer.train_step != train_step:
-        raise CheckpointError(f"{path}: holds train step {footer.train_step}", reason=Reason.MISMATCH)
+        raise CheckpointError(
+            f"{path}: contains train step {footer.train_step}, expected {train_step}", reason=Reason.MISMATCH
+        )
     if len(_HEAD) + footer.payload_bytes + length + _END_BYTES != size:
-        raise CheckpointError(f"{path}: {size} bytes do not fit the footer", reason=Reason.TRUNCATED)
+        raise CheckpointError(f"{path}: {size} bytes do not match the footer", reason=Reason.TRUNCATED)
     return footer

@@ -1,12 +1,12 @@
-"""A checkpoint store in an object store: the folder of a node is what it has of it, the bucket is what counts.
+"""A checkpoint store in an object store: the bucket is authoritative, and the folder of a node is a cache.
 
-publish     files first, the manifest last; nothing is announced before all of it is there
-open        by the paths of manifest and record, never by listing: the manifest is compared with the record, then files
-            are pulled beside their place, a few at once, and put there together. One process of a node pulls a policy,
-            the others wait for it
-batch file  one put after the local write; only then is the batch confirmed
+publish     files first, the manifest last; a policy is announced only after its upload is complete
+open        by the paths in manifest and record, without listing: the manifest is compared with the record, then files
+            are pulled into a temporary folder with bounded concurrency and moved together. One process of a node pulls
+            a policy, the others wait for it
+batch file  one put after the local write; the batch is confirmed after it
 state       every file, then COMMITTED
-restart     what the bucket lists decides. Files of this node that never got there do not count and are written again
+restart     the listing of the bucket decides. Local files that were not uploaded are ignored and written again
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _LOCKS = ".pulls"
 
 
 class ObjectMirror:
-    """Keeps the local folder ``root`` of one process and the bucket in step. Blocking."""
+    """Synchronization of the local folder ``root`` of one process with the bucket. Calls block."""
 
     def __init__(self, objects: ObjectStore, root: Path, secret: bytes, *, cache_policies: int) -> None:
-        _refuse_gangs_over_nodes(objects.url)
+        _reject_several_nodes(objects.url)
         self.objects = objects
         self._root = root
         self._secret = secret
         self._cache_policies = cache_policies
 
     def lineage(self) -> str:
-        """Identity of the store in the bucket, made with its first use."""
+        """Return the identity of the store in the bucket; the first use creates it."""
         try:
             return self.objects.read(LINEAGE_FILE, 1024).decode("ascii").strip()
         except FileNotFoundError:
@@ -63,29 +63,29 @@ class ObjectMirror:
         self._push_folder(path, last=MANIFEST_FILE)
 
     def drop_policy(self, path: str) -> None:
-        """Take a policy out of the bucket that could not be uploaded whole."""
+        """Delete a policy whose upload is incomplete from the bucket."""
         self._delete_folder(path, first=MANIFEST_FILE)
 
     def push_announced(self, path: str) -> None:
-        """Note in the bucket that the registry accepted the policy."""
+        """Mark the policy as accepted by the registry, in the bucket."""
         self.objects.write(f"{path}/{ANNOUNCED_FILE}", b"")
 
     def fetch_policy(self, record: PolicyRecord) -> None:
-        """Have a policy in the local folder; CheckpointError when the bucket lacks it, or has another manifest."""
+        """Pull a policy unless it is in the local folder. CheckpointError if it is missing or its manifest differs."""
         folder = confined(self._root, record.path)
-        with self._one_at_a_time(folder.name):
+        with self._locked(folder.name):
             if _digest(folder / MANIFEST_FILE) != record.manifest_digest:
                 self._pull_policy(record, folder)
-            self._forget_old_policies(folder.name)
+            self._evict_old_policies(folder.name)
 
     def fetch_policy_again(self, record: PolicyRecord) -> None:
-        """Pull a policy whose local copy was found damaged."""
+        """Pull a policy whose local copy is damaged."""
         folder = confined(self._root, record.path)
-        with self._one_at_a_time(folder.name):
+        with self._locked(folder.name):
             self._pull_policy(record, folder)
 
     def manifests(self) -> list[FoundManifest]:
-        """Every manifest of the bucket, and every announced folder without one."""
+        """Return every manifest in the bucket, and an entry for every announced folder without one."""
         sizes = self.objects.sizes(policies.FOLDER)
         announced = {key.rpartition("/")[0] for key in sizes if key.endswith("/" + ANNOUNCED_FILE)}
         written = {key.rpartition("/")[0] for key in sizes if key.endswith("/" + MANIFEST_FILE)}
@@ -105,7 +105,7 @@ class ObjectMirror:
     def prune_policies(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
     ) -> list[str]:
-        """``policies.prune`` in the bucket."""
+        """Delete old policies from the bucket like ``policies.prune``."""
         paths = [f"{policies.FOLDER}/{name}" for name in self._folders(policies.FOLDER)]
         removed = policies.prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
         for path in removed:
@@ -116,7 +116,7 @@ class ObjectMirror:
     # batch files
 
     def before_batch(self, train_step: int) -> None:
-        """Have the bucket's batch file of this step here, or none: what never got there does not count."""
+        """Make the local batch file of this step equal to the bucket's; delete it if the bucket has none."""
         path = batch_path(self._root, train_step)
         try:
             self.objects.get(_batch_key(train_step), path)
@@ -124,41 +124,41 @@ class ObjectMirror:
             path.unlink(missing_ok=True)
 
     def push_batch(self, train_step: int) -> str:
-        """Upload a batch file unless the bucket has one; returns the digest of the one that counts.
+        """Upload a batch file unless the bucket has one; return the digest of the file in the bucket.
 
-        Raises CheckpointError when another trainer got there first with other groups.
+        Raises CheckpointError if another trainer has already uploaded other groups.
         """
         path, key = batch_path(self._root, train_step), _batch_key(train_step)
-        mine = batches.read_footer(self._root, self._secret, train_step)
+        local = batches.read_footer(self._root, self._secret, train_step)
         if self.objects.put_new(path, key):
-            return mine.payload_sha256
+            return local.payload_sha256
         try:
-            theirs = self.footer(train_step)
+            stored = self.footer(train_step)
         except CheckpointError:
-            self.objects.put(path, key)  # damaged: nobody trained on that
-            return mine.payload_sha256
-        if theirs.group_ids != mine.group_ids:
+            self.objects.put(path, key)  # damaged, so no trainer has used it
+            return local.payload_sha256
+        if stored.group_ids != local.group_ids:
             raise CheckpointError(
                 f"{self.objects.url}/{key}: train step {train_step} already has a batch of other groups",
                 reason=Reason.MISMATCH,
             )
-        return theirs.payload_sha256
+        return stored.payload_sha256
 
     def fetch_batch(self, train_step: int) -> None:
-        """Have the bucket's batch file of this step here; CheckpointError when there is none.
+        """Pull the batch file of this step unless the local copy matches. Raises CheckpointError if it is missing.
 
-        A file of this node may have never got there, and another trainer have cut the step anew.
+        A local file may differ: its upload failed, and the step was cut again for another trainer.
         """
-        theirs = self.footer(train_step)
+        stored = self.footer(train_step)
         try:
-            if batches.read_footer(self._root, self._secret, train_step).payload_sha256 == theirs.payload_sha256:
+            if batches.read_footer(self._root, self._secret, train_step).payload_sha256 == stored.payload_sha256:
                 return
         except CheckpointError:
-            pass  # none here, or a damaged one
+            pass  # missing or damaged local copy
         self.fetch_batch_again(train_step)
 
     def fetch_batch_again(self, train_step: int) -> None:
-        """Pull a batch file, whatever is here."""
+        """Pull a batch file and replace the local copy."""
         key = _batch_key(train_step)
         try:
             self.objects.get(key, batch_path(self._root, train_step))
@@ -166,42 +166,42 @@ class ObjectMirror:
             raise CheckpointError(f"{self.objects.url}/{key}: missing", reason=Reason.MISSING) from error
 
     def footer(self, train_step: int) -> BatchFooter:
-        """Footer of a batch file of the bucket, without the trajectories."""
+        """Read the footer of a batch file in the bucket, without the trajectories."""
         with self._batch_file(train_step) as (file, where):
             return batches.footer_of(file, where, self._secret, train_step)
 
     def group(self, train_step: int, group_id: str) -> Group | None:
-        """One group of a batch file of the bucket: no more of it is read, and nothing is kept here."""
+        """Read one group of a batch file in the bucket, without the rest and without a local copy."""
         with self._batch_file(train_step) as (file, where):
             return batches.group_of(file, where, self._secret, train_step, group_id)
 
     @contextlib.contextmanager
     def _batch_file(self, train_step: int) -> Iterator[tuple[BinaryIO, str]]:
-        """A batch file of the bucket, open, and its name for messages."""
+        """Open a batch file in the bucket; yield it with its name for error messages."""
         where = f"{self.objects.url}/{_batch_key(train_step)}"
         try:
-            with self.objects.opened(_batch_key(train_step)) as file:
+            with self.objects.open(_batch_key(train_step)) as file:
                 yield file, where
         except FileNotFoundError as error:
             raise CheckpointError(f"{where}: missing", reason=Reason.MISSING) from error
         except RollmeshError:
             raise
-        except Exception as error:  # clients of object stores share no base class for an outage
+        except Exception as error:  # clients of object stores have no common base class for an outage
             message = f"{where}: {str(error) or type(error).__name__}"
             raise CheckpointError(message, reason=Reason.UNREACHABLE) from error
 
     def batch_steps(self) -> list[int]:
-        """Train steps with a batch file in the bucket, ascending."""
+        """Return the train steps with a batch file in the bucket, ascending."""
         return batches.steps_of(key.rpartition("/")[2] for key in self.objects.sizes(batches.FOLDER))
 
     # trainer states
 
     def push_state(self, state: CommittedState) -> None:
-        """Upload a state that is committed here, COMMITTED last."""
+        """Upload a locally committed state, COMMITTED last."""
         self._push_folder(f"{committed.FOLDER}/{state.folder.name}", last=COMMITTED_FILE)
 
     def states(self) -> JudgedStates:
-        """Committed states of the bucket, told from those that are unsound there."""
+        """Return the sound and the unsound committed states in the bucket."""
         sizes = self.objects.sizes(committed.FOLDER)
         sound: list[CommittedState] = []
         unsound: dict[str, str] = {}
@@ -219,30 +219,30 @@ class ObjectMirror:
                     continue
                 wrong = [f.path for f in record.files if sizes.get(f"{folder}/{f.path}") != f.size_bytes]
                 if wrong:
-                    unsound[label] = f"{self.objects.url}/{folder}: missing or of another size: {', '.join(wrong)}"
+                    unsound[label] = f"{self.objects.url}/{folder}: missing or of wrong size: {', '.join(wrong)}"
                 else:
                     sound.append(CommittedState(folder=confined(self._root, folder), record=record))
         return JudgedStates(sound=committed.newest_first(sound), unsound=unsound)
 
     def fetch_state(self, state: CommittedState) -> None:
-        """Have the files of a state here; whether they are sound shows when they are loaded."""
+        """Pull the files of a state that are missing or of wrong size. Loading the state verifies them."""
         self._pull_state(state, lambda file, path: _size(path) == file.size_bytes)
 
     def fetch_state_again(self, state: CommittedState) -> None:
         """Pull the files of a state whose local copies are damaged."""
         self._pull_state(state, lambda file, path: _size(path) == file.size_bytes and sha256_of(path) == file.sha256)
 
-    def _pull_state(self, state: CommittedState, is_here: Callable[[ManifestFile, Path], bool]) -> None:
+    def _pull_state(self, state: CommittedState, is_local: Callable[[ManifestFile, Path], bool]) -> None:
         path = f"{committed.FOLDER}/{state.folder.name}"
-        with self._one_at_a_time(state.folder.name):
+        with self._locked(state.folder.name):
             wanted = [(f"{path}/{file.path}", file, confined(state.folder, file.path)) for file in state.record.files]
             try:
-                self.objects.get_all([(key, target) for key, file, target in wanted if not is_here(file, target)])
+                self.objects.get_all([(key, target) for key, file, target in wanted if not is_local(file, target)])
             except FileNotFoundError as error:
                 raise CheckpointError(f"{self.objects.url}/{path}: {error}", reason=Reason.MISSING) from error
 
     def prune_states(self, *, keep_last: int, session: str) -> list[str]:
-        """``committed.prune_states`` in the bucket."""
+        """Delete old states from the bucket like ``committed.prune_states``."""
         sizes = self.objects.sizes(committed.FOLDER)
         folders = {
             name: f"{committed.FOLDER}/{name}/{COMMITTED_FILE}" in sizes for name in self._folders(committed.FOLDER)
@@ -252,7 +252,7 @@ class ObjectMirror:
             self._delete_folder(f"{committed.FOLDER}/{name}", first=COMMITTED_FILE)
         return removed
 
-    # how
+    # helpers
 
     def _push_folder(self, path: str, *, last: str) -> None:
         folder = self._root / path
@@ -291,38 +291,38 @@ class ObjectMirror:
         manifest = parse_manifest(data, where)
         if hashlib.sha256(data).hexdigest() != record.manifest_digest:
             raise CheckpointError(
-                f"{where}: not the one that was announced as policy_version {record.policy_version}",
+                f"{where}: differs from the manifest announced as policy_version {record.policy_version}",
                 reason=Reason.TAMPERED,
             )
         return manifest
 
-    def _forget_old_policies(self, name: str) -> None:
-        """Delete pulled policies but the newest few and those that some process of this node opened lately."""
+    def _evict_old_policies(self, name: str) -> None:
+        """Delete pulled policies but ``name``, the most recently used, and those that were opened recently."""
         locks = self._root / _LOCKS
-        used = {lock.name: _asked_at(lock) for lock in locks.iterdir() if policies.is_folder_name(lock.name)}
+        used = {lock.name: _last_used(lock) for lock in locks.iterdir() if policies.is_folder_name(lock.name)}
         newest = sorted(used, key=lambda each: used[each], reverse=True)[: self._cache_policies]
         for each, when in used.items():
             if each not in (name, *newest) and time.time() - when > _IN_USE_SECONDS:
-                self._forget(each)
+                self._evict(each)
 
-    def _forget(self, name: str) -> None:
-        """Delete one pulled folder and its lock, unless somebody asks for it in this moment."""
+    def _evict(self, name: str) -> None:
+        """Delete one pulled folder and its lock, unless a process has the lock or used the folder recently."""
         path = self._root / _LOCKS / name
         with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_file_at(lock.fileno(), path) and time.time() - _asked_at(path) > _IN_USE_SECONDS:
+            if _is_file_at(lock.fileno(), path) and time.time() - _last_used(path) > _IN_USE_SECONDS:
                 remove_tree(self._root / policies.FOLDER / name, first=[MANIFEST_FILE])
                 path.unlink()
 
     @contextlib.contextmanager
-    def _one_at_a_time(self, name: str) -> Iterator[None]:
-        """Hold this node's lock on a folder's name; its time says when the folder was last asked for."""
+    def _locked(self, name: str) -> Iterator[None]:
+        """Hold this node's lock on a folder name. The modification time of the lock is the time of last use."""
         path = self._root / _LOCKS / name
         make_folder(path.parent)
         while True:
             with path.open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                # Whoever had it may have forgotten the folder, and its lock: then this one guards nothing.
+                # The previous holder may have evicted the folder and deleted the lock file. Then this lock is void.
                 if not _is_file_at(lock.fileno(), path):
                     continue
                 os.utime(path)
@@ -330,13 +330,13 @@ class ObjectMirror:
                 return
 
 
-def _refuse_gangs_over_nodes(url: str) -> None:
+def _reject_several_nodes(url: str) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     if world > local:
         raise ConfigError(
-            f"checkpoints.folder={url}: a trainer gang over several nodes ({world} ranks, {local} here) needs a folder "
-            "that all of them share for its state; use one, or run the trainer on one node"
+            f"checkpoints.folder={url}: a trainer over several nodes ({world} ranks, {local} here) requires a shared "
+            "folder for its state; set checkpoints.folder to a shared folder, or run the trainer on one node"
         )
 
 
@@ -351,7 +351,7 @@ def _digest(file: Path) -> str:
         return ""
 
 
-def _asked_at(lock: Path) -> float:
+def _last_used(lock: Path) -> float:
     try:
         return lock.stat().st_mtime
     except FileNotFoundError:

@@ -1,12 +1,12 @@
-"""``CheckpointStore``: policies, batch files and trainer state of one run under one root folder.
+"""The checkpoint store: policies, batch files and trainer state of one run under one root folder.
 
     <root>/policies/<step>-<session>/   Hugging Face folder and manifest.json, written last
-    <root>/batches/<step>.pb            what each train step was trained on
+    <root>/batches/<step>.pb            batch of each train step
     <root>/states/<step>-<session>/     trainer state, valid only with COMMITTED
-    <root>/lineage                      identity of the store, which the queue remembers
+    <root>/lineage                      identity of the store, which the queue records
 
-The root may mirror an object store (``mirror``): the same paths are its keys then, and it is what counts.
-All methods block on the file system or the network; asyncio callers use a thread.
+The root may mirror an object store (``mirror``). The same paths are then its keys, and the object store is
+authoritative. All methods block on the file system or the network; asyncio callers use a thread.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 class CheckpointStore:
-    """The checkpoint store of one run; any number of readers, one fenced writer (the trainer)."""
+    """Checkpoint store of one run, with any number of readers and one fenced writer (the trainer)."""
 
     def __init__(self, root: Path, secret: bytes) -> None:
         try:
             make_folder(root)
         except OSError as error:
-            # A reader whose mount is read-only may be here before the writer has made the folder.
+            # A reader with a read-only mount may start before the writer creates the folder.
             if error.errno != errno.EROFS:
                 raise
         self.root = root.resolve()
@@ -53,7 +53,7 @@ class CheckpointStore:
 
     @classmethod
     def open_location(cls, section: CheckpointConfig, run_folder: Path, secret: bytes) -> Self:
-        """The store at the run file's location, a folder or an object store."""
+        """Open the store at the run file's location, a folder or an object store."""
         if not section.remote:
             return cls(Path(section.folder) if section.folder else run_folder / "checkpoints", secret)
         store = cls(Path(section.cache_folder) if section.cache_folder else run_folder / "checkpoints", secret)
@@ -63,27 +63,28 @@ class CheckpointStore:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> Self:
-        """The store that the run file names; makes the run's secret when the file brings none.
+        """Open the store of a run file; generate the run's secret if the file has none.
 
-        Raises ConfigError when services that share no run folder would each make one of their own.
+        Raises ConfigError if the services share no run folder and the location or the secret is missing: each service
+        would create its own.
         """
         section = config.checkpoints
         if not config.network.shared_folder:
             for field, example in (("folder", "FOLDER"), ("secret", "SECRET")):
                 if not getattr(section, field):
                     raise ConfigError(
-                        f"checkpoints.{field} is missing: services that share no run folder (network.shared_folder="
-                        f"false) need the same one, for example by ROLLMESH_CHECKPOINTS__{example}"
+                        f"checkpoints.{field} is missing: services without a shared run folder (network.shared_folder="
+                        f"false) require the same value; set it, for example with ROLLMESH_CHECKPOINTS__{example}"
                     )
         folder, given = Path(config.folder), section.secret
         return cls.open_location(section, folder, given.get_secret_value().encode() if given else run_secret(folder))
 
     def at(self, root: Path) -> Self:
-        """A copy of this store in another folder, sealed with the same secret."""
+        """Return a store with the same secret in another folder."""
         return type(self)(root, self._secret)
 
     def lineage(self) -> str:
-        """Identity of this checkpoint store, made with its first use; CheckpointError when its file is damaged."""
+        """Return the identity of this store; the first use creates it. CheckpointError if its file is damaged."""
         return lineage(self.root) if self.mirror is None else self.mirror.lineage()
 
     def publish(
@@ -96,9 +97,9 @@ class CheckpointStore:
         write: Callable[[Path], None],
         canary: Sequence[CanarySequence],
     ) -> PolicyRecord:
-        """Write a policy folder; it becomes a policy only when the registry accepts the returned record.
+        """Write a policy folder; it is a policy only after the registry accepts the returned record.
 
-        ``write`` fills the given empty folder. Raises CheckpointError; the folder is gone then.
+        ``write`` fills the given empty folder. The folder is deleted on an error. Raises CheckpointError.
         """
         draft = PolicyDraft(session=session, policy_version=policy_version, train_step=train_step, parent=parent)
         record = policies.publish(self.root, self._secret, draft, write, canary)
@@ -113,7 +114,7 @@ class CheckpointStore:
     def open(self, record: PolicyRecord, *, like: Manifest | None = None) -> VerifiedPolicy:
         """Verify a published policy byte for byte, and against the architecture and tokenizer of ``like``.
 
-        Raises CheckpointError whose ``reason`` is a ``Reason``; the caller keeps what it has.
+        Raises CheckpointError whose ``reason`` is a ``Reason``; the caller keeps its current policy.
         """
         policy = self._verified(record)
         if like is not None:
@@ -127,24 +128,24 @@ class CheckpointStore:
         try:
             return policies.verify(self.root, self._secret, record)
         except CheckpointError:
-            # What this node keeps may have been damaged since; what the bucket has is judged a second time.
+            # The local copy may be damaged. Pull it again and verify the copy from the bucket.
             self.mirror.fetch_policy_again(record)
             return policies.verify(self.root, self._secret, record)
 
     def mark_announced(self, record: PolicyRecord) -> None:
-        """Note that the registry accepted the record."""
+        """Mark the policy as accepted by the registry."""
         if self.mirror is not None:
             self.mirror.push_announced(record.path)
         if self.mirror is None or (self.root / record.path).exists():
             policies.mark_announced(self.root, record)
 
     def unsound_policies(self) -> list[UnsoundPolicy]:
-        """Folders that hold no sound policy although a manifest was written or the registry accepted them."""
+        """Return the folders with a manifest or an announcement, but without a sound policy."""
         found = policies.found_manifests(self.root) if self.mirror is None else self.mirror.manifests()
         return policies.unsound_policies(found, self._secret)
 
     def complete_policies(self, *, announced_only: bool = False) -> list[PolicyRecord]:
-        """Records of all complete folders, one per version, ascending; only for a trainer that recovers."""
+        """Return the records of all complete folders, one per version, ascending; for a recovering trainer."""
         if self.mirror is not None:
             return policies.sound_records(self.mirror.manifests(), self._secret, announced_only=announced_only)
         return policies.complete_records(self.root, self._secret, announced_only=announced_only)
@@ -158,7 +159,7 @@ class CheckpointStore:
         in_use: Collection[int],
         session: str,
     ) -> list[str]:
-        """Delete old policies of the registry ``records``; newest, pinned and in-use versions stay."""
+        """Delete old policies of the registry ``records``, except the newest, pinned and in-use versions."""
         keep = {*pinned, *in_use}
         removed = policies.prune(self.root, records, keep_last=keep_last, keep_versions=keep, session=session)
         if self.mirror is None:
@@ -172,10 +173,10 @@ class CheckpointStore:
         train_steps: Mapping[int, int] | None = None,
         settings: StepSettings | None = None,
     ) -> str:
-        """Write and flush the batch file of ``batch.train_step``, once; returns its digest.
+        """Write and flush the batch file of ``batch.train_step``, once; return its digest.
 
-        ``train_steps`` has the train step of each policy version that wrote tokens of the batch, ``settings`` is what
-        the step will be trained with.
+        ``train_steps`` maps each policy version that wrote tokens of the batch to its train step. ``settings`` are the
+        settings that the step is trained with.
         """
         if self.mirror is not None:
             self.mirror.before_batch(batch.train_step)
@@ -194,27 +195,27 @@ class CheckpointStore:
         try:
             return batches.read_batch(self.root, self._secret, train_step)
         except CheckpointError:
-            self.mirror.fetch_batch_again(train_step)  # what this node keeps may have been damaged since
+            self.mirror.fetch_batch_again(train_step)  # the local copy may be damaged
             return batches.read_batch(self.root, self._secret, train_step)
 
     def read_group(self, train_step: int, group_id: str) -> Group | None:
-        """One group of a batch file, for people who look; None when it is not in it."""
+        """Read one group of a batch file, for display only; None if the file does not contain it."""
         if self.mirror is not None:
             return self.mirror.group(train_step, group_id)
         return batches.read_group(self.root, self._secret, train_step, group_id)
 
     def batch_footer(self, train_step: int) -> BatchFooter:
-        """Ids, cursor and digest of a batch file."""
+        """Read ids, cursor and digest of a batch file."""
         if self.mirror is not None:
             return self.mirror.footer(train_step)
         return batches.read_footer(self.root, self._secret, train_step)
 
     def batch_steps(self) -> list[int]:
-        """Train steps that have a batch file, ascending."""
+        """Return the train steps that have a batch file, ascending."""
         return batches.batch_steps(self.root) if self.mirror is None else self.mirror.batch_steps()
 
     def remove_unfinished_batches(self) -> int:
-        """Delete what killed trainers left half-written; returns how many files."""
+        """Delete the unfinished batch files of crashed trainers; return their number."""
         return batches.remove_unfinished(self.root)
 
     def save_state(
@@ -226,7 +227,7 @@ class CheckpointStore:
         tensors: Mapping[str, torch.Tensor],
         extra: Mapping[str, Any],
     ) -> CommittedState:
-        """Save and commit a trainer state; every rank calls this."""
+        """Save and commit a trainer state. Every rank must call this."""
         from rollmesh.checkpoints.states import save_state
 
         state = save_state(
@@ -243,7 +244,7 @@ class CheckpointStore:
         return state
 
     def load_state(self, state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Fill ``tensors`` in place from a committed state; returns its ``extra``."""
+        """Fill ``tensors`` in place from a committed state; return its ``extra``."""
         from rollmesh.checkpoints.states import load_state
 
         if self.mirror is None:
@@ -252,29 +253,29 @@ class CheckpointStore:
         try:
             return load_state(state, tensors)
         except CheckpointError:
-            # The local copy may have been damaged since. All ranks are here: load_state fails on every one of them.
+            # The local copy may be damaged. load_state fails on every rank together, so all ranks reach this line.
             self.mirror.fetch_state_again(state)
             return load_state(state, tensors)
 
     def committed_states(self) -> list[CommittedState]:
-        """Committed trainer states, newest first."""
+        """Return the committed trainer states, newest first."""
         return self.judged_states().sound
 
     def judged_states(self) -> JudgedStates:
-        """Committed trainer states, and those that were committed and are unsound now."""
+        """Return the sound committed trainer states, and the unsound ones."""
         if self.mirror is not None:
             return self.mirror.states()
         return committed.judge_states(self.root, self._secret)
 
     def verify_state(self, state: CommittedState) -> None:
-        """Compare every file of a state with its digest; raises CheckpointError with the reason."""
+        """Compare every file of a state with its digest. Raises CheckpointError with the reason."""
         if self.mirror is not None:
-            # A damaged local copy is pulled again, as a trainer that loads the state would do.
+            # Pull a damaged local copy again, as a trainer does before it loads the state.
             self.mirror.fetch_state_again(state)
         committed.verify_files(state)
 
     def latest_committed(self) -> CommittedState | None:
-        """The newest committed trainer state: it decides what is consumed."""
+        """Return the newest committed trainer state, which determines the consumed batches."""
         return next(iter(self.committed_states()), None)
 
     def prune_states(self, *, keep_last: int, session: str) -> list[Path]:
@@ -284,9 +285,9 @@ class CheckpointStore:
         return committed.prune_states(self.root, self._secret, keep_last=keep_last, session=session)
 
     def ledger(self) -> Ledger:
-        """What was trained, and what contradicts "each group once"."""
+        """Read the trained groups, with every violation of "each group once"."""
         return ledger.read_ledger(self.committed_states(), self.batch_footer)
 
     def trained_groups(self) -> dict[int, list[str]]:
-        """Group ids in training order by train step, up to the newest committed state."""
+        """Return group ids in training order by train step, up to the newest committed state."""
         return {step: list(ids) for step, ids in self.ledger().groups.items()}

@@ -1,7 +1,7 @@
-"""Committed trainer states as the file system shows them: found and checked without torch.
+"""Committed trainer states in the file system, listed and checked without torch.
 
-A state folder ``states/<step>-<session>/`` holds one safetensors file per rank, one ``rank-<r>.json`` with its
-digest, and, last, ``COMMITTED``: a folder without it never counts.
+A state folder ``states/<step>-<session>/`` contains one safetensors file per rank, one ``rank-<r>.json`` with its
+digest, and ``COMMITTED``, which is written last. A folder without it is not a state.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class StateRecord(BaseModel):
 
     format: Literal[1] = 1
     train_step: int = Field(ge=0)
-    """Batches trained so far: everything up to here is consumed."""
+    """Number of batches trained; all batches up to this step are consumed."""
     rollback_count: int = Field(ge=0)
-    """Deliberate rollbacks so far; a state after a rollback outranks every state before it."""
+    """Number of rollbacks. A state with more rollbacks takes precedence over every state with fewer."""
     session: str
     world_size: int = Field(ge=1)
     files: list[ManifestFile]
     extra: dict[str, JsonValue]
-    """What is not a tensor: counters, the cursor copy, random states."""
+    """State other than tensors: train step, progress, generated tokens and stage layout."""
     create_time: datetime
     hmac: str = ""
 
     def signed_bytes(self) -> bytes:
-        """What the HMAC covers."""
+        """Return the bytes that the HMAC covers."""
         return canonical(self.model_dump(mode="json", exclude={"hmac"}))
 
 
@@ -60,12 +60,12 @@ class CommittedState:
 
     @property
     def train_step(self) -> int:
-        """Batches trained so far."""
+        """Number of batches trained."""
         return self.record.train_step
 
 
 def commit(folder: Path, secret: bytes, record: StateRecord) -> None:
-    """Write ``COMMITTED``; every other file of the folder must have been flushed before."""
+    """Write ``COMMITTED``. All other files of the folder must be flushed before."""
     sealed_record = record.model_copy(update={"hmac": seal(secret, record.signed_bytes())})
     write_new_file(folder / COMMITTED_FILE, canonical(sealed_record.model_dump(mode="json")))
 
@@ -73,7 +73,7 @@ def commit(folder: Path, secret: bytes, record: StateRecord) -> None:
 def new_record(
     *, train_step: int, rollback_count: int, session: str, files: list[list[ManifestFile]], extra: Mapping[str, Any]
 ) -> StateRecord:
-    """The record of a state whose rank r wrote ``files[r]``."""
+    """Build the record of a state; rank r wrote ``files[r]``."""
     return StateRecord(
         train_step=train_step,
         rollback_count=rollback_count,
@@ -87,21 +87,21 @@ def new_record(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedStates:
-    """Every trainer state that was committed, sound or not."""
+    """Committed trainer states, sound and unsound."""
 
     sound: list[CommittedState]
     """States that may be loaded, newest first."""
     unsound: dict[str, str]
-    """Folder name and reason of states with a torn or forged COMMITTED, or with a file of another size."""
+    """Reason by folder name, for states with a torn or forged COMMITTED, a missing file, or a file of wrong size."""
 
 
 def committed_states(root: Path, secret: bytes) -> list[CommittedState]:
-    """States whose COMMITTED is sound and whose files have the promised sizes, newest first."""
+    """Return the states with a sound COMMITTED and files of the recorded sizes, newest first."""
     return judge_states(root, secret).sound
 
 
 def judge_states(root: Path, secret: bytes) -> JudgedStates:
-    """Tell sound states from unsound ones; a folder without COMMITTED was never a state."""
+    """Separate sound states from unsound ones. A folder without COMMITTED is not a state."""
     sound: list[CommittedState] = []
     unsound: dict[str, str] = {}
     for folder in _folders(root):
@@ -120,26 +120,24 @@ def judge_states(root: Path, secret: bytes) -> JudgedStates:
 
 
 def newest_first(states: Iterable[CommittedState]) -> list[CommittedState]:
-    """In the order in which they count."""
+    """Sort states by rollbacks, then train step, then time, newest first."""
     return sorted(
         states, key=lambda s: (s.record.rollback_count, s.record.train_step, s.record.create_time), reverse=True
     )
 
 
-def verify_files(state: CommittedState, *, part: int = 0, parts: int = 1) -> None:
-    """Compare digests; rank ``part`` of ``parts`` takes its share. Raises CheckpointError with the reason."""
+def verify_files(state: CommittedState, *, rank: int = 0, world_size: int = 1) -> None:
+    """Compare the digests of this rank's share of the files. Raises CheckpointError with the reason."""
     listed = {file.path for file in state.record.files}
-    strangers = [name for name in regular_files(state.folder) if name.endswith(".safetensors") and name not in listed]
-    if strangers:
-        raise CheckpointError(
-            f"{state.folder}: files that COMMITTED does not list: {strangers}", reason=Reason.TAMPERED
-        )
-    for file in state.record.files[part::parts]:
+    unlisted = [name for name in regular_files(state.folder) if name.endswith(".safetensors") and name not in listed]
+    if unlisted:
+        raise CheckpointError(f"{state.folder}: files that COMMITTED does not list: {unlisted}", reason=Reason.TAMPERED)
+    for file in state.record.files[rank::world_size]:
         check_file(confined(state.folder, file.path), size=file.size_bytes, sha256=file.sha256)
 
 
 def prune_states(root: Path, secret: bytes, *, keep_last: int, session: str) -> list[Path]:
-    """Delete all but the ``keep_last`` newest committed states and what other sessions left uncommitted."""
+    """Delete all but the ``keep_last`` newest committed states, and uncommitted states of other sessions."""
     states = committed_states(root, secret)
     folders = {folder.name: (folder / COMMITTED_FILE).exists() for folder in _folders(root)}
     removed = [root / FOLDER / name for name in prunable(folders, states, keep_last=keep_last, session=session)]
@@ -151,7 +149,7 @@ def prune_states(root: Path, secret: bytes, *, keep_last: int, session: str) -> 
 def prunable(
     folders: Mapping[str, bool], states: Sequence[CommittedState], *, keep_last: int, session: str
 ) -> list[str]:
-    """Which state folders ``prune_states`` deletes; ``folders`` says by name whether they have COMMITTED."""
+    """Return the state folders that ``prune_states`` deletes; ``folders`` maps a name to True if it has COMMITTED."""
     kept = {s.folder.name for s in states[:keep_last]}
     newest = states[0].train_step if states else -1
     removed: list[str] = []
@@ -179,11 +177,11 @@ def _read_record(folder: Path, secret: bytes) -> StateRecord:
 
 
 def parse_record(data: bytes, path: str, secret: bytes) -> StateRecord:
-    """The content of a COMMITTED file; CheckpointError when it is torn or another run's."""
+    """Parse a COMMITTED file. Raises CheckpointError if it is torn or belongs to another run."""
     try:
         record = StateRecord.model_validate_json(data)
     except ValidationError as error:
-        raise CheckpointError(f"{path}: not complete", reason=Reason.TORN) from error
+        raise CheckpointError(f"{path}: incomplete", reason=Reason.TORN) from error
     if not sealed(secret, record.signed_bytes(), record.hmac):
-        raise CheckpointError(f"{path}: the HMAC does not fit this run's secret", reason=Reason.TAMPERED)
+        raise CheckpointError(f"{path}: the HMAC does not match this run's secret", reason=Reason.TAMPERED)
     return record

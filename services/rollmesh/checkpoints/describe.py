@@ -1,4 +1,4 @@
-"""What a Hugging Face folder contains, read without torch or transformers."""
+"""Description of a Hugging Face folder, read without torch or transformers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderDescription:
-    """Facts about a Hugging Face folder that its manifest repeats."""
+    """Properties of a Hugging Face folder that its manifest contains."""
 
     architecture: ModelShape
     dtype: str
@@ -42,7 +42,7 @@ class FolderDescription:
 def describe_folder(folder: Path) -> FolderDescription:
     """Read config.json, the safetensors headers and the tokenizer files of ``folder``.
 
-    Raises CheckpointError naming the file that is missing or malformed.
+    Raises CheckpointError with the name of a missing or malformed file.
     """
     dtype, parameter_count = _weights(folder)
     template = _chat_template(folder)
@@ -56,7 +56,7 @@ def describe_folder(folder: Path) -> FolderDescription:
 
 
 def architecture_of(config: Mapping[str, Any], origin: str) -> ModelShape:
-    """Summarise a model config; raises CheckpointError naming the field that is absent."""
+    """Summarize a model config. Raises CheckpointError with the name of a missing field."""
     try:
         heads = int(config["num_attention_heads"])
         return ModelShape(
@@ -76,7 +76,7 @@ def architecture_of(config: Mapping[str, Any], origin: str) -> ModelShape:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; CheckpointError when it is missing or anything else."""
+    """Read a JSON object from a file. Raises CheckpointError if it is missing or not a JSON object."""
     try:
         data = json.loads(path.read_bytes())
     except FileNotFoundError as error:
@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weights(folder: Path) -> tuple[str, int]:
-    """Most common dtype by elements, and the number of elements, over all safetensors headers."""
+    """Return the most common dtype by elements, and the number of elements, over all safetensors headers."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder}: no safetensors file", reason=Reason.MISSING)
@@ -99,7 +99,7 @@ def _weights(folder: Path) -> tuple[str, int]:
             if name != "__metadata__":
                 elements[tensor["dtype"]] += prod(tensor["shape"])
     if not elements.total():
-        raise CheckpointError(f"{folder}: the safetensors files hold no weights")
+        raise CheckpointError(f"{folder}: the safetensors files contain no weights")
     return elements.most_common(1)[0][0], elements.total()
 
 
@@ -118,7 +118,7 @@ def _safetensors_header(path: Path) -> dict[str, Any]:
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    """Digest over names and contents; the chat template is digested on its own."""
+    """Return the digest over names and contents. The chat template has a separate digest."""
     digest = hashlib.sha256()
     for name in _TOKENIZER_FILES:
         path = folder / name

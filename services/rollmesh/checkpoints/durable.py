@@ -1,4 +1,4 @@
-"""Files that survive a power cut: written, flushed to the device, and their folder entries too."""
+"""File operations that survive a power cut: files and folder entries are flushed to the device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rollmesh.errors import CheckpointError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _REMOVAL_ATTEMPTS = 10
-"""A folder has a handful of files; whoever writes them meanwhile has run out of them by then."""
+"""Attempts to delete a folder while another process writes its few files."""
 _ERROR_TEXT = re.compile(r"(?:os error|code:|Errno) ?(\d+)")
 
 
 def sync_file(path: Path) -> None:
-    """Flush a file that someone else wrote to the device."""
+    """Flush a closed file to the device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
@@ -48,7 +48,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Create a folder and its parents; every new entry is flushed."""
+    """Create a folder and its parents, and flush every new entry."""
     missing = [p for p in (path, *path.parents) if not p.exists()]
     for folder in reversed(missing):
         folder.mkdir(exist_ok=True)
@@ -56,7 +56,7 @@ def make_folder(path: Path) -> None:
 
 
 def write_new_file(path: Path, data: bytes) -> None:
-    """Create a file that must not exist yet, flushed together with its folder entry."""
+    """Create a file and flush it with its folder entry. Raises FileExistsError if it exists."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -65,7 +65,7 @@ def write_new_file(path: Path, data: bytes) -> None:
 
 
 def regular_files(folder: Path) -> list[str]:
-    """Relative POSIX paths of all files below ``folder``, sorted; symbolic links and devices are refused."""
+    """Return the relative POSIX paths of all files below ``folder``, sorted. Rejects symbolic links and devices."""
     found: list[str] = []
     for parent, folders, names in os.walk(folder):
         for name in (*folders, *names):
@@ -78,7 +78,7 @@ def regular_files(folder: Path) -> list[str]:
 
 
 def confined(root: Path, relative: str) -> Path:
-    """``root / relative`` after proving that it stays below ``root`` and crosses no symbolic link.
+    """Return ``root / relative`` if it is below ``root`` and crosses no symbolic link.
 
     Raises CheckpointError (path_escape) for absolute paths, ``..``, empty parts, backslashes and NUL.
     """
@@ -95,14 +95,14 @@ def confined(root: Path, relative: str) -> Path:
 
 
 def sha256_of(path: Path) -> str:
-    """sha256 (hex) of a file, streamed."""
+    """Return the sha256 (hex) of a file, read as a stream."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_file(path: Path, *, size: int, sha256: str) -> None:
-    """Compare a file with its promised size and digest; raises CheckpointError with the reason."""
+    """Compare a file with its recorded size and digest. Raises CheckpointError with the reason."""
     try:
         found = path.lstat()
     except OSError as error:
@@ -116,9 +116,9 @@ def check_file(path: Path, *, size: int, sha256: str) -> None:
 
 
 def remove_tree(folder: Path, *, first: Iterable[str] = ()) -> None:
-    """Delete a folder; ``first`` names the files that make it valid, so a half-deleted folder is never valid.
+    """Delete a folder. ``first`` are the files that make it valid, so a partly deleted folder is never valid.
 
-    Another process may delete the same folder, or still write into it: a trainer that was fenced and does not know yet.
+    Another process may delete the same folder, or still write into it: a fenced trainer before its next call.
     """
     try:
         for name in first:
@@ -128,20 +128,22 @@ def remove_tree(folder: Path, *, first: Iterable[str] = ()) -> None:
         return
     for attempt in range(1, _REMOVAL_ATTEMPTS + 1):
         try:
-            shutil.rmtree(folder, onerror=_unless_gone)
+            shutil.rmtree(folder, onerror=_ignore_missing)
             return
         except OSError as error:
             if error.errno != errno.ENOTEMPTY or attempt == _REMOVAL_ATTEMPTS:
                 raise
 
 
-def _unless_gone(_function: object, _path: object, failure: tuple[type[BaseException], BaseException, object]) -> None:
+def _ignore_missing(
+    _function: object, _path: object, failure: tuple[type[BaseException], BaseException, object]
+) -> None:
     if not isinstance(failure[1], FileNotFoundError):
         raise failure[1]
 
 
 def full_disk(error: BaseException) -> bool:
-    """Whether an error means that the device has no room left, however the library words it."""
+    """Tell whether an error means a full disk, for errors of the system and of libraries."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     # safetensors and torch report the operating system's error as text only.
@@ -149,11 +151,11 @@ def full_disk(error: BaseException) -> bool:
     return number is not None and int(number[1]) in _FULL
 
 
-def disk_full_error(folder: Path, what: str, error: BaseException) -> CheckpointError:
-    """The message for people: what could not be written, where, and how many bytes are free."""
+def disk_full_error(folder: Path, item: str, error: BaseException) -> CheckpointError:
+    """Return the error for a write of ``item`` on a full disk, with the folder and the number of free bytes."""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(existing).free
     cause = (str(error).splitlines() or [type(error).__name__])[-1]
     return CheckpointError(
-        f"{folder}: disk full while writing {what}, {free} bytes free ({cause})", reason=Reason.DISK_FULL
+        f"{folder}: disk full while writing {item}, {free} bytes free ({cause})", reason=Reason.DISK_FULL
     )

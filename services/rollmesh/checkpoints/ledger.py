@@ -1,4 +1,4 @@
-"""The ledger: which groups were trained at which step, from batch files and committed states alone, never Redis."""
+"""Ledger of the trained groups by train step, from batch files and committed states only, without Redis."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from rollmesh.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What was trained, with everything that contradicts "each group once"."""
+    """Trained groups, with every violation of "each group once"."""
 
     committed_step: int
     """Train step of the newest committed state; -1 without one."""
     groups: Mapping[int, tuple[str, ...]]
     """Group ids in training order, by train step, up to the committed one."""
     damaged: Mapping[int, str]
-    """Train steps whose batch file is missing or refused, with the reason."""
+    """Train steps whose batch file is missing or damaged, with the reason."""
     trained_twice: Mapping[str, tuple[int, ...]]
-    """Groups that more than one train step consumed."""
+    """Train steps of each group that more than one step consumed."""
 
 
 def read_ledger(states: Sequence[CommittedState], footer: Callable[[int], BatchFooter]) -> Ledger:
-    """Read the footers of all batch files up to the newest of these committed states (they are newest first)."""
+    """Read the footers of all batch files up to the newest committed state. ``states`` are newest first."""
     last = states[0].train_step if states else -1
     groups: dict[int, tuple[str, ...]] = {}
     damaged: dict[int, str] = {}

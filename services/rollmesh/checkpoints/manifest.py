@@ -1,7 +1,7 @@
-"""The manifest of a published policy: what the folder must contain, who wrote it, and how its weights behave.
+"""Manifest of a published policy: the files of the folder, its writer, and reference scores of its weights.
 
-It is written last, so a folder without a complete manifest is not a policy. The registry in Redis holds the
-manifest's digest; the manifest holds the digest of every file; the HMAC ties both to the run's secret.
+It is written last, so a folder without a complete manifest is not a policy. The registry in Redis has the digest of the
+manifest, and the manifest has the digest of every file. The HMAC ties both to the run's secret.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ class _Closed(BaseModel):
 
 
 class ManifestFile(_Closed):
-    """One file of the folder."""
+    """Path, size and digest of one file of the folder."""
 
     path: str
     """Relative POSIX path."""
     size_bytes: int = Field(ge=0)
-    """Length."""
+    """Length of the file."""
     sha256: Digest
     """Digest of the content."""
 
 
 class ModelShape(_Closed):
-    """What must agree before weights are swapped into a running engine."""
+    """Architecture fields that must match before weights are loaded into a running engine."""
 
     model_type: str
     """Hugging Face model type, for example ``qwen2``."""
     vocab_size: int = Field(ge=1)
     """Rows of the embedding."""
     hidden_size: int = Field(ge=1)
-    """Width."""
+    """Width of the hidden states."""
     layer_count: int = Field(ge=1)
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     head_count: int = Field(ge=1)
-    """Query heads."""
+    """Number of query heads."""
     kv_head_count: int = Field(ge=1)
-    """Key-value heads."""
+    """Number of key-value heads."""
     intermediate_size: int = Field(ge=0)
-    """Width of the MLP; 0 when the config names none."""
+    """Width of the MLP; 0 if the config has no such field."""
     tied_embeddings: bool
-    """Whether the output layer shares the embedding."""
+    """True if the output layer shares the embedding."""
 
 
 class CanarySequence(_Closed):
-    """A fixed sequence with the trainer's own log-probabilities: what a reader's engine must reproduce."""
+    """A fixed sequence with the trainer's log-probabilities, which an engine must reproduce."""
 
     token_ids: list[int] = Field(min_length=2)
     """Tokens, int32."""
@@ -68,21 +68,21 @@ class CanarySequence(_Closed):
     @model_validator(mode="after")
     def _one_logprob_per_predicted_token(self) -> Self:
         if len(self.logprobs) != len(self.token_ids) - 1:
-            raise ValueError(f"{len(self.token_ids)} token_ids need {len(self.token_ids) - 1} logprobs")
+            raise ValueError(f"logprobs: {len(self.token_ids)} token_ids require {len(self.token_ids) - 1} logprobs")
         return self
 
 
 class Manifest(_Closed):
-    """Everything a reader needs to trust a policy folder."""
+    """Description of a policy folder that readers verify before they load it."""
 
     format: Literal[1] = 1
     """Layout of this file."""
     policy_version: int = Field(ge=0)
-    """Name of the weights; never reused."""
+    """Version of the weights; never reused."""
     train_step: int = Field(ge=0)
-    """Number of batches the weights were trained on."""
+    """Number of batches that the weights were trained on."""
     parent: int | None
-    """Policy version the weights were trained from; null for the initial policy."""
+    """Policy version that the weights were trained from; null for the initial policy."""
     kind: Literal["full"] = "full"
     """Full weights (adapters and deltas are reserved)."""
     session: str
@@ -92,39 +92,39 @@ class Manifest(_Closed):
     architecture: ModelShape
     """Summary of config.json."""
     dtype: str
-    """Dtype of most weights, as safetensors names it, for example ``F32``."""
+    """Dtype of most weights, by its safetensors name, for example ``F32``."""
     parameter_count: int = Field(ge=1)
-    """Stored elements."""
+    """Number of stored elements."""
     tokenizer_sha256: Digest
     """Digest over the tokenizer's files."""
     chat_template_sha256: Digest
-    """Digest of the chat template; that of nothing when there is none."""
+    """Digest of the chat template; the digest of an empty string if there is none."""
     canary: list[CanarySequence] = Field(min_length=1)
-    """Fixed sequences with the trainer's log-probabilities; without any a reader would check nothing."""
+    """Fixed sequences with the trainer's log-probabilities, for the canary check of readers."""
     create_time: datetime
-    """When the manifest was written, UTC."""
+    """Time of writing, UTC."""
     hmac: str = ""
     """HMAC-SHA256 (hex) of the canonical JSON of all other fields, keyed with the run's secret."""
 
     def signed(self, secret: bytes) -> Manifest:
-        """A copy with the HMAC filled in."""
+        """Return a copy with the HMAC filled in."""
         return self.model_copy(update={"hmac": seal(secret, self._signed_bytes())})
 
     def check_signature(self, secret: bytes) -> None:
-        """Raise CheckpointError (tampered) unless the HMAC fits."""
+        """Raise CheckpointError (tampered) unless the HMAC matches."""
         if not sealed(secret, self._signed_bytes(), self.hmac):
             raise CheckpointError(
-                f"policy_version {self.policy_version}: the manifest's HMAC does not fit this run's secret",
+                f"policy_version {self.policy_version}: the manifest's HMAC does not match this run's secret",
                 reason=Reason.TAMPERED,
             )
 
     def check_compatible(self, other: Manifest) -> None:
         """Raise CheckpointError unless ``other`` has the same architecture, tokenizer and chat template."""
         if self.architecture != other.architecture:
-            mine, theirs = self.architecture.model_dump(), other.architecture.model_dump()
-            gaps = [f"{k}={theirs[k]!r}, expected {v!r}" for k, v in mine.items() if theirs[k] != v]
+            expected, found = self.architecture.model_dump(), other.architecture.model_dump()
+            gaps = [f"{k}={found[k]!r}, expected {v!r}" for k, v in expected.items() if found[k] != v]
             raise CheckpointError(
-                f"policy_version {other.policy_version}: another architecture ({'; '.join(gaps)})",
+                f"policy_version {other.policy_version}: different architecture ({'; '.join(gaps)})",
                 reason=Reason.FOREIGN_ARCHITECTURE,
             )
         for field in ("tokenizer_sha256", "chat_template_sha256"):
@@ -136,7 +136,7 @@ class Manifest(_Closed):
                 )
 
     def to_bytes(self) -> bytes:
-        """The file's content."""
+        """Return the content of the manifest file."""
         return canonical(self.model_dump(mode="json"))
 
     def _signed_bytes(self) -> bytes:
@@ -144,7 +144,7 @@ class Manifest(_Closed):
 
 
 def parse_manifest(data: bytes, origin: str) -> Manifest:
-    """Read a manifest; raises CheckpointError (torn) when it is incomplete or not a manifest."""
+    """Parse a manifest. Raises CheckpointError (torn) if it is incomplete or not a manifest."""
     try:
         return Manifest.model_validate_json(data)
     except ValidationError as error:

@@ -1,6 +1,6 @@
-"""An object store through fsspec: whole objects in and out, a few at once, outages waited out.
+"""Object store access through fsspec: transfers of complete objects, bounded concurrency, retries during outages.
 
-Keys are the paths of the checkpoint folder. Nothing is renamed, appended to or locked there.
+Keys are the paths of the checkpoint folder. Objects are never renamed, appended to or locked.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ T = TypeVar("T")
 _EXTRAS = {"s3": "s3", "gs": "gs"}
 _FIRST_PAUSE_SECONDS = 0.2
 _LONGEST_PAUSE_SECONDS = 5.0
-_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError)
-"""What trying again does not change."""
+_PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError)
+"""Errors that are not retried."""
 _PRECONDITION_FAILED = 412
 
 
 class ObjectStore:
-    """One prefix of a bucket. Blocking; any number of threads."""
+    """One prefix of a bucket. Calls block; thread-safe."""
 
     def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, *, parallel: int = 8, patience_seconds: float = 60.0
+        self, url: str, options: Mapping[str, Any] | None = None, *, parallel: int = 8, retry_seconds: float = 60.0
     ) -> None:
         scheme, _, path = url.partition("://")
         self.url = url.rstrip("/")
         self._prefix = path.rstrip("/")
         self._files = _file_system(scheme, dict(options or {}))
         self._parallel = parallel
-        self._patience = patience_seconds
+        self._retry_seconds = retry_seconds
 
     def get(self, key: str, target: Path) -> None:
-        """Copy an object to a file, which appears only when complete and flushed; FileNotFoundError if missing."""
+        """Copy an object to a file, which appears only when complete and flushed. FileNotFoundError if missing."""
         make_folder(target.parent)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         try:
-            self._patiently(f"reading {key}", lambda: self._files.get_file(self._at(key), str(temporary)))
+            self._retry(f"reading {key}", lambda: self._files.get_file(self._full_key(key), str(temporary)))
             sync_file(temporary)
             os.replace(temporary, target)
             sync_folder(target.parent)
@@ -55,18 +55,18 @@ class ObjectStore:
             temporary.unlink(missing_ok=True)
 
     def put(self, source: Path, key: str) -> None:
-        """Copy a file to an object, in place of an older one."""
-        self._patiently(f"writing {key}", lambda: self._files.put_file(str(source), self._at(key)), reading=False)
+        """Copy a file to an object, replacing an existing one."""
+        self._retry(f"writing {key}", lambda: self._files.put_file(str(source), self._full_key(key)), reading=False)
 
     def put_new(self, source: Path, key: str) -> bool:
-        """``put``, unless there is such an object: that one stays, and the answer is False.
+        """Copy a file to a new object; return False and change nothing if the object exists.
 
-        The server decides, so one of two writers wins; one that ignores If-None-Match lets the later one win.
+        The server decides, so one of two writers wins. On a server that ignores If-None-Match the later writer wins.
         """
         try:
-            self._patiently(
+            self._retry(
                 f"writing {key}",
-                lambda: self._files.put_file(str(source), self._at(key), mode="create"),
+                lambda: self._files.put_file(str(source), self._full_key(key), mode="create"),
                 reading=False,
             )
         except FileExistsError:
@@ -74,61 +74,63 @@ class ObjectStore:
         return True
 
     def get_all(self, pairs: Sequence[tuple[str, Path]]) -> None:
-        """``get`` for (key, file) pairs, a bounded number at once; the first error ends it."""
-        self._at_once([lambda key=key, file=file: self.get(key, file) for key, file in pairs])  # type: ignore[misc]
+        """Run ``get`` for (key, file) pairs with bounded concurrency; the first error cancels the rest."""
+        self._run_all([lambda key=key, file=file: self.get(key, file) for key, file in pairs])  # type: ignore[misc]
 
     def put_all(self, pairs: Sequence[tuple[Path, str]]) -> None:
-        """``put`` for (file, key) pairs, a bounded number at once; the first error ends it."""
-        self._at_once([lambda file=file, key=key: self.put(file, key) for file, key in pairs])  # type: ignore[misc]
+        """Run ``put`` for (file, key) pairs with bounded concurrency; the first error cancels the rest."""
+        self._run_all([lambda file=file, key=key: self.put(file, key) for file, key in pairs])  # type: ignore[misc]
 
-    def read(self, key: str, most: int) -> bytes:
-        """The first ``most`` bytes of an object; FileNotFoundError when there is no such one."""
-        data: bytes = self._patiently(f"reading {key}", lambda: self._files.cat_file(self._at(key), start=0, end=most))
+    def read(self, key: str, max_bytes: int) -> bytes:
+        """Read the first ``max_bytes`` bytes of an object. Raises FileNotFoundError if it does not exist."""
+        data: bytes = self._retry(
+            f"reading {key}", lambda: self._files.cat_file(self._full_key(key), start=0, end=max_bytes)
+        )
         return data
 
-    def opened(self, key: str) -> BinaryIO:
-        """An object as a file that reads only what is asked of it; FileNotFoundError when there is no such one."""
+    def open(self, key: str) -> BinaryIO:
+        """Open an object as a file that reads only the requested bytes. FileNotFoundError if it does not exist."""
 
-        def opened() -> BinaryIO:
-            file: BinaryIO = self._files.open(self._at(key), "rb", cache_type="none")
+        def open_file() -> BinaryIO:
+            file: BinaryIO = self._files.open(self._full_key(key), "rb", cache_type="none")
             return file
 
-        return self._patiently(f"opening {key}", opened)
+        return self._retry(f"opening {key}", open_file)
 
     def write(self, key: str, data: bytes) -> None:
         """Write a small object."""
-        self._patiently(f"writing {key}", lambda: self._files.pipe_file(self._at(key), data), reading=False)
+        self._retry(f"writing {key}", lambda: self._files.pipe_file(self._full_key(key), data), reading=False)
 
     def sizes(self, folder: str) -> dict[str, int]:
-        """Size of every object below ``folder``, by key; only writers and people list."""
+        """Return the size of every object below ``folder``, by key. Readers of policies never list."""
 
-        def listed() -> Mapping[str, Mapping[str, Any]]:
+        def find() -> Mapping[str, Mapping[str, Any]]:
             self._files.invalidate_cache()
-            found: Mapping[str, Mapping[str, Any]] = self._files.find(self._at(folder), detail=True)
+            found: Mapping[str, Mapping[str, Any]] = self._files.find(self._full_key(folder), detail=True)
             return found
 
         try:
-            entries = self._patiently(f"listing {folder}", listed)
+            entries = self._retry(f"listing {folder}", find)
         except FileNotFoundError:
             return {}
         cut = len(self._prefix) + 1
         return {path.lstrip("/")[cut:]: int(entry["size"]) for path, entry in entries.items()}
 
     def delete(self, keys: Collection[str]) -> None:
-        """Delete objects; those that are gone already are fine."""
+        """Delete objects; missing objects are ignored."""
 
         def delete(key: str) -> None:
             try:
-                self._patiently(f"deleting {key}", lambda: self._files.rm_file(self._at(key)))
+                self._retry(f"deleting {key}", lambda: self._files.rm_file(self._full_key(key)))
             except FileNotFoundError:
                 return
 
-        self._at_once([lambda key=key: delete(key) for key in keys])  # type: ignore[misc]
+        self._run_all([lambda key=key: delete(key) for key in keys])  # type: ignore[misc]
 
-    def _at(self, key: str) -> str:
+    def _full_key(self, key: str) -> str:
         return f"{self._prefix}/{key}"
 
-    def _at_once(self, calls: Sequence[Callable[[], None]]) -> None:
+    def _run_all(self, calls: Sequence[Callable[[], None]]) -> None:
         with ThreadPoolExecutor(max_workers=self._parallel, thread_name_prefix="objects") as pool:
             futures = [pool.submit(call) for call in calls]
             try:
@@ -138,12 +140,12 @@ class ObjectStore:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _trouble(self, what: str, error: Exception) -> CheckpointError:
-        message = f"{self.url}: {what} failed: {str(error) or type(error).__name__}"
+    def _unreachable(self, operation: str, error: Exception) -> CheckpointError:
+        message = f"{self.url}: {operation} failed: {str(error) or type(error).__name__}"
         return CheckpointError(message, reason=Reason.UNREACHABLE)
 
-    def _patiently(self, what: str, call: Callable[[], T], *, reading: bool = True) -> T:
-        deadline = time.monotonic() + self._patience
+    def _retry(self, operation: str, call: Callable[[], T], *, reading: bool = True) -> T:
+        deadline = time.monotonic() + self._retry_seconds
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:
@@ -151,13 +153,13 @@ class ObjectStore:
             except FileNotFoundError as error:
                 if reading:
                     raise
-                raise self._trouble(what, error) from error
-            except Exception as error:  # clients of object stores share no base class for an outage
+                raise self._unreachable(operation, error) from error
+            except Exception as error:  # clients of object stores have no common base class for an outage
                 if isinstance(error, FileExistsError) or getattr(error, "code", None) == _PRECONDITION_FAILED:
-                    raise FileExistsError(what) from error
-                if isinstance(error, _FINAL) or time.monotonic() + pause > deadline:
-                    raise self._trouble(what, error) from error
-                get_logger("objects").warning("object_store_retry", what=what, message=str(error)[:200])
+                    raise FileExistsError(operation) from error
+                if isinstance(error, _PERMANENT) or time.monotonic() + pause > deadline:
+                    raise self._unreachable(operation, error) from error
+                get_logger("objects").warning("object_store_retry", what=operation, message=str(error)[:200])
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
@@ -165,11 +167,11 @@ class ObjectStore:
 def _file_system(scheme: str, options: dict[str, Any]) -> Any:
     try:
         fsspec = importlib.import_module("fsspec")
-        # One client per store, without its cache of listings: another process writes what this one reads.
+        # One client per store, without a cache of listings: another process writes the objects that this one reads.
         return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
     except ImportError as error:
         extra = _EXTRAS.get(scheme, scheme)
         raise ConfigError(
-            f"checkpoints.folder={scheme}://... needs the package {error.name or scheme}: pip install "
+            f"checkpoints.folder={scheme}://... requires the package {error.name or scheme}: pip install "
             f"'rollmesh[{extra}]'"
         ) from error

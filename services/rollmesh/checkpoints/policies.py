@@ -1,4 +1,4 @@
-"""Published policies: folders with unique names whose manifest is written last, so nothing is ever renamed."""
+"""Published policies: folders with unique names, never renamed, whose manifest is written last."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from rollmesh.types import PolicyRecord
 
 FOLDER = "policies"
 ANNOUNCED_FILE = "ANNOUNCED"
-"""Empty marker that the registry accepted this folder; a hint for recovery, never a condition for readers."""
+"""Name of the empty marker of an accepted folder: a hint for recovery, which readers do not require."""
 
 _NAME = re.compile(r"^(\d{8,})-([0-9A-Za-z]{1,64})$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedPolicy:
-    """A policy folder whose every byte was compared with its manifest."""
+    """A policy folder in which every byte was compared with its manifest."""
 
     folder: Path
     manifest: Manifest
@@ -53,7 +53,7 @@ class VerifiedPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyDraft:
-    """Identity of the policy that is about to be published."""
+    """Identity of a policy before its publication."""
 
     session: str
     """Trainer session, letters and digits."""
@@ -63,7 +63,7 @@ class PolicyDraft:
 
 
 def folder_name(train_step: int, session: str) -> str:
-    """``<step>-<session>``; raises CheckpointError for a session that does not fit a file name."""
+    """Return ``<step>-<session>``. Raises CheckpointError for a session that is not valid in a file name."""
     name = f"{train_step:08d}-{session}"
     if not _NAME.match(name):
         raise CheckpointError(f"trainer session {session!r}: expected 1 to 64 letters and digits")
@@ -77,15 +77,15 @@ def publish(
     write: Callable[[Path], None],
     canary: Sequence[CanarySequence],
 ) -> PolicyRecord:
-    """Write a policy folder and its manifest; the record is what the registry announces.
+    """Write a policy folder and its manifest; return the record to announce.
 
-    ``write`` fills the empty folder with a Hugging Face model and its tokenizer. A failure removes the folder
-    again; a full disk becomes a CheckpointError (disk_full) that names the folder and the free bytes.
+    ``write`` fills the empty folder with a Hugging Face model and its tokenizer. The folder is deleted on an error. A
+    full disk raises CheckpointError (disk_full) with the folder and the number of free bytes.
     """
     path = f"{FOLDER}/{folder_name(draft.train_step, draft.session)}"
     folder = root / path
     if (folder / MANIFEST_FILE).exists():
-        raise CheckpointError(f"{folder}: this session has published train step {draft.train_step} already")
+        raise CheckpointError(f"{folder}: this session has already published train step {draft.train_step}")
     try:
         remove_tree(folder)
         make_folder(folder)
@@ -109,37 +109,37 @@ def publish(
 
 
 def verify(root: Path, secret: bytes, record: PolicyRecord) -> VerifiedPolicy:
-    """Compare a published folder with its record, byte for byte.
+    """Compare a published folder with its record, byte for byte, without loading it.
 
-    Raises CheckpointError whose ``reason`` says what is wrong; nothing in the folder has been loaded by then.
+    Raises CheckpointError with the ``reason`` of the first difference.
     """
     folder = confined(root, record.path)
     data = _read_manifest(folder)
     if hashlib.sha256(data).hexdigest() != record.manifest_digest:
-        # An incomplete file is a torn write, a complete one with another digest was replaced.
+        # An incomplete manifest is a torn write. A complete manifest with another digest was replaced.
         parse_manifest(data, str(folder / MANIFEST_FILE))
         raise CheckpointError(
-            f"{folder}: the manifest is not the one that was announced as policy_version {record.policy_version}",
+            f"{folder}: the manifest differs from the one announced as policy_version {record.policy_version}",
             reason=Reason.TAMPERED,
         )
     manifest = parse_manifest(data, str(folder / MANIFEST_FILE))
     manifest.check_signature(secret)
     if (manifest.policy_version, manifest.train_step) != (record.policy_version, record.train_step):
         raise CheckpointError(
-            f"{folder}: holds policy_version {manifest.policy_version} of train step {manifest.train_step}, announced "
-            f"as policy_version {record.policy_version} of train step {record.train_step}",
+            f"{folder}: contains policy_version {manifest.policy_version} of train step {manifest.train_step}, but is "
+            f"announced as policy_version {record.policy_version} of train step {record.train_step}",
             reason=Reason.MISMATCH,
         )
     for file in manifest.files:
         check_file(confined(folder, file.path), size=file.size_bytes, sha256=file.sha256)
     listed = {MANIFEST_FILE, ANNOUNCED_FILE, *(f.path for f in manifest.files)}
-    if strangers := [name for name in regular_files(folder) if name not in listed]:
-        raise CheckpointError(f"{folder}: files that the manifest does not list: {strangers}", reason=Reason.TAMPERED)
+    if unlisted := [name for name in regular_files(folder) if name not in listed]:
+        raise CheckpointError(f"{folder}: files that the manifest does not list: {unlisted}", reason=Reason.TAMPERED)
     return VerifiedPolicy(folder=folder, manifest=manifest)
 
 
 def mark_announced(root: Path, record: PolicyRecord) -> None:
-    """Note on disk that the registry accepted the record; idempotent. CheckpointError (disk_full) without room."""
+    """Mark the policy as accepted by the registry, on disk. Idempotent. CheckpointError (disk_full) on a full disk."""
     folder = confined(root, record.path)
     marker = folder / ANNOUNCED_FILE
     if marker.exists():
@@ -154,18 +154,18 @@ def mark_announced(root: Path, record: PolicyRecord) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundManifest:
-    """A manifest that lies in a store, whether or not it is sound."""
+    """A manifest in a store, sound or unsound."""
 
     path: str
     """Path of its folder, relative to the store."""
     data: bytes | None
-    """None where an announced folder has no readable manifest."""
+    """Content of the file; None if an announced folder has no readable manifest."""
     announced: bool
 
     def manifest(self, secret: bytes) -> Manifest:
-        """Its content; raises CheckpointError unless it is complete and sealed with this secret."""
+        """Parse the manifest. Raises CheckpointError unless it is complete and sealed with this secret."""
         if self.data is None:
-            raise CheckpointError(f"{self.path}/{MANIFEST_FILE}: missing or not readable", reason=Reason.TORN)
+            raise CheckpointError(f"{self.path}/{MANIFEST_FILE}: missing or unreadable", reason=Reason.TORN)
         manifest = parse_manifest(self.data, self.path)
         manifest.check_signature(secret)
         return manifest
@@ -173,24 +173,24 @@ class FoundManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnsoundPolicy:
-    """A folder that was published and holds no sound policy any more."""
+    """A published folder without a sound policy."""
 
     path: str
     """Path of the folder, relative to the store."""
     train_step: int
-    """As its name has it."""
+    """Train step in the folder name."""
     policy_version: int | None
-    """As its manifest claims; None where that cannot be read."""
+    """Version in the manifest; None if it is unreadable."""
     announced: bool
-    """Whether the registry accepted it."""
+    """True if the registry accepted the policy."""
     reason: str
 
 
 def complete_records(root: Path, secret: bytes, *, announced_only: bool = False) -> list[PolicyRecord]:
-    """Records of all complete folders, one per policy_version, ascending: for a trainer that recovers a registry.
+    """Return records of all complete folders, one per policy_version, ascending, to restore a registry.
 
-    Of two folders that claim one version, the announced one counts, then the newer one. Folders without a valid
-    manifest were never policies and are passed over; ``announced_only`` also passes over those without the marker.
+    Of two folders with the same version, the announced folder is preferred, then the newer one. Folders without a valid
+    manifest are not policies and are skipped. ``announced_only`` also skips folders without the marker.
     """
     return sound_records(found_manifests(root), secret, announced_only=announced_only)
 
@@ -198,7 +198,7 @@ def complete_records(root: Path, secret: bytes, *, announced_only: bool = False)
 def sound_records(
     manifests: Iterable[FoundManifest], secret: bytes, *, announced_only: bool = False
 ) -> list[PolicyRecord]:
-    """``complete_records`` of manifests, wherever they lie."""
+    """Return the records of these manifests like ``complete_records``, for any store."""
     best: dict[int, tuple[bool, datetime, PolicyRecord]] = {}
     for found in manifests:
         try:
@@ -219,7 +219,7 @@ def sound_records(
 
 
 def unsound_policies(manifests: Iterable[FoundManifest], secret: bytes) -> list[UnsoundPolicy]:
-    """The manifests that ``sound_records`` passes over, with the reason."""
+    """Return the manifests that ``sound_records`` skips, with the reason."""
     unsound: list[UnsoundPolicy] = []
     for found in manifests:
         try:
@@ -242,7 +242,7 @@ def unsound_policies(manifests: Iterable[FoundManifest], secret: bytes) -> list[
 
 
 def found_manifests(root: Path) -> Iterator[FoundManifest]:
-    """Every manifest below ``root``, and every announced folder without one."""
+    """Yield every manifest below ``root``, and an entry for every announced folder without one."""
     for folder in _folders(root):
         announced = (folder / ANNOUNCED_FILE).exists()
         data = None
@@ -255,11 +255,11 @@ def found_manifests(root: Path) -> Iterator[FoundManifest]:
 def prune(
     root: Path, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
 ) -> list[str]:
-    """Delete announced folders but the ``keep_last`` newest and ``keep_versions``, and the leftovers of dead sessions.
+    """Delete announced folders but the ``keep_last`` newest and ``keep_versions``, and leftovers of ended sessions.
 
-    ``records`` is the whole registry; ``keep_versions`` are the pinned ones and those that readers serve or load.
-    A folder that no record names is deleted only when another session wrote it for a train step that is published
-    by now: it can never be announced. Returns the deleted paths.
+    ``records`` is the complete registry. ``keep_versions`` are the pinned versions and those that readers serve or
+    load. A folder without a record is deleted only if another session wrote it for a train step that is already
+    published: it can never be announced. Returns the deleted paths.
     """
     paths = [f"{FOLDER}/{folder.name}" for folder in _folders(root)]
     removed = prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
@@ -276,7 +276,7 @@ def prunable(
     keep_versions: Collection[int],
     session: str,
 ) -> list[str]:
-    """Which of these policy folders ``prune`` deletes."""
+    """Return the folders among ``paths`` that ``prune`` deletes."""
     if keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last}: expected at least 1")
     newest = sorted(records, key=lambda r: r.policy_version)[-keep_last:]
@@ -293,7 +293,7 @@ def prunable(
 
 
 def is_folder_name(name: str) -> bool:
-    """Whether a policy or state folder may be called so."""
+    """Tell whether ``name`` is a valid name of a policy or state folder."""
     return _NAME.match(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Why something in the checkpoint store was refused."""
+"""Reasons of checkpoint errors."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Bounded reasons of a CheckpointError, fit for a metric label."""
+    """Reason of a CheckpointError: a bounded set, usable as a metric label."""
 
     MISSING = "missing"
-    """A folder or a file is not there."""
+    """A folder or a file does not exist."""
     TORN = "torn"
-    """The part that is written last is absent or incomplete: the writer died."""
+    """The part that is written last is missing or incomplete: the writer crashed."""
     TRUNCATED = "truncated"
-    """A file is not as long as promised."""
+    """A file does not have its recorded size."""
     TAMPERED = "tampered"
     """A digest or the HMAC differs, or there are files that the manifest does not list."""
     MISMATCH = "mismatch"
-    """The content is sound but not what the record or the caller names."""
+    """The content is sound but is not the one in the record or in the call."""
     FOREIGN_ARCHITECTURE = "foreign_architecture"
     """The weights belong to another model."""
     FOREIGN_TOKENIZER = "foreign_tokenizer"
-    """The tokenizer or its chat template is another one."""
+    """The tokenizer or its chat template differs."""
     PATH_ESCAPE = "path_escape"
-    """A path leads out of the store, or over a symbolic link."""
+    """A path leads out of the store, or through a symbolic link."""
     DISK_FULL = "disk_full"
-    """No space, quota or file size left; retrying later may help."""
+    """The disk, the quota or the file size limit is full; a retry may succeed."""
     UNREACHABLE = "unreachable"
-    """The object store does not answer, or refuses the credentials; retrying later may help."""
+    """The object store is unreachable or rejects the credentials; a retry may succeed."""
     INVALID = "invalid"
-    """Anything else."""
+    """Any other reason."""
 
 
-PASSING = frozenset({Reason.DISK_FULL, Reason.UNREACHABLE})
-"""Reasons that say nothing of what is stored: the same call may work later."""
+TRANSIENT = frozenset({Reason.DISK_FULL, Reason.UNREACHABLE})
+"""Reasons that do not concern the stored content: a retry may succeed."""

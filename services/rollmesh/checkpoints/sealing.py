@@ -1,4 +1,4 @@
-"""HMAC-SHA256 with the run's secret: who may write policies, batch files and trainer state."""
+"""HMAC-SHA256 with the run's secret, to authenticate policies, batch files and trainer state."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ LINEAGE_FILE = "lineage"
 
 
 def canonical(data: Mapping[str, Any]) -> bytes:
-    """The one JSON text of a mapping: sorted keys, no spaces, ASCII."""
+    """Encode a mapping as canonical JSON: sorted keys, no spaces, ASCII."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def seal(secret: bytes, data: bytes) -> str:
-    """HMAC-SHA256 (hex)."""
+    """Return the HMAC-SHA256 (hex) of ``data``."""
     return hmac.new(secret, data, hashlib.sha256).hexdigest()
 
 
 def sealed(secret: bytes, data: bytes, tag: str) -> bool:
-    """Whether ``tag`` is the seal of ``data``, compared in constant time."""
+    """Tell whether ``tag`` is the seal of ``data``, compared in constant time."""
     return hmac.compare_digest(seal(secret, data).encode(), tag.encode())
 
 
 def run_secret(folder: Path) -> bytes:
-    """The secret of a run that brings none: 32 random bytes (hex) in the run folder, readable by the owner only."""
+    """Return the generated secret of a run: 32 random bytes (hex) in the run folder, readable by the owner only."""
     return random_once(folder / SECRET_FILE).encode()
 
 
 def lineage(root: Path) -> str:
-    """Random identity of a checkpoint store, made with its first use: it tells the queue whose training it holds.
+    """Return the random identity of a checkpoint store, created at its first use. It ties the queue to the store.
 
-    It stays when the store is moved or restored from a copy. Not a secret.
+    Moving the store or restoring it from a copy keeps the identity. It is not a secret.
     """
     return random_once(root / LINEAGE_FILE)
 
 
 def random_once(file: Path) -> str:
-    """Content of a file of 32 random bytes (hex), made if need be.
+    """Return the content of a file of 32 random bytes (hex); create the file if it is missing.
 
-    Any number of processes may ask at once; the first one to link its file wins and all read the same.
+    Safe for concurrent processes: the first process to link its file wins, and all read the same content.
     """
     if not file.exists():
         make_folder(file.parent)
@@ -60,7 +60,7 @@ def random_once(file: Path) -> str:
             stream.write(secrets.token_hex(32))
             stream.flush()
             os.fsync(stream.fileno())
-        # Another process may have been faster; then its file is the one that counts.
+        # Another process may have linked its file first; that file is used.
         with contextlib.suppress(FileExistsError):
             os.link(temporary, file)
         temporary.unlink()

@@ -1,7 +1,7 @@
 """Trainer state in safetensors, through torch.distributed.checkpoint: every rank writes its shards.
 
-No pickle is written or read: the safetensors storage keeps its sharding in the file headers, and what is not a
-tensor travels as JSON in ``COMMITTED``. A state saved by N ranks can be loaded by M.
+No pickle is written or read. The safetensors storage keeps the sharding in the file headers, and all other values are
+JSON in ``COMMITTED``. A state that N ranks saved can be loaded by M ranks.
 """
 
 from __future__ import annotations
@@ -50,25 +50,25 @@ def save_state(
     tensors: Mapping[str, torch.Tensor],
     extra: Mapping[str, Any],
 ) -> CommittedState:
-    """Save and commit a trainer state; every rank of the process group calls this with its shards.
+    """Save and commit a trainer state. Every rank of the process group must call this with its shards.
 
-    ``tensors`` may hold DTensors. ``extra`` (JSON values) is rank 0's. Raises CheckpointError (disk_full) naming
-    the folder and the free bytes, on every rank whichever it befell; the folder is gone then, and the call may be
-    repeated by all.
+    ``tensors`` may contain DTensors. ``extra`` (JSON values) is taken from rank 0. If the disk is full on any rank,
+    every rank raises CheckpointError (disk_full) with the folder and the number of free bytes. The folder is then
+    deleted, and all ranks may retry.
     """
     rank, world = _rank_and_world()
     folder = root / committed.FOLDER / folder_name(train_step, session)
     try:
-        with _agreed(folder):
+        with _together(folder):
             if rank == 0:
                 remove_tree(folder, first=[committed.COMMITTED_FILE])
                 make_folder(folder)
-        with _single_process_is_fine():
+        with _no_single_process_warning():
             writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
             dcp_save(dict(tensors), storage_writer=writer, no_dist=world == 1)
-        with _agreed(folder):
+        with _together(folder):
             _write_rank_file(folder, rank)
-        with _agreed(folder):
+        with _together(folder):
             if rank == 0:
                 files = [_RANK_FILES.validate_json(_rank_file(folder, r).read_bytes()) for r in range(world)]
                 record = committed.new_record(
@@ -88,26 +88,26 @@ def save_state(
         if state.folder == folder:
             return state
     raise CheckpointError(
-        f"{folder}: gone right after it was committed: another trainer prunes here", reason=Reason.TORN
+        f"{folder}: deleted right after the commit: another trainer prunes this store", reason=Reason.TORN
     )
 
 
 def load_state(state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Fill ``tensors`` in place from a committed state, resharding if need be; returns ``extra``.
+    """Fill ``tensors`` in place from a committed state, resharded if necessary; return ``extra``.
 
-    Every rank calls this. Digests are verified first: raises CheckpointError with the reason.
+    Every rank must call this. Digests are verified first. Raises CheckpointError with the reason.
     """
     rank, world = _rank_and_world()
-    with _agreed(state.folder):
-        committed.verify_files(state, part=rank, parts=world)
+    with _together(state.folder):
+        committed.verify_files(state, rank=rank, world_size=world)
     _fill(state.folder, tensors)
     return dict(state.record.extra)
 
 
 def load_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill (possibly sharded) parameters in place from a verified Hugging Face folder; every rank calls this.
+    """Fill (possibly sharded) parameters in place from a verified Hugging Face folder. Every rank must call this.
 
-    Raises CheckpointError when the folder has not the weights asked for.
+    Raises CheckpointError if the folder does not have these weights.
     """
     _fill(folder, tensors)
 
@@ -115,12 +115,12 @@ def load_weights(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def _fill(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     _, world = _rank_and_world()
     try:
-        with _single_process_is_fine():
+        with _no_single_process_warning():
             dcp_load(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=world == 1)
     except CheckpointException as error:
-        # A BaseException in torch; it means that the tensors asked for are not those that were saved.
+        # A BaseException in torch; it means that the requested tensors differ from the saved ones.
         raise CheckpointError(
-            f"{folder}: does not fit this model and optimizer: {error}", reason=Reason.FOREIGN_ARCHITECTURE
+            f"{folder}: does not match this model and optimizer: {error}", reason=Reason.FOREIGN_ARCHITECTURE
         ) from error
 
 
@@ -131,10 +131,10 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 @contextmanager
-def _agreed(folder: Path) -> Iterator[None]:
-    """What each rank does alone; all of them leave it together, with an error when one failed.
+def _together(folder: Path) -> Iterator[None]:
+    """Run a block on each rank alone; then all ranks continue, or all raise if one of them failed.
 
-    A rank that left alone would keep its peers in their next collective call until that times out.
+    A rank that raises alone would block its peers in their next collective call until it times out.
     """
     failure: Exception | None = None
     try:
@@ -157,17 +157,17 @@ def _rank_file(folder: Path, rank: int) -> Path:
 
 
 def _write_rank_file(folder: Path, rank: int) -> None:
-    """Flush what this rank wrote and leave its sizes and digests for rank 0."""
-    mine = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
-    for path in mine:
+    """Flush the shards of this rank and write their sizes and digests for rank 0."""
+    shards = sorted(folder.glob(f"shard-{rank + 1:05d}-*.safetensors"))
+    for path in shards:
         sync_file(path)
     sync_folder(folder)
-    files = [ManifestFile(path=p.name, size_bytes=p.stat().st_size, sha256=sha256_of(p)) for p in mine]
+    files = [ManifestFile(path=p.name, size_bytes=p.stat().st_size, sha256=sha256_of(p)) for p in shards]
     write_new_file(_rank_file(folder, rank), _RANK_FILES.dump_json(files))
 
 
 @contextmanager
-def _single_process_is_fine() -> Iterator[None]:
+def _no_single_process_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield

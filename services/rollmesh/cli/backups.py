@@ -1,4 +1,4 @@
-"""``rollmesh backup``: a copy of a run that a new mesh can go on from."""
+"""``rollmesh backup``: a copy of a run from which a new mesh can continue."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def register(app: typer.Typer) -> None:
 
 def backup(
     run: RunFolderArgument,
-    destination: Annotated[Path, typer.Argument(help="Folder of the backup; kept up to date when it exists.")],
+    destination: Annotated[Path, typer.Argument(help="Folder of the backup; updated if it exists.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Copy what a run needs to go on elsewhere: checkpoints, batch files, records, and the key that seals them.
+    """Copy the files of a run that a restore requires: checkpoints, batch files, records, and the key that seals them.
 
-    Safe while the run trains, and incremental: only what is new is copied. The queue is not copied, because the trainer
-    rebuilds it from the batch files; rollouts in flight are made again. To restore, start the copy:
+    Safe while the run trains, and incremental: a later backup copies only new files. The queue is not copied, because
+    the trainer rebuilds it from the batch files; rollouts in progress are repeated. To restore, start the copy:
     rollmesh up RUN.yaml --set folder=DESTINATION
     """
     with clear_errors():
@@ -42,5 +42,5 @@ def backup(
         return
     typer.echo(
         f"{report.files} files, {report.bytes / 2**20:.1f} MiB copied to {destination}, {report.removed} pruned; "
-        f"a restore goes on from train step {report.train_step}"
+        f"a restored run continues from train step {report.train_step}"
     )

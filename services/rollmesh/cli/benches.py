@@ -19,7 +19,7 @@ from rollmesh.report.console import output_console
 
 
 class Bench(StrEnum):
-    """Available benches; each is ``rollmesh.bench.<name>``."""
+    """Available benches; each one is the module ``rollmesh.bench.<name>``."""
 
     ENGINE = "engine"
     TRAIN = "train"
@@ -38,32 +38,32 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(
-    name: Annotated[Bench, typer.Argument(help="What to measure.")],
+    name: Annotated[Bench, typer.Argument(help="Bench to run.")],
     as_json: JsonOption = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions: a check that it runs.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="End with status 1 when a bar is missed.")] = False,
-    rounds: Annotated[int | None, typer.Option(help="chaos: number of rounds; else each fault once.", min=1)] = None,
-    fault: Annotated[str | None, typer.Option(help="chaos: name of the only fault of all rounds.")] = None,
-    requests: Annotated[int, typer.Option(help="Requests of the fuzz bench.", min=1)] = 100_000,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer repetitions, to check that the bench runs.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit with status 1 when a bar is missed.")] = False,
+    rounds: Annotated[int | None, typer.Option(help="chaos: rounds; default: each fault once.", min=1)] = None,
+    fault: Annotated[str | None, typer.Option(help="chaos: run only this fault.")] = None,
+    requests: Annotated[int, typer.Option(help="fuzz: number of requests.", min=1)] = 100_000,
     seed: Annotated[int, typer.Option(help="fuzz: seed of the requests.", min=0)] = 20261122,
     curve_only: Annotated[bool, typer.Option("--curve-only", help="gpu: only the step-time curve of decode.")] = False,
     pool: Annotated[list[int] | None, typer.Option(help="gpu: pool_size of a copris_paper arm; repeatable.")] = None,
-    updates: Annotated[int | None, typer.Option(help="gpu: measured updates of every arm.", min=1)] = None,
+    updates: Annotated[int | None, typer.Option(help="gpu: measured updates per arm.", min=1)] = None,
     cuda_graphs: Annotated[bool | None, typer.Option(help="gpu: decode with CUDA graphs or without.")] = None,
-    output: Annotated[Path | None, typer.Option(help="gpu: folder for its JSON files.")] = None,
+    output: Annotated[Path | None, typer.Option(help="gpu: folder of the JSON results.")] = None,
     python: Annotated[Path | None, typer.Option(help="sglang: Python interpreter that has SGLang.")] = None,
-    url: Annotated[str | None, typer.Option(help="sglang: a server of that model that runs already.")] = None,
-    model: Annotated[Path | None, typer.Option(help="sglang: Hugging Face folder; else the demo's model.")] = None,
+    url: Annotated[str | None, typer.Option(help="sglang: URL of a running server of that model.")] = None,
+    model: Annotated[Path | None, typer.Option(help="sglang: Hugging Face folder; default: demo model.")] = None,
     level: Annotated[list[int] | None, typer.Option(help="scale: rollouts in flight; repeatable.", min=1)] = None,
     mean_tokens: Annotated[int, typer.Option(help="scale: mean tokens of an emulated answer.", min=8)] = 2048,
-    chunk_tokens: Annotated[int, typer.Option(help="scale: tokens of a chunk of an emulated stream.", min=1)] = 512,
+    chunk_tokens: Annotated[int, typer.Option(help="scale: tokens per chunk of an emulated stream.", min=1)] = 512,
     baseline: Annotated[
-        Path | None, typer.Option(help="scale: services folder of another build, measured in turn with this one.")
+        Path | None, typer.Option(help="scale: services folder of another build, measured alternately with this one.")
     ] = None,
 ) -> None:
-    """Measure one part of the mesh beside a named baseline in the same run; --json prints one object per measure.
+    """Measure one part of the mesh against a named baseline in the same run; --json prints one object per measure.
 
-    The table shows the bar of each measure that has one; --check asks for all of them.
+    The table shows the bars of each measure; --check requires all of them.
     """
     options: dict[str, object] = {"quick": quick}
     if name is Bench.CHAOS:
@@ -93,7 +93,7 @@ def bench(
 
 
 def measures_table(measures: Sequence[Measure], title: str) -> Table:
-    """One row a measure, with its bar where it has one."""
+    """Return a table with one row per measure and its bars."""
     table = Table("measure", "value", "unit", "baseline", "baseline value", "ratio", "bar", title=title)
     for m in measures:
         ratio = "" if m.ratio is None else f"{m.ratio:.2f}"

@@ -1,4 +1,4 @@
-"""Arguments, error output and store access that the commands share."""
+"""Shared arguments, error output and store access of the commands."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ T = TypeVar("T")
 
 EXIT_ERROR = 2
 EXIT_STOPPED = 130
-"""A person stopped the command: what shells report for Ctrl-C."""
+"""Exit status of a command that the user stopped, as shells report Ctrl-C."""
 
 RunFileArgument = Annotated[Path, typer.Argument(help="Run file (YAML).", metavar="RUN.yaml")]
 RunFolderArgument = Annotated[
-    Path, typer.Argument(help="Run folder (or a run file, whose folder is taken).", metavar="RUN_FOLDER")
+    Path, typer.Argument(help="Run folder, or a run file that names it.", metavar="RUN_FOLDER")
 ]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override a field: --set trainer.train_steps=10")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
@@ -40,9 +40,9 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 
 @contextmanager
 def clear_errors(status: int = EXIT_ERROR) -> Iterator[None]:
-    """Turn errors of rollmesh, failed reads and writes, and Ctrl-C into one clear message and an exit status.
+    """Convert errors of rollmesh, failed reads and writes, and Ctrl-C into an exit status, errors with a message.
 
-    ``status`` is for errors of rollmesh: an error of the disk may be gone at the next start.
+    ``status`` applies to errors of rollmesh only: an error of the disk may be temporary.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def clear_errors(status: int = EXIT_ERROR) -> Iterator[None]:
         _print_error(str(error))
         raise typer.Exit(status) from error
     except OSError as error:
-        if error.errno is None:  # not of the operating system: a time-out that no code expected
+        if error.errno is None:  # not from the operating system: an unexpected time-out
             raise
         _print_error(str(error))
         raise typer.Exit(EXIT_ERROR) from error
@@ -59,12 +59,12 @@ def clear_errors(status: int = EXIT_ERROR) -> Iterator[None]:
 
 
 def _print_error(message: str) -> None:
-    # Escaped and unwrapped: messages carry paths, brackets and log lines that people copy.
+    # Escaped and unwrapped: messages contain paths, brackets and log lines that users copy.
     Console(stderr=True, soft_wrap=True).print(f"[red]error[/red] {escape(message)}", highlight=False)
 
 
-def heavy_module(name: str, what: str) -> ModuleType:
-    """Import a module of rollmesh that needs an extra; ConfigError when a package that it needs is not installed."""
+def heavy_module(name: str, purpose: str) -> ModuleType:
+    """Import a module of rollmesh that requires an extra. Raises ConfigError when a package is not installed."""
     try:
         with many_imports():
             return importlib.import_module(name)
@@ -72,13 +72,13 @@ def heavy_module(name: str, what: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] == "rollmesh":
             raise
         raise ConfigError(
-            f"{what} needs the package {error.name}: install torch for your CPU or CUDA, then "
+            f"{purpose} needs the package {error.name}: install torch for your CPU or CUDA, then "
             "pip install 'rollmesh[local]'"
         ) from error
 
 
 def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:
-    """The resolved config and the folder of an existing run."""
+    """Return the resolved config and the folder of an existing run. Raises ConfigError for any other folder."""
     path = folder_or_file
     if path.is_file():
         path = Path(load_run_config(path).folder)
@@ -90,14 +90,14 @@ def run_of(folder_or_file: Path) -> tuple[RunConfig, RunFolder]:
 
 @asynccontextmanager
 async def store_of(folder_or_file: Path) -> AsyncIterator[tuple[RunConfig, RunFolder, TrajectoryStore]]:
-    """Config, folder and store of an existing run; an embedded server that is down is started for the while."""
+    """Open config, folder and store of an existing run; start a stopped embedded server for the duration."""
     config, folder = run_of(folder_or_file)
     async with running_store(config, folder) as running:
         yield config, folder, running.store
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run one coroutine of a command, with clear errors; a person who stops it gets ``EXIT_STOPPED``."""
+    """Run the coroutine of a command with ``clear_errors``; exit with ``EXIT_STOPPED`` when the user stops it."""
     with clear_errors():
         try:
             return asyncio.run(main())
@@ -106,9 +106,9 @@ def run_async(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def shutdown_event() -> asyncio.Event:
-    """An event that Ctrl-C, SIGTERM and a terminal that closes set; a second one cancels the calling task.
+    """Return an event that Ctrl-C, SIGTERM and a closed terminal set; a second signal cancels the calling task.
 
-    Call inside the running loop. Under nohup a terminal may close.
+    Call it inside the running loop. Under nohup a closed terminal is ignored.
     """
     shutdown = asyncio.Event()
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -125,5 +125,5 @@ def shutdown_event() -> asyncio.Event:
 
 
 def progress_console(json: bool) -> Console:
-    """Console for progress: standard error when standard output carries JSON."""
+    """Return the console for progress: standard error when standard output contains JSON."""
     return output_console(stderr=json)

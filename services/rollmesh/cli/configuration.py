@@ -17,7 +17,7 @@ app = typer.Typer(help="Validate, show or describe run files.", no_args_is_help=
 
 @app.command()
 def validate(run: RunFileArgument, set_: SetOption = None) -> None:
-    """Check a run file and print what the run will need: pool, expected staleness, memory of the queue."""
+    """Check a run file and print the estimate of the run: pool, expected staleness, memory of the queue."""
     with clear_errors():
         config = load_run_config(run, set_ or ())
         table = check_run(config).table()
@@ -28,7 +28,7 @@ def validate(run: RunFileArgument, set_: SetOption = None) -> None:
 
 @app.command()
 def show(run: RunFileArgument, set_: SetOption = None) -> None:
-    """Print the resolved run file: every field, defaults and overrides included, secrets masked."""
+    """Print the resolved run file: every field, including defaults and overrides, with secrets masked."""
     with clear_errors():
         config = load_run_config(run, set_ or ())
     typer.echo(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), nl=False)
@@ -36,5 +36,5 @@ def show(run: RunFileArgument, set_: SetOption = None) -> None:
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of run files (for editors)."""
+    """Print the JSON Schema of run files, for editors."""
     typer.echo(json.dumps(RunConfig.model_json_schema(), indent=2))

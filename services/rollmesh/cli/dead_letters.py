@@ -1,4 +1,4 @@
-"""``rollmesh dead-letters``: trajectories that could not be finished, and why."""
+"""``rollmesh dead-letters``: trajectories that could not be finished, with the reasons."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def list_letters(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
-            # The newest at the end, where a terminal stays.
+            # The newest is last, so that it stays visible in a terminal.
             letters = (await store.dead_letters())[::-1]
         if as_json:
             typer.echo(json.dumps([asdict(letter) for letter in letters]))
@@ -40,7 +40,7 @@ def list_letters(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
 @app.command()
 def inspect(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
-    """Show everything that is known of one dead letter, as JSON."""
+    """Print all fields of one dead letter as JSON."""
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
@@ -52,19 +52,19 @@ def inspect(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
 
 @app.command()
 def replay(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
-    """Put the prompt of a dead letter back into the run, as a new group that remembers its origin."""
+    """Return the prompt of a dead letter to the run, as a new group that records its origin."""
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
             group_id = await store.replay_dead_letter(trajectory_id)
-        typer.echo(f"{trajectory_id} replayed as group {group_id}, once the run has room for it")
+        typer.echo(f"{trajectory_id} replayed as group {group_id}, when the run has capacity for it")
 
     run_async(main)
 
 
 @app.command()
 def delete(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
-    """Forget a dead letter and its payload, which counts against Redis' memory."""
+    """Delete a dead letter and its payload, which occupies memory in Redis."""
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):

@@ -1,4 +1,4 @@
-"""Asking a run's gateway, found in the run folder or named by its URL."""
+"""Client of a run's gateway, found through the run folder or a URL."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class GatewayError(RollmeshError, RuntimeError):
-    """The gateway does not answer, or refuses."""
+    """Error of a gateway that is unreachable or rejects a request."""
 
 
 class GatewayClient:
-    """The REST API of one gateway. Every method raises GatewayError with what the gateway said."""
+    """REST client of one gateway. Every method raises GatewayError with the message of the gateway."""
 
     def __init__(self, url: str, token: str | None, security: PortSecurity = OPEN) -> None:
         self.url = url.rstrip("/")
         self.token = token
         tls = security.tls
-        # The mesh's certificates name one server name for every process, whatever its address.
+        # The certificates of the mesh use one server name for every process, independent of its address.
         self._extensions: dict[str, Any] = {} if tls is None else {"sni_hostname": tls.server_name}
         verify = True if tls is None else tls.client_context()
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        # Not through a proxy of the environment: most gateways listen on loopback.
+        # Ignore proxies of the environment: most gateways listen on loopback.
         self._client = httpx.AsyncClient(verify=verify, headers=headers, timeout=5.0, trust_env=False)
 
     @classmethod
     def of(cls, run: Path | None, url: str | None) -> Self:
-        """The gateway at ``url``, or the one that the run folder names. ConfigError when there is none."""
+        """Return a client for ``url``, or for the gateway of the run folder. Raises ConfigError without a gateway."""
         if url is not None:
             return cls(url, os.environ.get(TOKEN_VARIABLE))
         if run is None:
@@ -51,7 +51,7 @@ class GatewayClient:
         if not endpoints:
             raise ConfigError(
                 f"{folder.path}: no gateway runs; rollmesh up starts one with a run (gateway.enabled), "
-                "rollmesh gateway RUN.yaml starts one beside it"
+                "rollmesh gateway RUN.yaml starts one separately"
             )
         return cls(endpoints[0].url, known_token(config), PortSecurity.from_config(config.security))
 
@@ -62,25 +62,25 @@ class GatewayClient:
         await self._client.aclose()
 
     async def get(self, path: str) -> bytes:
-        """Body of ``GET /api/v1/<path>``."""
-        return await self._ask("GET", path)
+        """Return the body of ``GET /api/v1/<path>``."""
+        return await self._request("GET", path)
 
     async def read(self, path: str, model: type[M]) -> M:
-        """``GET /api/v1/<path>``, as what it should be."""
-        return self._as(model, path, await self._ask("GET", path))
+        """Return the response of ``GET /api/v1/<path>`` as a ``model``."""
+        return self._parse(model, path, await self._request("GET", path))
 
     async def act(self, path: str, model: type[M]) -> M:
-        """``POST /api/v1/<path>``, as what it should be."""
-        return self._as(model, path, await self._ask("POST", path))
+        """Return the response of ``POST /api/v1/<path>`` as a ``model``."""
+        return self._parse(model, path, await self._request("POST", path))
 
-    def _as(self, model: type[M], path: str, body: bytes) -> M:
+    def _parse(self, model: type[M], path: str, body: bytes) -> M:
         try:
             return model.model_validate_json(body)
         except ValidationError as error:
             address = f"{self.url}/api/v1/{path}"
             raise GatewayError(f"{address}: no rollmesh gateway of this version answers there") from error
 
-    async def _ask(self, method: str, path: str) -> bytes:
+    async def _request(self, method: str, path: str) -> bytes:
         address = f"{self.url}/api/v1/{path}"
         try:
             answer = await self._client.request(method, address, extensions=self._extensions)
@@ -89,8 +89,8 @@ class GatewayClient:
         if answer.is_success:
             return answer.content
         try:
-            said = answer.json()
-            message = f"{said['error']}" + (f" ({said['hint']})" if said.get("hint") else "")
+            body = answer.json()
+            message = f"{body['error']}" + (f" ({body['hint']})" if body.get("hint") else "")
         except (ValueError, KeyError, TypeError):
             message = answer.text[:200]
         raise GatewayError(f"{method} {address}: {answer.status_code}: {message}")

@@ -1,4 +1,4 @@
-"""Entry point: one file per family of commands."""
+"""Entry point of the ``rollmesh`` command, with one module per family of commands."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ metrics_table.register(app)
 
 
 def main() -> None:
-    """Console script."""
+    """Run the console script."""
     own_process()
     app()
 

@@ -1,4 +1,4 @@
-"""``rollmesh metrics-table``: docs/metrics.md, for whoever changes a metric."""
+"""``rollmesh metrics-table``: generator of docs/metrics.md, for developers who change a metric."""
 
 from __future__ import annotations
 

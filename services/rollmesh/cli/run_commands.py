@@ -1,4 +1,4 @@
-"""Commands that look at a run or steer it: status, eval, explain, audit, report, pin, rollback."""
+"""Commands that inspect or control a run: status, eval, explain, audit, report, pin, rollback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def register(app: typer.Typer) -> None:
 
 
 def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """Show versions, queue, generators and drops of a run, and where its page is."""
+    """Show versions, queue, generators and drops of a run, and the address of its page."""
 
     async def main() -> None:
         async with store_of(run) as (config, folder, store):
@@ -53,7 +53,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             typer.echo(json.dumps(data, default=str))
             return
         console = output_console()
-        table = Table("what", "value", title=f"run {config.name}")
+        table = Table("field", "value", title=f"run {config.name}")
         if failure:
             table.add_row("failed", escape(failure))
         table.add_row("train step", f"{view.trained_step} of {config.trainer.train_steps}")
@@ -66,7 +66,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
         for page in pages:
             table.add_row("page", page.url)
         if pages:
-            table.add_row("its token, for actions", known_token(config) or "what ROLLMESH_GATEWAY__TOKEN was")
+            table.add_row("token for actions", known_token(config) or "the value of ROLLMESH_GATEWAY__TOKEN")
         console.print(table)
         serving = Table("generator", "version", "running", "waiting", "slots", "state")
         for g in generators:
@@ -81,7 +81,7 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
 
 def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOption = False) -> None:
-    """Evaluate one policy version of a run at rest on the fixed evaluation prompts."""
+    """Evaluate one policy version of a stopped run on the fixed evaluation prompts."""
     from rollmesh.launcher.evaluate import evaluate_run
 
     async def main() -> None:
@@ -100,14 +100,14 @@ def eval_(run: RunFolderArgument, version: VersionOption = None, as_json: JsonOp
 
 def explain(
     run: RunFolderArgument,
-    train_step: Annotated[int, typer.Argument(help="Train step whose batch is explained.", min=1)],
+    train_step: Annotated[int, typer.Argument(help="Train step of the batch.", min=1)],
     trajectory: Annotated[str | None, typer.Option(help="Only this trajectory.")] = None,
-    limit: Annotated[int, typer.Option(help="Most trajectories shown.", min=1)] = 1,
+    limit: Annotated[int, typer.Option(help="Maximum number of trajectories shown.", min=1)] = 1,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain a batch token by token: version, ratio, weight, and why a token was clipped or masked.
+    """Explain a batch token by token: version, ratio, weight, and the reason for each clipped or masked token.
 
-    Notes say where the training had other numbers: old logprobs that are not kept, and minibatches after the first.
+    Notes mark values that differ from training: old logprobs that are not kept, and minibatches after the first.
     """
     from rollmesh.report.batch_explanation import explain_batch
 
@@ -121,15 +121,15 @@ def explain(
 def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     """Check a run: nothing lost, nothing trained twice, no staleness violation, every logprob reproducible.
 
-    Every pure segment is scored again with the checkpoint it names. Exit status 1 when something does not hold, or
-    when less than half of the policy's tokens could be scored again (the verdict is incomplete then).
+    Each segment from a single policy version is scored again with its checkpoint. The exit status is 1 when a check
+    fails, or when less than half of the policy's tokens could be scored again (the result is incomplete).
     """
     from rollmesh.launcher.closing import queue_account
     from rollmesh.report.audit import audit_run, print_audit
 
     console = progress_console(as_json)
 
-    async def look() -> tuple[Path, QueueAccount | None]:
+    async def read_account() -> tuple[Path, QueueAccount | None]:
         _, folder = run_of(run)
         try:
             async with store_of(run) as (config, _, store):
@@ -138,7 +138,7 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             console.print(f"lost groups are not checked: {error}", markup=False, highlight=False, soft_wrap=True)
             return folder.path, None
 
-    folder, account = run_async(look)
+    folder, account = run_async(read_account)
     with clear_errors():
         result = audit_run(folder, account, console)
     if as_json:
@@ -150,7 +150,7 @@ def audit(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
 
 def report(run: RunFolderArgument) -> None:
-    """Write plots and the HTML report of a run folder again."""
+    """Regenerate the plots and the HTML report of a run folder."""
     from rollmesh.report.html import write_report
 
     with clear_errors():
@@ -169,7 +169,7 @@ def pin(
 
     async def main() -> None:
         if release == (version is not None):
-            raise typer.BadParameter("give either --version N or --release")
+            raise typer.BadParameter("expected either --version N or --release")
         async with store_of(run) as (_, _, store):
             await store.pin_policy(version)
         typer.echo("released" if release else f"pinned to policy version {version}")
@@ -179,22 +179,22 @@ def pin(
 
 def rollback(
     run: RunFolderArgument,
-    version: Annotated[int, typer.Option("--version", help="Announced policy version to go back to.", min=0)],
+    version: Annotated[int, typer.Option("--version", help="Announced policy version to restore.", min=0)],
 ) -> None:
-    """Go back to an older policy: its weights are published again as the next version, and training goes on from there.
+    """Roll back to an older policy: publish its weights again as the next version and continue training from it.
 
-    The trainer carries it out between two train steps or, if it has ended, when the run is next started, a finished one
-    too. The optimizer starts afresh, work of the abandoned branch is dropped with the reason rolled_back, and what was
-    trained stays in the ledger. From then on no answer starts on an older version: a pin on one holds all new work up
-    until it is released.
+    The trainer performs the rollback between two train steps or, if it has ended, at the next start of the run, also of
+    a finished run. The optimizer state is reset, groups of the abandoned branch are dropped with the reason
+    rolled_back, and trained groups stay in the ledger. Afterwards no rollout starts on an older version: a pin on one
+    blocks all new work until it is released.
     """
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
             request = await store.request_rollback(version)
         typer.echo(
-            f"rollback to policy version {version} requested ({request.request_id}): the trainer carries it out before "
-            "its next step; if it has ended, when it is next started"
+            f"rollback to policy version {version} requested ({request.request_id}): the trainer performs it before "
+            "its next step, or at its next start if it has ended"
         )
 
     run_async(main)

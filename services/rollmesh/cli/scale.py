@@ -34,59 +34,59 @@ def scale(
         list[str] | None,
         typer.Argument(
             metavar="[SERVICE=N]...",
-            help="generator=3 reward=2 rollout=1; SERVICE=default goes back to the run file's number.",
+            help="generator=3 reward=2 rollout=1; SERVICE=default restores the number in the run file.",
         ),
     ] = None,
     as_json: JsonOption = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Ask even for more processes than this machine's cores and memory can take.")
+        bool, typer.Option("--force", help="Allow more processes than this machine's cores and memory can take.")
     ] = False,
 ) -> None:
-    """Change how many generators, reward services or rollout workers a run has while it trains.
+    """Change the number of generators, reward services or rollout workers of a run while it trains.
 
-    The launcher of the run starts what is missing and drains what is too much, highest index first; nothing is lost.
+    The launcher of the run starts missing replicas and drains surplus replicas, highest index first; no work is lost.
     The numbers survive a restart of the run. Without SERVICE=N, show them. On Kubernetes, scale the workloads instead.
     """
 
     async def main() -> None:
         async with store_of(run) as (config, folder, store):
-            wishes = parse_replicas(config, replicas or ())
-            asked = dict(await store.scale_requests())
-            for service, number in wishes.items():
+            changes = parse_replicas(config, replicas or ())
+            requested = dict(await store.scale_requests())
+            for service, number in changes.items():
                 if number is not None and not force:
-                    check_capacity(config, asked, service, number)
-                    asked[service] = number
-            heard = [await store.request_scale(service, number) for service, number in wishes.items()]
+                    check_capacity(config, requested, service, number)
+                    requested[service] = number
+            has_launcher = [await store.request_scale(service, number) for service, number in changes.items()]
             rows = await _rows(config, folder, store)
         if as_json:
             typer.echo(json.dumps(rows))
         else:
             _print(rows)
-            if heard and not all(heard):
+            if has_launcher and not all(has_launcher):
                 typer.echo("no launcher runs this run now: it will start with these numbers", err=True)
 
     run_async(main)
 
 
-def parse_replicas(config: RunConfig, words: Sequence[str]) -> dict[str, int | None]:
-    """``service=number`` words; None for ``default``. ConfigError names the word that cannot be met."""
-    wishes: dict[str, int | None] = {}
-    for word in words:
-        service, separator, number = word.partition("=")
+def parse_replicas(config: RunConfig, arguments: Sequence[str]) -> dict[str, int | None]:
+    """Parse ``service=number`` arguments; None for ``default``. Raises ConfigError naming an impossible argument."""
+    changes: dict[str, int | None] = {}
+    for argument in arguments:
+        service, separator, number = argument.partition("=")
         if not separator or not (number == _DEFAULT or number.isdecimal()):
-            raise ConfigError(f"{word}: expected SERVICE=N or SERVICE={_DEFAULT}, for example generator=3")
-        wishes[service] = None if number == _DEFAULT else int(number)
+            raise ConfigError(f"{argument}: expected SERVICE=N or SERVICE={_DEFAULT}, for example generator=3")
+        changes[service] = None if number == _DEFAULT else int(number)
         check_scale(config, service, configured_replicas(config).get(service, 1) if number == _DEFAULT else int(number))
-    return wishes
+    return changes
 
 
 async def _rows(config: RunConfig, folder: RunFolder, store: TrajectoryStore) -> dict[str, Mapping[str, int]]:
-    configured, asked = configured_replicas(config), await store.scale_requests()
+    configured, requested = configured_replicas(config), await store.scale_requests()
     running = Counter(endpoint.service for endpoint in read_endpoints(folder.path))
     return {
         service: {
             "run_file": configured[service],
-            "wanted": asked.get(service, configured[service]),
+            "wanted": requested.get(service, configured[service]),
             "running": running[service],
         }
         for service in SCALABLE

@@ -1,4 +1,4 @@
-"""One command per service: what a container runs, and what the launcher starts."""
+"""One command per service, used by containers and by the launcher."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from rollmesh.runtime.log_capture import capture_foreign_logs
 from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.tracing import recorded_traces
 
-IndexOption = Annotated[int, typer.Option(help="Index of this replica; names its log and its endpoint file.", min=0)]
-SuperviseOption = Annotated[int, typer.Option("--supervised-by", hidden=True, help="End with this parent process.")]
+IndexOption = Annotated[int, typer.Option(help="Index of this replica, for its log and endpoint file names.", min=0)]
+SuperviseOption = Annotated[
+    int, typer.Option("--supervised-by", hidden=True, help="Exit when this parent process exits.")
+]
 
 Serve = Callable[[RunConfig, int, Shutdown], Awaitable[None]]
 
 _DRAIN_MARGIN_SECONDS = 5.0
 _SERVICES = {
-    "rollout": "Run a rollout worker; any one of them also leads the mesh.",
-    "generator": "Run a generator; it finds the newest policy by itself and may join or leave at any time.",
-    "reward": "Run a reward service: verifiers in a killing process pool.",
+    "rollout": "Run a rollout worker; one of the workers is also the leader of the mesh.",
+    "generator": "Run a generator; it loads the newest policy by itself and may join or leave at any time.",
+    "reward": "Run a reward service: verifiers in a process pool that kills them on time-out.",
     "trainer": "Run the trainer (one process, or a rank under torchrun); a newer trainer fences an older one.",
-    "gateway": "Serve the page and the REST API of a run; as many as you like, they only look until told otherwise.",
+    "gateway": "Serve the page and the REST API of a run; any number may run; they only read unless a user acts.",
 }
 
 
@@ -68,7 +70,7 @@ def _serve(service: str, run: Path, index: int, overrides: list[str] | None) -> 
 
 
 def _prepare_folder(config: RunConfig) -> None:
-    """Do what a launcher does for a run on one machine: then ``rollmesh status`` and others work inside a pod."""
+    """Create the run folder as a launcher does, so that commands such as ``rollmesh status`` work inside a pod."""
     folder = RunFolder(Path(config.folder))
     try:
         folder.path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""``rollmesh top``: the run in a terminal, as its page shows it."""
+"""``rollmesh top``: terminal view of a run, with the data of its page."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from rollmesh.report.console import output_console
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 
 _HEAD_LINES = 34
-"""Lines of the screen beside the timeline, about."""
+"""Approximate number of screen lines outside the timeline."""
 
 RunOption = Annotated[Path | None, typer.Argument(help="Run folder (or a run file).", metavar="[RUN_FOLDER]")]
 UrlOption = Annotated[str | None, typer.Option(help="Address of the gateway, instead of a run folder.")]
-OnceOption = Annotated[bool, typer.Option("--once", help="Print one screen and end.")]
-IntervalOption = Annotated[float, typer.Option(help="Seconds between two looks.", min=0.2, max=60.0)]
+OnceOption = Annotated[bool, typer.Option("--once", help="Print one screen and exit.")]
+IntervalOption = Annotated[float, typer.Option(help="Seconds between two updates.", min=0.2, max=60.0)]
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +46,7 @@ def top(
 ) -> None:
     """Watch a run in the terminal: queue, staleness, generators, curves, the oldest rollouts in flight.
 
-    q leaves, p pauses and resumes the run (with the token of the run folder, or ROLLMESH_GATEWAY__TOKEN).
+    q quits, p pauses and resumes the run (with the token of the run folder, or ROLLMESH_GATEWAY__TOKEN).
     """
 
     async def main() -> None:
@@ -54,39 +54,39 @@ def top(
             if as_json:
                 typer.echo((await client.get("overview")).decode())
             elif once or not sys.stdout.isatty():
-                output_console().print(await _screen(client, lanes=8))
+                output_console().print(await _screen(client, rollouts=8))
             else:
                 await _watch(client, interval)
 
     run_async(main)
 
 
-async def _screen(client: GatewayClient, *, lanes: int, note: str = "") -> RenderableType:
+async def _screen(client: GatewayClient, *, rollouts: int, note: str = "") -> RenderableType:
     overview = await client.read("overview", Overview)
     timeline = await client.read("timeline", Timeline)
     names = ",".join(SHOWN_SERIES)
     series = (await client.read(f"series?names={names}&points=40", SeriesAnswer)).series
-    return screen(overview, timeline, series, lanes=lanes, note=note)
+    return screen(overview, timeline, series, rollouts=rollouts, note=note)
 
 
 async def _watch(client: GatewayClient, interval: float) -> None:
-    """Redraw until q or Ctrl-C; an outage of the gateway is shown and waited out."""
+    """Redraw until q or Ctrl-C; show and retry while the gateway is unreachable."""
     console, stop = output_console(), shutdown_event()
     keys = _Keys(client, stop)
     with _pressed_keys(keys), Live(console=console, screen=True, auto_refresh=False) as live:
         while not stop.is_set():
             try:
-                lanes = max(0, console.height - _HEAD_LINES)
-                shown = await _screen(client, lanes=lanes, note=keys.note or "q leaves, p pauses and resumes")
+                rollouts = max(0, console.height - _HEAD_LINES)
+                shown = await _screen(client, rollouts=rollouts, note=keys.note or "q quits, p pauses and resumes")
             except GatewayError as error:
-                shown = Text(f"{error}\nasking again every {interval:g} s; q leaves", style="red")
+                shown = Text(f"{error}\nretrying every {interval:g} s; q quits", style="red")
             live.update(shown, refresh=True)
             await wait_or_shutdown(stop, interval)
 
 
 @dataclass(slots=True)
 class _Keys:
-    """What keys do, and what came of the last one."""
+    """Actions of keys, with the result of the last one."""
 
     client: GatewayClient
     stop: asyncio.Event
@@ -94,7 +94,7 @@ class _Keys:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def press(self, key: str) -> None:
-        """Act on one key; others do nothing."""
+        """Perform the action of one key; ignore unknown keys."""
         if key == "q":
             self.stop.set()
         elif key == "p" and not self._tasks:
@@ -113,7 +113,7 @@ class _Keys:
 
 @contextlib.contextmanager
 def _pressed_keys(keys: _Keys) -> Iterator[None]:
-    """Hear single keys without Enter, where standard input is a terminal."""
+    """Read single keys without Enter if standard input is a terminal."""
     if not sys.stdin.isatty() or sys.platform == "win32":
         yield
         return
@@ -125,11 +125,11 @@ def _pressed_keys(keys: _Keys) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     tty.setcbreak(descriptor)
 
-    def hear() -> None:
+    def read_keys() -> None:
         for key in os.read(descriptor, 64).decode(errors="ignore"):
             keys.press(key)
 
-    loop.add_reader(descriptor, hear)
+    loop.add_reader(descriptor, read_keys)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What ``rollmesh top`` shows: one screen made of the gateway's answers."""
+"""Screen of ``rollmesh top``, rendered from the gateway's responses."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _STATES = {"running": "green", "complete": "green", "starting": "cyan", "paused"
 _VERSION_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "bright_green")
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_COLUMNS = 40
-_LANE_COLUMNS = 60
+_ROLLOUT_COLUMNS = 60
 _BAR_COLUMNS = 24
 
 
 def screen(
-    overview: Overview, timeline: Timeline, series: Sequence[Series], *, lanes: int, note: str = ""
+    overview: Overview, timeline: Timeline, series: Sequence[Series], *, rollouts: int, note: str = ""
 ) -> RenderableType:
-    """The whole screen; ``lanes`` rollouts of the timeline are shown, ``note`` is its last line."""
-    parts: list[RenderableType] = [_head(overview)]
-    parts.append(Columns([_queue(overview), _staleness(overview)], padding=(0, 4)))
+    """Render the screen with at most ``rollouts`` rollouts of the timeline, and ``note`` as the last line."""
+    rows: list[RenderableType] = [_head(overview)]
+    rows.append(Columns([_queue(overview), _staleness(overview)], padding=(0, 4)))
     if overview.generators:
-        parts.append(_generators(overview, 12))
+        rows.append(_generators(overview, 12))
     curves = _curves(series)
     if curves is not None:
-        parts.append(curves)
-    if lanes > 0 and any(span.end is None for span in timeline.rollouts):
-        parts.append(_timeline(timeline, lanes))
+        rows.append(curves)
+    if rollouts > 0 and any(span.end is None for span in timeline.rollouts):
+        rows.append(_timeline(timeline, rollouts))
     if note:
-        parts.append(_plain(note, style="dim"))
-    return Group(*parts)
+        rows.append(_plain(note, style="dim"))
+    return Group(*rows)
 
 
 def _head(overview: Overview) -> RenderableType:
@@ -54,7 +54,7 @@ def _head(overview: Overview) -> RenderableType:
     if overview.pinned_version is not None:
         version += f", pinned to {overview.pinned_version}"
     if overview.rollback_to is not None:
-        version += f", going back to {overview.rollback_to}"
+        version += f", rolling back to {overview.rollback_to}"
     grid.add_row("policy version", version)
     rates = overview.rates
     grid.add_row("throughput", f"{rates.saved_tokens_per_second:,.0f} tokens/s, {rates.finished_per_second:.1f} done/s")
@@ -88,9 +88,9 @@ def _staleness(overview: Overview) -> RenderableType:
     counts = {"waiting": _by_steps(waiting), "trained": _by_steps(trained)}
     for steps in range(max([overview.staleness.bound, *counts["waiting"], *counts["trained"]]) + 1):
         cells = [str(steps)]
-        for found in counts.values():
-            count = found.get(steps, 0)
-            largest = max(found.values(), default=0)
+        for bins in counts.values():
+            count = bins.get(steps, 0)
+            largest = max(bins.values(), default=0)
             cells += [str(count), "█" * round(16 * count / largest) if largest else ""]
         table.add_row(*cells, style="yellow" if steps > overview.staleness.bound else None)
     return table
@@ -124,7 +124,7 @@ def _curves(series: Sequence[Series]) -> RenderableType | None:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve in one line, its newest values at the right."""
+    """Draw a curve on one line, with the newest values on the right."""
     shown = values[-_SPARK_COLUMNS:]
     low, high = min(shown), max(shown)
     span = high - low
@@ -132,21 +132,21 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _timeline(timeline: Timeline, most: int) -> RenderableType:
-    """The rollouts that have been in flight longest, as lines coloured by policy version."""
+    """Draw the oldest rollouts in flight as lines coloured by policy version."""
     begin = timeline.time - timeline.window_seconds
-    flying = [span for span in timeline.rollouts if span.end is None]
+    in_flight = [span for span in timeline.rollouts if span.end is None]
     table = Table("rollout", "tokens", f"last {timeline.window_seconds:.0f} s, a colour per version", box=None)
-    for span in sorted(flying, key=lambda span: span.start)[:most]:
-        table.add_row(_plain(span.id), str(span.tokens), lane(span, begin, timeline.time))
-    others = timeline.in_flight - min(most, len(flying))
-    if others > 0:
-        table.add_row(Text(f"and {others} more", style="dim"))
+    for span in sorted(in_flight, key=lambda span: span.start)[:most]:
+        table.add_row(_plain(span.id), str(span.tokens), rollout_line(span, begin, timeline.time))
+    hidden = timeline.in_flight - min(most, len(in_flight))
+    if hidden > 0:
+        table.add_row(Text(f"and {hidden} more", style="dim"))
     return table
 
 
-def lane(span: RolloutSpan, begin: float, end: float) -> Text:
-    """One rollout between two times."""
-    width = _LANE_COLUMNS
+def rollout_line(span: RolloutSpan, begin: float, end: float) -> Text:
+    """Draw one rollout between two times."""
+    width = _ROLLOUT_COLUMNS
     cells = [(" ", "")] * width
 
     def fill(first: float, last: float, mark: str, style: str) -> None:
@@ -164,7 +164,7 @@ def lane(span: RolloutSpan, begin: float, end: float) -> Text:
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """Words of others, as they are: no markup in brackets, no control characters that a terminal would obey."""
+    """Return untrusted text without markup, and with control characters replaced."""
     return Text("".join(c if c.isprintable() else "\ufffd" for c in text), style=style)
 
 

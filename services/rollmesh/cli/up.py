@@ -1,4 +1,4 @@
-"""``rollmesh up``, ``demo``, ``demo-seeds``: a whole run on this machine."""
+"""``rollmesh up``, ``demo`` and ``demo-seeds``: complete runs on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 def up(run: RunFileArgument, set_: SetOption = None, folder: FolderOption = None) -> None:
     """Start every service of a run on this machine, train, evaluate before and after, audit, report.
 
-    Ctrl-C drains and keeps everything; the same command continues the run.
+    Ctrl-C drains the services without loss; the same command continues the run.
     """
     with clear_errors():
         config = load_run_config(run, _overrides(set_, folder))
@@ -43,7 +43,7 @@ def up(run: RunFileArgument, set_: SetOption = None, folder: FolderOption = None
 
 
 def demo(set_: SetOption = None, folder: FolderOption = None) -> None:
-    """Train a small model on a real task through the whole mesh, on two CPU cores, in minutes.
+    """Train a small model on a real task with the whole mesh, on two CPU cores, in minutes.
 
     The task is countdown search: the model tries pairs of numbers until their sum or difference is the target.
     """
@@ -59,9 +59,9 @@ def demo_seeds(
     folder: FolderOption = None,
     set_: SetOption = None,
 ) -> None:
-    """Run the demo over several seeds, ``copris`` beside ``sync`` at equal updates, and compare.
+    """Run the demo over several seeds, and compare ``copris`` with ``sync`` at equal updates.
 
-    Ends with status 1 unless every audit is green and the accuracies are within 5 points in the mean over the seeds.
+    Exits with status 1 unless every audit is green and the accuracies are within 5 points in the mean over the seeds.
     """
     from rollmesh.config.recipes import recipe_file
     from rollmesh.report.compare import compare, equality_verdict, print_comparison, write_comparison_plot
@@ -96,7 +96,7 @@ def demo_seeds(
 def run_to_report(config: RunConfig, console: Console) -> int:
     """Run, audit and report.
 
-    Returns the exit status: 0 done and green; 1 not green, or audit and report could not be written; 130 stopped.
+    Returns the exit status: 0 finished and green; 1 not green, or audit and report could not be written; 130 stopped.
     """
     from rollmesh.launcher.closing import close_run
     from rollmesh.report.overview import print_summary
@@ -112,14 +112,14 @@ def run_to_report(config: RunConfig, console: Console) -> int:
             _note_unwritten_report(folder, error, console)
             return EXIT_STOPPED if result.account is None else 1
     except (PoliciesRefused, ServiceFailed):
-        with contextlib.suppress(OSError, ConfigError):  # the report helps to see why
+        with contextlib.suppress(OSError, ConfigError):  # the report helps to diagnose the failure
             close_run(folder, None, console)
         raise
     except asyncio.CancelledError:
         console.print("killed without draining; the same command continues from what is saved", highlight=False)
         return EXIT_STOPPED
     except KeyboardInterrupt:
-        console.print("stopped; the same command goes on where this one was", highlight=False)
+        console.print("stopped; the same command continues this run", highlight=False)
         return EXIT_STOPPED
     if result.account is None:
         return EXIT_STOPPED
@@ -137,13 +137,13 @@ def _run(config: RunConfig, folder: Path, console: Console) -> RunResult:
         configure_logging(config.telemetry, service="launcher", run=config.name, stream=log)
         return asyncio.run(main())
     finally:
-        with contextlib.suppress(OSError):  # lines that a full disk did not take
+        with contextlib.suppress(OSError):  # unwritten lines on a full disk
             log.close()
 
 
 def _note_unwritten_report(folder: Path, error: OSError, console: Console) -> None:
-    text = f"the report cannot be written: {error}; once it can: rollmesh audit {folder}; rollmesh report {folder}"
-    with contextlib.suppress(OSError):  # standard output may be a file on the same disk
+    text = f"the report cannot be written: {error}; to retry: rollmesh audit {folder}; rollmesh report {folder}"
+    with contextlib.suppress(OSError):  # standard output may be a file on the same full disk
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

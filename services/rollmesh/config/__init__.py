@@ -1,4 +1,4 @@
-"""The run file: one YAML per run, validated by pydantic; ``load_run_config`` is the only way in."""
+"""The run file: one YAML per run, validated by pydantic and read only by ``load_run_config``."""
 
 from rollmesh.config.load import load_run_config, write_run_config
 from rollmesh.config.run import RunConfig

@@ -1,4 +1,4 @@
-"""The rule by which a service is scaled: the file that the chart's autoscalers and ``rollmesh autoscale`` share."""
+"""Autoscaling rule of a service: the file that the chart's autoscalers and ``rollmesh autoscale`` share."""
 
 from __future__ import annotations
 
@@ -27,64 +27,64 @@ class Signal(Section):
     metricType: Literal["Value", "AverageValue"]
     """Value: ceil(ready * value / target); AverageValue: ceil(value / target)."""
     target: float = Field(gt=0)
-    """Value at which things may stay as they are."""
+    """Value at which the number of replicas does not change."""
     query: str = Field(min_length=1)
-    """PromQL with one number as its answer; ``$selector`` and ``$window`` are put in by the reader."""
+    """PromQL query that returns one number; the reader substitutes ``$selector`` and ``$window``."""
 
     @model_validator(mode="after")
     def _placeholders_are_known(self) -> Self:
         unknown = sorted(set(_PLACEHOLDER.findall(self.query)) - {"selector", "window"})
         if unknown:
-            raise ValueError(f"query: ${unknown[0]} is no placeholder: expected $selector or $window")
+            raise ValueError(f"query: ${unknown[0]} is not a placeholder: expected $selector or $window")
         return self
 
 
 class ScalingPolicy(Section):
-    """How much may change within a period."""
+    """Maximum change of the replicas within a period."""
 
     type: Literal["Pods", "Percent"]
-    """Replicas, or percent of what there was when the period began."""
+    """Pods: a number of replicas; Percent: a share of the replicas at the start of the period."""
     value: int = Field(ge=1)
-    """Their number."""
+    """Number of replicas, or percent."""
     periodSeconds: int = Field(ge=1, le=1800)
-    """The period."""
+    """Length of the period."""
 
 
 class ScalingDirection(Section):
     """Rules of one direction, as in autoscaling/v2."""
 
     stabilizationWindowSeconds: int = Field(ge=0, le=3600)
-    """The most cautious proposal of so many seconds counts."""
+    """Window over which the most cautious proposal counts."""
     selectPolicy: Literal["Max", "Min", "Disabled"] = "Max"
-    """Which policy counts: the one that allows the largest change, or the smallest."""
+    """Policy that counts: Max allows the largest change, Min the smallest, Disabled none."""
     policies: list[ScalingPolicy] = Field(min_length=1)
-    """Limits of the change."""
+    """Limits of the change within a period."""
 
 
 class ScalingBehavior(Section):
-    """Both directions."""
+    """Rules of both directions."""
 
     scaleUp: ScalingDirection
-    """More replicas."""
+    """Rules for more replicas."""
     scaleDown: ScalingDirection
-    """Fewer replicas."""
+    """Rules for fewer replicas."""
 
 
 class AutoscalingRule(Section):
-    """When replicas of one service come and go. Field names are those of Kubernetes' autoscaling/v2."""
+    """Autoscaling rule of one service. Field names are those of Kubernetes' autoscaling/v2."""
 
     service: Literal["generator", "reward", "rollout"]
-    """What is scaled."""
+    """Service that is scaled."""
     minReplicas: int = Field(ge=1, le=MOST_REPLICAS)
-    """Never fewer."""
+    """Minimum number of replicas."""
     maxReplicas: int = Field(ge=1, le=MOST_REPLICAS)
-    """Never more."""
+    """Maximum number of replicas."""
     window: str = Field(pattern=_DURATION.pattern)
-    """Span over which the queries look, for example 5m."""
+    """Time range of the queries, for example 5m."""
     signals: list[Signal] = Field(min_length=1)
-    """The largest proposal wins."""
+    """Signals that propose replicas; the largest proposal counts."""
     behavior: ScalingBehavior
-    """How fast."""
+    """Rate limits of the changes."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
@@ -97,18 +97,18 @@ class AutoscalingRule(Section):
 
     @property
     def window_seconds(self) -> int:
-        """The window in seconds."""
+        """Length of the window in seconds."""
         number, unit = _DURATION.findall(self.window)[0]
         return int(number) * _SECONDS[unit]
 
     def query(self, signal: Signal, selector: str, speed_up: float = 1.0) -> str:
-        """A signal's query for one run; ``speed_up`` shortens the window."""
+        """Return a signal's query for one run; ``speed_up`` shortens the window."""
         window = max(1000, round(1000 * self.window_seconds / speed_up))
         return signal.query.replace("$window", f"{window}ms").replace("$selector", selector)
 
 
 def load_rule(file: Path) -> AutoscalingRule:
-    """Read a rule; ConfigError names the file, the field and what is wrong with it."""
+    """Read a rule; raises ConfigError, which names the file, the field and the problem."""
     try:
         data: Any = parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -1,4 +1,4 @@
-"""Read a run file: YAML, then ROLLMESH_* environment variables, then ``--set a.b=c``; the last one wins."""
+"""Reader of run files: YAML, then ROLLMESH_* environment variables, then ``--set a.b=c``; the last value counts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollmesh.errors import ConfigError
 
 _ENV_PREFIX = "ROLLMESH_"
 _SECRETS = frozenset({"password", "sentinel_password", "secret", "admin_key", "token"})
-"""Fields that are taken as they are and never shown."""
+"""Secret fields: their values are not parsed as YAML and never shown."""
 _ENV_NOT_CONFIG = frozenset({"ROLLMESH_RUN_FILE"})
 
 
@@ -28,8 +28,8 @@ def load_run_config(
 ) -> RunConfig:
     """Load and validate a run file.
 
-    ``overrides`` are ``a.b=c`` strings with YAML values; ``environ`` defaults to the process's and is read as
-    ``ROLLMESH_A__B=c``. Raises ConfigError naming every wrong field, its value and what is allowed.
+    ``overrides`` are ``a.b=c`` strings with YAML values. ``environ`` defaults to the environment of the process and is
+    read as ``ROLLMESH_A__B=c``. Raises ConfigError, which names every invalid field, its value and the allowed ones.
     """
     file = Path(path)
     try:
@@ -60,7 +60,7 @@ def load_run_config(
 
 
 def validate_run_config(data: Mapping[str, Any], origin: str) -> RunConfig:
-    """Validate an already parsed run file; ``origin`` opens the error message."""
+    """Validate a parsed run file; ``origin`` begins the error message."""
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
@@ -71,7 +71,7 @@ def validate_run_config(data: Mapping[str, Any], origin: str) -> RunConfig:
 
 
 def _problem(problem: ErrorDetails) -> str:
-    """One line: the field, what is wrong with it, and the value seen unless that is a secret or a whole section."""
+    """Format a problem: the field, the problem, and the value unless it is a secret or a whole section."""
     keys = [str(part) for part in problem["loc"]]
     where = ".".join(keys) or "(combination)"
     value = problem.get("input")
@@ -83,7 +83,7 @@ def _problem(problem: ErrorDetails) -> str:
 
 
 def _similar(keys: Sequence[str]) -> str:
-    """What an unknown key may have meant, from the section it stands in."""
+    """Return a hint for an unknown key: the closest key of its section, else all keys."""
     section: type[BaseModel] = RunConfig
     for key in keys[:-1]:
         field = section.model_fields.get(key)
@@ -103,9 +103,9 @@ def _value(text: str, origin: str) -> Any:
 
 
 def write_run_config(config: RunConfig, path: str | Path) -> None:
-    """Write the resolved run file without its secrets: what every service of the run reads.
+    """Write the resolved run file without its secrets, for the services of the run.
 
-    Services take the secrets from the environment (``ROLLMESH_STORE__PASSWORD``, ``ROLLMESH_CHECKPOINTS__SECRET``,
+    Services read the secrets from the environment (``ROLLMESH_STORE__PASSWORD``, ``ROLLMESH_CHECKPOINTS__SECRET``,
     ``ROLLMESH_GENERATOR__SGLANG__ADMIN_KEY``, ``ROLLMESH_SECURITY__TOKEN``, ``ROLLMESH_GATEWAY__TOKEN``).
     """
     secrets: dict[str, Any] = {
@@ -116,8 +116,8 @@ def write_run_config(config: RunConfig, path: str | Path) -> None:
         "gateway": {"token"},
     }
     data = config.model_dump(mode="json", exclude=secrets)
-    # In one piece: ranks of a gang write it at the same time, and commands may be reading it. Not named by the process:
-    # in pods that share the folder all of them are process 1.
+    # Atomic: ranks of the trainer write the file at the same time, and commands may be reading it. The process id is
+    # not unique: in pods that share the folder every process has id 1.
     temporary = Path(f"{path}.{uuid.uuid4().hex}.tmp")
     try:
         temporary.write_text(yaml.safe_dump(data, sort_keys=False), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Where the services of a run listen, and how they find each other when no run folder is shared."""
+"""Network section: addresses of the services of a run, and their discovery without a shared run folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from rollmesh.config.section import Section
 
 
 class NetworkConfig(Section):
-    """Addresses of one service process. The defaults are those of a run on one machine; pods set them by environment
-    variables (ROLLMESH_NETWORK__...). ``rollmesh up`` starts many processes from one run file, so it always picks
-    free ports."""
+    """Addresses of one service process.
+
+    The defaults are for a run on one machine; pods set them with environment variables (ROLLMESH_NETWORK__...).
+    ``rollmesh up`` starts many processes from one run file, so it always picks free ports.
+    """
 
     host: str | None = None
     """Address to bind to, for example 0.0.0.0 or ::; null is launcher.host."""
@@ -19,10 +21,11 @@ class NetworkConfig(Section):
     admin_port: int = Field(default=0, ge=0, le=65535)
     """Port of /metrics, /healthz and /readyz; 0 picks a free one."""
     advertise_host: str | None = None
-    """Name or address that other services reach this process by, for example the pod's IP; null is the bound host,
+    """Name or address under which other services reach this process, for example the pod's IP; null is the bound host,
     which then must not be a wildcard."""
     instance: str | None = Field(default=None, min_length=1, max_length=253)
     """Name of this process in logs and in the registry, for example the pod's name; null is <service>-<index>."""
     shared_folder: bool = True
-    """Whether every service sees this run folder. false, as in pods: the services then need reward.address, store.url,
-    checkpoints.folder and checkpoints.secret, each where it is used, and refuse to start without."""
+    """Whether all services share this run folder. Set false in pods: each service then requires those of
+    reward.address, store.url, checkpoints.folder and checkpoints.secret that it uses, and fails at startup without
+    them."""

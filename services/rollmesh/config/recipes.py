@@ -11,24 +11,24 @@ _SCHEME = "recipe:"
 
 
 def resolve_model(path: str) -> Path:
-    """Folder of a model: ``recipe:NAME`` is the packaged one, anything else a path.
+    """Return the folder of a model: ``recipe:NAME`` is a packaged model, any other value a path.
 
-    Raises ConfigError when there is no such folder or it holds no config.json.
+    Raises ConfigError when the folder does not exist or contains no config.json.
     """
     folder = recipe_file(path.removeprefix(_SCHEME), "model") if path.startswith(_SCHEME) else Path(path)
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path={path}: {folder} holds no config.json; "
-            "give a Hugging Face folder on this machine, or recipe:NAME"
+            f"model.path={path}: {folder} contains no config.json; "
+            "set a Hugging Face folder on this machine, or recipe:NAME"
         )
     return folder
 
 
 def recipe_file(recipe: str, name: str) -> Path:
-    """A file or folder of a recipe; ConfigError names the recipes there are."""
+    """Return a file or folder of a recipe; raises ConfigError, which lists the existing recipes."""
     root = Path(str(files("rollmesh"))) / "recipes"
     found = root / recipe / name
     if not found.exists():
-        there = sorted(p.name for p in root.iterdir() if (p / "model").is_dir())
-        raise ConfigError(f"recipe:{recipe}: no {name} there; recipes: {', '.join(there) or 'none'}")
+        existing = sorted(p.name for p in root.iterdir() if (p / "model").is_dir())
+        raise ConfigError(f"recipe:{recipe}: it has no {name}; existing recipes: {', '.join(existing) or 'none'}")
     return found

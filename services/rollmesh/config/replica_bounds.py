@@ -1,4 +1,4 @@
-"""Which services of a run can be scaled while it runs, and to how many replicas."""
+"""Scalable services of a run and the bounds of their replicas."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ from rollmesh.config.run import RunConfig
 from rollmesh.errors import ConfigError
 
 SCALABLE = ("generator", "reward", "rollout")
-"""Services whose replicas come and go at any time; the trainer's ranks are a gang of fixed size."""
+"""Services that can be scaled while a run is in progress; the number of trainer ranks is fixed."""
 
 MOST_REPLICAS = 256
-"""Of one service: a slip of the finger shall not start processes until the machine is full."""
+"""Maximum replicas of one service, so that a typing error does not fill the machine with processes."""
 
 _FEWEST = {"generator": 0, "reward": 1, "rollout": 1}
 
 
 def check_replicas(service: str, replicas: int) -> None:
-    """Raise ConfigError for a service that cannot be scaled, or for a number that makes no sense for it."""
+    """Raise ConfigError for a service that cannot be scaled, or for a number out of its bounds."""
     if service == "trainer":
         raise ConfigError(
-            "trainer cannot be scaled while a run goes on: its ranks are one gang; stop the run, set "
-            "launcher.trainer_processes, and start it again"
+            "trainer cannot be scaled while a run is in progress, because the number of its ranks is fixed: stop the "
+            "run, set launcher.trainer_processes, and start it again"
         )
     if service not in SCALABLE:
-        raise ConfigError(f"{service} is no service that can be scaled: expected one of {', '.join(SCALABLE)}")
+        raise ConfigError(f"{service} cannot be scaled: expected one of {', '.join(SCALABLE)}")
     fewest = _FEWEST[service]
     if not fewest <= replicas <= MOST_REPLICAS:
         raise ConfigError(f"{service}={replicas}: expected {fewest} to {MOST_REPLICAS} replicas")
 
 
 def check_scale(config: RunConfig, service: str, replicas: int) -> None:
-    """Like ``check_replicas``, and whether this run can have so many."""
+    """Raise ConfigError like ``check_replicas``, or when this run cannot have that number of replicas."""
     check_replicas(service, replicas)
     url = config.generator.sglang.url
     if service == "generator" and replicas > 1 and config.generator.engine == "sglang" and url is not None:
         raise ConfigError(
-            f"generator={replicas}: generators cannot share the server at generator.sglang.url={url}; each loads "
-            "policies into its own"
+            f"generator={replicas}: generators cannot share the server at generator.sglang.url={url}, because each "
+            "loads policies into its server; set 1"
         )
 
 
 def configured_replicas(config: RunConfig) -> dict[str, int]:
-    """Replicas of every scalable service as the run file has them."""
+    """Return the replicas of every scalable service in the run file."""
     return {
         "generator": config.generator.replicas,
         "reward": config.launcher.reward_replicas,

@@ -1,4 +1,4 @@
-"""The whole run file and the combinations that cannot work."""
+"""The whole run file, and checks for invalid combinations of fields."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SGLANG_SAVE_TOKENS = 1024
 
 
 class RunConfig(Section):
-    """One run."""
+    """Configuration of one run."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")
-    """Name of the run: prefix of its Redis keys, label of its metrics."""
+    """Name of the run, used as prefix of its Redis keys and label of its metrics."""
     folder: str
     """Run folder: config, logs, metrics, plots, report, embedded Redis, checkpoints."""
     seed: int = 0
@@ -40,7 +40,7 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     """Prompts."""
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
-    """What a rollout is."""
+    """Program and limits of a rollout."""
     reward: RewardConfig = Field(default_factory=RewardConfig)
     """Scoring."""
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
@@ -48,7 +48,7 @@ class RunConfig(Section):
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     """Generation."""
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    """Optimisation."""
+    """Optimization."""
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """Policies and trainer state."""
     store: StoreConfig = Field(default_factory=StoreConfig)
@@ -58,7 +58,7 @@ class RunConfig(Section):
     launcher: LauncherConfig = Field(default_factory=LauncherConfig)
     """Local processes."""
     network: NetworkConfig = Field(default_factory=NetworkConfig)
-    """Where services listen, and how they find each other in pods."""
+    """Addresses of the services, and their discovery in pods."""
     telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig)
     """Logs, traces and trackers."""
     security: SecurityConfig = Field(default_factory=SecurityConfig)
@@ -69,7 +69,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _sglang_saves_less_often(cls, data: Any) -> Any:
-        """A slice of an SGLang server costs it some milliseconds, so the default there is ``SGLANG_SAVE_TOKENS``."""
+        """Set the default to ``SGLANG_SAVE_TOKENS``: a slice costs an SGLang server some milliseconds."""
         if not isinstance(data, dict):
             return data
         generator, rollout = data.get("generator"), data.get("rollout") or {}
@@ -81,7 +81,7 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _agents_are_not_evaluated(cls, data: Any) -> Any:
-        """The mesh cannot evaluate an agent that it does not run, so the default there is not to try."""
+        """Disable evaluation by default for external agents, which the mesh cannot run."""
         if not isinstance(data, dict) or not isinstance(data.get("rollout"), dict):
             return data
         evaluation = data.get("evaluation") or {}
@@ -95,8 +95,8 @@ class RunConfig(Section):
         if self.rollout.program == "agent" and wanted:
             raise ValueError(
                 f"evaluation.before_and_after={self.evaluation.before_and_after}, evaluation.every_versions="
-                f"{self.evaluation.every_versions}: with rollout.program=agent the mesh cannot play the agent's part; "
-                "set false and 0, and let the agent evaluate itself through the gateway with the model RUN@VERSION"
+                f"{self.evaluation.every_versions}: with rollout.program=agent the mesh cannot run the agent; set "
+                "false and 0, and evaluate the agent through the gateway with the model RUN@VERSION"
             )
         return self
 
@@ -132,8 +132,8 @@ class RunConfig(Section):
         every = self.checkpoints.state_every_steps
         if self.trainer.algorithm.old_logprobs == "stage_end" and every != 1:
             raise ValueError(
-                f"checkpoints.state_every_steps={every}: trainer.algorithm.old_logprobs=stage_end allows only 1: what "
-                "a stage recorded at its end is saved with the trainer state, and a replay cannot record it again"
+                f"checkpoints.state_every_steps={every}: set 1 with trainer.algorithm.old_logprobs=stage_end, because "
+                "the logprobs of a stage end are saved with the trainer state, and a replay cannot compute them again"
             )
         return self
 
@@ -152,7 +152,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _only_the_losses_of_ppo_have_a_dual_clip(self) -> Self:
         algorithm = self.trainer.algorithm
-        # The default cannot be told from a wish: the resolved run file of every run says it.
+        # The default is allowed, because the resolved run file of every run contains it.
         if algorithm.loss in ("gspo", "cispo") and algorithm.dual_clip not in (None, DUAL_CLIP):
             raise ValueError(
                 f"trainer.algorithm.dual_clip={algorithm.dual_clip:g}: trainer.algorithm.loss={algorithm.loss} has no "

@@ -1,4 +1,4 @@
-"""The schedule: admission, cut, and what a new policy version does to work in flight."""
+"""Schedule section: admission, cut, and the effect of a new policy version on work in flight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollmesh.config.section import Section
 
 
 class ScheduleConfig(Section):
-    """A preset plus overrides; ``scheduling/presets.py`` resolves the nulls."""
+    """A preset with overrides; ``scheduling/presets.py`` resolves the nulls."""
 
     preset: Literal["sync", "one_step_off", "copris", "copris_paper", "areal"] = "copris"
     """Named schedule of the literature."""
@@ -19,19 +19,19 @@ class ScheduleConfig(Section):
     group_size: int = Field(default=8, ge=1, le=1024)
     """n: trajectories per group."""
     pool_size: int | None = Field(default=None, ge=1)
-    """N': trajectories leased at once over the whole mesh; null takes the preset's."""
+    """N': trajectories leased at once over the whole mesh; null uses the value of the preset."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Largest staleness of a trained trajectory, in train steps; null takes the preset's."""
+    """Largest staleness of a trained trajectory, in train steps; null uses the value of the preset."""
     on_stale: Literal["pace", "mask_old_segments", "evict"] = "pace"
-    """pace: a group that the next step would push over the bound blocks the cut until it finishes;
+    """Handling of a group that the next step would push over the bound. pace: it blocks the cut until it finishes;
     mask_old_segments: its old tokens leave the loss; evict: it is dropped (length bias; opt-in)."""
     straggler_timeout_seconds: float = Field(default=600.0, gt=0)
-    """How long the same set of unfinished groups may block the next batch before these groups are evicted and counted.
-    A set blocks when the batch must contain it (``pace``), or when the batch lacks groups, no group can be admitted, no
-    trajectory waits for a lease or a reward, and part of the pool is idle. The time starts anew with another set, and
-    in the second case with every trajectory that ends; it does not count while no generator is registered."""
+    """Time for which the same set of unfinished groups may block the next batch before they are evicted and counted. A
+    set blocks when the batch must contain it (``pace``), or when the batch lacks groups, no group can be admitted, no
+    trajectory waits for a lease or a reward, and part of the pool is idle. The time restarts with another set, and in
+    the second case with every trajectory that ends; it does not count while no generator is registered."""
     filter_zero_variance: bool = False
     """Drop groups whose rewards are all equal; refunds their capacity."""
     max_filtered_in_a_row: int | None = Field(default=None, ge=1)
-    """Filtered groups in a row that end the run with an error, and groups in a row without two scored answers; null is
-    10 * groups_per_batch."""
+    """Number of consecutive filtered groups, or of consecutive groups without two scored answers, that ends the run
+    with an error; null is 10 * groups_per_batch."""

@@ -1,4 +1,4 @@
-"""What every config section shares."""
+"""Base class of the config sections."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from rollmesh.types import LOWEST_TEMPERATURE
 
 
 class Section(BaseModel):
-    """A closed, frozen section of the run file: unknown keys and numbers that are not finite are errors, docstrings
-    become the schema's text."""
+    """A closed, frozen section of the run file.
+
+    Unknown keys and numbers that are not finite are errors. The docstrings become the descriptions of the schema.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False

@@ -1,4 +1,4 @@
-"""Who may talk to whom: certificates and tokens of the services' ports, TLS to Redis."""
+"""Security sections: certificates and tokens of the services' ports, TLS to Redis."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from rollmesh.config.section import Section
 
 
 class TlsConfig(Section):
-    """Mutual TLS on every port of the services. All three files turn it on; none leaves the ports in the clear."""
+    """Mutual TLS on every port of the services; enabled by all three files, disabled without them."""
 
     certificate: str | None = None
-    """PEM file: the certificate of this process (and what lies between it and the CA), for servers and clients."""
+    """PEM file: certificate of this process with its intermediate certificates, for servers and clients."""
     key: str | None = None
-    """PEM file: the private key of the certificate, without a passphrase."""
+    """PEM file: private key of the certificate, without a passphrase."""
     ca: str | None = None
-    """PEM file: the certificate authority that signs every certificate of the mesh; more than one while it changes."""
+    """PEM file: authority that signs every certificate of the mesh; several while the authority is replaced."""
     server_name: str = Field(default="rollmesh", min_length=1)
-    """DNS name in every certificate of the mesh. Clients check it instead of the address that they dial: services find
-    each other by addresses of pods, which no certificate can know."""
+    """DNS name in every certificate of the mesh. Clients check it instead of the address, because services connect to
+    addresses of pods, which are unknown when a certificate is signed."""
 
     @property
     def enabled(self) -> bool:
-        """Whether the ports speak TLS."""
+        """True when the ports use TLS."""
         return self.certificate is not None
 
     @model_validator(mode="after")
@@ -41,19 +41,19 @@ class SecurityConfig(Section):
     tls: TlsConfig = Field(default_factory=TlsConfig)
     """Mutual TLS."""
     token: SecretStr | None = None
-    """Bearer token of the mesh's gRPC and admin ports; better from ROLLMESH_SECURITY__TOKEN or ``token_file``."""
+    """Bearer token of the mesh's gRPC and admin ports; preferably from ROLLMESH_SECURITY__TOKEN or ``token_file``."""
     token_file: str | None = None
-    """File with the bearer token, read again when it changes. With more than one line the first is sent and every one
-    is accepted, so that a token can be changed while the mesh runs."""
+    """File with the bearer token, read again after a change. With several lines, clients send the first token and
+    servers accept all of them, so that the token can be changed while the mesh runs."""
 
     open_metrics: bool = False
-    """Whether /metrics of the admin ports answers without certificate and token. ``rollmesh up`` turns it on for a run
-    that it gives a token of its own."""
+    """Whether /metrics of the admin ports is open without certificate and token. ``rollmesh up`` enables it for a run
+    whose token it generates."""
 
     @model_validator(mode="after")
     def _one_source_of_the_token(self) -> Self:
         if self.token is not None and self.token_file is not None:
-            raise ValueError("security.token and security.token_file are two sources of one token: set one of them")
+            raise ValueError("security.token and security.token_file are both set: set only one of them")
         if self.token is not None and not self.token.get_secret_value().strip():
             raise ValueError("security.token is empty: set a token, or leave the field out")
         return self
@@ -63,23 +63,23 @@ class StoreTlsConfig(Section):
     """TLS to Redis, for ``rediss://`` and ``rediss+sentinel://`` URLs."""
 
     ca: str | None = None
-    """PEM file: the authority that signed the server's certificate; null takes the system's."""
+    """PEM file: authority that signed the server's certificate; null uses the system's authorities."""
     certificate: str | None = None
-    """PEM file: certificate of this client, where the server asks for one."""
+    """PEM file: certificate of this client, for servers that require one."""
     key: str | None = None
     """PEM file: private key of the certificate."""
     check_hostname: bool = True
-    """Whether the server's certificate must name the host of the URL. Turn it off only for a private ``ca``."""
+    """Whether the server's certificate must contain the host name of the URL; disable it only with a private ``ca``."""
 
     @property
     def configured(self) -> bool:
-        """Whether anything differs from the defaults."""
+        """True when any field differs from its default."""
         return self != StoreTlsConfig()
 
     @model_validator(mode="after")
     def _certificate_and_key_belong_together(self) -> Self:
         if (self.certificate is None) != (self.key is None):
-            raise ValueError("store.tls.certificate and store.tls.key are set together or not at all")
+            raise ValueError("store.tls.certificate and store.tls.key must be set together or not at all")
         if not self.check_hostname and self.ca is None:
-            raise ValueError("store.tls.check_hostname=false needs store.tls.ca: without either, any server passes")
+            raise ValueError("store.tls.check_hostname=false requires store.tls.ca: otherwise any server is accepted")
         return self

@@ -1,4 +1,4 @@
-"""YAML in which no key is written twice. YAML forbids it; the parser does not check, and its last value would win."""
+"""YAML parser that rejects duplicate keys. YAML forbids them, but PyYAML keeps the last value without an error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import yaml
 
 
 class DuplicateKeys(yaml.YAMLError):
-    """A mapping has a key more than once."""
+    """Error for a mapping with duplicate keys."""
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse one document. Raises yaml.YAMLError; of these DuplicateKeys names every repeated key with its lines."""
+    """Parse one document; raises yaml.YAMLError, or its subclass DuplicateKeys with all repeated keys and lines."""
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
@@ -28,7 +28,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _repeated_keys(loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ...], seen: set[int]) -> Iterator[str]:
-    """Sentences about the keys that are repeated in a node or inside it; ``path`` are the keys that lead to it."""
+    """Describe the duplicate keys of a node and its descendants; ``path`` has the keys that lead to the node."""
     if id(node) in seen:  # an alias
         return
     seen.add(id(node))
@@ -39,7 +39,7 @@ def _repeated_keys(loader: yaml.SafeLoader, node: yaml.Node, path: tuple[str, ..
         lines: dict[Any, list[int]] = {}
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode):
-                # Keys are compared as values: true and yes are one key. A merge key has none.
+                # Keys are compared as values: true and yes are the same key. A merge key has no value.
                 name = key.value if key.tag.endswith(":merge") else loader.construct_object(key)
                 lines.setdefault(name, []).append(key.start_mark.line + 1)
                 yield from _repeated_keys(loader, value, (*path, key.value), seen)

@@ -1,1 +1,1 @@
-"""The gateway: what a person or an outside program sees of a run, over HTTP."""
+"""The gateway: web page, REST API and live events of a run, and the actions of its operator."""

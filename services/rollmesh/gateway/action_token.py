@@ -1,4 +1,4 @@
-"""The token of the actions: the run file's, or one made per run and kept in the run folder (mode 0600)."""
+"""Token for actions: set in the run file, or generated once per run and stored in the run folder (mode 0600)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ TOKEN_FILE = "gateway-token"
 
 
 def gateway_token(config: RunConfig) -> str:
-    """The run's token, made if need be; ConfigError when it can be kept nowhere."""
+    """Return the token of the run, and generate it if it is missing; ConfigError if it cannot be stored."""
     if config.gateway.token is not None:
         return config.gateway.token.get_secret_value().strip()
     try:
         return random_once(Path(config.folder) / TOKEN_FILE)
     except OSError as error:
         raise ConfigError(
-            f"gateway.token is not set, and none can be kept in folder={config.folder}: {error}; "
+            f"gateway.token is not set, and a generated one cannot be stored in folder={config.folder}: {error}; "
             "set ROLLMESH_GATEWAY__TOKEN"
         ) from error
 
 
 def known_token(config: RunConfig) -> str | None:
-    """The run's token as far as this process can know it: None when it was given to the gateway alone."""
+    """Return the token if this process can read it; None if only the gateway has it."""
     if config.gateway.token is not None:
         return config.gateway.token.get_secret_value().strip()
     try:

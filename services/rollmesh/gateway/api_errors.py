@@ -1,4 +1,4 @@
-"""Errors of the API, each with its HTTP status; every one is answered as an ``ErrorBody``."""
+"""Errors of the API, each with its HTTP status; the response body is an ``ErrorBody``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollmesh.errors import RollmeshError
 
 
 class ApiError(RollmeshError):
-    """An error with an HTTP status; ``field`` and ``hint`` go into the answer."""
+    """Error with an HTTP status; ``field`` and ``hint`` go into the response."""
 
     status = 500
 
@@ -19,37 +19,37 @@ class ApiError(RollmeshError):
 
 
 class BadRequest(ApiError):
-    """A parameter or the body is wrong."""
+    """A parameter or the body is invalid."""
 
     status = 400
 
 
 class Unauthorized(ApiError):
-    """The token is missing or wrong."""
+    """The token is missing or invalid."""
 
     status = 401
 
 
 class NotFound(ApiError):
-    """There is no such thing in the run."""
+    """The requested object does not exist in the run."""
 
     status = 404
 
 
 class TooLarge(ApiError):
-    """The body of a request is over the limit."""
+    """The body of a request exceeds the limit."""
 
     status = 413
 
 
 class Busy(ApiError):
-    """Too many clients, or the mesh cannot answer now: try again later."""
+    """Too many clients, or the data is not available yet; a later retry may succeed."""
 
     status = 503
 
 
 def error_body(path: str, status: int, error: str, field: str | None, hint: str | None) -> dict[str, Any]:
-    """The JSON of an error: an ``ErrorBody``, and below ``/v1`` the shape that clients of OpenAI's API know."""
+    """Return the JSON of an error: an ``ErrorBody``, or OpenAI's format for paths below ``/v1``."""
     if not path.startswith("/v1/"):
         return {"error": error, "field": field, "hint": hint}
     message = f"{error}; {hint}" if hint else error

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, the page, one shape for every error."""
+"""The FastAPI application: routes, page and error handlers."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def create_app(
     routers: Sequence[APIRouter] = (),
     page: Path = PAGE,
 ) -> FastAPI:
-    """The whole application; ``routers`` are further APIs beside the REST API."""
+    """Build the application; ``routers`` are mounted beside the REST API."""
     app = FastAPI(
         title="rollmesh gateway",
         version=rollmesh.__version__,
-        summary="What a run does, as it does it, and the few things a person may do to it.",
+        summary="Live state of a run, and operator actions.",
         docs_url=None,
         redoc_url=None,
         openapi_url=f"{PREFIX}/openapi.json",
@@ -63,7 +63,7 @@ def create_app(
 def _add_pages(app: FastAPI, page: Path) -> None:
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        # Revalidated each time: a page of an older version would speak to a newer API.
+        # Revalidate on every load: an old page may not match the API.
         return FileResponse(page / "index.html", headers={"Cache-Control": "no-cache"})
 
     @app.get(f"{PREFIX}/docs", include_in_schema=False)
@@ -74,7 +74,7 @@ def _add_pages(app: FastAPI, page: Path) -> None:
 
 
 class _Static(StaticFiles):
-    """Files of the page, revalidated each time (an answer of 304 costs nothing on a page of this size)."""
+    """Files of the page, revalidated on every request (a 304 response costs little for a page of this size)."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -100,7 +100,7 @@ def _add_errors(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}"
         headers = error.headers
         if error.status_code == 405:
-            # The router names the methods of the first route of a path only.
+            # The router lists only the methods of the first route of a path.
             headers = {"Allow": ", ".join(sorted(_methods(request, (headers or {}).get("Allow", ""))))}
         return _answer(request, error.status_code, message, None, hint, headers)
 
@@ -110,17 +110,17 @@ def _add_errors(app: FastAPI) -> None:
             return _answer(request, 409, str(error), None, None)
         if isinstance(error, ConfigError | DataError):
             return _answer(request, 400, str(error), None, None)
-        hint = "the store is away or recovering: ask again in a moment" if isinstance(error, StoreError) else None
+        hint = "the store is unreachable or recovering: retry in a moment" if isinstance(error, StoreError) else None
         return _answer(request, 503, str(error), None, hint)
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
         get_logger("gateway").error("request_failed", path=request.url.path, error=repr(error), exc_info=error)
-        return _answer(request, 500, "an error inside the gateway; its log has the trace", None, None)
+        return _answer(request, 500, "internal error of the gateway; its log has the traceback", None, None)
 
 
 def _methods(request: Request, first: str) -> set[str]:
-    """HTTP methods of all operations at the requested path; ``first`` are those of the route that refused it."""
+    """Return the HTTP methods of all operations at the requested path; ``first`` is used if the path is unknown."""
     path = getattr(request.scope.get("route"), "path_format", "")
     operations = request.app.openapi()["paths"].get(path, {})
     return {method.upper() for method in operations} or {first}
@@ -139,8 +139,7 @@ def _answer(
 
 
 def _describe(app: FastAPI) -> None:
-    """Complete FastAPI's OpenAPI document: wrong parameters are answered with 400, bodies are bounded, events have
-    schemas."""
+    """Complete the OpenAPI document: 400 for invalid parameters, limits on bodies, schemas of the events."""
     made = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -151,11 +150,11 @@ def _describe(app: FastAPI) -> None:
             responses = operation["responses"]
             if "HTTPValidationError" in str(responses.get("422", "")):
                 del responses["422"]
-                responses.setdefault("400", _error_response("A parameter or the body is wrong."))
+                responses.setdefault("400", _error_response("A parameter or the body is invalid."))
             if "requestBody" in operation:
                 content = responses["400"]["content"]
                 responses["408"] = {"description": "The body did not arrive in time.", "content": content}
-                responses["413"] = {"description": "The body is over gateway.max_request_bytes.", "content": content}
+                responses["413"] = {"description": "The body exceeds gateway.max_request_bytes.", "content": content}
         schemas = document["components"]["schemas"]
         for model in (SnapshotEvent, TickEvent):
             schema = model.model_json_schema(ref_template="#/components/schemas/{model}")

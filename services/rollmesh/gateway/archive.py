@@ -1,4 +1,4 @@
-"""Trained trajectories, from the batch files of the checkpoint store, where this process can read it."""
+"""Trained trajectories, read from the batch files of the checkpoint store if this process can access it."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from rollmesh.gateway.api_errors import Busy
 from rollmesh.types import Group
 
 _MOST_GROUPS = 200_000
-"""Groups whose batch is remembered."""
-_PATIENCE_SECONDS = 8.0
-"""How long a person waits for an answer; what was learned until then is there for the next question."""
+"""Number of groups whose batch is remembered."""
+_TIMEOUT_SECONDS = 8.0
+"""Time limit of one lookup; batch files indexed until then speed up the next lookup."""
 _MOST_WAITING = 16
-"""Questions under way at once."""
+"""Maximum number of lookups in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archived:
-    """A group and the batch that it was trained in."""
+    """A group and its batch."""
 
     train_step: int
     group: Group
 
 
 class Archive:
-    """Finds groups in batch files.
+    """Lookup of groups in batch files.
 
-    Reading blocks, in an object store for long: it has a thread of its own, so that nothing else of the gateway waits
-    for it, and whoever has waited for long enough is told to ask again.
+    Reads block, and an object store is slow. Lookups therefore run in a separate thread, and a lookup over its time
+    limit raises Busy.
     """
 
-    def __init__(self, config: RunConfig, *, patience_seconds: float = _PATIENCE_SECONDS) -> None:
+    def __init__(self, config: RunConfig, *, timeout_seconds: float = _TIMEOUT_SECONDS) -> None:
         self._config = config
-        self._patience_seconds = patience_seconds
+        self._timeout_seconds = timeout_seconds
         self._store: CheckpointStore | None = None
         self._steps: OrderedDict[str, int] = OrderedDict()
         self._indexed: set[int] = set()
@@ -50,23 +50,23 @@ class Archive:
         self._waiting = 0
 
     async def find(self, group_id: str, hint: int | None) -> Archived | None:
-        """The group, or None when no batch file has it; ``hint`` is the step at which it left the queue.
+        """Return the group, or None if no batch file contains it; ``hint`` is the step at which it left the queue.
 
-        Raises CheckpointError for a file that is torn or sealed with another secret, Busy when the files cannot be
-        read, or not soon enough.
+        Raises CheckpointError for a file that is damaged or sealed with another secret, and Busy if the files cannot be
+        read within the time limit.
         """
         if self._waiting >= _MOST_WAITING:
-            raise Busy(f"{self._waiting} questions about batch files are waiting already", hint="ask again in a moment")
-        deadline = time.monotonic() + self._patience_seconds
+            raise Busy(f"{self._waiting} lookups in batch files are already in progress", hint="retry in a moment")
+        deadline = time.monotonic() + self._timeout_seconds
         loop = asyncio.get_running_loop()
         answer = loop.run_in_executor(self._reader, self._find, group_id, hint, deadline)
         self._waiting += 1
         answer.add_done_callback(self._answered)
         try:
-            async with asyncio.timeout_at(loop.time() + self._patience_seconds):
+            async with asyncio.timeout_at(loop.time() + self._timeout_seconds):
                 return await asyncio.shield(answer)
         except TimeoutError as error:
-            raise _unread("they have not answered in time") from error
+            raise _unread("no answer within the time limit") from error
         except ConfigError as error:
             raise _unread(str(error)) from error
         except CheckpointError as error:
@@ -77,11 +77,11 @@ class Archive:
     def _answered(self, answer: asyncio.Future[Archived | None]) -> None:
         self._waiting -= 1
         if not answer.cancelled():
-            answer.exception()  # nobody may be left to hear it
+            answer.exception()  # retrieve the error: the caller may have left
 
     def _find(self, group_id: str, hint: int | None, deadline: float) -> Archived | None:
         if time.monotonic() >= deadline:
-            return None  # whoever asked has gone
+            return None  # the caller has left
         store = self._open()
         if store is None:
             return None
@@ -92,7 +92,7 @@ class Archive:
     def _open(self) -> CheckpointStore | None:
         if self._store is None:
             section = self._config.checkpoints
-            # Without a secret of the run there is nothing to verify a file by, and none is made here.
+            # Files cannot be verified without the secret of the run, and the gateway does not create one.
             known = section.secret is not None or (Path(self._config.folder) / SECRET_FILE).exists()
             root = Path(section.folder) if section.folder else Path(self._config.folder) / "checkpoints"
             if not known or not (section.remote or root.is_dir()):
@@ -101,7 +101,7 @@ class Archive:
         return self._store
 
     def _step_of(self, store: CheckpointStore, group_id: str, hint: int | None, deadline: float) -> int | None:
-        # Mostly the queue still knows the step: then nothing has to be listed, nor any other file opened.
+        # The queue usually knows the step: one batch file is then enough, without a listing.
         if group_id not in self._steps and hint is not None and hint not in self._indexed:
             self._index(store, hint)
         if group_id in self._steps:
@@ -109,27 +109,27 @@ class Archive:
         steps = sorted(set(store.batch_steps()) - self._indexed, reverse=True)
         for done, step in enumerate(steps):
             if time.monotonic() >= deadline:
-                raise _unread(f"{done} of {len(steps)} that had to be searched are searched")
+                raise _unread(f"{done} of {len(steps)} files searched within the time limit")
             self._index(store, step)
             if group_id in self._steps:
                 return step
         return None
 
     def _index(self, store: CheckpointStore, step: int) -> None:
-        """Learn which groups a batch file has."""
+        """Store the group ids of a batch file."""
         try:
             ids = store.batch_footer(step).group_ids
         except CheckpointError as error:
             if error.reason == Reason.UNREACHABLE:
                 raise
-            return  # missing, half-written, or torn: it is no batch (yet)
+            return  # missing, incomplete or damaged: not a batch (yet)
         self._indexed.add(step)
         for group_id in ids:
             self._steps[group_id] = step
         while len(self._steps) > _MOST_GROUPS:
-            _, forgotten = self._steps.popitem(last=False)
-            self._indexed.discard(forgotten)
+            _, removed = self._steps.popitem(last=False)
+            self._indexed.discard(removed)
 
 
 def _unread(why: str) -> Busy:
-    return Busy(f"the batch files cannot be read now: {why}", hint="ask again in a moment")
+    return Busy(f"the batch files cannot be read now: {why}", hint="retry in a moment")

@@ -1,4 +1,4 @@
-"""What stands behind the routes: the sampler's newest look, the store, the viewer."""
+"""Data and actions behind the routes: newest snapshot, store and viewer."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ from rollmesh.store.queue_types import DeadLetter
 
 
 class RunReads:
-    """Implements ``ports.Reads``."""
+    """Implementation of ``backend_protocols.Reads``."""
 
     def __init__(
-        self, config: RunConfig, store: TrajectoryStore, sampler: MeshPoller, viewer: Viewer, *, text: bool
+        self, config: RunConfig, store: TrajectoryStore, poller: MeshPoller, viewer: Viewer, *, text: bool
     ) -> None:
         self._config = config
         self._store = store
-        self._sampler = sampler
+        self._poller = poller
         self._viewer = viewer
         self._text = text
 
     def about(self) -> About:
-        """Fixed facts of the run."""
         config = self._config
         return About(
             run=config.name,
@@ -64,31 +63,24 @@ class RunReads:
         )
 
     def overview(self) -> Overview:
-        """The newest look."""
-        return self._sampler.overview()
+        return self._poller.overview()
 
     def timeline(self) -> Timeline:
-        """Rollouts in flight and just ended."""
-        return self._sampler.timeline()
+        return self._poller.timeline()
 
     def events(self, after: int | None) -> AsyncIterator[bytes]:
-        """Live events."""
-        return self._sampler.hub.follow(after)
+        return self._poller.hub.follow(after)
 
     def series(self, names: Sequence[str], points: int) -> SeriesAnswer:
-        """Curves."""
-        return self._sampler.curves.answer(names, points)
+        return self._poller.curves.answer(names, points)
 
     async def trajectories(self, state: ListState | None, cursor: str | None, limit: int) -> TrajectoryPage:
-        """One page of the queue."""
         return await self._viewer.page(state, cursor, limit)
 
     async def trajectory(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:
-        """One trajectory."""
         return await self._viewer.detail(trajectory_id, first_token, token_limit)
 
     async def policies(self, limit: int) -> PolicyList:
-        """Announced policies, newest first."""
         policies = await self._store.policies()
         generators = await self._store.generators()
         pinned = await self._store.pinned_policy()
@@ -108,20 +100,18 @@ class RunReads:
         return PolicyList(policies=views, total=len(policies))
 
     async def generators(self) -> GeneratorList:
-        """Living generators."""
         latest = await self._store.latest_policy()
         newest = -1 if latest is None else latest.policy_version
         return GeneratorList(generators=generator_views(await self._store.generators(), newest))
 
     async def dead_letters(self, limit: int) -> DeadLetterList:
-        """Dead letters, newest first."""
         letters = await self._store.dead_letters(limit)
         total = (await self._store.counts()).dead_letters
         return DeadLetterList(dead_letters=[_letter_view(letter) for letter in letters], total=total)
 
 
 class RunActions:
-    """Implements ``ports.Actions``."""
+    """Implementation of ``backend_protocols.Actions``."""
 
     def __init__(self, config: RunConfig, store: TrajectoryStore, metrics: GatewayMetrics) -> None:
         self._config = config
@@ -129,53 +119,46 @@ class RunActions:
         self._metrics = metrics
 
     async def pause(self, paused: bool) -> Done:
-        """Stop or allow new leases."""
         await self._store.set_user_paused(paused)
         self._count("pause" if paused else "resume")
-        return Done(done="paused: rollouts in flight are parked and kept" if paused else "resumed")
+        return Done(done="paused: rollouts in progress are parked and kept" if paused else "resumed")
 
     async def pin(self, policy_version: int) -> Done:
-        """Hold the generators at one version."""
-        await self._known(policy_version)
+        await self._check_announced(policy_version)
         await self._store.pin_policy(policy_version)
         self._count("pin")
         return Done(done=f"pinned to policy version {policy_version}")
 
     async def unpin(self) -> Done:
-        """Follow the newest version again."""
         await self._store.pin_policy(None)
         self._count("unpin")
-        return Done(done="released: generators follow the newest policy version")
+        return Done(done="unpinned: generators follow the newest policy version")
 
     async def roll_back(self, policy_version: int) -> Done:
-        """Ask the trainer to go on from an older version."""
-        await self._known(policy_version)
+        await self._check_announced(policy_version)
         request = await self._store.request_rollback(policy_version)
         self._count("rollback")
         return Done(
-            done=f"rollback to policy version {policy_version} requested: the trainer carries it out before its next "
-            "step; if it has ended, when it is next started",
+            done=f"rollback to policy version {policy_version} requested: the trainer performs it before its next "
+            "step, or at its next start if it has ended",
             request_id=request.request_id,
         )
 
     async def replay(self, trajectory_id: str) -> Done:
-        """Put the prompt of a dead letter back."""
-        await self._letter(trajectory_id)
+        await self._check_letter(trajectory_id)
         group_id = await self._store.replay_dead_letter(trajectory_id)
         self._count("replay")
         return Done(
-            done=f"{trajectory_id} is replayed as group {group_id}, once the run has room for it", group_id=group_id
+            done=f"{trajectory_id} is replayed as group {group_id} once the run has room for it", group_id=group_id
         )
 
     async def delete_letter(self, trajectory_id: str) -> Done:
-        """Forget a dead letter."""
         if not await self._store.delete_dead_letter(trajectory_id):
             raise _no_letter(trajectory_id)
         self._count("delete_letter")
-        return Done(done=f"dead letter {trajectory_id} is forgotten")
+        return Done(done=f"dead letter {trajectory_id} is deleted")
 
     async def scale(self, request: ScaleRequest) -> Done:
-        """Ask the launcher for another number of processes."""
         if request.replicas is None:
             check_replicas(request.service, 1)
         else:
@@ -185,14 +168,14 @@ class RunActions:
                 await asyncio.to_thread(check_capacity, self._config, asked, request.service, request.replicas)
         carried_out = await self._store.request_scale(request.service, request.replicas)
         self._count("scale")
-        wish = "as the run file has it" if request.replicas is None else f"{request.replicas}"
-        who = "the launcher carries it out" if carried_out else "no launcher runs that could carry it out now"
-        return Done(done=f"{request.service} replicas: {wish}; {who}")
+        replicas = "as in the run file" if request.replicas is None else f"{request.replicas}"
+        launcher = "the launcher applies it" if carried_out else "no launcher runs that could apply it now"
+        return Done(done=f"{request.service} replicas: {replicas}; {launcher}")
 
     def _count(self, action: str) -> None:
         self._metrics.actions.labels(action=action).inc()
 
-    async def _known(self, policy_version: int) -> None:
+    async def _check_announced(self, policy_version: int) -> None:
         if await self._store.policy(policy_version) is None:
             raise NotFound(
                 f"policy version {policy_version} has not been announced",
@@ -200,7 +183,7 @@ class RunActions:
                 hint="GET /api/v1/policies lists them",
             )
 
-    async def _letter(self, trajectory_id: str) -> None:
+    async def _check_letter(self, trajectory_id: str) -> None:
         try:
             await self._store.dead_letter(trajectory_id)
         except Conflict as error:

@@ -1,4 +1,4 @@
-"""What the routes need behind them; ``backend.py`` provides it from the store, the run folder and the sampler."""
+"""Interface between the routes and ``backend.py``, which implements it on the store, the run folder and the poller."""
 
 from __future__ import annotations
 
@@ -22,59 +22,59 @@ from rollmesh.gateway.models import (
 
 
 class Reads(Protocol):
-    """What everybody may look at. Raises ``NotFound``, ``BadRequest`` and the store's errors."""
+    """Read access to the run; raises ``NotFound``, ``BadRequest``, ``Busy`` and the store's errors."""
 
     def about(self) -> About:
-        """Fixed facts of the run."""
+        """Return the fixed facts of the run."""
 
     def overview(self) -> Overview:
-        """The newest look at the mesh; StoreUnavailable before the first one."""
+        """Return the newest overview; Busy before the first one."""
 
     def timeline(self) -> Timeline:
-        """Rollouts in flight and just ended."""
+        """Return the rollouts in progress and recently ended."""
 
     def events(self, after: int | None) -> AsyncIterator[bytes]:
-        """Server-sent events, from the one after ``after`` where it is still known; Busy with too many clients."""
+        """Stream server-sent events, from the one after ``after`` if it is still kept; Busy with too many clients."""
 
     def series(self, names: Sequence[str], points: int) -> SeriesAnswer:
-        """Curves; every one when no name is given."""
+        """Return the named curves, or all curves if ``names`` is empty."""
 
     async def trajectories(self, state: ListState | None, cursor: str | None, limit: int) -> TrajectoryPage:
-        """One page of the queue's trajectories."""
+        """Return one page of the queue's trajectories."""
 
     async def trajectory(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:
-        """One trajectory, from the queue, a batch file or a dead letter."""
+        """Return one trajectory, from the queue, a batch file or a dead letter."""
 
     async def policies(self, limit: int) -> PolicyList:
-        """Announced policies, newest first."""
+        """Return announced policies, newest first."""
 
     async def generators(self) -> GeneratorList:
-        """Living generators."""
+        """Return the live generators."""
 
     async def dead_letters(self, limit: int) -> DeadLetterList:
-        """Dead letters, newest first."""
+        """Return dead letters, newest first."""
 
 
 class Actions(Protocol):
-    """What the holder of the token may do. Raises ``NotFound`` and the store's errors (Conflict among them)."""
+    """Actions that require the token; raises ``NotFound`` and the store's errors, including Conflict."""
 
     async def pause(self, paused: bool) -> Done:
         """Stop or allow new leases."""
 
     async def pin(self, policy_version: int) -> Done:
-        """Hold the generators at one version."""
+        """Pin the generators to one version."""
 
     async def unpin(self) -> Done:
-        """Let them follow the newest version again."""
+        """Let the generators follow the newest version."""
 
     async def roll_back(self, policy_version: int) -> Done:
-        """Ask the trainer to go on from an older version."""
+        """Request a rollback to an older version from the trainer."""
 
     async def replay(self, trajectory_id: str) -> Done:
-        """Put the prompt of a dead letter back into the run."""
+        """Return the prompt of a dead letter to the run."""
 
     async def delete_letter(self, trajectory_id: str) -> Done:
-        """Forget a dead letter."""
+        """Delete a dead letter."""
 
     async def scale(self, request: ScaleRequest) -> Done:
-        """Ask the launcher for another number of processes."""
+        """Request a number of processes from the launcher."""

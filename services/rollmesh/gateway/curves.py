@@ -1,4 +1,4 @@
-"""The curves of a run: per train step (the trainer's reports), per version (evaluations), over time (looks)."""
+"""Curves of a run: per train step (trainer reports), per version (evaluations) and over time (polls of the mesh)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LIVE = {
 }
 EVALUATION = "evaluation"
 NAMES = (*_REPORTED, EVALUATION, *_LIVE)
-"""Every curve there is."""
+"""Names of all curves."""
 
 
 class Curves:
@@ -60,7 +60,7 @@ class Curves:
         """Staleness of the trajectories of the newest step."""
 
     def add_report(self, record: Mapping[str, Any]) -> bool:
-        """One line of ``metrics.jsonl``, or what the queue keeps of it; False for one without a train step."""
+        """Add one step report, from ``metrics.jsonl`` or the queue; False if it has no train step."""
         step = _number(record, ("train_step",))
         if step is None:
             return False
@@ -72,24 +72,24 @@ class Curves:
         self.trained_staleness = _staleness(record)
         return True
 
-    def forget_reports(self, from_step: int) -> None:
-        """Take back the reports of a step and all later ones: the trainer writes them anew."""
+    def remove_reports(self, from_step: int) -> None:
+        """Remove the reports of a step and all later ones; the trainer writes them again."""
         for curve in self._reported.values():
-            curve.forget_from(from_step)
+            curve.remove_from(from_step)
         if self.report is not None and self.report.train_step >= from_step:
             self.report, self.trained_staleness = None, []
 
-    def add_look(self, time: float, values: Mapping[str, float]) -> None:
-        """One look at the mesh, by curve name."""
+    def add_poll(self, time: float, values: Mapping[str, float]) -> None:
+        """Add the values of one poll of the mesh, by curve name."""
         for name, value in values.items():
             self._live[name].add(time, value)
 
     def set_evaluations(self, points: Sequence[EvaluationView]) -> None:
-        """All finished evaluations, by version."""
+        """Set all finished evaluations, by version."""
         self._evaluations = points
 
     def answer(self, names: Sequence[str], points: int) -> SeriesAnswer:
-        """The named curves, all of them without a name; BadRequest for an unknown one."""
+        """Return the named curves, or all if ``names`` is empty; BadRequest for an unknown name."""
         unknown = [name for name in names if name not in NAMES]
         if unknown:
             raise BadRequest(f"no curve {unknown[0]!r}", field="names", hint=f"one of {', '.join(NAMES)}")
@@ -118,7 +118,7 @@ def _series(name: str, unit: str, axis: Literal["train_step", "time"], curve: Cu
 
 
 def _evaluation_series(evaluations: Sequence[EvaluationView], points: int) -> Series:
-    # Each is a measurement with an error of its own: of too many, some are left out, none is merged.
+    # Each point is a measurement with its own error: too many points are thinned out, never merged.
     every = -(-len(evaluations) // points) or 1
     shown = list(reversed(evaluations[::-1][::every]))
     return Series(
@@ -163,7 +163,7 @@ def _inner(record: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 
 def _number(record: Mapping[str, Any], path: Sequence[str]) -> float | None:
-    """A finite number in a record, or None."""
+    """Return a finite number of a record, or None."""
     value = _inner(record, path)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None

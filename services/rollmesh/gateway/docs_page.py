@@ -1,4 +1,4 @@
-"""The API's documentation as one plain page made from its OpenAPI document: nothing is loaded from elsewhere."""
+"""Documentation of the API as one plain page, made from its OpenAPI document without external resources."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def docs_page(document: Mapping[str, Any]) -> str:
-    """HTML with every operation and every schema."""
+    """Return HTML with every operation and every schema."""
     info = document["info"]
-    parts = [
+    lines = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(info['title'])}</title></head><body>",
@@ -20,12 +20,12 @@ def docs_page(document: Mapping[str, Any]) -> str:
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            parts += _operation(method, path, operation)
-    parts.append("<h2>Schemas</h2>")
+            lines += _operation(method, path, operation)
+    lines.append("<h2>Schemas</h2>")
     for name, schema in sorted(document["components"]["schemas"].items()):
-        parts += _schema(name, schema)
-    parts.append("</body></html>")
-    return "\n".join(parts)
+        lines += _schema(name, schema)
+    lines.append("</body></html>")
+    return "\n".join(lines)
 
 
 def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _schema(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A schema in a few words, with a link where it has a name."""
+    """Return a short description of a schema, with a link if it has a name."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f"<a href='#{name}'>{name}</a>"

@@ -1,7 +1,6 @@
-"""Live events: one look is turned into bytes once, however many clients listen, and no client is waited for.
+"""Live events, encoded once for all clients, with no queue per client.
 
-A client that reads too slowly finds that the events after its last one are gone, and gets a snapshot instead: nothing
-is queued for anybody.
+A client that reads too slowly misses events and receives a new snapshot instead.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ class _Tick:
 
     @cached_property
     def data(self) -> bytes:
-        """As it is sent; made for the first client that wants it."""
+        """Encoded event, computed for the first client that sends it."""
         return _encode("tick", self.sequence, self.event)
 
 
 class EventHub:
-    """The newest looks, and the clients that follow them."""
+    """Newest events and the clients that follow them."""
 
     def __init__(
         self, snapshot: Callable[[], SnapshotEvent | None], most_clients: int, metrics: GatewayMetrics
     ) -> None:
-        """``snapshot`` gives everything that is known now; None before the first look."""
+        """``snapshot`` returns the complete state, or None before the first poll."""
         self._snapshot = snapshot
         self._most_clients = most_clients
         self._metrics = metrics
@@ -50,15 +49,15 @@ class EventHub:
         self._snapshot_data: tuple[int, bytes] = (-1, b"")
         self._clients = 0
         self._closed = False
-        self._news = asyncio.Event()
+        self._published = asyncio.Event()
 
     @property
     def clients(self) -> int:
-        """Clients that follow."""
+        """Number of connected clients."""
         return self._clients
 
     def publish(self, event: TickEvent) -> None:
-        """One more look: wakes every client."""
+        """Publish an event and wake every client."""
         self._sequence += 1
         self._ticks.append(_Tick(sequence=self._sequence, event=event))
         self._wake()
@@ -69,10 +68,10 @@ class EventHub:
         self._wake()
 
     def follow(self, after: int | None) -> AsyncIterator[bytes]:
-        """Events after an id, or a snapshot and what follows; Busy when too many clients follow already."""
+        """Stream the events after an id, or a snapshot and the events after it; Busy with too many clients."""
         if self._clients >= self._most_clients:
             raise Busy(
-                f"{self._clients} clients follow the events already",
+                f"{self._clients} clients already follow the events",
                 hint="close a page, or raise gateway.most_event_clients",
             )
         return self._stream(after)
@@ -84,37 +83,37 @@ class EventHub:
             yield f"retry: {_RETRY_MILLISECONDS}\n\n".encode()
             sent = after
             while not self._closed:
-                news = self._news
-                if sent is None or not self._known_after(sent):
+                published = self._published
+                if sent is None or not self._has_all_after(sent):
                     sent, data = self._newest_snapshot()
                     if sent is not None:
                         self._metrics.events.labels(kind="snapshot").inc()
                         yield data
                 for tick in self._ticks_after(sent):
-                    if not self._known_after(tick.sequence - 1):
-                        break  # the last one took this client so long that the next ones are gone
+                    if not self._has_all_after(tick.sequence - 1):
+                        break  # sending took so long that the next events are no longer kept
                     sent = tick.sequence
                     self._metrics.events.labels(kind="tick").inc()
                     yield tick.data
-                if sent in (None, self._sequence) and not await _happens(news):
+                if sent in (None, self._sequence) and not await _wait_published(published):
                     yield _KEEP_ALIVE
         finally:
             self._clients -= 1
             self._metrics.event_clients.set(self._clients)
 
     def _ticks_after(self, sent: int | None) -> list[_Tick]:
-        """What follows an event, without a gap; nothing when a part of it is gone."""
-        if sent is None or not self._known_after(sent):
+        """Return the events after ``sent`` without a gap; none if one of them is no longer kept."""
+        if sent is None or not self._has_all_after(sent):
             return []
         return [tick for tick in self._ticks if tick.sequence > sent]
 
-    def _known_after(self, sent: int) -> bool:
-        """Whether every event after this one is still here; an id of another process is beyond all of them."""
+    def _has_all_after(self, sent: int) -> bool:
+        """Tell whether every event after this one is still kept; False for an id of another process."""
         oldest = self._ticks[0].sequence if self._ticks else self._sequence + 1
         return oldest - 1 <= sent <= self._sequence
 
     def _newest_snapshot(self) -> tuple[int | None, bytes]:
-        """Its id and bytes; no id while there is nothing to show."""
+        """Return the id and bytes of the newest snapshot; no id before the first poll."""
         if self._snapshot_data[0] != self._sequence:
             event = self._snapshot()
             if event is None:
@@ -123,14 +122,14 @@ class EventHub:
         return self._snapshot_data
 
     def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        self._published.set()
+        self._published = asyncio.Event()
 
 
-async def _happens(news: asyncio.Event) -> bool:
+async def _wait_published(published: asyncio.Event) -> bool:
     try:
         async with asyncio.timeout(_KEEP_ALIVE_SECONDS):
-            await news.wait()
+            await published.wait()
     except TimeoutError:
         return False
     return True

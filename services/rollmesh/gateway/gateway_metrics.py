@@ -1,4 +1,4 @@
-"""What a gateway exports."""
+"""Metrics of the gateway."""
 
 from __future__ import annotations
 
@@ -9,30 +9,28 @@ ACTIONS = ("pause", "resume", "pin", "unpin", "rollback", "replay", "delete_lett
 
 
 class GatewayMetrics:
-    """Requests, events and looks of one gateway."""
+    """Metrics of requests, events and polls."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.requests = metrics.counter(
-            "rollmesh_gateway_requests_total", "Requests by route and class of status.", ("route", "status")
+            "rollmesh_gateway_requests_total", "Requests by route and status class.", ("route", "status")
         )
         self.request_seconds = metrics.histogram(
-            "rollmesh_gateway_request_seconds", "From a request to the start of its answer.", LATENCY_BUCKETS
+            "rollmesh_gateway_request_seconds", "Time from a request to the start of its response.", LATENCY_BUCKETS
         )
-        self.event_clients = metrics.gauge(
-            "rollmesh_gateway_event_clients", "Clients that follow the live events right now."
-        )
+        self.event_clients = metrics.gauge("rollmesh_gateway_event_clients", "Clients connected to the live events.")
         self.events = metrics.counter("rollmesh_gateway_events_total", "Live events sent, by kind.", ("kind",))
-        self.look_seconds = metrics.histogram("rollmesh_gateway_look_seconds", "Duration of a look at the mesh.")
-        self.look_failures = metrics.counter("rollmesh_gateway_look_failures_total", "Looks that the store refused.")
+        self.look_seconds = metrics.histogram("rollmesh_gateway_look_seconds", "Duration of a poll of the mesh.")
+        self.look_failures = metrics.counter("rollmesh_gateway_look_failures_total", "Polls of the mesh that failed.")
         self.last_look = metrics.gauge(
-            "rollmesh_gateway_last_look_timestamp_seconds", "When the mesh was last looked at with success."
+            "rollmesh_gateway_last_look_timestamp_seconds", "Unix time of the last successful poll of the mesh."
         )
         self.left_out = metrics.gauge(
-            "rollmesh_gateway_left_out_trajectories", "Trajectories in flight that the timeline has no room for."
+            "rollmesh_gateway_left_out_trajectories", "Trajectories in progress that do not fit in the timeline."
         )
         self.actions = metrics.counter("rollmesh_gateway_actions_total", "Actions taken, by kind.", ("action",))
         self.refused_tokens = metrics.counter(
-            "rollmesh_gateway_refused_tokens_total", "Requests with a missing or wrong token."
+            "rollmesh_gateway_refused_tokens_total", "Requests with a missing or invalid token."
         )
         for status in STATUS_CLASSES:
             self.requests.labels(route="page", status=status)

@@ -1,4 +1,4 @@
-"""In front of every route: host names, body sizes, security headers, and the count of what was answered."""
+"""Middleware in front of every route: host names, body sizes, security headers and request metrics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _BODY_SECONDS = 30.0
 _LINGER_SECONDS = 2.0
 _MOST_ARRIVING = 8
-"""Bodies at the limit that may be arriving at once: memory that anybody can ask for, before a token is looked at."""
+"""Number of maximum-size bodies that may arrive at once: this memory is used before the token is checked."""
 _MOST_WASTED = 2
-"""Bodies at the limit that are read and thrown away after one was too long."""
+"""Number of maximum-size bodies that are read and discarded after a body was too long."""
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'",
@@ -36,7 +36,7 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A request that is answered before any route sees it."""
+    """Rejection of a request before it reaches a route."""
 
     status: int
     error: str
@@ -45,23 +45,22 @@ class Refusal:
 
 
 class Guard:
-    """ASGI middleware; the application behind it gets the whole body at once, or none."""
+    """ASGI middleware; the application receives a complete body or no request at all."""
 
     def __init__(self, app: ASGIApp, *, hosts: Sequence[str], most_bytes: int, metrics: GatewayMetrics) -> None:
-        """``hosts`` are the names it answers to ("*.a.org" for all below one); none is every name."""
+        """``hosts`` are the accepted names ("*.a.org" for all below one); an empty list accepts every name."""
         self._app = app
         self._hosts = tuple(host.lower() for host in hosts)
         self._most_bytes = most_bytes
         self._metrics = metrics
         self._arriving = 0
-        """Bytes of bodies that are not complete yet."""
+        """Bytes of incomplete bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun = time.monotonic()
+        start_time = time.monotonic()
         seen = 0
 
         async def counted(message: Message) -> None:
@@ -73,7 +72,7 @@ class Guard:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
-                self._metrics.request_seconds.observe(time.monotonic() - begun)
+                self._metrics.request_seconds.observe(time.monotonic() - start_time)
             await send(message)
 
         try:
@@ -83,17 +82,17 @@ class Guard:
             else:
                 await self._app(scope, _replay(body, receive), counted)
         finally:
-            # Status 0: the client went away, or the application failed, before an answer began.
+            # Status 0: the client disconnected, or the application failed, before the response began.
             self._metrics.requests.labels(route=_route(scope), status=f"{(seen or 500) // 100}xx").inc()
 
     async def _checked(self, headers: Headers, receive: Receive) -> tuple[Refusal | None, bytes]:
         host = headers.get("host", "").lower()
         if self._hosts and not any(_matches(host, allowed) for allowed in self._hosts):
             hint = "use a loopback address, or add the name to gateway.allowed_hosts"
-            return Refusal(status=400, error=f"it is not called {host!r}", field="Host", hint=hint), b""
+            return Refusal(status=400, error=f"unknown host name {host!r}", field="Host", hint=hint), b""
         too_long = Refusal(
             status=413,
-            error=f"the body is longer than {self._most_bytes} bytes",
+            error=f"the body exceeds {self._most_bytes} bytes",
             field="body",
             hint="send less, or raise gateway.max_request_bytes",
         )
@@ -107,15 +106,15 @@ class Guard:
                     await _let_finish(receive, self._most_bytes)
         except _TooMuch:
             await _let_finish(receive, self._most_bytes)
-            hint = "send it again in a moment"
+            hint = "retry in a moment"
             return Refusal(status=503, error="too many bodies are arriving at once", field="body", hint=hint), b""
         except TimeoutError:
-            hint = "send it faster"
+            hint = "send the body faster"
             return Refusal(status=408, error="the body did not arrive in time", field="body", hint=hint), b""
         return (too_long, b"") if body is None else (None, body)
 
     async def _read_body(self, receive: Receive) -> bytes | None:
-        """The whole body, None when it is too long; raises _TooMuch when too much arrives from everybody."""
+        """Return the whole body, or None if it is too long; _TooMuch if the bodies of all clients are too long."""
         body = bytearray()
         try:
             while True:
@@ -136,11 +135,11 @@ class Guard:
 
 
 class _TooMuch(Exception):
-    """Everybody's bodies together are too long."""
+    """The bodies of all clients together are too long."""
 
 
 async def _let_finish(receive: Receive, most_bytes: int) -> None:
-    """Read on for a while: a client that is cut off in the middle of its body does not see the answer."""
+    """Read for a while longer: a client whose upload is cut off does not see the response."""
     left = _MOST_WASTED * most_bytes
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LINGER_SECONDS):
@@ -152,14 +151,14 @@ async def _let_finish(receive: Receive, most_bytes: int) -> None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A channel that gives the body once, and then whatever comes (the client's leave)."""
-    given = False
+    """Return a channel that delivers the body once and then forwards messages (the client's disconnect)."""
+    sent = False
 
     async def again() -> Message:
-        nonlocal given
-        if given:
+        nonlocal sent
+        if sent:
             return await receive()
-        given = True
+        sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return again
@@ -177,7 +176,7 @@ async def _refuse(refusal: Refusal, path: str, send: Send) -> None:
 
 
 def _matches(host: str, allowed: str) -> bool:
-    """Whether a Host header names this host, with or without a port."""
+    """Tell whether a Host header names this host, with or without a port."""
     bare, colon, port = host.rpartition(":")
     names = {host, bare} if colon and port.isdecimal() else {host}
     if allowed.startswith("*."):
@@ -186,7 +185,7 @@ def _matches(host: str, allowed: str) -> bool:
 
 
 def _route(scope: Scope) -> str:
-    """The route's template, so that the label has as many values as there are routes."""
+    """Return the template of the route, which limits the number of label values."""
     path = getattr(scope.get("route"), "path_format", None) or getattr(scope.get("route"), "path", None)
     if isinstance(path, str):
         return path

@@ -1,4 +1,4 @@
-"""The gateway's listening socket."""
+"""Listening socket of the gateway."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import socket
 
 from rollmesh.runtime.admin_http import listen
 
-_DEAF_SECONDS = 60.0
+_UNREAD_SECONDS = 60.0
 
 
-def listen_to_hearers(host: str, port: int, field: str, *, deaf_seconds: float = _DEAF_SECONDS) -> socket.socket:
-    """A listening socket whose connections end when a client takes nothing for ``deaf_seconds``.
+def listen_with_timeout(host: str, port: int, field: str, *, unread_seconds: float = _UNREAD_SECONDS) -> socket.socket:
+    """Return a listening socket whose connections close when a client reads nothing for ``unread_seconds``.
 
-    An answer under way holds its place until it is told: one of the event clients, or the trajectory of a session.
-    A client that has gone without a word, or never reads, would hold it for good. Raises ConfigError as ``listen``.
+    A response in progress keeps its resources: a place among the event clients, or the trajectory of a session. A
+    client that disappears or stops reading would keep them forever. Raises ConfigError like ``listen``.
     """
     listener = listen(host, port, field)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * deaf_seconds))
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * unread_seconds))
     return listener

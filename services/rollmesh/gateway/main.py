@@ -1,4 +1,4 @@
-"""The gateway process: the page and the REST API on one port, the admin port beside it."""
+"""The gateway process: page and REST API on one port, and a separate admin port."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.backend import RunActions, RunReads
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.guard import LOOPBACK_NAMES
-from rollmesh.gateway.listening import listen_to_hearers
+from rollmesh.gateway.listening import listen_with_timeout
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.gateway.token_check import Check, no_check, token_check
 from rollmesh.gateway.viewer import Viewer, open_tokenizer
@@ -34,14 +34,14 @@ from rollmesh.text import Tokenizer
 
 _GRACE_SECONDS = 3
 _RETRY_SECONDS = 5.0
-"""A person who asks is told after so long that Redis is away."""
+"""Time until a request reports that Redis is unreachable."""
 
 
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """Serve the page and the API until ``shutdown``.
 
-    Raises ConfigError for a port that is taken or a token that can be kept nowhere, StoreUnavailable when Redis does
-    not answer at the start.
+    Raises ConfigError if a port is taken or the token cannot be stored, and StoreUnavailable if Redis does not answer
+    at startup.
     """
     security = PortSecurity.from_config(config.security)
     registry, health = Metrics("gateway"), Health()
@@ -56,11 +56,11 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
                 config.store, config.name, retry_seconds=_RETRY_SECONDS, observer=StoreCallMetrics(registry)
             )
         )
-        sampler = MeshPoller(store, config, metrics, health)
+        poller = MeshPoller(store, config, metrics, health)
         tokenizer, check = open_tokenizer(config), token_check(gateway_token(config))
         openai = await mount_openai(stack, config, index, store, tokenizer, registry, health, shutdown, security, check)
-        app = build_app(config, store, sampler, metrics, host, tokenizer, check, [openai])
-        listener = listen_to_hearers(host, config.gateway.port, "gateway.port")
+        app = build_app(config, store, poller, metrics, host, tokenizer, check, [openai])
+        listener = listen_with_timeout(host, config.gateway.port, "gateway.port")
         port = await stack.enter_async_context(http_server(app, listener, security, grace_seconds=_GRACE_SECONDS))
         url = f"{security.scheme}://{host_port(_reachable(config, host), port)}/"
         stack.enter_context(
@@ -75,25 +75,25 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             )
         )
         get_logger("gateway").info("serving", url=url)
-        await sampler.run(shutdown)
+        await poller.run(shutdown)
         health.set_ready(False, "shutting down")
 
 
 def build_app(
     config: RunConfig,
     store: TrajectoryStore,
-    sampler: MeshPoller,
+    poller: MeshPoller,
     metrics: GatewayMetrics,
     host: str,
     tokenizer: Tokenizer | None,
     check: Check,
     routers: Sequence[APIRouter],
 ) -> FastAPI:
-    """The application of one run; ``check`` guards the actions, and reads where the run file says so."""
+    """Build the application of one run; ``check`` guards actions, and reads if gateway.token_for_reads is set."""
     section = config.gateway
     loopback = is_loopback(host_port(host, 1))
     return create_app(
-        RunReads(config, store, sampler, Viewer(store, Archive(config), tokenizer), text=tokenizer is not None),
+        RunReads(config, store, poller, Viewer(store, Archive(config), tokenizer), text=tokenizer is not None),
         RunActions(config, store, metrics),
         read_check=check if section.token_for_reads else no_check,
         action_check=check,
@@ -105,7 +105,7 @@ def build_app(
 
 
 def _reachable(config: RunConfig, host: str) -> str:
-    """An address for people where the gateway is bound to all of them."""
+    """Return an address to connect to, also if the gateway is bound to all addresses."""
     if host not in WILDCARDS:
         return host
     return config.network.advertise_host or ("::1" if ":" in host else "127.0.0.1")

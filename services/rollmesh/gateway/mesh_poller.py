@@ -1,4 +1,4 @@
-"""The one loop that looks at the mesh; every reader is served from what it saw last."""
+"""Poll loop of the mesh; every request is answered from its newest result."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from rollmesh.store.inspection import TrajectoryMark
 
 LOOP = "sampler"
 WINDOW_SECONDS = 120.0
-_LOOK_SECONDS = 10.0
-"""A look that takes longer is given up."""
+_POLL_SECONDS = 10.0
+"""Time limit of one poll."""
 _SLOW_SECONDS = 5.0
-"""Evaluations and endpoint files change rarely and are read so often."""
+"""Seconds between two reads of evaluations and endpoint files, which change rarely."""
 _FOLDER_SECONDS = 2.0
-"""A look waits so long for the run folder."""
+"""Time that one poll waits for the run folder."""
 _SCAN_COUNT = 512
-"""Held trajectories looked through per session and look, in search of new ones."""
+"""Leased trajectories scanned per session and poll, to find new ones."""
 
 _HISTORY = {"in_flight": "leased", "ready_groups": "ready_groups", "memory_ratio": "memory_ratio"}
-"""Field of the launcher's look by curve."""
+"""Field of the launcher's history by curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _FolderNews:
-    """What the run folder has that is new."""
+class _FolderUpdate:
+    """New content of the run folder."""
 
     reports: FileReports
     history: Sequence[Mapping[str, Any]]
@@ -54,7 +54,7 @@ class _FolderNews:
 
 
 class MeshPoller:
-    """Looks at the mesh about every second and keeps what it saw, in bounded memory."""
+    """Poller of the mesh; reads about once per second and keeps the result in bounded memory."""
 
     def __init__(self, store: TrajectoryStore, config: RunConfig, metrics: GatewayMetrics, health: Health) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class MeshPoller:
         self._metrics = metrics
         self._health = health
         self._schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
-        self._lanes = TimelineTracker(config.gateway.timeline_rollouts, WINDOW_SECONDS)
+        self._timeline = TimelineTracker(config.gateway.timeline_rollouts, WINDOW_SECONDS)
         self._cursors: dict[str, int] = {}
         self._rates = RateWindow()
         folder = Path(config.folder)
@@ -70,69 +70,69 @@ class MeshPoller:
         self._reports = ReportFeed(folder, store, self.curves)
         self._history = JsonLinesTail(folder / "timeline.jsonl")
         self._history_rates = RateWindow()
-        self._begun = time.time()
+        self._start_time = time.time()
         self._evaluations: list[EvaluationView] = []
         self._running: Mapping[str, int] = {}
         self._slow_at = 0.0
         self._overview: Overview | None = None
-        self._looked_at = 0.0
-        self._reading: asyncio.Future[_FolderNews] | None = None
-        self._folder_complaint = ""
-        self._complaint = "the mesh has not been looked at yet"
+        self._polled_at = 0.0
+        self._reading: asyncio.Future[_FolderUpdate] | None = None
+        self._folder_error = ""
+        self._error = "the mesh has not been polled yet"
         self._log = get_logger("gateway")
         self.hub = EventHub(self.snapshot, config.gateway.most_event_clients, metrics)
 
     async def run(self, shutdown: Shutdown) -> None:
-        """Look until ``shutdown``; then every event stream ends."""
-        self._health.watch(LOOP, 3 * _LOOK_SECONDS + self._config.gateway.sample_seconds)
+        """Poll until ``shutdown``, then end every event stream."""
+        self._health.watch(LOOP, 3 * _POLL_SECONDS + self._config.gateway.sample_seconds)
         try:
             while not shutdown.is_set():
-                begun = time.monotonic()
+                start_time = time.monotonic()
                 await self.step()
                 self._health.beat(LOOP)
-                # Without the store, too: a page that says since when Redis is away serves people better than none.
+                # Ready even without the store: the page then shows that Redis is unreachable and since when.
                 self._health.set_ready(True)
-                left = self._config.gateway.sample_seconds - (time.monotonic() - begun)
-                # A moment of rest even when looks take longer than their interval: requests need the loop, too.
+                left = self._config.gateway.sample_seconds - (time.monotonic() - start_time)
+                # Yield even when a poll takes longer than the interval: requests share this event loop.
                 await wait_or_shutdown(shutdown, max(0.05, left))
         finally:
             self.hub.close()
             self._health.unwatch(LOOP)
 
     async def step(self) -> None:
-        """One look, published to the event clients."""
-        begun = time.monotonic()
+        """Poll once and publish the result to the event clients."""
+        start_time = time.monotonic()
         try:
-            async with asyncio.timeout(_LOOK_SECONDS):
+            async with asyncio.timeout(_POLL_SECONDS):
                 await self._read_folder()
                 await self._reports.read_queue()
-                look = await read_snapshot(self._store, self._schedule)
+                snapshot = await read_snapshot(self._store, self._schedule)
                 await self._read_slow_facts()
-                delta = await self._follow(look)
+                delta = await self._follow(snapshot)
         except (StoreError, TimeoutError) as error:
             self._without_store(error)
             return
-        self._metrics.look_seconds.observe(time.monotonic() - begun)
+        self._metrics.look_seconds.observe(time.monotonic() - start_time)
         self._metrics.last_look.set(time.time())
         self._metrics.left_out.set(delta.left_out)
-        self._keep(look)
-        self._complaint = ""
+        self._apply(snapshot)
+        self._error = ""
         self._publish(delta)
 
     def overview(self) -> Overview:
-        """The newest look, with its age; Busy before the first one."""
+        """Return the newest overview with its age; Busy before the first poll."""
         if self._overview is None:
-            raise Busy(self._complaint, hint="ask again in a moment")
-        # By this machine's clock: the look itself carries the time of Redis.
-        age = time.monotonic() - self._looked_at
+            raise Busy(self._error, hint="retry in a moment")
+        # Use the clock of this machine: the snapshot carries the time of Redis.
+        age = time.monotonic() - self._polled_at
         return self._overview.model_copy(update={"age_seconds": round(age, 3)})
 
     def timeline(self) -> Timeline:
-        """Rollouts in flight and just ended."""
-        return self._lanes.timeline()
+        """Return the rollouts in progress and recently ended."""
+        return self._timeline.timeline()
 
     def snapshot(self) -> SnapshotEvent | None:
-        """Everything, for an event client that begins; None before the first look."""
+        """Return the complete state for a new event client; None before the first poll."""
         if self._overview is None:
             return None
         return SnapshotEvent(overview=self.overview(), timeline=self.timeline())
@@ -140,22 +140,22 @@ class MeshPoller:
     def _publish(self, delta: TimelineDelta) -> None:
         self.hub.publish(TickEvent(overview=self.overview(), timeline=delta))
 
-    def _keep(self, look: MeshSnapshot) -> None:
-        now = look.view.now
-        self._looked_at = time.monotonic()
-        rates = self._rates.update(now, look.counts.totals)
-        self.curves.add_look(
+    def _apply(self, snapshot: MeshSnapshot) -> None:
+        now = snapshot.view.now
+        self._polled_at = time.monotonic()
+        rates = self._rates.update(now, snapshot.counts.totals)
+        self.curves.add_poll(
             now,
             {
                 "tokens_per_second": rates.saved_tokens_per_second,
                 "finished_per_second": rates.finished_per_second,
-                "in_flight": look.view.leased,
-                "ready_groups": look.view.ready_groups,
-                "memory_ratio": look.view.memory_ratio,
+                "in_flight": snapshot.view.leased,
+                "ready_groups": snapshot.view.ready_groups,
+                "memory_ratio": snapshot.view.memory_ratio,
             },
         )
         self._overview = build_overview(
-            look,
+            snapshot,
             run=self._config.name,
             schedule=self._schedule,
             rates=rates,
@@ -165,14 +165,14 @@ class MeshPoller:
         )
 
     def _without_store(self, error: Exception) -> None:
-        complaint = str(error) or f"the store did not answer a look within {_LOOK_SECONDS:.0f} s"
-        if complaint != self._complaint:
-            self._log.warning("look_failed", message=complaint)
-        self._complaint = complaint
+        message = str(error) or f"the store did not answer a poll within {_POLL_SECONDS:.0f} s"
+        if message != self._error:
+            self._log.warning("look_failed", message=message)
+        self._error = message
         self._metrics.look_failures.inc()
         if self._overview is None:
             return
-        self._overview = self._overview.model_copy(update={"state": "unreachable", "waiting_for": complaint})
+        self._overview = self._overview.model_copy(update={"state": "unreachable", "waiting_for": message})
         timeline = self.timeline()
         self._publish(
             TimelineDelta(
@@ -180,15 +180,15 @@ class MeshPoller:
             )
         )
 
-    async def _follow(self, look: MeshSnapshot) -> TimelineDelta:
-        """Marks of the followed rollouts, and new ones for the room that is left."""
-        ids = self._lanes.followed
-        if self._lanes.room:
-            self._cursors = {session: self._cursors.get(session, 0) for session in look.workers}
+    async def _follow(self, snapshot: MeshSnapshot) -> TimelineDelta:
+        """Return the changes of the followed rollouts, and new rollouts if there is room."""
+        ids = self._timeline.followed
+        if self._timeline.room:
+            self._cursors = {session: self._cursors.get(session, 0) for session in snapshot.workers}
             found, self._cursors = await self._store.scan_held(self._cursors, _SCAN_COUNT)
-            ids += new_ids(found, self._lanes)
+            ids += new_ids(found, self._timeline)
         marks: dict[str, TrajectoryMark | None] = dict(zip(ids, await self._store.marks(ids), strict=True))
-        return self._lanes.look(look.view.now, marks, look.workers, look.view.leased)
+        return self._timeline.update(snapshot.view.now, marks, snapshot.workers, snapshot.view.leased)
 
     async def _read_slow_facts(self) -> None:
         if time.monotonic() < self._slow_at:
@@ -198,34 +198,34 @@ class MeshPoller:
         self.curves.set_evaluations(self._evaluations)
 
     async def _read_folder(self) -> None:
-        """What is new in the run folder; a disk that does not answer is not waited for, and asked once."""
+        """Read new content of the run folder; a slow disk delays the poll by at most _FOLDER_SECONDS."""
         if self._reading is None:
             self._reading = asyncio.ensure_future(asyncio.to_thread(self._read_files))
         done, _ = await asyncio.wait([self._reading], timeout=_FOLDER_SECONDS)
         if not done:
-            self._complain_of_folder(f"{self._config.folder} does not answer")
+            self._log_folder_error(f"{self._config.folder} does not answer")
             return
         reading, self._reading = self._reading, None
         try:
-            news = reading.result()
+            update = reading.result()
         except OSError as error:
-            # The run folder may be on another machine's disk; what Redis tells does not depend on it.
-            self._complain_of_folder(str(error))
-            self._reports.lose_file()
+            # The run folder may be on a remote disk; the data from Redis does not depend on it.
+            self._log_folder_error(str(error))
+            self._reports.file_lost()
             return
-        self._reports.take_file(news.reports)
-        for record in news.history:
+        self._reports.apply_file(update.reports)
+        for record in update.history:
             self._add_history(record)
-        self._running = news.running
+        self._running = update.running
 
-    def _complain_of_folder(self, complaint: str) -> None:
-        if complaint != self._folder_complaint:
-            self._log.warning("run_folder_unreadable", message=complaint)
-        self._folder_complaint = complaint
+    def _log_folder_error(self, message: str) -> None:
+        if message != self._folder_error:
+            self._log.warning("run_folder_unreadable", message=message)
+        self._folder_error = message
 
-    def _read_files(self) -> _FolderNews:
-        """New step reports, what a launcher wrote before this gateway was there, and endpoint files."""
-        return _FolderNews(
+    def _read_files(self) -> _FolderUpdate:
+        """Read new step reports, the launcher's history from before this gateway started, and endpoint files."""
+        return _FolderUpdate(
             reports=self._reports.read_file(),
             history=self._history.read(),
             running=Counter(endpoint.service for endpoint in read_endpoints(Path(self._config.folder))),
@@ -236,7 +236,7 @@ class MeshPoller:
         seconds, saved = record.get("t"), record.get("saved_token_total")
         if not isinstance(view, dict) or not isinstance(seconds, float) or not isinstance(saved, int):
             return
-        if seconds >= self._begun:
+        if seconds >= self._start_time:
             return
         rates = self._history_rates.update(seconds, {"saved_tokens_total": saved})
         values = {"tokens_per_second": rates.saved_tokens_per_second}
@@ -247,4 +247,4 @@ class MeshPoller:
         ):
             if isinstance(view.get(field), int | float):
                 values[curve] = float(view[field])
-        self.curves.add_look(seconds, values)
+        self.curves.add_poll(seconds, values)

@@ -1,4 +1,4 @@
-"""One look at the mesh: what is read from the store, and the overview made of it."""
+"""Snapshot of the mesh, and the overview built from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _RATES = ("saved_tokens_total", "finished_total", "consumed_total")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSnapshot:
-    """What the store says at one moment."""
+    """State of the store at one moment."""
 
     view: MeshView
     counts: StoreCounts
@@ -50,7 +50,7 @@ class MeshSnapshot:
 
 
 async def read_snapshot(store: TrajectoryStore, schedule: Schedule) -> MeshSnapshot:
-    """Read everything but single trajectories."""
+    """Read all state except single trajectories."""
     rollback = await store.rollback_request()
     view = await store.view(groups=False)
     return MeshSnapshot(
@@ -67,16 +67,16 @@ async def read_snapshot(store: TrajectoryStore, schedule: Schedule) -> MeshSnaps
 
 
 class RateWindow:
-    """Growth of lifetime counters over the last seconds."""
+    """Growth rates of lifetime counters over the last seconds."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, tuple[int, ...]]] = deque()
 
     def update(self, now: float, totals: Mapping[str, int]) -> Rates:
-        """Take in the newest totals."""
+        """Add the newest totals and return the rates."""
         values = tuple(totals.get(name, 0) for name in _RATES)
         if self._points and values[0] < self._points[-1][1][0]:
-            self._points.clear()  # Redis came back as an earlier state
+            self._points.clear()  # Redis was restored to an earlier state
         self._points.append((now, values))
         while len(self._points) > 2 and now - self._points[0][0] > _RATE_SECONDS:
             self._points.popleft()
@@ -86,10 +86,10 @@ class RateWindow:
 
 
 def finished_evaluations(records: Sequence[EvalRecord]) -> list[EvaluationView]:
-    """Scores of finished evaluations by version; the newest of a version counts."""
+    """Return the scores of finished evaluations by version; only the newest evaluation of a version counts."""
     found: dict[int, EvaluationView] = {}
     for record in records:
-        if record.result is not None and record.result.sample_count > 0:  # one given up has no score
+        if record.result is not None and record.result.sample_count > 0:  # an abandoned evaluation has no score
             found[record.request.policy_version] = EvaluationView(
                 policy_version=record.request.policy_version,
                 mean=record.result.mean,
@@ -101,7 +101,7 @@ def finished_evaluations(records: Sequence[EvalRecord]) -> list[EvaluationView]:
 
 
 def generator_views(records: Sequence[GeneratorRecord], newest_version: int) -> list[GeneratorView]:
-    """Generators as the API shows them, those that serve first."""
+    """Return the views of generators, serving ones first."""
     ordered = sorted(records, key=lambda r: (not r.serving, r.address, r.instance_id))
     return [
         GeneratorView(
@@ -121,7 +121,7 @@ def generator_views(records: Sequence[GeneratorRecord], newest_version: int) -> 
 
 
 def build_overview(
-    look: MeshSnapshot,
+    snapshot: MeshSnapshot,
     *,
     run: str,
     schedule: Schedule,
@@ -130,9 +130,9 @@ def build_overview(
     evaluations: Sequence[EvaluationView],
     running: Mapping[str, int],
 ) -> Overview:
-    """The overview of one look; ``running`` are local processes by service."""
-    view, counts = look.view, look.counts
-    state, waiting_for = run_state(look, schedule)
+    """Return the overview of one snapshot; ``running`` are local processes by service."""
+    view, counts = snapshot.view, snapshot.counts
+    state, waiting_for = run_state(snapshot, schedule)
     return Overview(
         run=run,
         time=view.now,
@@ -146,9 +146,9 @@ def build_overview(
         cut_step=view.cut_step,
         newest_version=view.policy_version,
         newest_train_step=view.policy_train_step,
-        pinned_version=look.pinned_version,
-        rollback_to=look.rollback_to,
-        pool_size=look.desired.pool_size,
+        pinned_version=snapshot.pinned_version,
+        rollback_to=snapshot.rollback_to,
+        pool_size=snapshot.desired.pool_size,
         trajectories=dict(counts.trajectories),
         groups=dict(counts.groups),
         staleness=Staleness(
@@ -164,8 +164,8 @@ def build_overview(
             for reason, count in sorted(counts.drops.items())
             if count
         ],
-        generators=generator_views(look.generators, view.policy_version)[:MOST_GENERATORS],
-        generator_count=len(look.generators),
+        generators=generator_views(snapshot.generators, view.policy_version)[:MOST_GENERATORS],
+        generator_count=len(snapshot.generators),
         evaluations=list(evaluations[-MOST_EVALUATIONS:]),
         memory=MemoryView(
             used_bytes=counts.used_memory_bytes, max_bytes=counts.max_memory_bytes, ratio=view.memory_ratio
@@ -173,31 +173,33 @@ def build_overview(
         rates=rates,
         report=curves.report,
         totals=dict(counts.totals),
-        workers=len(look.workers),
+        workers=len(snapshot.workers),
         dead_letters=counts.dead_letters,
         services=[
-            ServiceScale(service=service, running=running.get(service, 0), requested=look.scale_requests.get(service))
-            for service in sorted(running.keys() | look.scale_requests.keys())
+            ServiceScale(
+                service=service, running=running.get(service, 0), requested=snapshot.scale_requests.get(service)
+            )
+            for service in sorted(running.keys() | snapshot.scale_requests.keys())
         ],
     )
 
 
-def run_state(look: MeshSnapshot, schedule: Schedule) -> tuple[RunState, str]:
-    """What the run is doing, and what it waits for."""
-    view = look.view
-    if look.failure:
-        return "failed", look.failure
-    if view.trained_enough and view.policy_train_step >= schedule.train_steps:
+def run_state(snapshot: MeshSnapshot, schedule: Schedule) -> tuple[RunState, str]:
+    """Return the state of the run and the condition it waits for."""
+    view = snapshot.view
+    if snapshot.failure:
+        return "failed", snapshot.failure
+    if view.is_complete and view.policy_train_step >= schedule.train_steps:
         return "complete", ""
     waiting_for = decide(schedule, view).waiting_for
     if view.recovering:
         return "recovering", waiting_for
     if view.policy_version < 0:
         return "starting", "the trainer to publish the initial policy"
-    if (switched := view.user_paused or view.launcher_paused) or look.desired.paused:
-        # The leader needs a moment to write its reason down; an operator's or the launcher's pause counts at once.
-        return "paused", waiting_for if switched else look.desired.reason or waiting_for
-    if not any(generator.serving for generator in look.generators):
+    if (switched := view.user_paused or view.launcher_paused) or snapshot.desired.paused:
+        # The leader writes its reason with a delay; a pause by the operator or the launcher takes effect immediately.
+        return "paused", waiting_for if switched else snapshot.desired.reason or waiting_for
+    if not any(generator.serving for generator in snapshot.generators):
         return "running", "a generator that serves"
     return "running", waiting_for
 

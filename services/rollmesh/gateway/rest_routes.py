@@ -1,23 +1,23 @@
 """The REST API, one function per endpoint.
 
 GET     /api/v1/about                          fixed facts of the run
-GET     /api/v1/overview                       the run at the newest look
-GET     /api/v1/events                         server-sent events: one ``snapshot``, then a ``tick`` per look
-GET     /api/v1/timeline                       rollouts in flight, with their policy versions
+GET     /api/v1/overview                       newest state of the run
+GET     /api/v1/events                         server-sent events: one ``snapshot``, then a ``tick`` per poll
+GET     /api/v1/timeline                       rollouts in progress, with their policy versions
 GET     /api/v1/series                         curves over train steps, versions and time
 GET     /api/v1/trajectories                   the queue, page by page
-GET     /api/v1/trajectories/{id}              one trajectory token by token
+GET     /api/v1/trajectories/{id}              one trajectory, token by token
 GET     /api/v1/policies                       announced policies
-GET     /api/v1/generators                     living generators
-GET     /api/v1/dead-letters                   trajectories that gave up
-GET     /api/v1/token                          whether the token is right
+GET     /api/v1/generators                     live generators
+GET     /api/v1/dead-letters                   failed trajectories
+GET     /api/v1/token                          check of the token
 POST    /api/v1/pause, /api/v1/resume          stop and allow new leases
-POST    /api/v1/policies/{version}/pin         hold the generators at a version
-POST    /api/v1/policies/{version}/rollback    go on from an older version
-POST    /api/v1/unpin                          follow the newest version again
-POST    /api/v1/dead-letters/{id}/replay       put a prompt back
-DELETE  /api/v1/dead-letters/{id}              forget a letter
-POST    /api/v1/scale                          more or fewer local processes of a service
+POST    /api/v1/policies/{version}/pin         pin the generators to a version
+POST    /api/v1/policies/{version}/rollback    continue from an older version
+POST    /api/v1/unpin                          follow the newest version
+POST    /api/v1/dead-letters/{id}/replay       return a prompt to the run
+DELETE  /api/v1/dead-letters/{id}              delete a dead letter
+POST    /api/v1/scale                          set the number of local processes of a service
 """
 
 from __future__ import annotations
@@ -55,32 +55,32 @@ Version = Annotated[int, Path(description="Policy version.", ge=0, le=2**53)]
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     texts = {
-        400: "A parameter or the body is wrong.",
-        401: "The token is missing or wrong.",
-        404: "There is no such thing in the run.",
-        409: "The run is not in a state that allows it.",
-        503: "Redis does not answer, or there are too many clients.",
+        400: "A parameter or the body is invalid.",
+        401: "The token is missing or invalid.",
+        404: "The requested object does not exist in the run.",
+        409: "The state of the run does not allow the action.",
+        503: "Redis is unreachable, or there are too many clients.",
     }
     return {status: {"model": ErrorBody, "description": texts[status]} for status in (*statuses, 503)}
 
 
 def read_router(reads: Reads, check: Check) -> APIRouter:
-    """Endpoints that change nothing."""
+    """Return the routes of read-only endpoints."""
     api = APIRouter(prefix=PREFIX, tags=["read"], dependencies=[Depends(check)])
 
     @api.get("/about", responses=_errors(401))
     async def about() -> About:
-        """Fixed facts of the run."""
+        """Show the fixed facts of the run."""
         return reads.about()
 
     @api.get("/overview", responses=_errors(401))
     async def overview() -> Overview:
-        """The run at the newest look."""
+        """Show the newest state of the run."""
         return reads.overview()
 
     @api.get("/timeline", responses=_errors(401))
     async def timeline() -> Timeline:
-        """Rollouts in flight or just ended, with the policy versions that wrote them."""
+        """Show the rollouts in progress or recently ended, with the policy versions that wrote them."""
         return reads.timeline()
 
     @api.get(
@@ -89,8 +89,8 @@ def read_router(reads: Reads, check: Check) -> APIRouter:
         responses={
             200: {
                 "content": {"text/event-stream": {"schema": {"type": "string"}}},
-                "description": "`event: snapshot` with a SnapshotEvent, then `event: tick` with a TickEvent per look; "
-                "a client that reads too slowly gets a snapshot again.",
+                "description": "`event: snapshot` with a SnapshotEvent, then `event: tick` with a TickEvent per poll; "
+                "a client that reads too slowly receives a new snapshot.",
             },
             **_errors(400, 401),
         },
@@ -98,7 +98,7 @@ def read_router(reads: Reads, check: Check) -> APIRouter:
     async def events(
         last_event_id: Annotated[int | None, Header(description="Id of the last event received.", ge=0)] = None,
     ) -> StreamingResponse:
-        """The run as it goes on, as server-sent events."""
+        """Stream the live state of the run as server-sent events."""
         return StreamingResponse(
             reads.events(last_event_id),
             media_type="text/event-stream",
@@ -107,10 +107,10 @@ def read_router(reads: Reads, check: Check) -> APIRouter:
 
     @api.get("/series", responses=_errors(400, 401))
     async def series(
-        names: Annotated[str, Query(description="Comma-separated names; all of them when empty.")] = "",
-        points: Annotated[int, Query(description="Most points of a curve.", ge=2, le=MOST_POINTS)] = 300,
+        names: Annotated[str, Query(description="Comma-separated names; empty selects all curves.")] = "",
+        points: Annotated[int, Query(description="Maximum number of points per curve.", ge=2, le=MOST_POINTS)] = 300,
     ) -> SeriesAnswer:
-        """Curves: reward, length, staleness, throughput, evaluations and more."""
+        """Show curves: reward, length, staleness, throughput, evaluations and more."""
         return reads.series([name.strip() for name in names.split(",") if name.strip()], points)
 
     _add_lists(api, reads)
@@ -120,54 +120,54 @@ def read_router(reads: Reads, check: Check) -> APIRouter:
 def _add_lists(api: APIRouter, reads: Reads) -> None:
     @api.get("/trajectories", responses=_errors(400, 401))
     async def trajectories(
-        state: Annotated[ListState | None, Query(description="Only this state.")] = None,
-        cursor: Annotated[str | None, Query(description="next_cursor of the page before.", max_length=200)] = None,
-        limit: Annotated[int, Query(description="Most rows.", ge=1, le=500)] = 100,
+        state: Annotated[ListState | None, Query(description="Filter by state.")] = None,
+        cursor: Annotated[str | None, Query(description="next_cursor of the previous page.", max_length=200)] = None,
+        limit: Annotated[int, Query(description="Maximum number of rows.", ge=1, le=500)] = 100,
     ) -> TrajectoryPage:
-        """Trajectories of the queue, oldest group first."""
+        """List the trajectories of the queue, oldest group first."""
         return await reads.trajectories(state, cursor, limit)
 
     @api.get("/trajectories/{trajectory_id}", responses=_errors(400, 401, 404))
     async def trajectory(
         trajectory_id: TrajectoryId,
-        first_token: Annotated[int, Query(description="First token, from the start of the prompt.", ge=0)] = 0,
-        token_limit: Annotated[int, Query(description="Most tokens.", ge=1, le=MOST_TOKENS)] = 4096,
+        first_token: Annotated[int, Query(description="First token position, counted from the prompt.", ge=0)] = 0,
+        token_limit: Annotated[int, Query(description="Maximum number of tokens.", ge=1, le=MOST_TOKENS)] = 4096,
     ) -> TrajectoryDetail:
-        """One trajectory token by token: from the queue, or from a batch file once it is trained."""
+        """Show one trajectory token by token, from the queue or, once trained, from a batch file."""
         return await reads.trajectory(trajectory_id, first_token, token_limit)
 
     @api.get("/policies", responses=_errors(401))
     async def policies(
-        limit: Annotated[int, Query(description="Most policies.", ge=1, le=1000)] = 100,
+        limit: Annotated[int, Query(description="Maximum number of policies.", ge=1, le=1000)] = 100,
     ) -> PolicyList:
-        """Announced policies, newest first."""
+        """List announced policies, newest first."""
         return await reads.policies(limit)
 
     @api.get("/generators", responses=_errors(401))
     async def generators() -> GeneratorList:
-        """Living generators."""
+        """List the live generators."""
         return await reads.generators()
 
     @api.get("/dead-letters", responses=_errors(401))
     async def dead_letters(
-        limit: Annotated[int, Query(description="Most letters.", ge=1, le=1000)] = 100,
+        limit: Annotated[int, Query(description="Maximum number of dead letters.", ge=1, le=1000)] = 100,
     ) -> DeadLetterList:
-        """Trajectories that gave up, newest first."""
+        """List failed trajectories, newest first."""
         return await reads.dead_letters(limit)
 
 
 def action_router(actions: Actions, check: Check) -> APIRouter:
-    """Endpoints that steer the run; every one needs the token."""
+    """Return the routes of actions; every action requires the token."""
     api = APIRouter(prefix=PREFIX, tags=["act"], dependencies=[Depends(check)])
 
     @api.get("/token", responses=_errors(401))
     async def token() -> Done:
-        """Whether the token is right."""
-        return Done(done="the token is right")
+        """Check the token."""
+        return Done(done="the token is valid")
 
     @api.post("/pause", responses=_errors(401, 409))
     async def pause() -> Done:
-        """Pause the run: no new leases, running rollouts are parked as partial trajectories."""
+        """Pause the run: no new leases; rollouts in progress are parked as partial trajectories."""
         return await actions.pause(True)
 
     @api.post("/resume", responses=_errors(401, 409))
@@ -177,32 +177,32 @@ def action_router(actions: Actions, check: Check) -> APIRouter:
 
     @api.post("/policies/{version}/pin", responses=_errors(400, 401, 404, 409))
     async def pin(version: Version) -> Done:
-        """Hold the generators at one policy version."""
+        """Pin the generators to one policy version."""
         return await actions.pin(version)
 
     @api.post("/unpin", responses=_errors(401))
     async def unpin() -> Done:
-        """Let the generators follow the newest version again."""
+        """Let the generators follow the newest version."""
         return await actions.unpin()
 
     @api.post("/policies/{version}/rollback", responses=_errors(400, 401, 404, 409))
     async def roll_back(version: Version) -> Done:
-        """Go on from an older policy; the trainer carries it out between two steps."""
+        """Continue from an older policy; the trainer performs the rollback between two steps."""
         return await actions.roll_back(version)
 
     @api.post("/dead-letters/{trajectory_id}/replay", responses=_errors(400, 401, 404, 409))
     async def replay(trajectory_id: TrajectoryId) -> Done:
-        """Put the prompt of a dead letter back into the run, as a new group."""
+        """Return the prompt of a dead letter to the run, as a new group."""
         return await actions.replay(trajectory_id)
 
     @api.delete("/dead-letters/{trajectory_id}", responses=_errors(400, 401, 404))
     async def delete_letter(trajectory_id: TrajectoryId) -> Done:
-        """Forget a dead letter and its tokens."""
+        """Delete a dead letter and its tokens."""
         return await actions.delete_letter(trajectory_id)
 
     @api.post("/scale", responses=_errors(400, 401, 409))
     async def scale(request: ScaleRequest) -> Done:
-        """Ask the launcher for another number of processes of a service."""
+        """Request a number of processes of a service from the launcher."""
         return await actions.scale(request)
 
     return api

@@ -1,4 +1,4 @@
-"""The trainer's step reports: from the run folder where it has them (the whole history), else from the queue."""
+"""Step reports of the trainer, from the run folder if available (complete history), otherwise from the queue."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rollmesh.runtime.json_lines import JsonLinesTail
 from rollmesh.store import TrajectoryStore
 
 _REPORTS_PER_LOOK = 500
-"""Most that one look takes from the queue; what is left comes with the next ones."""
+"""Maximum number of reports read from the queue per poll; later polls read the rest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileReports:
-    """What one read of the file found."""
+    """Result of one read of the file."""
 
     exists: bool
     from_start: bool
-    """Read from its first line on: what is known of the file is of before it was written anew."""
+    """True if the file was read from its beginning: it replaces all earlier reports."""
     records: Sequence[Mapping[str, Any]]
 
 
 class ReportFeed:
-    """Feeds the curves, each step once, in the newest version that its source has."""
+    """Feed of step reports into the curves: each step once, in its newest version."""
 
     def __init__(self, folder: Path, store: TrajectoryStore, curves: Curves) -> None:
         self._tail = JsonLinesTail(folder / "metrics.jsonl")
@@ -34,34 +34,34 @@ class ReportFeed:
         self._curves = curves
         self._file_is_read = False
         self._newest: tuple[Any, Any] | None = None
-        """Step and time of the newest report taken, which tell it from the same step trained again."""
+        """Step and time of the newest report, to distinguish it from a repeated training of the same step."""
 
     def read_file(self) -> FileReports:
-        """What is new in the file; blocks, changes no curve."""
+        """Return the new content of the file; blocks, and changes no curve."""
         records = self._tail.read()
         return FileReports(exists=self._tail.exists, from_start=self._tail.from_start, records=records)
 
-    def take_file(self, found: FileReports) -> None:
-        """Show what ``read_file`` found."""
+    def apply_file(self, found: FileReports) -> None:
+        """Add the result of ``read_file`` to the curves."""
         if not found.exists:
-            self.lose_file()
+            self.file_lost()
             return
         self._file_is_read = True
         if found.from_start:
-            self._forget(0)
+            self._remove(0)
         self._show(found.records)
 
-    def lose_file(self) -> None:
-        """The file is not there or cannot be read: the queue goes on from the newest report shown."""
+    def file_lost(self) -> None:
+        """Switch to the queue, from the newest shown report on; the file is missing or unreadable."""
         self._file_is_read = False
-        # When it is back, it is read from its start: it has every step, the queue the newest ones.
+        # A file that returns is read from its beginning: it has every step, and the queue only the newest.
         self._tail.rewind()
 
     async def read_queue(self) -> None:
-        """Show what is new in the queue, unless the file has it all.
+        """Add new reports of the queue to the curves, unless the file provides them.
 
-        The trainer replaces every report after the step that it goes on from. So nothing before the newest report shown
-        has changed as long as that one is there; once it is gone, all that the queue still has is shown anew.
+        After a rollback the trainer replaces all reports after the step it continues from. If the newest shown report
+        is still in the queue, no earlier report has changed. Otherwise all reports in the queue are read again.
         """
         if self._file_is_read:
             return
@@ -71,11 +71,11 @@ class ReportFeed:
                 self._show(found[1:])
                 return
         found = await self._store.step_reports(0, _REPORTS_PER_LOOK)
-        self._forget(found[0]["train_step"] if found else 0)
+        self._remove(found[0]["train_step"] if found else 0)
         self._show(found)
 
-    def _forget(self, from_step: int) -> None:
-        self._curves.forget_reports(from_step)
+    def _remove(self, from_step: int) -> None:
+        self._curves.remove_reports(from_step)
         self._newest = None
 
     def _show(self, records: Sequence[Mapping[str, Any]]) -> None:

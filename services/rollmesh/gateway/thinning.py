@@ -1,4 +1,4 @@
-"""Curves of any length in bounded memory: neighbouring points are merged when there are too many."""
+"""Curves of any length in bounded memory: neighboring points are merged when there are too many."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_POINTS = 4096
 
 @dataclass(slots=True)
 class Point:
-    """The values whose x lies in one range."""
+    """Aggregate of the values in one range of x."""
 
     first: float
     last: float
@@ -21,7 +21,7 @@ class Point:
     count: int = 1
 
     def merged(self, other: Point) -> Point:
-        """Both ranges as one; ``other`` is the later one."""
+        """Return both ranges merged; ``other`` is the later one."""
         return Point(
             first=self.first,
             last=other.last,
@@ -44,17 +44,17 @@ class Point:
 
 @dataclass(slots=True)
 class Curve:
-    """Points by ascending x, each of about the same number of values."""
+    """Points by ascending x, each with about the same number of values."""
 
     most_points: int = MOST_POINTS
     _points: list[Point] = field(default_factory=list)
     _values_per_point: int = 1
 
     def add(self, x: float, value: float) -> None:
-        """One more value. One that is not beyond the last x takes the place of everything from there on: a trainer
-        that was restarted trains some steps again."""
+        """Add a value. If ``x`` is not beyond the last x, the values from ``x`` on are replaced: a restarted trainer
+        repeats steps."""
         if self._points and x <= self._points[-1].last:
-            self.forget_from(x)
+            self.remove_from(x)
         point = Point(first=x, last=x, total=value, low=value, high=value)
         if self._points and self._points[-1].count < self._values_per_point:
             self._points[-1] = self._points[-1].merged(point)
@@ -65,16 +65,16 @@ class Curve:
             self._points = _merged(self._points, 2)
 
     def points(self, most: int) -> list[Point]:
-        """At most ``most`` points over the whole curve."""
+        """Return at most ``most`` points over the whole curve."""
         return _merged(self._points, -(-len(self._points) // most)) if len(self._points) > most else list(self._points)
 
-    def forget_from(self, x: float) -> None:
-        """Take back the values at ``x`` and beyond, and those merged with them."""
+    def remove_from(self, x: float) -> None:
+        """Remove the values at ``x`` and beyond, and the values merged with them."""
         self._points = self._points[: bisect_left([point.last for point in self._points], x)]
 
 
 def _merged(points: Sequence[Point], size: int) -> list[Point]:
-    """Every ``size`` neighbours as one."""
+    """Merge every ``size`` neighbors into one point."""
     return [_as_one(points[at : at + size]) for at in range(0, len(points), size)]
 
 

@@ -1,4 +1,4 @@
-"""The timeline: which rollouts are in flight, and which policy version wrote what of them, look by look."""
+"""Timeline of rollouts: the tokens of each policy version, poll by poll."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Interval:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _Rollout:
     trajectory_id: str
     start: float
     worker: str
@@ -35,10 +35,10 @@ class _Lane:
     intervals: list[_Interval] = field(default_factory=list)
 
     def grow(self, mark: TrajectoryMark, now: float) -> bool:
-        """Take in what a look shows; returns whether anything is new."""
+        """Apply the mark of one poll; return True if it changed the rollout."""
         changed = (mark.token_count, mark.state, mark.generator) != (self.tokens, self.state, self.generator)
         new = mark.token_count - self.tokens
-        if new < 0:  # an environment that was lost: the rollout begins again
+        if new < 0:  # its environment was lost and the rollout restarted
             self.intervals, new = [], mark.token_count
         if new and mark.newest_version is not None:
             self._add(mark.newest_version, new, now)
@@ -55,7 +55,7 @@ class _Lane:
             self.intervals.append(_Interval(policy_version=version, start=start, end=now, tokens=tokens))
 
     def span(self) -> RolloutSpan:
-        """As the API shows it."""
+        """Return the rollout as the API shows it."""
         intervals = [
             VersionInterval(policy_version=i.policy_version, start=i.start, end=i.end, tokens=i.tokens)
             for i in self.intervals
@@ -74,108 +74,110 @@ class _Lane:
 
 
 class TimelineTracker:
-    """Follows a bounded number of rollouts, those in flight and those that ended within the window."""
+    """Tracker of a bounded number of rollouts: those in progress and those that ended within the window."""
 
     def __init__(self, most: int, window_seconds: float) -> None:
         self._most = most
         self._window_seconds = window_seconds
-        self._live: OrderedDict[str, _Lane] = OrderedDict()
-        self._ended: OrderedDict[str, _Lane] = OrderedDict()
+        self._live: OrderedDict[str, _Rollout] = OrderedDict()
+        self._ended: OrderedDict[str, _Rollout] = OrderedDict()
         self._time = 0.0
         self._in_flight = 0
 
     @property
     def followed(self) -> list[str]:
-        """Rollouts in flight whose marks the next look has to bring."""
+        """Rollouts in progress, whose marks the next poll must read."""
         return list(self._live)
 
     @property
     def room(self) -> int:
-        """How many more rollouts can be followed: a quarter of the places is for those that have ended."""
+        """Number of further rollouts to follow; a quarter of the capacity is reserved for ended rollouts."""
         return self._most - self._most // 4 - len(self._live)
 
-    def knows(self, trajectory_id: str) -> bool:
-        """Whether a rollout is followed already."""
+    def is_followed(self, trajectory_id: str) -> bool:
+        """Tell whether a rollout is already followed."""
         return trajectory_id in self._live
 
-    def look(
+    def update(
         self,
         now: float,
         marks: Mapping[str, TrajectoryMark | None],
         workers: Mapping[str, str],
         in_flight: int,
     ) -> TimelineDelta:
-        """Take in one look: marks of the followed rollouts and of new ones; ``workers`` are names by session."""
+        """Apply one poll: marks of followed and new rollouts; ``workers`` are names by session."""
         self._time, self._in_flight = now, in_flight
-        taken = [self._take(trajectory_id, mark, workers, now) for trajectory_id, mark in marks.items()]
-        removed = self._forget(now)
+        taken = [self._update_one(trajectory_id, mark, workers, now) for trajectory_id, mark in marks.items()]
+        removed = self._remove_old(now)
         gone = set(removed)
         return TimelineDelta(
             time=now,
             in_flight=in_flight,
             left_out=self._left_out(),
-            changed=[lane.span() for lane in taken if lane is not None and lane.trajectory_id not in gone],
+            changed=[rollout.span() for rollout in taken if rollout is not None and rollout.trajectory_id not in gone],
             removed=removed,
         )
 
     def timeline(self) -> Timeline:
-        """Everything that is known."""
-        lanes = sorted((*self._live.values(), *self._ended.values()), key=lambda lane: (lane.start, lane.trajectory_id))
+        """Return all known rollouts."""
+        rollouts = sorted(
+            (*self._live.values(), *self._ended.values()), key=lambda rollout: (rollout.start, rollout.trajectory_id)
+        )
         return Timeline(
             time=self._time,
             window_seconds=self._window_seconds,
             in_flight=self._in_flight,
             left_out=self._left_out(),
-            rollouts=[lane.span() for lane in lanes],
+            rollouts=[rollout.span() for rollout in rollouts],
         )
 
     def _left_out(self) -> int:
         return max(0, self._in_flight - len(self._live))
 
-    def _take(
+    def _update_one(
         self, trajectory_id: str, mark: TrajectoryMark | None, workers: Mapping[str, str], now: float
-    ) -> _Lane | None:
-        """The rollout's lane if the look has changed it."""
-        lane = self._live.get(trajectory_id)
+    ) -> _Rollout | None:
+        """Return the rollout if the poll has changed it."""
+        rollout = self._live.get(trajectory_id)
         leased = mark is not None and mark.state == TrajectoryState.LEASED
-        if lane is None:
+        if rollout is None:
             return self._begin(mark, workers, now) if mark is not None and leased else None
-        changed = lane.grow(mark, now) if mark is not None else True
+        changed = rollout.grow(mark, now) if mark is not None else True
         if leased and mark is not None:
-            worker = workers.get(mark.session, lane.worker)
-            changed, lane.worker = changed or worker != lane.worker, worker
-            return lane if changed else None
-        lane.end = now
-        lane.state = GONE if mark is None else mark.state
+            worker = workers.get(mark.session, rollout.worker)
+            changed, rollout.worker = changed or worker != rollout.worker, worker
+            return rollout if changed else None
+        rollout.end = now
+        rollout.state = GONE if mark is None else mark.state
         self._ended[trajectory_id] = self._live.pop(trajectory_id)
-        return lane
+        return rollout
 
-    def _begin(self, mark: TrajectoryMark, workers: Mapping[str, str], now: float) -> _Lane | None:
+    def _begin(self, mark: TrajectoryMark, workers: Mapping[str, str], now: float) -> _Rollout | None:
         if self.room <= 0:
             return None
         before = self._ended.pop(mark.trajectory_id, None)
-        if before is not None:  # leased again after a rest
+        if before is not None:  # leased again after a pause
             before.end = None
             before.worker = workers.get(mark.session, before.worker)
             before.grow(mark, now)
-            lane = before
+            rollout = before
         else:
-            lane = _Lane(
+            rollout = _Rollout(
                 trajectory_id=mark.trajectory_id,
                 start=now if mark.lease_time is None else min(now, mark.lease_time),
                 worker=workers.get(mark.session, ""),
                 birth_version=mark.birth_version or 0,
                 tokens=0,
             )
-            lane.grow(mark, now)
-        self._live[mark.trajectory_id] = lane
-        return lane
+            rollout.grow(mark, now)
+        self._live[mark.trajectory_id] = rollout
+        return rollout
 
-    def _forget(self, now: float) -> list[str]:
+    def _remove_old(self, now: float) -> list[str]:
         removed = []
         while self._ended:
-            trajectory_id, lane = next(iter(self._ended.items()))
-            old = lane.end is not None and now - lane.end > self._window_seconds
+            trajectory_id, rollout = next(iter(self._ended.items()))
+            old = rollout.end is not None and now - rollout.end > self._window_seconds
             if not old and len(self._live) + len(self._ended) <= self._most:
                 break
             del self._ended[trajectory_id]
@@ -183,6 +185,6 @@ class TimelineTracker:
         return removed
 
 
-def new_ids(found: Sequence[str], lanes: TimelineTracker) -> list[str]:
-    """Those of ``found`` that are not followed, as many as there is room for."""
-    return [i for i in dict.fromkeys(found) if not lanes.knows(i)][: max(0, lanes.room)]
+def new_ids(found: Sequence[str], rollouts: TimelineTracker) -> list[str]:
+    """Return the ids of ``found`` that are not followed, limited by the room."""
+    return [i for i in dict.fromkeys(found) if not rollouts.is_followed(i)][: max(0, rollouts.room)]

@@ -1,4 +1,4 @@
-"""The bearer token in front of actions (and, if the run file asks for it, of everything)."""
+"""Bearer token check for actions (and for reads, if the run file sets gateway.token_for_reads)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SCHEME = HTTPBearer(
 
 
 def token_check(token: str) -> Check:
-    """A dependency that raises Unauthorized unless the request carries this token."""
+    """Return a dependency that raises Unauthorized unless the request carries this token."""
     expected = token.encode()
 
     async def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(_SCHEME)]) -> None:
-        # compare_digest on bytes: a header may hold any character, and the comparison takes the same time for each.
+        # compare_digest on bytes: a header may hold any character, and the comparison takes constant time.
         if given is None or not hmac.compare_digest(given.credentials.encode(), expected):
             raise Unauthorized(
-                "the token is missing" if given is None else "the token is wrong",
+                "the token is missing" if given is None else "the token is invalid",
                 field="Authorization",
                 hint="send 'Authorization: Bearer TOKEN'; rollmesh status RUN_FOLDER prints the token",
             )
@@ -35,4 +35,4 @@ def token_check(token: str) -> Check:
 
 
 async def no_check() -> None:
-    """The dependency of reads that everybody may make."""
+    """Allow every read; the dependency of reads without a token."""

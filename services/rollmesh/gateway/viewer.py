@@ -1,4 +1,4 @@
-"""One trajectory for the viewer: found in the queue, among the dead letters or in a batch file."""
+"""Single trajectories for the viewer: found in the queue, among the dead letters or in a batch file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollmesh.types import GroupState, RewardOutcome, Trajectory, TrajectoryStat
 
 
 def open_tokenizer(config: RunConfig) -> Tokenizer | None:
-    """The model's tokenizer; None where the model folder cannot be read: tokens are shown as ids then."""
+    """Return the model's tokenizer; None if the model folder cannot be read: tokens are then shown as ids."""
     try:
         return Tokenizer(resolve_model(config.model.path))
     except (ConfigError, DataError) as error:
@@ -28,7 +28,7 @@ def open_tokenizer(config: RunConfig) -> Tokenizer | None:
 
 
 class Viewer:
-    """Pages of the queue, and single trajectories token by token."""
+    """Viewer of queue pages and of single trajectories, token by token."""
 
     def __init__(self, store: TrajectoryStore, archive: Archive, tokenizer: Tokenizer | None) -> None:
         self._store = store
@@ -36,15 +36,15 @@ class Viewer:
         self._pieces: Pieces | None = None if tokenizer is None else tokenizer.pieces
 
     async def page(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
-        """One page of the queue."""
+        """Return one page of the queue."""
         marks, next_cursor = await self._store.trajectory_page(state, cursor, limit)
         return TrajectoryPage(items=[_summary(mark) for mark in marks], next_cursor=next_cursor)
 
     async def detail(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:
-        """One trajectory; NotFound when nothing has its tokens."""
+        """Return one trajectory; NotFound if its tokens are nowhere."""
         inspected = await self._store.inspect(trajectory_id)
         if inspected is not None and inspected.mark.state == TrajectoryState.DEAD:
-            inspected = None  # its tokens went into the dead letter
+            inspected = None  # the dead letter has its tokens
         if inspected is not None and inspected.trajectory is not None:
             return await self._in_queue(inspected, inspected.trajectory, first_token, token_limit)
         letter = await self._in_letters(trajectory_id, first_token, token_limit)
@@ -99,7 +99,7 @@ class Viewer:
         )
 
     async def _detail(self, trajectory: Trajectory, first_token: int, token_limit: int) -> TrajectoryDetail:
-        # In a thread: the text of thousands of tokens takes a while.
+        # Decode in a thread: the text of thousands of tokens takes a while.
         runs, next_token = await asyncio.to_thread(token_runs, trajectory, first_token, token_limit, self._pieces)
         scored = trajectory.outcome is not None
         return TrajectoryDetail(

@@ -1,1 +1,1 @@
-"""The generator: serves one policy version at a time and follows the newest one."""
+"""The generator service: serves one policy version at a time and follows the newest one."""

@@ -1,4 +1,4 @@
-"""The span of one generation call: when its first token came, and which policy versions wrote it."""
+"""Tracing span of one generation call: the time of its first token and its policy versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FAILED = frozenset({"failed", "invalid"})
 
 
 class CallTrace:
-    """Follows the chunks of one call. Its events: ``prefilled`` with the first token, ``segment`` per version."""
+    """Span of one call. Its events are ``prefilled`` at the first token and ``segment`` at each change of version."""
 
     def __init__(self, traceparent: str, trajectory_id: str, context_tokens: int) -> None:
         self._span = tracer().span(
@@ -26,12 +26,12 @@ class CallTrace:
 
     @classmethod
     def of(cls, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> CallTrace:
-        """The span of a call that has just arrived, in the trace that its caller names."""
+        """Open the span of a call that has just arrived, in the trace of its caller."""
         traceparent = _metadata(context.invocation_metadata() or (), "traceparent")
         return cls(traceparent, request.trajectory_id, len(request.context_ids.data) // 4)
 
     def chunk(self, chunk: Chunk) -> None:
-        """Note the tokens of a chunk."""
+        """Record the tokens of a chunk."""
         if not len(chunk.token_ids):
             return
         if not self._tokens:
@@ -49,7 +49,7 @@ class CallTrace:
         self._tokens += len(chunk.token_ids)
 
     def end(self, ended: str) -> None:
-        """End the span; ``ended`` is what the metrics call the end of the call."""
+        """End the span; ``ended`` is the end reason as in ``generator_metrics.CALL_ENDS``."""
         self._span.set(tokens=self._tokens, policy_versions=self._versions, ended=ended)
         if ended in _FAILED:
             self._span.fail(ended)

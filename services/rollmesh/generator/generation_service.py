@@ -1,4 +1,4 @@
-"""GenerationService over an engine: admission, error codes, and streams that end well."""
+"""The gRPC GenerationService over an engine: admission, error codes and chunk streams."""
 
 from __future__ import annotations
 
@@ -34,42 +34,42 @@ from rollmesh.wire.generation_messages import (
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _WAITING_PER_SLOT = 1.0
-"""Calls that may wait for a slot, per slot; more are refused, another generator may be free."""
+"""Calls that may wait for a slot, per slot; further calls are rejected because another generator may be free."""
 
 
 class PreconditionFailed(GenerationRefused):
-    """The caller means another instance, or needs another policy version."""
+    """Rejection of a call that names another instance or requires another policy version."""
 
 
 class Full(GenerationRefused):
-    """Too many calls wait already."""
+    """Rejection of a call because too many calls are waiting."""
 
 
 class GenerationService(stubs.GenerationServiceServicer):
-    """Serves one engine. ``load_policy(version)`` is the watcher's way to load one version now."""
+    """RPCs of one engine; ``load_policy(version)`` loads one version immediately."""
 
     def __init__(
         self,
         engine: Engine,
-        rotation: ServingState,
+        serving_state: ServingState,
         metrics: GeneratorMetrics,
         load_policy: Callable[[int], Awaitable[int]],
     ) -> None:
         self._engine = engine
-        self._rotation = rotation
+        self._serving_state = serving_state
         self._metrics = metrics
         self._load_policy = load_policy
         self._log = get_logger("generation")
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Stream the chunks of one call; a cancelled call frees its slot."""
+        """Stream the chunks of one call; cancelling the call releases its slot."""
         self._metrics.calls.inc()
         ended = "cancelled"
         trace = CallTrace.of(request, context) if tracer().on else None
         try:
             call, need = request_from_pb(request)
             self._check_instance(need.instance_id)
-            with self._rotation.admitted():
+            with self._serving_state.admitted():
                 self._check_load(need)
                 async with aclosing(self._engine.generate(call)) as chunks:
                     async for chunk in chunks:
@@ -95,13 +95,13 @@ class GenerationService(stubs.GenerationServiceServicer):
                 trace.end(ended)
 
     async def Interrupt(self, request: pb.InterruptRequest, context: Context) -> pb.InterruptResponse:
-        """End running calls gracefully."""
+        """End running calls as interrupted, with the tokens sampled so far."""
         await _checked(context, lambda: check_ids(request.trajectory_ids, "trajectory_ids"))
         count = await self._run(context, self._engine.interrupt(list(request.trajectory_ids) or None))
         return pb.InterruptResponse(interrupted_count=count)
 
     async def Acknowledge(self, request: pb.AcknowledgeRequest, context: Context) -> pb.AcknowledgeResponse:
-        """Let calls continue whose tokens the callers have made durable."""
+        """Record the tokens that callers have made durable; held calls continue."""
         counts = {each.trajectory_id: each.context_token_count for each in request.acknowledgements}
         await _checked(context, lambda: check_ids(list(counts), "acknowledgements"))
         await _checked(context, lambda: self._check_instance(request.instance_id))
@@ -109,7 +109,7 @@ class GenerationService(stubs.GenerationServiceServicer):
         return pb.AcknowledgeResponse()
 
     async def LoadPolicy(self, request: pb.LoadPolicyRequest, context: Context) -> pb.LoadPolicyResponse:
-        """Load one version now."""
+        """Load one version immediately."""
         await _checked(context, lambda: check_version(request.policy_version))
         version = await self._run(context, self._load_policy(request.policy_version))
         return pb.LoadPolicyResponse(policy_version=version)
@@ -125,24 +125,24 @@ class GenerationService(stubs.GenerationServiceServicer):
         return pb.ResumeResponse()
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Refuse new calls, end the running ones as interrupted, and end the process."""
-        self._rotation.drain()
-        count = await self._run(context, self._engine.interrupt()) if self._rotation.started else 0
+        """Reject new calls, end the running ones as interrupted, and shut down the process."""
+        self._serving_state.drain()
+        count = await self._run(context, self._engine.interrupt()) if self._serving_state.started else 0
         return pb.DrainResponse(interrupted_count=count)
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """Version, load and capacity."""
-        rotation = self._rotation
+        """Return the policy version, load and capacity."""
+        serving_state = self._serving_state
         response = pb.GetStatusResponse(
-            instance_id=rotation.instance_id,
-            draining=rotation.draining,
-            out_of_rotation_reason=rotation.reason,
+            instance_id=serving_state.instance_id,
+            draining=serving_state.draining,
+            out_of_rotation_reason=serving_state.reason,
             policy_version=-1,
         )
         try:
             status = self._engine.status()
         except EngineError as error:
-            response.out_of_rotation_reason = rotation.reason or str(error)
+            response.out_of_rotation_reason = serving_state.reason or str(error)
             return response
         response.policy_version = status.policy_version
         response.running_count = status.running_count
@@ -152,14 +152,15 @@ class GenerationService(stubs.GenerationServiceServicer):
         return response
 
     def _check_instance(self, instance_id: str) -> None:
-        """Raise GenerationRefused when the caller means another generator that had this address."""
-        if instance_id != self._rotation.instance_id:
+        """Raise GenerationRefused if the call is for another generator, which had this address before."""
+        if instance_id != self._serving_state.instance_id:
             raise PreconditionFailed(
-                f"instance_id={instance_id}: this is instance {self._rotation.instance_id}; addresses are reused"
+                f"instance_id={instance_id}: this address now belongs to instance {self._serving_state.instance_id}; "
+                "look the generator up again"
             )
 
     def _check_load(self, need: VersionNeed) -> None:
-        """Raise GenerationRefused unless the engine has the version and the room for the call."""
+        """Raise GenerationRefused unless the engine serves the version and has room for the call."""
         status = self._engine.status()
         if status.policy_version < need.min_policy_version:
             raise PreconditionFailed(
@@ -182,15 +183,15 @@ class GenerationService(stubs.GenerationServiceServicer):
 
 
 def _check_version(chunk: Chunk, need: VersionNeed) -> None:
-    """A call that waited for a slot may meet a version that it was not meant for."""
+    """Raise PreconditionFailed if the version changed while the call waited for a slot."""
     pinned = need.pinned_policy_version
     wrong = chunk.policy_version < need.min_policy_version or pinned not in (None, chunk.policy_version)
     if wrong and len(chunk.token_ids):
-        raise PreconditionFailed(f"policy version {chunk.policy_version} came into service while the call waited")
+        raise PreconditionFailed(f"policy version {chunk.policy_version} was put in service while the call waited")
 
 
 async def _checked(context: Context, check: Callable[[], None]) -> None:
-    """End the call with the error that ``check`` raises."""
+    """Abort the call with the error that ``check`` raises."""
     try:
         check()
     except (DataError, GenerationRefused) as error:
@@ -205,4 +206,4 @@ async def _abort(context: Context, error: DataError | EngineError | GenerationRe
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
     kind = next(k.__name__ for k in (GenerationRefused, DataError, EngineError) if isinstance(error, k))
     await context.abort(code, str(error)[:MOST_DETAIL_CHARACTERS], trailing_metadata=((ERROR_KEY, kind),))
-    raise asyncio.CancelledError  # abort raises; this tells the type checker so
+    raise asyncio.CancelledError  # unreachable, for the type checker: abort raises

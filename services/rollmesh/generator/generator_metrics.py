@@ -1,4 +1,4 @@
-"""What the generator exports: the engine's counters as they are, and what happened to calls and reloads."""
+"""Prometheus metrics of the generator: the engine's counters, and the results of calls and reloads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,16 @@ RELOAD_FAILURES = (*(r.value for r in Reason), "engine", "canary", "store")
 _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("generated_tokens", "Tokens sampled.", "generated_token_total"),
     ("prefill_tokens", "Context tokens computed.", "prefill_token_total"),
-    ("reprefill_tokens", "Context tokens computed that had been sampled before.", "reprefill_token_total"),
+    ("reprefill_tokens", "Context tokens computed again after a generator sampled them.", "reprefill_token_total"),
     ("cached_tokens", "Context tokens copied from a prefix cache.", "cached_token_total"),
-    ("decode_steps", "Decode steps; not exported with engine=sglang, whose server does not tell.", "decode_step_total"),
+    (
+        "decode_steps",
+        "Decode steps; absent with engine=sglang, whose server does not report them.",
+        "decode_step_total",
+    ),
     (
         "calls_held_back",
-        "Times a call was held because its caller fell behind with saving the tokens.",
+        "Times a call was held because its caller was late to save the tokens.",
         "held_back_total",
     ),
     ("busy_seconds", "Time in prefill and decode.", "busy_seconds_total"),
@@ -45,11 +49,11 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
 _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("running_calls", "Calls in slots.", "running_count"),
     ("waiting_calls", "Calls waiting for a slot.", "waiting_count"),
-    ("slots", "Most calls decoded at once.", "slot_count"),
+    ("slots", "Maximum number of calls decoded at once.", "slot_count"),
     ("kv_tokens", "Tokens in the key-value cache.", "kv_tokens_used"),
-    ("kv_capacity_tokens", "Tokens that the key-value cache holds.", "kv_token_capacity"),
+    ("kv_capacity_tokens", "Capacity of the key-value cache in tokens.", "kv_token_capacity"),
     ("policy_version", "Policy version in the engine.", "policy_version"),
-    ("paused", "Whether decoding is paused.", "paused"),
+    ("paused", "1 while decoding is paused.", "paused"),
 )
 
 
@@ -58,36 +62,36 @@ class GeneratorMetrics:
 
     def __init__(self, metrics: Metrics) -> None:
         self._ended = metrics.counter(
-            "rollmesh_generator_calls_ended_total", "Generation calls, by what ended them.", ("reason",)
+            "rollmesh_generator_calls_ended_total", "Generation calls ended, by reason.", ("reason",)
         )
         for reason in CALL_ENDS:
             self._ended.labels(reason=reason)
         self.calls = metrics.counter("rollmesh_generator_calls_total", "Generation calls received.")
         self._last_call = metrics.gauge(
-            "rollmesh_generator_last_call_timestamp_seconds", "When a generation call last ended."
+            "rollmesh_generator_last_call_timestamp_seconds", "Time at which a generation call last ended."
         )
         self.reloads = metrics.counter("rollmesh_generator_reloads_total", "Attempts to load a policy version.")
         self._failures = metrics.counter(
-            "rollmesh_generator_reload_failures_total", "Attempts that left the old policy in place.", ("reason",)
+            "rollmesh_generator_reload_failures_total", "Loads that failed; the old policy stays.", ("reason",)
         )
         for reason in RELOAD_FAILURES:
             self._failures.labels(reason=reason)
         self.reload_bytes = metrics.counter("rollmesh_generator_reload_bytes_total", "Bytes of policies loaded.")
         self.reload_seconds = metrics.histogram(
-            "rollmesh_generator_reload_seconds", "From learning of a version to serving it, verification included."
+            "rollmesh_generator_reload_seconds", "Time to load and serve a new version, verification included."
         )
         self.pause_seconds = metrics.histogram(
             "rollmesh_generator_reload_pause_seconds", "Time during which a reload held decoding, canary included."
         )
         self.last_reload = metrics.gauge(
-            "rollmesh_generator_last_reload_timestamp_seconds", "When the policy in the engine was loaded."
+            "rollmesh_generator_last_reload_timestamp_seconds", "Time at which the policy in the engine was loaded."
         )
         self.canary_gap = metrics.gauge(
-            "rollmesh_generator_canary_logprob_gap", "Largest logprob difference to the trainer on the canary."
+            "rollmesh_generator_canary_logprob_gap", "Largest logprob difference from the trainer on the canary."
         )
         self.heartbeats = metrics.counter("rollmesh_generator_heartbeats_total", "Attempts to renew the registration.")
         self.heartbeat_failures = metrics.counter(
-            "rollmesh_generator_heartbeat_failures_total", "Attempts that the store did not take."
+            "rollmesh_generator_heartbeat_failures_total", "Renewals that failed because the store was unreachable."
         )
 
     def call_ended(self, reason: str) -> None:
@@ -101,15 +105,15 @@ class GeneratorMetrics:
 
 
 class EngineCollector(Collector):
-    """Reads the engine's status at every scrape.
+    """Collector that reads the engine's status at every scrape.
 
-    Until it has started all is zero. After it has failed nothing runs in it, but what it had counted stays: a counter
-    that falls would tell of a new process.
+    All values are zero until the engine has started. After the engine has failed, gauges are zero and counters keep
+    their last value: Prometheus takes a falling counter for a new process.
     """
 
-    def __init__(self, status: Callable[[], EngineStatus], rotation: ServingState) -> None:
+    def __init__(self, status: Callable[[], EngineStatus], serving_state: ServingState) -> None:
         self._status = status
-        self._rotation = rotation
+        self._serving_state = serving_state
         self._counted: EngineStatus | None = None
 
     def collect(self) -> Iterator[Metric]:
@@ -129,15 +133,15 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"rollmesh_generator_{name}", text, value=value)
         yield GaugeMetricFamily(
             "rollmesh_generator_cached_token_ratio",
-            "Context tokens copied from a prefix cache, of all copied or computed since the engine started.",
+            "Share of context tokens copied from a prefix cache, since the engine started.",
             value=_cached_ratio(counted),
         )
-        serving = 0.0 if self._rotation.reason else 1.0
-        yield GaugeMetricFamily("rollmesh_generator_serving", "Whether calls are taken.", value=serving)
+        serving = 0.0 if self._serving_state.reason else 1.0
+        yield GaugeMetricFamily("rollmesh_generator_serving", "1 while the generator accepts calls.", value=serving)
 
 
 def _cached_ratio(status: EngineStatus | None) -> float:
-    """0 before the first call."""
+    """Return the share of cached context tokens; 0 before the first one."""
     if status is None or not status.cached_token_total:
         return 0.0
     return status.cached_token_total / (status.cached_token_total + status.prefill_token_total)

@@ -1,4 +1,4 @@
-"""Ending every call of a generator with the tokens that it has."""
+"""Interruption of every call of a generator."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rollmesh.runtime.logging import get_logger
 _STRAGGLER_SECONDS = 0.2
 
 
-async def interrupt_all(engine: Engine, rotation: ServingState) -> int:
-    """End all calls as interrupted, those too that were admitted a moment ago and had not reached the engine.
+async def interrupt_all(engine: Engine, serving_state: ServingState) -> int:
+    """End all calls as interrupted, including admitted calls that have not reached the engine yet.
 
-    The rotation must take no new calls. Returns how many calls were ended.
+    Admission must be closed before. Returns the number of calls ended.
     """
     count = 0
-    while rotation.call_count:
+    while serving_state.call_count:
         try:
             count += await engine.interrupt()
-        except RollmeshError as error:  # a failed engine has told its callers already
+        except RollmeshError as error:  # a failed engine has already sent the error to its callers
             get_logger("generator").warning("interrupt_failed", message=str(error))
             break
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STRAGGLER_SECONDS):
-                await rotation.until_idle()
+                await serving_state.until_idle()
     return count

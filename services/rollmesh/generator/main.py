@@ -36,15 +36,15 @@ SERVICE_NAME = "rollmesh.v1.GenerationService"
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """Serve the run's policies until ``shutdown``, then deregister, end streams as interrupted and stop the engine.
 
-    Raises ConfigError for options that cannot work here, StoreUnavailable when Redis does not answer at the start,
-    EngineError when the engine cannot load its first policy or fails while it serves.
+    Raises ConfigError for options that cannot work on this machine, StoreUnavailable if Redis is unreachable at
+    startup, EngineError if the engine cannot load its first policy or fails later.
     """
     host, security = bind_host(config), PortSecurity.from_config(config.security)
-    metrics, health, rotation = Metrics("generator"), Health(), ServingState()
+    metrics, health, serving_state = Metrics("generator"), Health(), ServingState()
     async with AsyncExitStack() as stack:
         engine = build_engine(config, index)
         stack.push_async_callback(engine.aclose)
-        metrics.registry.register(EngineCollector(engine.status, rotation))
+        metrics.registry.register(EngineCollector(engine.status, serving_state))
         admin_port = await stack.enter_async_context(
             admin_server(metrics, health, host, config.network.admin_port, security)
         )
@@ -52,26 +52,26 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         store = await stack.enter_async_context(
             await TrajectoryStore.connect(config.store, config.name, observer=observer)
         )
-        own = GeneratorMetrics(metrics)
+        service_metrics = GeneratorMetrics(metrics)
         watcher = PolicyWatcher(
             engine,
             store,
             CheckpointStore.from_config(config),
-            rotation,
-            own,
+            serving_state,
+            service_metrics,
             health,
             mode=OnNewVersion(config.generator.on_new_version),
             canary=Canary.from_config(config),
             max_context_tokens=config.generator.max_context_tokens,
         )
         server = create_server(security)
-        service = GenerationService(engine, rotation, own, watcher.load_version)
+        service = GenerationService(engine, serving_state, service_metrics, watcher.load_version)
         stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
         grpc_port = security.bind(server, host_port(host, config.network.grpc_port))
-        rotation.address = advertised(config, grpc_port)
+        serving_state.address = advertised(config, grpc_port)
         await server.start()
-        # Handlers that still run at the end have streams to close: they get the time that the run file grants.
+        # Handlers still in progress at shutdown must close their streams: the run file limits the time for that.
         stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
         admin = advertised(config, admin_port)
         stack.enter_context(
@@ -79,25 +79,25 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
                 Path(config.folder),
                 service="generator",
                 index=index,
-                grpc=rotation.address,
+                grpc=serving_state.address,
                 admin=admin,
                 run=config.name,
             )
         )
-        registration = Registration(store, engine, rotation, own, health, reporter, config.store)
-        await _run(shutdown, engine, rotation, watcher, registration)
+        registration = Registration(store, engine, serving_state, service_metrics, health, reporter, config.store)
+        await _run(shutdown, engine, serving_state, watcher, registration)
 
 
 async def _run(
-    shutdown: Shutdown, engine: Engine, rotation: ServingState, watcher: PolicyWatcher, registration: Registration
+    shutdown: Shutdown, engine: Engine, serving_state: ServingState, watcher: PolicyWatcher, registration: Registration
 ) -> None:
-    """Run the loops until shutdown, a drain or a failed loop; then leave the mesh with every sampled token delivered.
+    """Run the loops until shutdown, a drain or a failed loop; then deregister and deliver every sampled token.
 
-    A drained process takes no call again, so it ends: its supervisor starts a new one unless it was to scale down.
+    A drained process never accepts calls again, so it exits. Its supervisor starts a new one unless it scales down.
     """
     log = get_logger("generator")
     waiting = asyncio.create_task(shutdown.wait(), name="shutdown")
-    drained = asyncio.create_task(rotation.drained.wait(), name="drained")
+    drained = asyncio.create_task(serving_state.drained.wait(), name="drained")
     loops = [
         asyncio.create_task(watcher.run(), name="policies"),
         asyncio.create_task(registration.run(), name="heartbeat"),
@@ -105,12 +105,12 @@ async def _run(
     try:
         await asyncio.wait([waiting, drained, *loops], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        rotation.drain()
+        serving_state.drain()
         for task in (waiting, drained, *loops):
             task.cancel()
         ended = await asyncio.gather(*loops, return_exceptions=True)
         await registration.leave()
-        interrupted = await interrupt_all(engine, rotation) if rotation.started else 0
+        interrupted = await interrupt_all(engine, serving_state) if serving_state.started else 0
         log.info("left_the_mesh", interrupted_calls=interrupted)
     for result in ended:
         if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):

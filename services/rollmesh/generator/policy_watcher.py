@@ -1,12 +1,12 @@
-"""Following the policy: find the newest version, verify it, load it, check it on the canary, put it in service.
+"""The loop that finds the newest policy version, verifies it, loads it, checks the canary and puts it in service.
 
     consumes     announced policies (store), policy folders (checkpoint store)
-    produces     the policy in the engine; whether the generator is in rotation
+    produces     the policy in the engine; the generator's serving state
     waits for    a version above the newest seen, or a pin
     unblocked by the trainer's announcement
 
-Whatever is wrong with a policy, the old weights keep serving and the reason is logged and counted. Should they be lost
-too, the generator ends its calls and stays out of rotation, paused, until a version passes.
+If a policy cannot be served, the old weights keep serving and the reason is logged and counted. If the old weights are
+lost too, the generator ends its calls and stays paused and out of rotation until a version passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import Manifest
 from rollmesh.checkpoints.policies import VerifiedPolicy
-from rollmesh.checkpoints.reasons import PASSING, Reason
+from rollmesh.checkpoints.reasons import TRANSIENT, Reason
 from rollmesh.errors import CheckpointError, DataError, EngineError, StoreUnavailable
 from rollmesh.generator.canary import Canary, CanaryFailed, CanaryScores
 from rollmesh.generator.engines.engine_protocol import Engine, EngineLost, OnNewVersion
@@ -35,24 +35,24 @@ from rollmesh.types import PolicyRecord
 
 LOOP_NAME = "policies"
 _STALLED_AFTER_SECONDS = 1800.0
-_LOOK_SECONDS = 0.5
-"""A pin is no announcement: it is looked for this often."""
+_PIN_POLL_SECONDS = 0.5
+"""Time between two checks for a pin, which is not announced."""
 _FIRST_RETRY_SECONDS = 0.5
 _LONGEST_RETRY_SECONDS = 10.0
 _INTERRUPT_SECONDS = 10.0
-_PASSING = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED, Reason.DISK_FULL, Reason.INVALID})
-"""What a shared folder that lags behind can look like: tried again. The rest is refused until the policy changes."""
+_RETRIED_REASONS = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED, Reason.DISK_FULL, Reason.INVALID})
+"""Reasons that a lagging shared folder can cause; these are retried. Others reject the policy until it changes."""
 
 
 class PolicyWatcher:
-    """Keeps the engine on the run's effective policy (the pinned one, else the newest)."""
+    """Loads the run's effective policy (the pinned one, else the newest) into the engine."""
 
     def __init__(
         self,
         engine: Engine,
         store: TrajectoryStore,
         checkpoints: CheckpointStore,
-        rotation: ServingState,
+        serving_state: ServingState,
         metrics: GeneratorMetrics,
         health: Health,
         *,
@@ -63,7 +63,7 @@ class PolicyWatcher:
         self._engine = engine
         self._store = store
         self._checkpoints = checkpoints
-        self._rotation = rotation
+        self._serving_state = serving_state
         self._metrics = metrics
         self._health = health
         self._mode = mode
@@ -71,12 +71,12 @@ class PolicyWatcher:
         self._max_context_tokens = max_context_tokens
         self._serving: VerifiedPolicy | None = None
         self._unchecked = False
-        """Whether the engine holds weights that passed no canary: then it stays paused and out of rotation."""
+        """True while the engine holds weights that passed no canary: it stays paused and out of rotation."""
         self._settled: PolicyRecord | None = None
         self._newest_seen = -1
         self._lock = asyncio.Lock()
         self._requested: set[asyncio.Task[None]] = set()
-        """Loads that somebody asked for by version."""
+        """Loads requested through ``load_version``."""
         self._log = get_logger("policies")
 
     async def run(self) -> None:
@@ -87,7 +87,7 @@ class PolicyWatcher:
             while True:
                 self._health.beat(LOOP_NAME)
                 try:
-                    settled = await self._look()
+                    settled = await self._load_if_changed()
                 except StoreUnavailable as error:
                     self._metrics.reload_failed("store")
                     self._log.warning("policy_unknown", message=str(error), retry_seconds=retry_seconds)
@@ -100,14 +100,14 @@ class PolicyWatcher:
                 load.cancel()
 
     async def load_version(self, version: int) -> int:
-        """Load one version now, whatever is effective; returns the version in service.
+        """Load one version immediately, regardless of the effective policy; returns the version in service.
 
-        DataError when there is no such version; CheckpointError or EngineError when it cannot be served.
+        Raises DataError for an unknown version, CheckpointError or EngineError if it cannot be served.
         """
         record = await self._store.policy(version)
         if record is None:
-            raise DataError(f"policy_version={version}: no such policy has been announced")
-        # On its own: a caller that hangs up must not leave an engine half-way between two policies.
+            raise DataError(f"policy_version={version}: this policy version has not been announced")
+        # A separate task: a caller that disconnects must not leave the engine half-way between two policies.
         load = asyncio.create_task(self._load(record), name="load-policy")
         self._requested.add(load)
         load.add_done_callback(lambda ended: self._ended(record, ended))
@@ -119,11 +119,11 @@ class PolicyWatcher:
         if not load.cancelled() and isinstance(error := load.exception(), Exception):
             self._refused(record, error.reason if isinstance(error, CheckpointError) else "engine", error)
 
-    async def _look(self) -> bool:
-        """Load the effective policy if it has changed; False when that should be tried again soon."""
-        record = await self._store.effective_policy(self._rotation.instance_id)
-        if record is None or record == self._settled or await self._forgotten(record):
-            newest = await self._store.wait_policy(self._newest_seen, _LOOK_SECONDS)
+    async def _load_if_changed(self) -> bool:
+        """Load the effective policy if it has changed; return False if the load must be retried soon."""
+        record = await self._store.effective_policy(self._serving_state.instance_id)
+        if record is None or record == self._settled or await self._store_lost_policies(record):
+            newest = await self._store.wait_policy(self._newest_seen, _PIN_POLL_SECONDS)
             self._newest_seen = max(self._newest_seen, newest.policy_version if newest else -1)
             return True
         try:
@@ -131,34 +131,34 @@ class PolicyWatcher:
         except CheckpointError as error:
             reason = Reason(error.reason)
             self._refused(record, reason.value, error)
-            if reason in _PASSING:
+            if reason in _RETRIED_REASONS:
                 return False
         except CanaryFailed as error:
             self._refused(record, "canary", error)
         except EngineLost as error:
-            # Nothing serves any more, so nothing is left to wait for: the process ends and starts anew.
-            self._rotation.take_out(str(error))
+            # The engine cannot recover: the process exits and its supervisor starts a new one.
+            self._serving_state.take_out_of_service(str(error))
             self._refused(record, "engine", error)
             raise
         except EngineError as error:
             self._refused(record, "engine", error)
-            if not self._rotation.started:
-                # The first load: nothing older serves, so the process ends. A final error ends the run with it.
+            if not self._serving_state.started:
+                # The first load: no older policy serves, so the process exits. A final error also ends the run.
                 raise
         self._settled = record
         return True
 
-    async def _forgotten(self, record: PolicyRecord) -> bool:
-        """Whether Redis came back as an earlier state: versions only rise, unless an older one is pinned."""
+    async def _store_lost_policies(self, record: PolicyRecord) -> bool:
+        """Tell whether Redis has lost recent policies: versions only increase, unless an older one is pinned."""
         serving = self._serving
         if serving is None or record.policy_version >= serving.manifest.policy_version:
             return False
-        return await self._store.pinned_policy(self._rotation.instance_id) is None
+        return await self._store.pinned_policy(self._serving_state.instance_id) is None
 
     def _refused(self, record: PolicyRecord, reason: str, error: Exception) -> None:
         self._metrics.reload_failed(reason)
-        if reason not in PASSING:
-            self._rotation.refuse(record.policy_version, f"{reason}: {error}", retried=reason in _PASSING)
+        if reason not in TRANSIENT:
+            self._serving_state.refuse(record.policy_version, f"{reason}: {error}", retried=reason in _RETRIED_REASONS)
         old = self._serving.manifest.policy_version if self._serving is not None else None
         self._log.error(
             "policy_refused",
@@ -166,23 +166,23 @@ class PolicyWatcher:
             reason=reason,
             message=str(error),
             still_serving=old,
-            out_of_rotation=self._rotation.reason,
+            out_of_rotation=self._serving_state.reason,
         )
 
     async def _load(self, record: PolicyRecord) -> None:
-        """Verify, load, check; raises and leaves the old policy in the engine when any of it fails."""
+        """Verify, load and check a policy; if a step fails, raise and leave the old policy in the engine."""
         async with self._lock:
             if self._serves(record):
-                self._rotation.put_in()
+                self._serving_state.put_in_service()
                 return
             step = tracer().train_step(record.train_step)
             with (
                 tracer().span("policy_load", step, kind="consumer", policy_version=record.policy_version),
-                # However long it takes and however many versions follow: what is being loaded is not pruned.
-                self._rotation.loading(record.policy_version),
+                # The checkpoint that is being loaded is not pruned, even if newer versions follow.
+                self._serving_state.loading(record.policy_version),
             ):
                 await self._load_now(record)
-        self._rotation.accept(record.policy_version)
+        self._serving_state.accept(record.policy_version)
         note_policy_version(record.policy_version)
 
     async def _load_now(self, record: PolicyRecord) -> None:
@@ -190,7 +190,7 @@ class PolicyWatcher:
         started = time.monotonic()
         known: Manifest | None = self._serving.manifest if self._serving is not None else None
         policy = await asyncio.to_thread(lambda: self._checkpoints.open(record, like=known))
-        if self._rotation.started:
+        if self._serving_state.started:
             pause_seconds = await self._replace(policy)
         else:
             await self._start(policy)
@@ -221,51 +221,54 @@ class PolicyWatcher:
         except EngineLost:
             raise
         except EngineError as error:
-            # Nothing older to go back to. The engine stays on these weights until a version passes.
-            self._rotation.take_out(str(error))
+            # There is no older policy to restore. The engine keeps these weights until a version passes.
+            self._serving_state.take_out_of_service(str(error))
             raise
-        self._rotation.put_in()
+        self._serving_state.put_in_service()
 
     async def _replace(self, policy: VerifiedPolicy) -> float:
-        """Swap under the run's rule; returns the seconds during which decoding was held."""
+        """Swap policies under ``generator.on_new_version``; returns the seconds during which decoding was held."""
         engine, version = self._engine, policy.manifest.policy_version
         await engine.stage(policy.folder)
         if self._mode is OnNewVersion.DRAIN:
-            self._rotation.set_reloading(True)
+            self._serving_state.set_reloading(True)
         try:
             if self._mode is OnNewVersion.DRAIN:
-                await self._rotation.until_idle()
-            held_by_others = engine.status().paused and not self._unchecked
+                await self._serving_state.until_idle()
+            was_paused = engine.status().paused and not self._unchecked
             started = time.monotonic()
-            # Held until the canary has passed: no token is ever sampled from unchecked weights.
+            # Decoding is held until the canary has passed: no token is sampled from unchecked weights.
             await engine.pause()
             try:
                 await engine.load(policy.folder, version, self._mode)
-                await self._check_or_go_back(policy)
-                self._rotation.put_in()
+                await self._check_or_restore(policy)
+                self._serving_state.put_in_service()
             finally:
-                if not (held_by_others or self._unchecked):
+                if not (was_paused or self._unchecked):
                     await engine.resume()
             return time.monotonic() - started
         finally:
-            self._rotation.set_reloading(False)
+            self._serving_state.set_reloading(False)
 
-    async def _check_or_go_back(self, policy: VerifiedPolicy) -> None:
-        """Check what was just loaded. When it fails, the last good policy goes back into the engine and its calls go
-        on, while new ones are refused; if it cannot go back either, the calls are ended too."""
+    async def _check_or_restore(self, policy: VerifiedPolicy) -> None:
+        """Check the policy that was just loaded; restore the last good one if the check fails.
+
+        After a restore the running calls continue and new calls are rejected. If the restore fails too, the running
+        calls end as interrupted.
+        """
         self._unchecked = True
         try:
             await self._check_canary(policy)
         except EngineLost:
             raise
         except EngineError as error:
-            self._rotation.take_out(str(error))
-            self._unchecked = not await self._went_back()
+            self._serving_state.take_out_of_service(str(error))
+            self._unchecked = not await self._restore_old_policy()
             raise
         self._unchecked = False
 
-    async def _went_back(self) -> bool:
-        """Whether the last good policy is in the engine again."""
+    async def _restore_old_policy(self) -> bool:
+        """Load the last good policy again; return True if it is in the engine."""
         if self._serving is None:
             return False
         version = self._serving.manifest.policy_version
@@ -277,7 +280,7 @@ class PolicyWatcher:
             self._log.error("old_policy_not_loaded", policy_version=version, message=str(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_INTERRUPT_SECONDS):
-                    await interrupt_all(self._engine, self._rotation)
+                    await interrupt_all(self._engine, self._serving_state)
             return False
         return True
 
@@ -288,11 +291,11 @@ class PolicyWatcher:
 
     async def _canary_scores(self, manifest: Manifest) -> CanaryScores:
         sequences = [np.array(c.token_ids[: self._max_context_tokens], np.int32) for c in manifest.canary]
-        own = await self._engine.score(sequences)
-        theirs = [np.array(c.logprobs[: len(mine)]) for mine, c in zip(own, manifest.canary, strict=True)]
+        engine = await self._engine.score(sequences)
+        trainer = [np.array(c.logprobs[: len(scores)]) for scores, c in zip(engine, manifest.canary, strict=True)]
         return CanaryScores(
             policy_version=manifest.policy_version,
-            own=np.concatenate(own).astype(np.float64),
-            theirs=np.concatenate(theirs).astype(np.float64),
+            engine_logprobs=np.concatenate(engine).astype(np.float64),
+            trainer_logprobs=np.concatenate(trainer).astype(np.float64),
             weights=frozenset(file.sha256 for file in manifest.files if file.path.endswith(".safetensors")),
         )

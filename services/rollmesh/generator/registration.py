@@ -1,4 +1,4 @@
-"""The generator's entry in the registry: who it is, what it serves, how busy it is; renewed with every heartbeat."""
+"""The generator's entry in the registry: identity, policy version and load, renewed with every heartbeat."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _MISSED_HEARTBEATS = 12
 
 
 class Registration:
-    """Registers one generator until it leaves."""
+    """The registry entry of one generator."""
 
     def __init__(
         self,
         store: TrajectoryStore,
         engine: Engine,
-        rotation: ServingState,
+        serving_state: ServingState,
         metrics: GeneratorMetrics,
         health: Health,
         reporter: HealthReporter,
@@ -36,7 +36,7 @@ class Registration:
     ) -> None:
         self._store = store
         self._engine = engine
-        self._rotation = rotation
+        self._serving_state = serving_state
         self._metrics = metrics
         self._health = health
         self._reporter = reporter
@@ -45,39 +45,39 @@ class Registration:
         self._log = get_logger("registration")
         self._slot_seconds = 0.0
         self._slots_since = (0, time.monotonic())
-        """Slots that served at the last look, and when that was."""
+        """Serving slots at the last update, and the time of that update (monotonic seconds)."""
 
     def record(self) -> GeneratorRecord:
-        """The entry as of now; EngineError when the engine has failed."""
-        rotation = self._rotation
-        status = self._engine.status() if rotation.started else None
+        """Build the current entry; EngineError if the engine has failed."""
+        serving_state = self._serving_state
+        status = self._engine.status() if serving_state.started else None
         return GeneratorRecord(
-            instance_id=rotation.instance_id,
-            address=rotation.address,
+            instance_id=serving_state.instance_id,
+            address=serving_state.address,
             policy_version=-1 if status is None else status.policy_version,
             running_count=0 if status is None else status.running_count,
             waiting_count=0 if status is None else status.waiting_count,
             slot_count=0 if status is None else status.slot_count,
             kv_token_capacity=0 if status is None else status.kv_token_capacity,
-            serving=not rotation.reason,
-            reason=rotation.reason,
-            loading_version=rotation.loading_version,
-            refused_version=rotation.refused_version,
-            refused_count=rotation.refused_count,
-            refused_reason=rotation.refused_reason,
+            serving=not serving_state.reason,
+            reason=serving_state.reason,
+            loading_version=serving_state.loading_version,
+            refused_version=serving_state.refused_version,
+            refused_count=serving_state.refused_count,
+            refused_reason=serving_state.refused_reason,
             work=GeneratorWork(generated_tokens=0)
             if status is None
             else GeneratorWork(
                 prefill_tokens=status.prefill_token_total,
                 reprefill_tokens=status.reprefill_token_total,
                 running_slot_seconds=round(status.running_slot_seconds_total, 3),
-                slot_seconds=round(self._slot_time(0 if rotation.reason else status.slot_count), 3),
+                slot_seconds=round(self._slot_time(0 if serving_state.reason else status.slot_count), 3),
                 generated_tokens=status.generated_token_total,
             ),
         )
 
     def _slot_time(self, serving_slots: int) -> float:
-        """Integral of the serving slots until now; ``serving_slots`` count from now on."""
+        """Return the integral of serving slots over time until now; ``serving_slots`` apply from now on."""
         slots, since = self._slots_since
         now = time.monotonic()
         self._slot_seconds += slots * (now - since)
@@ -85,18 +85,21 @@ class Registration:
         return self._slot_seconds
 
     async def run(self) -> None:
-        """Renew until cancelled, at once after every change; a failed engine ends the loop with its EngineError."""
+        """Renew the entry until cancelled, and immediately after every change.
+
+        Raises EngineError if the engine has failed.
+        """
         self._health.watch(LOOP_NAME, _MISSED_HEARTBEATS * self._heartbeat_seconds)
         while True:
-            self._rotation.changed.clear()
+            self._serving_state.changed.clear()
             await self.renew()
-            # Not wait_for: when the event and a cancellation meet, Python 3.11's swallows the cancellation.
+            # Not wait_for: Python 3.11's swallows a cancellation that arrives together with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_seconds):
-                    await self._rotation.changed.wait()
+                    await self._serving_state.changed.wait()
 
     async def renew(self) -> None:
-        """Write the entry now; an unreachable store is logged and counted, the calls go on meanwhile."""
+        """Write the entry now; an unreachable store is logged and counted, and calls continue."""
         record = self.record()
         self._health.set_ready(record.serving, record.reason)
         await self._reporter.set_serving(record.serving)
@@ -109,11 +112,11 @@ class Registration:
         self._health.beat(LOOP_NAME)
 
     async def leave(self) -> None:
-        """Take the entry out; if the store is away, it disappears after its time to live."""
+        """Delete the entry; if the store is unreachable, the entry expires after its time to live."""
         self._health.unwatch(LOOP_NAME)
         self._health.set_ready(False, "draining")
         await self._reporter.set_serving(False)
         try:
-            await self._store.deregister_generator(self._rotation.instance_id)
+            await self._store.deregister_generator(self._serving_state.instance_id)
         except StoreUnavailable as error:
             self._log.warning("deregistration_failed", message=str(error), gone_after_seconds=self._ttl_seconds)

@@ -1,1 +1,1 @@
-"""One run on one machine: the run folder, the processes, their progress, and the run from start to report."""
+"""A run on one machine: run folder, service processes, progress, and the path from start to report."""

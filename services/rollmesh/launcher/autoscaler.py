@@ -1,9 +1,9 @@
-"""Scaling a run on this machine by Prometheus: the chart's autoscaling rules without Kubernetes.
+"""Autoscaler of a run on this machine: the chart's rules, evaluated on Prometheus metrics without Kubernetes.
 
-look     every 15 seconds: the rule's queries to Prometheus, wanted replicas from the store, working ones from the run
-decide   ``scheduling.autoscaling``: what a HorizontalPodAutoscaler would want
-ask      ``request_scale``; the launcher of the run carries it out. A person's own ``rollmesh scale`` is overruled at
-         the next look, except for zero generators, where autoscaling rests
+measure  every 15 seconds: the rule's queries to Prometheus, wanted replicas from the store, ready ones from the run
+decide   ``scheduling.autoscaling``: the replicas that a HorizontalPodAutoscaler would request
+request  ``request_scale``; the launcher of the run starts and stops replicas. The next round overrides an operator's
+         ``rollmesh scale``, except zero generators, which suspends autoscaling
 """
 
 from __future__ import annotations
@@ -27,44 +27,47 @@ from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.scheduling.autoscaling import ReplicaMemory, ReplicaMetrics, next_replicas
 from rollmesh.store import TrajectoryStore
 
-_LOOK_SECONDS = 15.0
-_FASTEST_LOOK_SECONDS = 0.5
+_ROUND_SECONDS = 15.0
+_SHORTEST_ROUND_SECONDS = 0.5
 _QUERY_SECONDS = 10.0
 
 
 class Prometheus:
-    """Instant queries with one number as their answer."""
+    """Client for Prometheus instant queries that return one number."""
 
     def __init__(self, url: str, client: httpx.AsyncClient) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--prometheus {url}: expected http:// or https://")
         self._url = url.rstrip("/") + "/api/v1/query"
         self._client = client
-        self.trouble = ""
-        """Why a query had no answer at all; the reader empties it before it asks."""
+        self.last_error = ""
+        """Reason of the last query without a response; the caller clears it before a round of queries."""
 
     async def value(self, query: str) -> float | None:
-        """The answer; None for no data, for no number, or while Prometheus is away. ConfigError for a bad query."""
+        """Return the result; None without data, without a number, or while Prometheus is unreachable.
+
+        Raises ConfigError for a query that Prometheus rejects as invalid.
+        """
         try:
             response = await self._client.post(self._url, data={"query": query}, timeout=_QUERY_SECONDS)
         except httpx.HTTPError as error:
-            self.trouble = f"{self._url}: {type(error).__name__}: {error}"
+            self.last_error = f"{self._url}: {type(error).__name__}: {error}"
             return None
         if response.status_code == httpx.codes.BAD_REQUEST:
-            raise ConfigError(f"Prometheus refuses a query: {response.text.strip()}: {query}")
+            raise ConfigError(f"Prometheus rejects a query: {response.text.strip()}: {query}")
         if not response.is_success:
-            # Among them 422, a query that cannot be carried out now: two series of one process while it is replaced.
-            self.trouble = f"{self._url}: {response.status_code}: {response.text[:200].strip()}"
+            # Includes 422, a temporary failure of a query: two series of one process exist while it is replaced.
+            self.last_error = f"{self._url}: {response.status_code}: {response.text[:200].strip()}"
             return None
         try:
             return single_number(response.json())
         except ValueError:
-            self.trouble = f"{self._url} is no Prometheus: it answers {response.text[:60]!r}"
+            self.last_error = f"{self._url} is not a Prometheus server: it returned {response.text[:60]!r}"
             return None
 
 
 def single_number(answer: Any) -> float | None:
-    """The number in an answer of /api/v1/query; None when there is none, several, or not a finite one."""
+    """Return the number in a response of /api/v1/query; None for no value, several values, NaN or infinity."""
     try:
         data = answer["data"]
         points = [data["result"]] if data["resultType"] == "scalar" else [row["value"] for row in data["result"]]
@@ -77,7 +80,7 @@ def single_number(answer: Any) -> float | None:
 
 
 class Autoscaler:
-    """Applies rules to one run until it is told to stop."""
+    """Periodic application of autoscaling rules to one run."""
 
     def __init__(
         self,
@@ -100,39 +103,40 @@ class Autoscaler:
         self._selector = selector
         self._speed_up = speed_up
         self._memory = {service: ReplicaMemory() for service in self._rules}
-        self._said: dict[str, str] = {}
+        self._logged: dict[str, str] = {}
 
     async def run(self, shutdown: asyncio.Event) -> None:
-        """Look, decide and ask until ``shutdown``; an outage of Redis or Prometheus is waited out."""
-        pause = max(_FASTEST_LOOK_SECONDS, _LOOK_SECONDS / self._speed_up)
+        """Apply every rule periodically until ``shutdown``; retry while Redis or Prometheus is unreachable."""
+        pause = max(_SHORTEST_ROUND_SECONDS, _ROUND_SECONDS / self._speed_up)
         while not shutdown.is_set():
             try:
                 for rule in self._rules.values():
-                    await self.look(rule)
+                    await self.apply(rule)
             except StoreUnavailable as error:
-                self._say("store", f"waiting for Redis: {error}")
+                self._log_change("store", f"waiting for Redis: {error}")
             if await wait_or_shutdown(shutdown, pause):
                 return
 
-    async def look(self, rule: AutoscalingRule) -> None:
-        """One look at one service."""
+    async def apply(self, rule: AutoscalingRule) -> None:
+        """Measure one service once and request the replicas that its rule requires."""
         service = rule.service
         values = await self._values(rule)
-        self._say("prometheus", f"waiting for Prometheus: {trouble}" if (trouble := self._prometheus.trouble) else "")
+        error = self._prometheus.last_error
+        self._log_change("prometheus", f"waiting for Prometheus: {error}" if error else "")
         wanted = (await self._store.scale_requests()).get(service, self._configured[service])
-        look = ReplicaMetrics(now=time.monotonic(), wanted=wanted, ready=await self._ready(service), values=values)
-        verdict = next_replicas(rule, self._memory[service], look, self._speed_up)
-        self._memory[service] = verdict.memory
-        self._say(service, f"{service} {wanted} -> {verdict.why}")
-        if verdict.replicas != wanted:
-            heard = await self._store.request_scale(service, verdict.replicas)
-            self._note(f"{service}: asked for {verdict.replicas} replicas, was {wanted}")
-            if not heard:
-                self._note("no launcher runs this run now: nobody carries that out yet")
+        metrics = ReplicaMetrics(now=time.monotonic(), wanted=wanted, ready=await self._ready(service), values=values)
+        decision = next_replicas(rule, self._memory[service], metrics, self._speed_up)
+        self._memory[service] = decision.memory
+        self._log_change(service, f"{service} {wanted} -> {decision.reason}")
+        if decision.replicas != wanted:
+            has_launcher = await self._store.request_scale(service, decision.replicas)
+            self._note(f"{service}: asked for {decision.replicas} replicas, was {wanted}")
+            if not has_launcher:
+                self._note("no launcher runs this run now: the request takes effect when one starts")
 
     async def _values(self, rule: AutoscalingRule) -> Mapping[str, float | None]:
         queries = {signal.name: rule.query(signal, self._selector, self._speed_up) for signal in rule.signals}
-        self._prometheus.trouble = ""
+        self._prometheus.last_error = ""
         answers = await asyncio.gather(*(self._prometheus.value(query) for query in queries.values()))
         return dict(zip(queries, answers, strict=True))
 
@@ -141,8 +145,8 @@ class Autoscaler:
             return sum(record.serving for record in await self._store.generators())
         return Counter(endpoint.service for endpoint in read_endpoints(self._folder.path))[service]
 
-    def _say(self, what: str, text: str) -> None:
-        """Say what is new; nothing is what there is to say when all is well."""
-        if text and self._said.get(what) != text:
+    def _log_change(self, topic: str, text: str) -> None:
+        """Note ``text`` if it differs from the last one of this topic; empty text clears the topic."""
+        if text and self._logged.get(topic) != text:
             self._note(text)
-        self._said[what] = text
+        self._logged[topic] = text

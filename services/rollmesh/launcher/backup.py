@@ -1,9 +1,9 @@
-"""A copy of a run that a new mesh can go on from, taken while the run trains.
+"""Backup of a run from which a new mesh can continue, taken while the run trains.
 
-What counts is in the run folder and the checkpoint store; the queue is not copied, because a trainer tells an empty
-one what has been trained. Files there never change once they are complete, so their order is all that consistency
-needs: states, then policies, then batch files. A batch file that is newer than the newest state is trained again after
-a restore, as after a crash; a state that is newer than the batch files could not be.
+A backup contains the run folder and the checkpoints. It omits the queue: the trainer reports the trained groups to an
+empty queue. Complete files never change, so the copy order alone ensures consistency: states, then policies, then
+batch files. After a restore, as after a crash, a batch file newer than the newest state is trained again. Another
+order could copy a state without its batch files.
 """
 
 from __future__ import annotations
@@ -32,29 +32,30 @@ _ATTEMPTS = 5
 
 @dataclass(slots=True)
 class BackupReport:
-    """What one backup did."""
+    """Result of one backup."""
 
     files: int = 0
-    """Files copied now; those of an earlier backup are left as they are."""
+    """Files copied by this backup; files of an earlier backup are not copied again."""
     bytes: int = 0
     removed: int = 0
-    """Entries removed from the backup because the run has pruned them."""
+    """Folders removed from the backup because the run has pruned them."""
     train_step: int = 0
-    """Train step that a restore goes on from; 0 when the run had no committed state yet."""
+    """Train step from which a restored run continues; 0 when the run has no committed state yet."""
 
 
 def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) -> BackupReport:
-    """Bring ``destination`` up to date with the run; it is a run folder itself afterwards.
+    """Update ``destination`` from the run; the result is itself a run folder.
 
-    Raises ConfigError for a destination inside the run or of another run, OSError when it cannot be written.
+    Raises ConfigError when the destination is inside the run or belongs to another run, or when the checkpoints are in
+    an object store; OSError when it cannot be written.
     """
     if checkpoints.mirror is not None:
         raise ConfigError(
-            f"checkpoints.folder={checkpoints.mirror.objects.url} is an object store: copy it with its own tools "
+            f"checkpoints.folder={checkpoints.mirror.objects.url} is an object store: copy it with that store's tools "
             "(states first, then policies, then batches), and the run folder without its checkpoints"
         )
     root, target = checkpoints.root, destination / "checkpoints"
-    _refuse_strangers(folder.path, root, destination)
+    _reject_destination(folder.path, root, destination)
     report = BackupReport()
     target.mkdir(parents=True, exist_ok=True)
     lineage = checkpoints.lineage()
@@ -66,7 +67,7 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
         if any((target / STATES).glob(f"*/{COMMITTED_FILE}")) or checkpoints.latest_committed() is None:
             break
     else:
-        raise ConfigError(f"{root}: its states were pruned {_ATTEMPTS} times while they were read: keep more of them")
+        raise ConfigError(f"{root}: the states were pruned {_ATTEMPTS} times during the copy: keep more of them")
     _copy_folders(root / POLICIES, target / POLICIES, MANIFEST_FILE, report, late=ANNOUNCED_FILE)
     _copy_batches(root / BATCHES, target / BATCHES, report)
     for name in _RECORDS:
@@ -79,38 +80,38 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
     return report
 
 
-def _refuse_strangers(run: Path, root: Path, destination: Path) -> None:
+def _reject_destination(run: Path, root: Path, destination: Path) -> None:
     for inside in (run, root):
         if destination.resolve().is_relative_to(inside):
             raise ConfigError(f"destination {destination} lies inside {inside}: choose a folder on another disk")
-    there = destination / "checkpoints" / LINEAGE_FILE
-    if there.exists() and there.read_text() != (root / LINEAGE_FILE).read_text():
+    lineage = destination / "checkpoints" / LINEAGE_FILE
+    if lineage.exists() and lineage.read_text() != (root / LINEAGE_FILE).read_text():
         raise ConfigError(f"destination {destination} holds the backup of another run: choose another folder")
 
 
 def _copy_folders(source: Path, target: Path, marker: str, report: BackupReport, late: str = "") -> None:
-    """Copy complete folders (those with their ``marker``); ``late`` may be added to a folder after its marker."""
+    """Copy the folders that contain ``marker``; the file ``late`` may appear in a folder after its marker."""
     for folder in _folders(source):
-        there = target / folder.name
+        copied = target / folder.name
         try:
-            if not there.exists() and (folder / marker).exists():
-                _copy_tree(folder, there, report)
-            elif late and (folder / late).exists() and not (there / late).exists():
-                _copy(folder / late, there / late, report)
-        except FileNotFoundError:  # pruned while it was read
+            if not copied.exists() and (folder / marker).exists():
+                _copy_tree(folder, copied, report)
+            elif late and (folder / late).exists() and not (copied / late).exists():
+                _copy(folder / late, copied / late, report)
+        except FileNotFoundError:  # pruned during the copy
             continue
 
 
 def _copy_tree(source: Path, target: Path, report: BackupReport) -> None:
-    """Copy a folder under another name first, so that a backup that was cut off holds no half of one."""
+    """Copy a folder under a temporary name first, so that an interrupted backup contains no partial folder."""
     unfinished = target.with_name(f".{target.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     files = [path for path in sorted(source.rglob("*")) if path.is_file()]
     try:
         for file in files:
-            there = unfinished / file.relative_to(source)
-            there.parent.mkdir(parents=True, exist_ok=True)
-            _copy(file, there, report)
+            copied = unfinished / file.relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            _copy(file, copied, report)
         os.replace(unfinished, target)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -134,10 +135,10 @@ def _copy(source: Path, target: Path, report: BackupReport) -> None:
 
 
 def _remove_pruned(source: Path, target: Path) -> int:
-    gone = [folder for folder in _folders(target) if not (source / folder.name).exists()]
-    for folder in gone:
+    pruned = [folder for folder in _folders(target) if not (source / folder.name).exists()]
+    for folder in pruned:
         shutil.rmtree(folder)
-    return len(gone)
+    return len(pruned)
 
 
 def _folders(parent: Path) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""The end of a run: audit and report, from the run folder and what the queue knew at rest."""
+"""End of a run: audit and report, from the run folder and the final counts of the queue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import PASSING
+from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config import RunConfig
 from rollmesh.config.data import PythonSource
 from rollmesh.config.recipes import resolve_model
@@ -22,10 +22,10 @@ from rollmesh.text import Tokenizer
 
 
 def close_run(folder: Path, account: QueueAccount | None, console: Console) -> bool:
-    """Write the report, after the audit of a finished run (one with an account); returns whether the audit is green.
+    """Audit a finished run (one with an account), write its report, and return True if the audit is green.
 
-    A stopped run is not audited, and nothing is wrong with it: True. Blocking, outside any event loop, so that Ctrl-C
-    ends it.
+    A stopped run is not audited and returns True. The call blocks and runs outside any event loop, so that Ctrl-C ends
+    it.
     """
     green = True
     if account is not None:
@@ -36,10 +36,10 @@ def close_run(folder: Path, account: QueueAccount | None, console: Console) -> b
 
 
 async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccount:
-    """What the queue still holds and what it dropped, for the audit's count of lost groups.
+    """Read the live and the dropped groups of the queue, for the audit's count of lost groups.
 
-    Cursor and letters are read first and the drops last, so that of a run that goes on nothing seems lost: what was
-    admitted by the first looks is live in a later one, dropped by the last one, or in a batch file.
+    Cursor and dead letters are read first and the drops last, so that no group of a run in progress seems lost: a group
+    admitted before the first read is live in a later read, dropped in the last one, or in a batch file.
     """
     cursor = await store.cursor()
     letters = await store.dead_letters()
@@ -56,12 +56,12 @@ async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccou
 
 
 async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
-    """Name the next thing that the trainer still has to do before the run is closed; empty when the run is over.
+    """Name the next event that the run still lacks before it can be closed; empty when the run is complete.
 
-    Redis alone does not end a run: the audit reads the trainer state of the last step from disk.
+    The state in Redis is not sufficient: the audit reads the trainer state of the last step from disk.
     """
     view, steps = await store.view(groups=False), config.trainer.train_steps
-    if not view.trained_enough or view.policy_train_step < steps:
+    if not view.is_complete or view.policy_train_step < steps:
         return "the last step was announced"
     if await store.rollback_request() is not None:
         return "a rollback was carried out"
@@ -71,18 +71,18 @@ async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
 
 
 def _committed_on_disk(config: RunConfig) -> int:
-    """Return the train step of the newest trainer state on disk; -1 without one, or without an answer."""
+    """Return the train step of the newest trainer state; -1 without a state or while the storage is unreachable."""
     try:
         state = CheckpointStore.from_config(config).latest_committed()
     except CheckpointError as error:
-        if error.reason not in PASSING:
+        if error.reason not in TRANSIENT:
             raise
         return -1
     return -1 if state is None else state.train_step
 
 
 def _epoch_size(config: RunConfig) -> int | None:
-    """Prompts of one epoch; None where the prompts cannot be opened here, and for a person's own code."""
+    """Return the number of prompts per epoch; None for prompts from user code or prompts that cannot be opened here."""
     if isinstance(config.data.source, PythonSource):
         return None
     try:

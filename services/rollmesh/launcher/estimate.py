@@ -1,4 +1,4 @@
-"""What a run file asks for, before anything is started."""
+"""Resource estimate of a run file, made before any process starts."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from rollmesh.scheduling import expected_staleness, resolve_schedule
 from rollmesh.scheduling.memory import BYTES_PER_TOKEN, trajectory_bytes
 
 _ADMISSION_SHARE = 0.8
-"""Share of its memory limit up to which Redis takes new groups."""
+"""Share of the Redis memory limit above which admission of new groups waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Numbers that follow from a run file."""
+    """Sizes computed from a run file."""
 
     pool_size: int
     max_staleness: int
@@ -26,35 +26,35 @@ class Estimate:
     capacity_groups: int
     """Groups admitted and not consumed, at most."""
     queue_bytes: int
-    """Redis memory at full capacity with answers of full length."""
+    """Redis memory at full capacity with responses of maximum length."""
     queue_limit_bytes: int | None
-    """Memory limit of the embedded server; None for a server of one's own."""
+    """Memory limit of the embedded server; None for an external server."""
     slot_count: int
-    """Calls that all generators decode at once."""
+    """Calls that all generators together decode at once."""
 
     def table(self) -> Table:
-        """For people."""
+        """Return the estimate as a table for the console."""
         table = Table("quantity", "value", "meaning")
         table.add_row("pool_size", f"{self.pool_size}", "trajectories in flight over the whole mesh")
-        table.add_row("generator slots", f"{self.slot_count}", "calls decoded at once; below pool_size calls wait")
+        table.add_row("generator slots", f"{self.slot_count}", "calls decoded at once; below pool_size, calls wait")
         table.add_row("max_staleness", f"{self.max_staleness}", "train steps, enforced")
         table.add_row("expected staleness", f"{self.expected_staleness:.2f}", "train steps, about pool_size / (B n)")
         table.add_row("batch", f"{self.trajectories_per_batch}", "trajectories per train step")
         table.add_row("capacity", f"{self.capacity_groups}", "groups admitted and not yet trained, at most")
-        table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", self._memory_words())
+        table.add_row("queue memory", f"{self.queue_bytes / 2**20:.0f} MiB", self._memory_meaning())
         return table
 
-    def _memory_words(self) -> str:
-        words = "Redis, at capacity and full length, snapshots of environments aside"
+    def _memory_meaning(self) -> str:
+        meaning = "Redis, at capacity and full length, without snapshots of environments"
         if self.queue_limit_bytes is None:
-            return words
+            return meaning
         share = self.queue_bytes / self.queue_limit_bytes
-        held = "; above 80% admission waits: raise it" if share > _ADMISSION_SHARE else ""
-        return f"{words}: {share:.0%} of store.maxmemory_bytes{held}"
+        advice = "; above 80% admission waits: increase it" if share > _ADMISSION_SHARE else ""
+        return f"{meaning}: {share:.0%} of store.maxmemory_bytes{advice}"
 
 
 def estimate(config: RunConfig) -> Estimate:
-    """Compute the estimate; raises ConfigError for a schedule that cannot work."""
+    """Compute the estimate of ``config``. Raises ConfigError for an impossible schedule."""
     schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
     group_size = config.schedule.group_size
     batch = config.schedule.groups_per_batch * group_size

@@ -1,4 +1,4 @@
-"""``rollmesh eval``: one policy version on the fixed prompts, with or without a run going on."""
+"""``rollmesh eval``: evaluation of one policy version on the fixed prompts of a run that is not in progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WITHOUT_TRAINER = ("generator", "reward", "rollout")
 async def evaluate_run(
     config: RunConfig, folder: RunFolder, policy_version: int | None, shutdown: asyncio.Event, console: Console
 ) -> Evaluation:
-    """Evaluate ``policy_version`` (None: the newest) of a run at rest: its services are started for the while.
+    """Evaluate ``policy_version`` (None: the newest) of a stopped run; start its services for the evaluation.
 
     Raises ConfigError while a launcher holds the folder (``evaluation.every_versions`` evaluates during a run), or
     when the version was never published or is pruned.
@@ -43,9 +43,9 @@ async def _published(mesh: LocalMesh, policy_version: int | None) -> int:
     if policy_version not in versions:
         raise ConfigError(f"--version {policy_version}: published versions are {min(versions)} to {max(versions)}")
     kept = await asyncio.to_thread(lambda: CheckpointStore.from_config(mesh.config).complete_policies())
-    if policy_version not in (there := sorted({policy.policy_version for policy in kept})):
+    if policy_version not in (remaining := sorted({policy.policy_version for policy in kept})):
         raise ConfigError(
             f"--version {policy_version}: its weights are pruned (checkpoints.keep_last="
-            f"{mesh.config.checkpoints.keep_last}); kept are {', '.join(map(str, there)) or 'none'}"
+            f"{mesh.config.checkpoints.keep_last}); kept are {', '.join(map(str, remaining)) or 'none'}"
         )
     return policy_version

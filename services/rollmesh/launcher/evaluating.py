@@ -1,4 +1,4 @@
-"""Asking the mesh for evaluations, and waiting for them."""
+"""Evaluation requests to the mesh, and the wait for their results."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from functools import partial
 
 from rollmesh.launcher.evaluations import Evaluation
 from rollmesh.launcher.local_mesh import OFTEN_SECONDS, LocalMesh
-from rollmesh.store.evaluation_requests import asked_by_others_up_to, due_versions, evaluation_request
+from rollmesh.store.evaluation_requests import due_versions, evaluation_floor, evaluation_request
 
 
 async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
-    """Evaluate one policy version on the idle mesh, unless an earlier start already did."""
+    """Evaluate one policy version on the idle mesh, or return the result of an earlier start."""
     waiting_for = f"the evaluation of policy version {policy_version}"
     earlier = await mesh.answer(lambda: mesh.evaluations.finished(policy_version), waiting_for)
     if earlier is not None:
@@ -20,25 +20,25 @@ async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
     found: list[Evaluation] = []
 
     async def finished() -> bool:
-        # At every look: a Redis that came back as an earlier state has forgotten the request.
+        # Repeated at every poll: a Redis restored to an earlier state has lost the request.
         await mesh.store.request_evaluation(request)
         result = await mesh.evaluations.finished(policy_version)
         if result is not None:
             found.append(result)
         return result is not None
 
-    await mesh.until(finished, waiting_for, ask_seconds=OFTEN_SECONDS)
+    await mesh.until(finished, waiting_for, poll_seconds=OFTEN_SECONDS)
     await mesh.answer(mesh.evaluations.update, waiting_for)
     return found[-1]
 
 
 async def finish_evaluations(mesh: LocalMesh) -> None:
-    """Pause the run and wait for every evaluation that is due or was asked for."""
-    waiting_for = "evaluations under way"
+    """Pause the run and wait for every evaluation that is due or requested."""
+    waiting_for = "evaluations in progress"
     newest = await mesh.answer(mesh.latest_version, waiting_for)
     every = mesh.config.evaluation.every_versions
-    # The leader asks for each of them; the last version may have been announced an instant ago.
-    after = asked_by_others_up_to(every, newest, mesh.config.checkpoints.keep_last)
+    # The leader requests each of them, but may not have seen the last version yet.
+    after = evaluation_floor(every, newest, mesh.config.checkpoints.keep_last)
     for version in due_versions(every, after, newest):
         request = evaluation_request(mesh.config.evaluation, version)
         await mesh.answer(partial(mesh.store.request_evaluation, request), waiting_for)
@@ -48,5 +48,5 @@ async def finish_evaluations(mesh: LocalMesh) -> None:
 
     if not await mesh.answer(all_answered, waiting_for):
         await mesh.until_idle()
-        await mesh.until(all_answered, waiting_for, ask_seconds=OFTEN_SECONDS)
+        await mesh.until(all_answered, waiting_for, poll_seconds=OFTEN_SECONDS)
     await mesh.answer(mesh.evaluations.update, waiting_for)

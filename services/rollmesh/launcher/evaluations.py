@@ -1,7 +1,7 @@
-"""Evaluations as the launcher writes them down.
+"""Evaluations, and the journal in which the launcher records them.
 
-The file is the run's memory of them: a queue that was lost with its disk, or is empty after a backup was restored,
-takes no score along, and weights of most versions are pruned by then.
+The file preserves the scores of the run. A queue lost with its disk, or empty after the restore of a backup, contains
+no scores, and the weights of most versions are pruned by then.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Evaluation:
 
     policy_version: int
     n: int
-    """Scores that count."""
+    """Number of scores in the mean."""
     mean: float
     standard_error: float
     details: dict[str, float]
-    """Mean length and the like."""
+    """Other statistics, such as the mean length."""
     discarded: int
     when: float
     """Unix seconds."""
     seconds: float
-    """From the request to the result."""
+    """Seconds from the request to the result."""
 
     def to_json(self) -> str:
-        """The line; details stand beside the other fields."""
+        """Return the JSON line, with the details next to the other fields."""
         record = {
             "policy_version": self.policy_version,
             "n": self.n,
@@ -51,15 +51,15 @@ class Evaluation:
         return json.dumps(record)
 
     @property
-    def words(self) -> str:
-        """The score for a person; without a single answer that counts there is none."""
+    def description(self) -> str:
+        """Describe the score for the console; there is none when every response was discarded."""
         if self.n == 0:
             return f"evaluation without a score: none of {self.discarded} answers counts"
         return f"evaluation {self.mean:.3f} ± {self.standard_error:.3f} (n={self.n})"
 
 
 class EvaluationJournal:
-    """Notes every evaluation once it has a result, and keeps ``evaluations.jsonl`` up to date."""
+    """Journal of finished evaluations: notes each new result and updates ``evaluations.jsonl``."""
 
     def __init__(self, store: TrajectoryStore, folder: RunFolder, note: Callable[[str], None]) -> None:
         self._store = store
@@ -68,18 +68,18 @@ class EvaluationJournal:
         self._written: set[int] | None = None
 
     async def update(self) -> None:
-        """Look for new results; those from before this start are written, not noted."""
+        """Read new results from the store; note only those that finished after this start."""
         newest = await self._store.latest_policy()
-        if newest is None:  # a queue that knows nothing yet says nothing about what was evaluated
+        if newest is None:  # an empty queue has no evaluations yet; keep the file
             return
         found = {e.policy_version: e for e in await self._in_store()}
         if found.keys() == self._written:
             return
         for version in sorted(found):
             if self._written is not None and version not in self._written:
-                self._note(f"policy version {version}: {found[version].words}")
+                self._note(f"policy version {version}: {found[version].description}")
         self._written = set(found)
-        # Lines of versions that do not exist are of a future that the run has left: a restored copy was older.
+        # Omit lines of versions newer than the newest: the run was restored from an older copy.
         recorded = (e for e in _recorded(self._folder.evaluations) if e.policy_version <= newest.policy_version)
         lines = {e.policy_version: e for e in recorded}
         lines |= {v: e for v, e in found.items() if e.n or v not in lines}
@@ -88,10 +88,10 @@ class EvaluationJournal:
         os.replace(fresh, self._folder.evaluations)
 
     async def finished(self, policy_version: int) -> Evaluation | None:
-        """The result for one policy version, if there is one.
+        """Return the result for one policy version, if any.
 
-        A line of the file counts for version 0 alone. Later numbers may stand for other weights since it was written: a
-        restored copy of the checkpoints goes on from an older version than the file knows of.
+        A line of the file is used for version 0 only. Later numbers may name other weights than the file does: a
+        restored copy of the checkpoints continues from an older version than the file contains.
         """
         in_store = {e.policy_version: e for e in await self._in_store()}
         if policy_version == 0 and 0 not in in_store:
@@ -103,7 +103,7 @@ class EvaluationJournal:
 
 
 def _recorded(file: Path) -> Iterable[Evaluation]:
-    """Evaluations of the file that have a score."""
+    """Read the evaluations of the file that have a score."""
     names = [field.name for field in fields(Evaluation) if field.name != "details"]
     for line in read_json_lines(file).records:
         values: dict[str, Any] = {name: line.get(name) for name in names}

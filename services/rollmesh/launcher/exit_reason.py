@@ -1,4 +1,4 @@
-"""Why a service ended, from what it wrote to its log since it was last started."""
+"""Reason for the exit of a service, read from its log since its last start."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _CONSOLE_PASSING = re.compile(r"\bpassing=True\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitReason:
-    """What a process left in its log."""
+    """Reason for an exit, as logged by the process."""
 
     error: str
-    """Class of the error that it named; empty when it named none."""
+    """Class name of the logged error; empty without one."""
     text: str
-    """The error with the log's path; without one, the last lines of the log as they are."""
+    """The error with the path of the log; without an error, the last lines of the log."""
     summary: str
-    """The error, or the last line of the log, on one line."""
+    """The error on one line, or the last line of the log."""
     passing: bool = False
-    """Whether the error's cause is outside of the process and a later start may succeed."""
+    """True if the cause is outside the process, so that a later start may succeed."""
 
 
 def exit_reason(log_file: Path, since: int = 0) -> ExitReason:
-    """Read the end of a log, from byte ``since`` on: what earlier processes wrote there is not this one's reason."""
+    """Read the reason from the end of a log; skip the first ``since`` bytes, which earlier processes wrote."""
     try:
         lines = _tail(log_file, since)
     except OSError as error:
         return ExitReason(error="", text=f"its log cannot be read: {error}", summary="its log cannot be read")
-    # Not only the last line: torchrun writes its own summary after the rank that failed.
+    # Search beyond the last line: torchrun writes its own summary after the line of the failed rank.
     for line in reversed(lines):
         failure = _failure(line)
         if failure is not None:
@@ -57,7 +57,7 @@ def _tail(file: Path, since: int) -> list[str]:
 
 
 def _readable(line: str) -> list[str]:
-    """A line as it is; a traceback that is in one, as Python would have written it."""
+    """Split a JSON line with a traceback into the lines that Python would print; keep any other line."""
     try:
         event = json.loads(line)
     except ValueError:
@@ -67,7 +67,7 @@ def _readable(line: str) -> list[str]:
 
 
 def _failure(line: str) -> tuple[str, str, bool] | None:
-    """(error, message, passing) of the log line that ends a service, in either log format; None for any other line."""
+    """Parse (error, message, passing) from a failure line in either log format; None for any other line."""
     try:
         event = json.loads(line)
     except ValueError:

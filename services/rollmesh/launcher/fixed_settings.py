@@ -1,7 +1,7 @@
-"""Settings that a run keeps from its start to its end, and why; all others may change when it is continued.
+"""Settings that are fixed for a whole run, with the reasons; all others may change when the run is continued.
 
-Fixed is what the data of the run depends on: change it in the middle, and what was written before and after no longer
-belongs together. A name stands for all that it contains.
+The data of the run depends on the fixed settings: after a change, the data written before and after it would not be
+comparable. A section name includes all of its fields.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _NOT_COMPARABLE = "rewards and evaluations of one run are compared with each oth
 FIXED: Mapping[str, tuple[str, ...]] = {
     "the run's keys in Redis and its metrics carry it": ("name",),
     "every policy version descends from it": ("model",),
-    "how far the run has come is a position in this order of prompts": (
+    "the progress of the run is a position in this order of prompts": (
         *("seed", "data.source", "data.held_out_ratio", "data.shuffle"),
     ),
-    f"it says what a rollout is, and {_NOT_COMPARABLE}": (
+    f"it defines a rollout, and {_NOT_COMPARABLE}": (
         *("rollout.program", "rollout.agent.contexts", "rollout.environment", "rollout.environment_options"),
         *("rollout.max_turns", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "rollout.top_k"),
         "generator.engine",
     ),
-    f"it says what an answer is worth, and {_NOT_COMPARABLE}": (
+    f"it defines the score of an answer, and {_NOT_COMPARABLE}": (
         *("reward.verifier", "reward.options", "reward.on_timeout", "reward.on_error", "reward.fixed_value"),
         "reward.overlong_buffer_tokens",
     ),
@@ -32,34 +32,34 @@ FIXED: Mapping[str, tuple[str, ...]] = {
         *("data.evaluation_source", "evaluation.prompt_count", "evaluation.samples_per_prompt"),
         *("evaluation.temperature", "evaluation.top_p", "evaluation.top_k", "evaluation.seed"),
     ),
-    "the queue holds every group and batch of the run to it": (
+    "the queue applies it to every group and batch of the run": (
         *("schedule.preset", "schedule.groups_per_batch", "schedule.group_size", "schedule.max_staleness"),
         *("schedule.on_stale", "schedule.filter_zero_variance", "rollout.max_attempts", "store.session_ttl_seconds"),
     ),
-    "it says what a train step does, and steps that are replayed after a crash must be what they were": (
+    "it defines a train step, and steps replayed after a crash must be identical": (
         *("trainer.lr_schedule", "trainer.warmup_steps", "trainer.weight_decay", "trainer.betas"),
         *("trainer.max_grad_norm", "trainer.minibatches"),
         *("trainer.algorithm.advantage", "trainer.algorithm.loss", "trainer.algorithm.old_logprobs"),
         *("trainer.algorithm.clip_low", "trainer.algorithm.clip_high", "trainer.algorithm.dual_clip"),
         *("trainer.algorithm.tis_cap", "trainer.algorithm.aggregation", "trainer.algorithm.kl_coefficient"),
     ),
-    "the states and batch files of the run are there": ("checkpoints.folder",),
+    "it contains the states and batch files of the run": ("checkpoints.folder",),
 }
-"""Fields and sections by the reason why they are fixed."""
+"""Fixed fields and sections by reason."""
 
 _REASONS = {name: reason for reason, names in FIXED.items() for name in names}
 
 
 def reason_to_keep(field: str) -> str | None:
-    """Why a field (``section.field``, or something within it) must stay as it is; None when it may change."""
+    """Return the reason why a field (``section.field`` or deeper) is fixed; None when it may change."""
     parts = field.split(".")
     names = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
     return next((_REASONS[name] for name in names if name in _REASONS), None)
 
 
 def refused_changes(before: RunConfig, now: RunConfig) -> dict[str, str]:
-    """Changed settings that would spoil the run, with the reason; empty when it may be continued."""
-    # The key is no setting: it is in no file, and a wrong one is refused by the manifests themselves.
+    """Return the changed fixed settings with their reasons; empty when the run may be continued."""
+    # The key is not compared: no file contains it, and the check of the manifests rejects a wrong one.
     old, new = (run.model_dump(mode="json", exclude={"checkpoints": {"secret"}}) for run in (before, now))
     found = {name: reason_to_keep(name) for name in sorted(_differences(old, new))}
     if now.trainer.train_steps < before.trainer.train_steps:

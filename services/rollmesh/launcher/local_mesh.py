@@ -1,4 +1,4 @@
-"""The processes of a run on this machine, and waiting for them with progress, deadlines and a way to stop."""
+"""Service processes of a run on this machine, and waits on them with progress, deadlines and cancellation."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ T = TypeVar("T")
 
 _SAMPLE_SECONDS = 1.0
 OFTEN_SECONDS = 0.2
-"""For what a run does in turn: it would idle for the rest of a second after each of its parts."""
+"""Poll interval of steps that run in sequence; a longer interval would leave the mesh idle after each step."""
 
 
 class Interrupted(RollmeshError):
-    """Ctrl-C or SIGTERM ended the run early; a second start continues it."""
+    """Early stop by Ctrl-C or SIGTERM; the next start continues the run."""
 
 
 class LocalMesh:
-    """A store that runs, service processes that are kept up, and a view of both."""
+    """Running store, supervised service processes, and the progress of both."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LocalMesh:
         running: RunningStore,
         shutdown: asyncio.Event,
         progress: RunProgress,
-        sampler: TimelineRecorder,
+        timeline: TimelineRecorder,
         client: AdminClient,
     ) -> None:
         self.config = config
@@ -64,13 +64,13 @@ class LocalMesh:
         self._scaler = ReplicaScaler(config, folder, running.store, self.supervisor, progress.note)
         self._page = PageNotes(folder.path, self.supervisor, progress.note)
         self._shutdown = shutdown
-        self._sampler = sampler
-        self._complaint = ""
+        self._timeline = timeline
+        self._noted_outage = ""
         self._noted_refusal = -1
 
     @contextlib.asynccontextmanager
     async def services(self, names: Sequence[str] = STOP_ORDER) -> AsyncIterator[None]:
-        """Run these services; they are stopped in order at the end, whatever ended it."""
+        """Run these services, and stop them in order on exit, also after an error."""
         environment = child_environment(self.config, self._redis_url)
         try:
             for spec in service_specs(self.config, self.folder, environment):
@@ -83,11 +83,11 @@ class LocalMesh:
             try:
                 await self._scaler.end()
                 self.progress.note("draining services; Ctrl-C again kills them")
-                # Workers first: then every token that will ever be saved is saved, while generators still tell what
-                # they sampled. The timeline's last look is at that moment.
+                # Workers stop first: they save all remaining tokens while the generators still export their counters.
+                # The last line of the timeline is recorded at that moment.
                 await self.supervisor.stop(STOP_ORDER[:1])
                 with contextlib.suppress(StoreUnavailable, OSError):
-                    await self._sampler.sample()
+                    await self._timeline.sample()
                 await self.supervisor.stop(STOP_ORDER[1:])
             finally:
                 await self.supervisor.kill_all()
@@ -98,42 +98,42 @@ class LocalMesh:
         waiting_for: str,
         deadline_seconds: float | None = None,
         *,
-        ask_seconds: float = _SAMPLE_SECONDS,
+        poll_seconds: float = _SAMPLE_SECONDS,
     ) -> None:
-        """Show progress until ``done``, asked every so often; an outage of Redis is waited out, as the services do.
+        """Show progress until ``done``, polled every ``poll_seconds``; retry while Redis is unreachable.
 
-        Raises Interrupted on shutdown, ServiceFailed when a service or the run has failed or the deadline is over.
+        Raises Interrupted on shutdown, ServiceFailed when a service or the run has failed or the deadline has passed.
         """
         loop = asyncio.get_running_loop()
-        start = next_look = loop.time()
-        while not await self._unless_stopped(self._holds(done), waiting_for):
+        start = next_update = loop.time()
+        while not await self._unless_stopped(self._is_done(done), waiting_for):
             if self.supervisor.failed.done():
                 raise ServiceFailed(self.supervisor.failed.result())
             if deadline_seconds is not None and loop.time() - start > deadline_seconds:
                 raise ServiceFailed(f"waited {deadline_seconds:.0f} s for {waiting_for}; see {self.folder.logs}")
-            if loop.time() >= next_look:
-                await self._unless_stopped(self._look(waiting_for), waiting_for)
-                next_look = loop.time() + _SAMPLE_SECONDS
-            if await wait_or_shutdown(self._shutdown, ask_seconds):
+            if loop.time() >= next_update:
+                await self._unless_stopped(self._update(waiting_for), waiting_for)
+                next_update = loop.time() + _SAMPLE_SECONDS
+            if await wait_or_shutdown(self._shutdown, poll_seconds):
                 raise Interrupted(f"stopped while waiting for {waiting_for}")
 
-    async def answer(self, ask: Callable[[], Awaitable[T]], waiting_for: str) -> T:
-        """What the store answers; errors and patience as ``until``."""
+    async def answer(self, call: Callable[[], Awaitable[T]], waiting_for: str) -> T:
+        """Return the result of a store call; retries and errors as in ``until``."""
         answers: list[T] = []
 
         async def answered() -> bool:
-            answers.append(await ask())
+            answers.append(await call())
             return True
 
         await self.until(answered, waiting_for)
         return answers[-1]
 
     async def pause(self, paused: bool) -> None:
-        """Pause or resume the run for the launcher; an operator's pause stays as it is."""
+        """Pause or resume the run for the launcher; a pause by an operator is independent of it."""
         await self.answer(lambda: self.store.set_launcher_paused(paused), "the store")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T], waiting_for: str) -> T:
-        """The result of ``work``; Interrupted at once on shutdown, however patient the store's client is."""
+        """Return the result of ``work``; raise Interrupted immediately on shutdown, also during store retries."""
         task = asyncio.ensure_future(work)
         stopped = asyncio.ensure_future(self._shutdown.wait())
         try:
@@ -146,14 +146,14 @@ class LocalMesh:
             stopped.cancel()
             await asyncio.gather(task, stopped, return_exceptions=True)
 
-    async def _holds(self, done: Callable[[], Awaitable[bool]]) -> bool:
+    async def _is_done(self, done: Callable[[], Awaitable[bool]]) -> bool:
         try:
             return await done()
         except (StoreUnavailable, OSError) as error:
-            self._complain(error)
+            self._note_outage(error)
             return False
 
-    async def _look(self, waiting_for: str) -> None:
+    async def _update(self, waiting_for: str) -> None:
         try:
             await self._service_time.count()
             failure = await self.store.failure()
@@ -161,27 +161,27 @@ class LocalMesh:
                 raise ServiceFailed(failure)
             await self.evaluations.update()
             await self._scaler.reconcile()
-            self._page.tell()
-            sample = await self._sampler.sample()
+            self._page.update()
+            sample = await self._timeline.sample()
             self._note_refusals(sample.generators)
             self.progress.update(sample, waiting_for)
-            self._complaint = ""
+            self._noted_outage = ""
         except (StoreUnavailable, OSError) as error:
-            self._complain(error)
+            self._note_outage(error)
 
     def _note_refusals(self, generators: Sequence[GeneratorRecord]) -> None:
-        """Note once for each version that a generator refuses it, and why."""
+        """Note each policy version that a generator refuses, once, with the reason."""
         for generator in generators:
             version = generator.refused_version
             if version is not None and version > self._noted_refusal:
                 self._noted_refusal = version
-                words = " ".join(generator.refused_reason.split())
-                self.progress.note(f"generator {generator.address} refuses policy version {version}: {words}")
+                reason = " ".join(generator.refused_reason.split())
+                self.progress.note(f"generator {generator.address} refuses policy version {version}: {reason}")
 
     async def newest_served(self) -> bool:
-        """Tell whether a generator serves the newest policy, or none has to: there is none, or a version is pinned.
+        """Tell whether a generator serves the newest policy; also True without generators or with a pinned version.
 
-        Raises PoliciesRefused when every generator has tried the newest policy, and refuses it.
+        Raises PoliciesRefused when every generator has tried the newest policy and refuses it.
         """
         newest, generators = await self.latest_version(), await self.store.generators()
         refusal = refused_by_all(newest, generators)
@@ -194,34 +194,34 @@ class LocalMesh:
         return not self.supervisor.indexes("generator")[0] or await self.store.pinned_policy() is not None
 
     async def until_newest_served(self) -> None:
-        """Wait until the generators have tried the newest policy; PoliciesRefused when every one refuses it."""
+        """Wait until ``newest_served``; raises PoliciesRefused when every generator refuses the newest policy."""
         deadline = self.config.launcher.start_timeout_seconds
         await self.until(
-            self.newest_served, "a generator that serves the newest policy", deadline, ask_seconds=OFTEN_SECONDS
+            self.newest_served, "a generator that serves the newest policy", deadline, poll_seconds=OFTEN_SECONDS
         )
 
-    def _complain(self, error: Exception) -> None:
-        """Say once what is being waited out: Redis, or a disk without room for the timeline."""
-        what = "waiting for Redis" if isinstance(error, StoreUnavailable) else "the run folder cannot be written"
-        if what != self._complaint:
-            self.progress.note(f"{what}: {error}")
-        self._complaint = what
+    def _note_outage(self, error: Exception) -> None:
+        """Note once per outage its cause: an unreachable Redis, or a full disk."""
+        outage = "waiting for Redis" if isinstance(error, StoreUnavailable) else "the run folder cannot be written"
+        if outage != self._noted_outage:
+            self.progress.note(f"{outage}: {error}")
+        self._noted_outage = outage
 
     async def until_serving(self) -> None:
         """Wait for the initial policy and a generator that serves it."""
         deadline = self.config.launcher.start_timeout_seconds
         await self.until(
-            self._policy_announced, "the trainer to publish the initial policy", deadline, ask_seconds=OFTEN_SECONDS
+            self._policy_announced, "the trainer to publish the initial policy", deadline, poll_seconds=OFTEN_SECONDS
         )
-        await self.until(self._generator_serves, "a generator that serves", deadline, ask_seconds=OFTEN_SECONDS)
+        await self.until(self._generator_serves, "a generator that serves", deadline, poll_seconds=OFTEN_SECONDS)
 
     async def until_idle(self) -> None:
-        """Pause the run and wait until no rollout is in flight."""
+        """Pause the run and wait until no rollout is in progress."""
         await self.pause(True)
-        await self.until(self._idle, "rollouts in flight to come to rest", ask_seconds=OFTEN_SECONDS)
+        await self.until(self._idle, "rollouts in progress to stop", poll_seconds=OFTEN_SECONDS)
 
     async def latest_version(self) -> int:
-        """Newest announced policy version; -1 before the first."""
+        """Return the newest announced policy version; -1 before the first."""
         policy = await self.store.latest_policy()
         return -1 if policy is None else policy.policy_version
 
@@ -240,7 +240,7 @@ class LocalMesh:
 async def local_mesh(
     config: RunConfig, folder: RunFolder, shutdown: asyncio.Event, console: Console
 ) -> AsyncIterator[LocalMesh]:
-    """The mesh of a run folder whose lock the caller holds, without its services yet."""
+    """Open the mesh of a run folder whose lock the caller holds; services are not started yet."""
     steps = config.trainer.train_steps
     progress = RunProgress(
         console,
@@ -255,7 +255,7 @@ async def local_mesh(
         running_store(config, folder, owner=True, note=progress.note) as running,
         AdminClient(security) as client,
     ):
-        sampler = TimelineRecorder(running.store, folder, client)
+        timeline = TimelineRecorder(running.store, folder, client)
         await running.store.init_run(run_limits(config))
         with progress:
-            yield LocalMesh(config, folder, running, shutdown, progress, sampler, client)
+            yield LocalMesh(config, folder, running, shutdown, progress, timeline, client)

@@ -1,7 +1,7 @@
-"""A bearer token per run for the ports of its services, where the run file names neither a token nor certificates.
+"""Bearer token for the service ports of one run, used without a token or certificates in the run file.
 
 Loopback ports are open to every user of the machine: one call could run code as the run's owner, or stop the run. The
-token lies in the run folder (mode 0600), and the services of the run are told where.
+token is a file of the run folder (mode 0600), and the services of the run receive its path.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ TOKEN_FILE = "mesh-token"
 
 
 def with_mesh_token(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """The config with the run's own token, made if need be. ``/metrics`` stays open, for a Prometheus of this machine.
+    """Return the config with the token of the run, created if missing; ``/metrics`` stays open for a local Prometheus.
 
-    Unchanged with a token or certificates in the run file, and when the services listen beyond this machine: there
-    they may work with others that were started by hand.
+    The config is unchanged with a token or certificates in the run file, and for services that listen beyond this
+    machine: these may work with services that the operator started separately.
     """
     security = config.security
-    chosen = security.token is not None or security.token_file is not None or security.tls.enabled
-    if chosen or not is_loopback(f"{config.launcher.host}:0"):
+    configured = security.token is not None or security.token_file is not None or security.tls.enabled
+    if configured or not is_loopback(f"{config.launcher.host}:0"):
         return config
     file = folder.path / TOKEN_FILE
     random_once(file)
-    own = security.model_copy(update={"token_file": str(file), "open_metrics": True})
-    return config.model_copy(update={"security": own})
+    secured = security.model_copy(update={"token_file": str(file), "open_metrics": True})
+    return config.model_copy(update={"security": secured})

@@ -1,4 +1,4 @@
-"""What can be said about a run file before anything is created or started."""
+"""Checks of a run file before a folder is created or a process starts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,20 @@ from rollmesh.tasks.environments.environment_factory import BUILT_IN as ENVIRONM
 from rollmesh.tasks.verifiers.verifier_registry import BUILT_IN as VERIFIERS
 from rollmesh.text import Tokenizer
 
-_LOOK_SECONDS = 60.0
+_PROBE_SECONDS = 60.0
 
 
 def check_run(config: RunConfig) -> Estimate:
-    """Refuse a run that cannot start on this machine; returns what it will need.
+    """Check that a run can start on this machine, and return the estimate of its resources.
 
-    Raises ConfigError or DataError naming the field: a schedule that cannot work, a model folder that is none, a
-    table that is not there, an unknown verifier or environment. The user's own code is not imported here: the service
-    that runs it says what is wrong with it.
+    Raises ConfigError or DataError naming the field: an impossible schedule, a folder without a model, a missing table,
+    an unknown verifier or environment. User code is not imported here: the service that runs it reports its errors.
     """
     needs = estimate(config)
     _check_model(config)
     _check_name("reward.verifier", config.reward.verifier, list(VERIFIERS), "module:function")
     _check_verifier_is_used(config)
-    # Where services share no folder this may be the machine of any of them, and only generators' have SGLang.
+    # Without a shared folder this machine may run any service, and only generator machines have SGLang.
     if config.generator.engine == "sglang" and config.generator.sglang.url is None and config.network.shared_folder:
         check_sglang(config.generator.sglang)
     if config.rollout.program == "environment":
@@ -51,7 +50,7 @@ def _check_model(config: RunConfig) -> None:
     path = config.model.path
     folder = resolve_model(path)
     if not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path={path}: {folder} holds no *.safetensors; weights of other formats are not read")
+        raise ConfigError(f"model.path={path}: {folder} contains no *.safetensors; other formats are not supported")
     Tokenizer(folder)
     positions = read_json(folder / "config.json").get("max_position_embeddings")
     if isinstance(positions, int) and config.generator.max_context_tokens > positions:
@@ -62,7 +61,7 @@ def _check_model(config: RunConfig) -> None:
 
 
 def check_sglang(server: SglangConfig) -> None:
-    """Refuse a Python, by default this one, that cannot start an SGLang server. Raises ConfigError."""
+    """Check that the configured Python, by default this one, can start SGLang; raises ConfigError otherwise."""
     python = server.python
     field = f"generator.sglang.python={python or 'this Python'}"
     fix = "install the extra rollmesh[sglang] there, or name an interpreter that has it"
@@ -70,35 +69,35 @@ def check_sglang(server: SglangConfig) -> None:
         if importlib.util.find_spec("sglang") is None:
             raise ConfigError(f"{field}: has no SGLang; {fix}")
         return
-    look = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('sglang') else 7)"
+    probe = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('sglang') else 7)"
     try:
-        found = subprocess.run(
-            [python, "-c", look],
+        result = subprocess.run(
+            [python, "-c", probe],
             capture_output=True,
             text=True,
-            timeout=_LOOK_SECONDS,
+            timeout=_PROBE_SECONDS,
             check=False,
             env={**os.environ, **server.environment},
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{field}: cannot be run: {error}") from error
-    if found.returncode:
-        raise ConfigError(f"{field}: has no SGLang; {fix}{found.stderr.strip() and ': ' + found.stderr.strip()}")
+    if result.returncode:
+        raise ConfigError(f"{field}: has no SGLang; {fix}{result.stderr.strip() and ': ' + result.stderr.strip()}")
 
 
 def _check_verifier_is_used(config: RunConfig) -> None:
-    """Generated tasks name the verifier of their prompts; another one in the run file would never be called."""
+    """Reject a configured verifier that would never be called: prompts of generated tasks name their own verifier."""
     sources = [s for s in (config.data.source, config.data.evaluation_source) if s is not None]
-    own = {s.type for s in sources if isinstance(s, CountdownSource | ReasoningGymSource)}
+    generated = {s.type for s in sources if isinstance(s, CountdownSource | ReasoningGymSource)}
     default = RewardConfig.model_fields["verifier"].default
-    if len(own) == len({s.type for s in sources}) and config.reward.verifier not in own | {default}:
+    if len(generated) == len({s.type for s in sources}) and config.reward.verifier not in generated | {default}:
         raise ConfigError(
             f"reward.verifier={config.reward.verifier}: would never be used, because every prompt of the "
-            f"{' and '.join(sorted(own))} source is scored by that task's own verifier; leave reward.verifier out, or "
-            "bring the prompts as a jsonl, parquet or python source"
+            f"{' and '.join(sorted(generated))} source is scored by that task's own verifier; remove reward.verifier, "
+            "or provide the prompts as a jsonl, parquet or python source"
         )
 
 
-def _check_name(field: str, name: str, known: list[str], own: str) -> None:
+def _check_name(field: str, name: str, known: list[str], path_form: str) -> None:
     if name not in known and ":" not in name:
-        raise ConfigError(f"{field}: {name!r} is none of {', '.join(known)}, and not {own} of your own")
+        raise ConfigError(f"{field}: {name!r} is none of {', '.join(known)}, and not a path {path_form}")

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live panel on a terminal, one line every few seconds elsewhere."""
+"""Console progress of a run: a live panel on a terminal, one line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINE_SECONDS = 5.0
 _RATE_WINDOW_SECONDS = 10.0
 _BAR_COLUMNS = 40
 _PANEL_COLUMNS = 4
-"""Border and padding of the panel."""
+"""Columns of the panel's border and padding."""
 _NOTHING = "-"
 
 
@@ -44,7 +44,7 @@ class _Rates:
 
 
 class RunProgress:
-    """Console progress of one run; use as a context manager."""
+    """Console progress of one run, used as a context manager."""
 
     def __init__(self, console: Console, *, train_steps: int, pool_size: int, metrics: Path, samples: Path) -> None:
         self._console = console
@@ -68,15 +68,15 @@ class RunProgress:
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """Print a lasting line."""
-        # One line however wide: a pipe has no columns, and 80 assumed ones would break the line for whoever greps it.
+        """Print one line above the live panel."""
+        # Do not wrap: a pipe has no width, and the assumed 80 columns would split the line for grep.
         line = Text.assemble((time.strftime("%H:%M:%S"), "dim"), " ", text)
-        # Whoever listened may have gone (a closed pipe or terminal); the run is no worse for it.
+        # A closed pipe or terminal must not stop the run.
         with contextlib.suppress(OSError):
             self._console.print(line, highlight=False, soft_wrap=True)
 
     def update(self, sample: MeshSample, waiting_for: str = "") -> None:
-        """Show the newest look at the mesh and the newest step report."""
+        """Show the newest sample of the mesh and the newest step report."""
         for report in self._metrics.read():
             self._report = report
         for record in self._samples.read():
@@ -98,16 +98,16 @@ class RunProgress:
         for at, (name, value) in enumerate(facts.items()):
             row = Columns([Text(value), bar]) if at == 0 else Text(value)
             table.add_row(Text(name, style="dim"), row)
-        parts: list[Any] = [table]
+        rows: list[Any] = [table]
         if self._sample:
-            parts.append(_completion(self._sample, self._console.width - _PANEL_COLUMNS))
+            rows.append(_completion(self._sample, self._console.width - _PANEL_COLUMNS))
         if waiting_for:
-            parts.append(Text(f"waiting for {waiting_for}", style="dim italic"))
-        return Panel(Group(*parts), title="rollmesh", title_align="left")
+            rows.append(Text(f"waiting for {waiting_for}", style="dim italic"))
+        return Panel(Group(*rows), title="rollmesh", title_align="left")
 
 
 def _completion(sample: Mapping[str, Any], columns: int) -> Text:
-    """The newest sample on one line, its end cut off where the panel ends, so that the panel keeps its height."""
+    """Format the newest sample completion on one line, truncated at the panel's width to keep the height constant."""
     reward = _number(sample, "reward", ".2f")
     text = " ".join(f"{sample.get('prompt', '')} => {sample.get('completion', '')}".split())
     line = Text.assemble((f"sample, reward {reward}  ", "dim"), text)
@@ -121,11 +121,11 @@ def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: in
     drops = [f"{reason.replace('_', ' ')} {count}" for reason, count in sorted(sample.dropped.items()) if count]
     return {
         "step": f"{view.trained_step}/{steps}",
-        "queue": _held_up(view) or _NOTHING,
+        "queue": _pause_reason(view) or _NOTHING,
         "reward": _number(report, "reward_mean", ".3f"),
         "length": _number(report, "response_length_mean", ".0f"),
         "tokens/s": f"{rate:,.0f}",
-        "version": f"{view.policy_version}, served {', '.join(map(str, served)) or 'by nobody'}",
+        "version": f"{view.policy_version}, served {', '.join(map(str, served)) or 'by no generator'}",
         "in flight": f"{view.leased} of {pool_size}",
         "ready": f"{view.ready_groups} groups",
         "staleness": _number(report, "staleness_mean", ".2f"),
@@ -134,10 +134,10 @@ def _facts(sample: MeshSample, report: Mapping[str, Any], rate: float, steps: in
     }
 
 
-def _held_up(view: MeshView) -> str:
-    """Why nothing new is begun; empty while it is."""
+def _pause_reason(view: MeshView) -> str:
+    """Return the reason why no new rollouts start; empty while they do."""
     if view.recovering:
-        return "recovering: Redis was restarted, workers and trainer tell it what they hold"
+        return "recovering: Redis was restarted, workers and trainer report their state"
     if view.user_paused:
         return "paused by an operator"
     return "paused by the launcher, for an evaluation" if view.launcher_paused else ""

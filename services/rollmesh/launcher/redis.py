@@ -1,4 +1,4 @@
-"""The store of a run on this machine: the server that the run file names, or the embedded one, kept up."""
+"""Store of a run on this machine: the server that the run file names, or a supervised embedded server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANNOUNCE_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningStore:
-    """A connected store and the URL that services connect to."""
+    """Connected store, with the URL for the services."""
 
     store: TrajectoryStore
     url: str
@@ -32,19 +32,19 @@ async def running_store(
 ) -> AsyncIterator[RunningStore]:
     """Connect to the run's store.
 
-    An embedded server that does not run is started, watched, and stopped at the end; one that was found (another
-    command uses it) is left alone, unless the caller is its ``owner``: the launcher that holds the folder's lock also
-    takes over what a launcher that was killed has left running, or what a command that only looks will stop. ``note``
-    hears what a repair of the server's files has lost.
+    An embedded server that does not run is started, supervised, and stopped on exit. A server that already runs belongs
+    to another command and is left unchanged, unless the caller is its ``owner``, the launcher that holds the folder's
+    lock. The owner also takes over a server left by a killed launcher, or started by a command that will stop it.
+    ``note`` receives a description of the data lost in a repair of the server's files.
     """
     if config.store.url is not None:
         async with connected_store(config, config.store.url) as store:
             yield RunningStore(store=store, url=config.store.url)
         return
     server = embedded_server(config, folder, note)
-    ours = await asyncio.to_thread(server.start)
+    started = await asyncio.to_thread(server.start)
     stopping = asyncio.Event()
-    watch = asyncio.create_task(_keep_up(server, stopping), name="watch-redis") if ours or owner else None
+    watch = asyncio.create_task(_keep_up(server, stopping), name="watch-redis") if started or owner else None
     try:
         async with connected_store(config, server.url) as store:
             try:
@@ -54,7 +54,7 @@ async def running_store(
                     await _announce_stop(store)
     finally:
         if watch is not None:
-            # Not cancelled: a start that is under way goes on in its thread, and would leave a server behind the stop.
+            # Do not cancel: a start in progress continues in its thread and would leave a server behind.
             stopping.set()
             try:
                 await watch
@@ -64,7 +64,7 @@ async def running_store(
 
 @contextlib.asynccontextmanager
 async def connected_store(config: RunConfig, url: str) -> AsyncIterator[TrajectoryStore]:
-    """A store client for the run of ``config``."""
+    """Connect a store client to the run of ``config``."""
     store = await TrajectoryStore.connect(config.store, run=config.name, url=url)
     try:
         yield store
@@ -75,7 +75,7 @@ async def connected_store(config: RunConfig, url: str) -> AsyncIterator[Trajecto
 def embedded_server(
     config: RunConfig, folder: RunFolder, note: Callable[[str], None] = lambda _: None
 ) -> EmbeddedServer:
-    """The embedded server of a run folder, started or not."""
+    """Return the embedded server of a run folder; it may be stopped."""
     password = config.store.password
     options = EmbeddedOptions(
         appendfsync=config.store.appendfsync,
@@ -86,14 +86,14 @@ def embedded_server(
 
 
 async def _announce_stop(store: TrajectoryStore) -> None:
-    """Tell the queue that its server stops in order, so that its next start needs no recovery."""
+    """Mark the shutdown as clean in the queue, so that the next start of the server needs no recovery."""
     with contextlib.suppress(StoreUnavailable, TimeoutError):
         async with asyncio.timeout(_ANNOUNCE_SECONDS):
             await store.mark_clean_shutdown()
 
 
 async def _keep_up(server: EmbeddedServer, stopping: asyncio.Event) -> None:
-    """Start the server again whenever it is gone, until ``stopping``: its append-only file brings the queue back."""
+    """Restart the server after each crash until ``stopping``; its append-only file restores the queue."""
     log = get_logger("redis")
     while not stopping.is_set():
         with contextlib.suppress(TimeoutError):
@@ -103,5 +103,5 @@ async def _keep_up(server: EmbeddedServer, stopping: asyncio.Event) -> None:
             if server.pid is None:
                 log.warning("embedded_redis_gone", folder=str(server.folder))
                 await asyncio.to_thread(server.start)
-        except (StoreUnavailable, OSError) as error:  # a full disk, too: room may come back
+        except (StoreUnavailable, OSError) as error:  # includes a full disk: space may become available
             log.error("embedded_redis_does_not_start", message=str(error))

@@ -1,9 +1,9 @@
-"""Replicas of a local run follow what people and the autoscaler ask for, look by look.
+"""Scaling of a local run to the replica counts that operators and the autoscaler request.
 
-wanted     the newest wish in the store (``rollmesh scale``, the gateway, ``rollmesh autoscale``), else the run file's
-missing    started at once
-surplus    stopped one at a time per service, highest index first: SIGTERM, drain, SIGKILL after the grace; its rollouts
-           go on elsewhere
+wanted     the newest request in the store (``rollmesh scale``, the gateway, ``rollmesh autoscale``), or the run file
+missing    start immediately
+surplus    stop one at a time per service, highest index first: SIGTERM, drain, SIGKILL after the grace period; other
+           replicas continue their rollouts
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ from rollmesh.launcher.service_specs import service_spec
 from rollmesh.launcher.supervisor import Supervisor
 from rollmesh.store import TrajectoryStore
 
-_FAREWELL_SECONDS = 2.0
+_LEAVE_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPlan:
-    """What one look changes for one service."""
+    """Replicas of one service to start and to stop in one round."""
 
     start: tuple[int, ...] = ()
     stop: int | None = None
 
 
 def plan_replicas(wanted: int, present: Collection[int], leaving: Collection[int]) -> ReplicaPlan:
-    """Indexes to start and the one to stop; ``present`` are all of the service's processes, ``leaving`` those among
-    them that drain already. An index that drains is started again only once it has gone."""
-    staying = set(present) - set(leaving)
-    surplus = [index for index in staying if index >= wanted]
+    """Plan one round of one service.
+
+    ``present`` are the indexes of all processes of the service; ``leaving`` are those that drain already. An index that
+    drains restarts only after its process has exited.
+    """
+    remaining = set(present) - set(leaving)
+    surplus = [index for index in remaining if index >= wanted]
     return ReplicaPlan(
         start=tuple(index for index in range(wanted) if index not in present),
         stop=max(surplus) if surplus and not leaving else None,
@@ -46,7 +49,7 @@ def plan_replicas(wanted: int, present: Collection[int], leaving: Collection[int
 
 
 class ReplicaScaler:
-    """Starts and stops replicas of one run; used by the launcher that holds the run folder's lock."""
+    """Starts and stops of the replicas of one run, for the launcher that holds the run folder's lock."""
 
     def __init__(
         self,
@@ -68,41 +71,41 @@ class ReplicaScaler:
         self._environment: Mapping[str, str] = {}
 
     async def begin(self, services: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the replicas that are wanted now of these services, and keep to what is wanted from then on."""
+        """Start the wanted replicas of these services; ``reconcile`` adjusts them from then on."""
         self._environment = environment
         self._services = tuple(service for service in SCALABLE if service in services)
-        for service, replicas in (await self._wishes()).items():
+        for service, replicas in (await self._requests()).items():
             if replicas != self._configured[service]:
-                self._note(f"{service}: {replicas} replicas, as asked for (the run file: {self._configured[service]})")
+                self._note(f"{service}: {replicas} replicas, as requested (the run file: {self._configured[service]})")
             self._wanted[service] = replicas
-        self._carry_out()
+        self._apply()
 
     async def reconcile(self) -> None:
-        """Look at the wishes once, and start or stop what differs."""
+        """Read the requests once, and start or stop the replicas that differ."""
         if not self._services:
             return
-        for service, replicas in (await self._wishes()).items():
+        for service, replicas in (await self._requests()).items():
             if replicas != self._wanted[service]:
                 self._note(f"{service}: {self._wanted[service]} -> {replicas} replicas")
                 self._wanted[service] = replicas
-        self._carry_out()
+        self._apply()
 
     async def end(self) -> None:
-        """Carry nothing out any more; whoever asks from now on hears that."""
+        """Stop scaling, and record in the store that no launcher applies requests any more."""
         self._services = ()
         with suppress(StoreUnavailable, TimeoutError):
-            async with asyncio.timeout(_FAREWELL_SECONDS):
+            async with asyncio.timeout(_LEAVE_SECONDS):
                 await self._store.leave_scaling()
 
-    async def _wishes(self) -> dict[str, int]:
-        """Replicas wanted now, by service that runs here; a wish that cannot be met is refused once, in words."""
-        asked = await self._store.take_scale_requests(f"{os.uname().nodename}:{os.getpid()}")
+    async def _requests(self) -> dict[str, int]:
+        """Read the wanted replicas by local service; note each impossible request once and ignore it."""
+        requests = await self._store.take_scale_requests(f"{os.uname().nodename}:{os.getpid()}")
         wanted = {service: self._configured[service] for service in self._services}
         for service in self._services:
-            if service not in asked:
+            if service not in requests:
                 continue
             try:
-                check_scale(self._config, service, asked[service])
+                check_scale(self._config, service, requests[service])
             except ConfigError as error:
                 if self._refused.get(service) != str(error):
                     self._note(f"not scaled: {error}")
@@ -110,21 +113,21 @@ class ReplicaScaler:
                 wanted[service] = self._wanted[service]
             else:
                 self._refused.pop(service, None)
-                wanted[service] = asked[service]
+                wanted[service] = requests[service]
         return wanted
 
-    def _carry_out(self) -> None:
+    def _apply(self) -> None:
         for service in self._services:
             present, leaving = self._supervisor.indexes(service)
             plan = plan_replicas(self._wanted[service], present, leaving)
             for index in plan.start:
                 self._supervisor.start(service_spec(self._config, self._folder, self._environment, service, index))
             if plan.stop is not None:
-                gone = self._supervisor.retire(f"{service}-{plan.stop}")
-                gone.add_done_callback(partial(self._tidy, f"{service}-{plan.stop}"))
+                retirement = self._supervisor.retire(f"{service}-{plan.stop}")
+                retirement.add_done_callback(partial(self._tidy, f"{service}-{plan.stop}"))
 
     def _tidy(self, name: str, task: asyncio.Task[None]) -> None:
-        """A process that had to be killed leaves its endpoint files behind: nobody shall look for it there."""
+        """Remove the endpoint files that a killed process leaves, so that no client connects to it."""
         if task.cancelled():
             return
         for folder in ("services", "scrape"):

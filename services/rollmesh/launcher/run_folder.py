@@ -1,17 +1,17 @@
-"""The run folder: what a run leaves on disk, and the lock that keeps a second launcher out.
+"""The run folder: files of a run, and the lock against a second launcher.
 
 config.yaml         the resolved run file (no secrets)
 secret              key of the manifests' HMAC, mode 0600
 mesh-token          bearer token of the services' ports, mode 0600, unless the run file has its own
 logs/               one file per service process
-services/           where the processes listen
+services/           addresses of the processes
 redis/              data of the embedded server
 checkpoints/        policies, batch files, trainer states
 metrics.jsonl       one line per train step
 samples.jsonl       sample completions
 timeline.jsonl      the mesh, about once a second
 evaluations.jsonl   evaluations by policy version
-failure.json        why the run failed; absent after every other end, and while it runs
+failure.json        reason of a failed run; absent for any other run
 plots/ report.html audit.json
 """
 
@@ -75,17 +75,17 @@ class RunFolder:
         return self.path / "evaluations.jsonl"
 
     def note_failure(self, message: str) -> None:
-        """Write why the run failed; a full disk keeps no note."""
+        """Write the reason of a failure; a full disk is ignored."""
         note = json.dumps({"time": time.time(), "message": message})
         with contextlib.suppress(OSError):
             (self.path / FAILURE_FILE).write_text(note, encoding="utf-8")
 
     def forget_failure(self) -> None:
-        """Remove the note of an earlier failure."""
+        """Remove the reason of an earlier failure."""
         (self.path / FAILURE_FILE).unlink(missing_ok=True)
 
     def log_file(self, service: str, index: int) -> Path:
-        """Log of one service process; restarts append."""
+        """Return the log file of one service process; restarts append to it."""
         return self.logs / f"{service}-{index}.log"
 
 
@@ -103,8 +103,8 @@ def make_run_folder(config: RunConfig) -> RunFolder:
 def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
     """Create or continue the run folder of ``config`` and hold its lock.
 
-    Raises ConfigError when it cannot be created, when another launcher holds it, or when it belongs to a run with other
-    settings.
+    Raises ConfigError when the folder cannot be created, when another launcher holds it, or when it belongs to a run
+    with other settings.
     """
     folder = make_run_folder(config)
     with (folder.path / "lock").open("a+") as lock:
@@ -114,7 +114,7 @@ def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
             lock.seek(0)
             raise ConfigError(
                 f"folder={folder.path}: another launcher (pid {lock.read().strip() or 'unknown'}) runs there; "
-                "stop it, or give this run a folder of its own"
+                "stop it, or set another folder for this run"
             ) from error
         lock.truncate(0)
         lock.write(str(os.getpid()))
@@ -128,8 +128,8 @@ def locked_run_folder(config: RunConfig) -> Iterator[RunFolder]:
 def _refuse_other_settings(before: RunConfig, now: RunConfig, folder: RunFolder) -> None:
     refused = refused_changes(before, now)
     if refused:
-        named = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        changes = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         raise ConfigError(
-            f"folder={folder.path} holds a run with other settings ({named}). Continue it with those that it has "
-            f"({folder.config_file}), or choose another folder"
+            f"folder={folder.path} holds a run with other settings ({changes}). Continue it with its recorded "
+            f"settings ({folder.config_file}), or choose another folder"
         )

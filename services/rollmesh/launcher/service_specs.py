@@ -1,4 +1,4 @@
-"""Which processes a local run consists of."""
+"""Service processes of a local run: commands, environment, and order of shutdown."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
 
 STOP_ORDER = ("rollout", "generator", "reward", "trainer", "gateway")
-"""Work stops at its source first, so that everything behind it can drain; people may watch until the end."""
+"""The source of work stops first, so that the services behind it can drain; the gateway stops last."""
 
 
 def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
-    """Variables of every service process: secrets travel here, never in files or arguments."""
+    """Build the environment variables of a service process; secrets are passed here, never in files or arguments."""
     threads = str(config.launcher.torch_threads)
     environment = {
         "OMP_NUM_THREADS": threads,
@@ -26,7 +26,7 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
         "ROLLMESH_STORE__URL": redis_url,
-        # One run file starts many processes here, so none can have a port of its own choice.
+        # All processes share one run file here, so each one binds a free port.
         "ROLLMESH_NETWORK__GRPC_PORT": "0",
         "ROLLMESH_NETWORK__ADMIN_PORT": "0",
     }
@@ -46,7 +46,7 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
 
 
 def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ServiceSpec]:
-    """Every service process of the run as its run file has them, in start order."""
+    """Return the service processes that the run file configures, in start order."""
     counts = {"trainer": 1, **configured_replicas(config), "gateway": int(config.gateway.enabled)}
     return [
         service_spec(config, folder, environment, service, index)
@@ -58,7 +58,7 @@ def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str
 def service_spec(
     config: RunConfig, folder: RunFolder, environment: Mapping[str, str], service: str, index: int
 ) -> ServiceSpec:
-    """One service process."""
+    """Return the specification of one service process."""
     interpreter = [sys.executable]
     if service == "trainer" and config.launcher.trainer_processes > 1:
         ranks = str(config.launcher.trainer_processes)
@@ -76,7 +76,7 @@ def service_spec(
     ]
     final_errors = {"ConfigError", "DataError"}
     if service == "trainer":
-        # A newer trainer has taken over: one that came back would fence that one in turn, and so on.
+        # A newer trainer has taken over; a restart would fence it, and the two would alternate.
         final_errors.add("SessionLost")
     return ServiceSpec(
         service=service,
@@ -86,7 +86,7 @@ def service_spec(
         log_file=folder.log_file(service, index),
         grace_seconds=config.generator.drain_timeout_seconds + 10.0,
         one_shot=service == "trainer",
-        # A page that cannot be served (its port is taken) is no reason to end a run.
+        # The run continues without its page, for example when the port is in use.
         vital=service != "gateway",
         final_errors=frozenset(final_errors),
     )

@@ -1,4 +1,4 @@
-"""Time in which the services of a run are ready, for the restart limit."""
+"""Ready time of the services of a run, for the restart limit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rollmesh.runtime.port_security import AdminClient
 
 
 class ServiceTime:
-    """Asks the services whether they are ready, and counts the time since it last asked."""
+    """Counter of ready time: polls ``/readyz`` of the services and adds the time since the last poll."""
 
     def __init__(self, folder: Path, client: AdminClient, supervisor: Supervisor) -> None:
         self._folder = folder
         self._client = client
         self._supervisor = supervisor
-        self._asked_at = time.monotonic()
+        self._polled_at = time.monotonic()
 
     async def count(self) -> None:
-        """Ask once."""
+        """Poll every service once."""
         endpoints = await asyncio.to_thread(read_endpoints, self._folder)
         ready = await asyncio.gather(*(self._ready(endpoint) for endpoint in endpoints))
         now = time.monotonic()
         names = [f"{e.service}-{e.index}" for e, is_ready in zip(endpoints, ready, strict=True) if is_ready]
-        self._supervisor.count_service(names, now - self._asked_at)
-        self._asked_at = now
+        self._supervisor.count_service(names, now - self._polled_at)
+        self._polled_at = now
 
     async def _ready(self, endpoint: Endpoint) -> bool:
         try:

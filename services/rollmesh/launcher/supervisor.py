@@ -1,8 +1,8 @@
-"""Child processes that stay up: restart with back-off, one log file each, an orderly stop.
+"""Supervision of child processes: restart with back-off, one log file per child, orderly shutdown.
 
-A child fails the run when it ends more often than the restart limit within ten minutes of service. Time in which it
-starts, or waits for its next start, is no service: on a slow machine a start takes minutes, and a child that only ever
-starts would stay below any limit per time.
+A child fails the run when it exits more often than the restart limit within ten minutes of ready time. Startup and the
+delay before a restart do not count: on a slow machine a start takes minutes, and a child that fails at every startup
+would stay below any limit per wall-clock time.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _LIMIT_WINDOW_SECONDS = 600.0
 
 
 class ServiceFailed(RollmeshError, RuntimeError):
-    """A service ended more often than the restart limit allows, or said that starting it again is no use."""
+    """Error of a service that exceeded the restart limit or reported an error that a restart cannot fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """How one service process is started and stopped."""
+    """Specification of one service process."""
 
     service: str
     index: int
@@ -40,14 +40,16 @@ class ServiceSpec:
     environment: Mapping[str, str]
     log_file: Path
     grace_seconds: float = 30.0
-    """Time between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL."""
     one_shot: bool = False
-    """Exit status 0 means finished, not crashed."""
+    """True if exit status 0 means that the work is complete."""
     final_errors: frozenset[str] = frozenset({"ConfigError", "DataError"})
-    """Errors named in the log after which starting again is no use, whatever the exit status (torchrun has its own).
-    Exit status ``EXIT_CONFIG`` says so too: every ``final`` error gives it."""
+    """Classes of logged errors that a restart cannot fix, whatever the exit status (torchrun sets its own).
+
+    Exit status ``EXIT_CONFIG`` has the same effect: every ``final`` error sets it.
+    """
     vital: bool = True
-    """Whether the run fails when it cannot be kept up; one that is not is given up, and the others go on."""
+    """True if the run fails with this service; otherwise the run continues without it."""
 
     @property
     def name(self) -> str:
@@ -62,19 +64,19 @@ class _Child:
     task: asyncio.Task[None] | None = None
     stopping: bool = False
     retirement: asyncio.Task[None] | None = None
-    """Set once the child is on its way out for good while the others go on."""
+    """Task that removes the child while the other children continue; None before ``retire``."""
     finished: bool = False
-    """A one-shot child has ended well."""
+    """True after exit status 0 of a one-shot child."""
     log_start: int = 0
-    """Size of the log when the process was started."""
+    """Bytes of the log at the start of the process."""
     service_seconds: float = 0.0
-    """Time that counts as service, over all of its processes."""
+    """Ready time over all processes of the child."""
     restarts: list[float] = field(default_factory=list)
-    """``service_seconds`` at each of its restarts that still counts."""
+    """``service_seconds`` at each restart within the limit's window."""
 
 
 class Supervisor:
-    """Keeps a set of child processes running; ``failed`` resolves to the reason when one cannot be kept up."""
+    """Supervisor of child processes; ``failed`` resolves to the reason when a vital child cannot be restarted."""
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Supervisor:
         self._log = get_logger("supervisor")
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.given_up: dict[str, str] = {}
-        """Why, by name, of the children that are not vital and cannot be kept up."""
+        """Reasons, by name, of the failed children that are not vital."""
 
     def start(self, spec: ServiceSpec) -> None:
         """Start a child and keep it running until ``stop``."""
@@ -98,7 +100,7 @@ class Supervisor:
         self._supervise(child)
 
     def retire(self, name: str) -> asyncio.Task[None]:
-        """Stop a child for good as ``stop`` does, and forget it; the task ends when it has gone."""
+        """Stop a child as ``stop`` does and remove it; the returned task ends after its exit."""
         child = self._children[name]
         if child.retirement is None:
             child.stopping = True
@@ -106,44 +108,44 @@ class Supervisor:
         return child.retirement
 
     def indexes(self, service: str) -> tuple[list[int], list[int]]:
-        """Indexes of the service's children, and of those among them that are being retired."""
+        """Return the indexes of the service's children, and the indexes of those that are being retired."""
         children = [c for c in self._children.values() if c.spec.service == service]
         return [c.spec.index for c in children], [c.spec.index for c in children if c.retirement is not None]
 
     def finished(self, name: str) -> bool:
-        """Whether a one-shot child has ended well."""
+        """Tell whether a one-shot child has exited with status 0."""
         return self._children[name].finished
 
     def start_again(self, name: str) -> None:
-        """Start a one-shot child that ended well although its work is not done: somebody asked it to stop."""
+        """Restart a one-shot child that exited with status 0 before its work was complete, such as after a SIGTERM."""
         child = self._children[name]
         child.finished = False
         self._supervise(child, self._delay_after(child, 0, self._clock()))
 
     def count_service(self, names: Collection[str], seconds: float) -> None:
-        """Count time in which these children were ready."""
+        """Add ``seconds`` of ready time to these children."""
         for name in names:
             if self.pid(name) is not None:
                 self._children[name].service_seconds += seconds
 
     def restart_counts(self) -> dict[str, int]:
-        """Restarts so far by child name."""
+        """Return the number of recent restarts by child name."""
         return {name: len(child.restarts) for name, child in self._children.items()}
 
     def pid(self, name: str) -> int | None:
-        """Process id of a running child."""
+        """Return the process id of a running child; None for any other."""
         process = self._children[name].process if name in self._children else None
         return process.pid if process is not None and process.returncode is None else None
 
     async def stop(self, services: Sequence[str]) -> None:
-        """SIGTERM the children of these services, in the given order of services; SIGKILL after their grace."""
+        """Stop the children of these services in the given order: SIGTERM, then SIGKILL after the grace period."""
         for service in services:
             children = [c for c in self._children.values() if c.spec.service == service]
             leaving = [c.retirement for c in children if c.retirement is not None]
             await asyncio.gather(*leaving, *(self._stop(child) for child in children if not child.stopping))
 
     async def kill_all(self) -> None:
-        """SIGKILL whatever still runs."""
+        """Kill every child that still runs with SIGKILL."""
         for child in list(self._children.values()):
             child.stopping = True
             if child.task is not None:
@@ -172,28 +174,28 @@ class Supervisor:
             if child.spec.one_shot and code == 0:
                 child.finished = True
                 return
-            words = exit_reason(child.spec.log_file, child.log_start)
-            if code == EXIT_CONFIG or words.error in child.spec.final_errors:
-                self._fail(child.spec, f"{child.spec.name} cannot go on: {words.text}")
+            reason = exit_reason(child.spec.log_file, child.log_start)
+            if code == EXIT_CONFIG or reason.error in child.spec.final_errors:
+                self._fail(child.spec, f"{child.spec.name} cannot continue: {reason.text}")
                 return
-            if words.passing:
-                # It ended for want of Redis or the like. An outage is waited out, however many starts it takes.
+            if reason.passing:
+                # A dependency such as Redis was unreachable: restarts during an outage must not reach the limit.
                 child.service_seconds += delay + self._clock() - started
-            after = self._delay_after(child, code, started, words.text)
+            after = self._delay_after(child, code, started, reason.text)
             if after is None:
                 return
             delay = after
             restart = f"restart {len(child.restarts)} of {self._limit} in {delay:.1f} s"
-            self._note(f"{child.spec.name} ended with status {code}, {restart}: {words.summary}")
+            self._note(f"{child.spec.name} ended with status {code}, {restart}: {reason.summary}")
 
-    def _delay_after(self, child: _Child, code: int, started: float, words: str = "") -> float | None:
-        """Seconds until an ended child is started again; None when it has ended too often, which fails the run."""
+    def _delay_after(self, child: _Child, code: int, started: float, reason: str = "") -> float | None:
+        """Return the seconds until the restart of a child; None after too many exits, which fail the run."""
         now = self._clock()
         served = child.service_seconds
         child.restarts = [t for t in child.restarts if served - t < _LIMIT_WINDOW_SECONDS] + [served]
         if len(child.restarts) > self._limit:
-            times = f"{len(child.restarts)} times within ten minutes of service"
-            ended = f"{child.spec.name} ended with status {code}, {times}{f': {words}' if words else ''}"
+            times = f"{len(child.restarts)} times within ten minutes of ready time"
+            ended = f"{child.spec.name} ended with status {code}, {times}{f': {reason}' if reason else ''}"
             self._fail(child.spec, ended)
             return None
         recent = len(child.restarts) if now - started < _LAST_BACKOFF_SECONDS else 1
@@ -219,7 +221,7 @@ class Supervisor:
     async def _retire(self, child: _Child) -> None:
         await self._stop(child)
         if child.task is not None:
-            # Also a child that was only being started: its start is cancelled, and ends before its name is free again.
+            # This includes a child in startup: its cancelled start must end before the name is reused.
             await asyncio.wait({child.task})
         del self._children[child.spec.name]
 
@@ -232,7 +234,7 @@ class Supervisor:
             return
         _signal_group(process.pid, signal.SIGTERM)
         try:
-            # Not wait_for: on Python 3.11 it may swallow the cancellation that a second Ctrl-C is.
+            # Not wait_for: on Python 3.11 it may swallow the cancellation by a second Ctrl-C.
             async with asyncio.timeout(child.spec.grace_seconds):
                 await process.wait()
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""About once a second, one look at the whole mesh, appended to ``timeline.jsonl``."""
+"""Recorder of ``timeline.jsonl``: one sample of the whole mesh about every second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GENERATED_TOKENS = "rollmesh_generator_generated_tokens_total"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorLoad:
-    """One generator process as its ``/metrics`` show it."""
+    """Load of one generator process, read from its ``/metrics``."""
 
     instance_id: str
     """``index:pid``."""
@@ -37,32 +37,32 @@ class GeneratorLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSample:
-    """One look at the mesh."""
+    """One sample of the mesh."""
 
     t: float
     """Unix seconds."""
     view: MeshView
     generators: tuple[GeneratorRecord, ...]
-    """The registry: as of each generator's last heartbeat."""
+    """Registry entries, as of each generator's last heartbeat."""
     loads: tuple[GeneratorLoad, ...]
-    """The generators on this machine, as of now."""
+    """Current loads of the generators on this machine."""
     generated_token_total: float
-    """Tokens sampled since the launcher came up, over all generators and their restarts.
+    """Tokens sampled since the start of the launcher, over all generators and their restarts.
 
-    A generator that dies takes its last tokens, at most one interval's, with it uncounted.
+    The tokens between the last sample and a crash of a generator are not counted.
     """
     generated_tokens: Mapping[str, float]
-    """Newest counter by generator process (``index:pid``), those that have ended included."""
+    """Newest counter by generator process (``index:pid``), including ended processes."""
     saved_token_total: int
     """Tokens saved in the queue over the whole run."""
     dropped: Mapping[str, int]
     """Groups dropped so far, by reason."""
 
     def to_json(self) -> str:
-        """One line of ``timeline.jsonl``."""
+        """Return the sample as one line of ``timeline.jsonl``."""
         view = asdict(self.view)
-        for left_out in ("listed", "ready", "stalest_open", "desired", "failure"):
-            view.pop(left_out)
+        for omitted in ("listed", "ready", "stalest_open", "desired", "failure"):
+            view.pop(omitted)
         generators = [asdict(load) for load in self.loads]
         record: dict[str, Any] = {
             "t": self.t,
@@ -78,7 +78,7 @@ class MeshSample:
 
 @dataclass(slots=True)
 class _CounterSum:
-    """Sum of a counter over processes that come, go and start again at zero."""
+    """Sum of a counter over processes that start, end and restart at zero."""
 
     seen: dict[str, float] = field(default_factory=dict)
     total: float = 0.0
@@ -90,7 +90,7 @@ class _CounterSum:
 
 
 class TimelineRecorder:
-    """Reads the store and the generators' ``/metrics``; appends to the timeline."""
+    """Recorder that samples the store and the generators' ``/metrics`` into the timeline."""
 
     def __init__(self, store: TrajectoryStore, folder: RunFolder, client: AdminClient) -> None:
         self._store = store
@@ -99,7 +99,7 @@ class TimelineRecorder:
         self._generated = _CounterSum()
 
     async def sample(self) -> MeshSample:
-        """Look once and append the line."""
+        """Take one sample and append it to the timeline."""
         loads = await self._scrape_generators()
         counts = await self._store.counts()
         sample = MeshSample(
@@ -121,7 +121,7 @@ class TimelineRecorder:
             try:
                 answer = (await self._client.get(endpoint.admin, "/metrics")).raise_for_status()
             except httpx.HTTPError:
-                continue  # a generator that is restarting: its counter is read again on the next look
+                continue  # a generator that restarts: the next sample reads its counter
             process = process_key(endpoint)
             values = metric_sums(answer.text)
             self._generated.update(process, values.get(GENERATED_TOKENS, 0.0))
@@ -144,12 +144,12 @@ def _load(process: str, values: Mapping[str, float]) -> GeneratorLoad:
 
 
 def process_key(endpoint: Endpoint) -> str:
-    """Name of one process in the timeline: a restart has another one."""
+    """Return the timeline's key of one process; it changes with a restart."""
     return f"{endpoint.index}:{endpoint.pid}"
 
 
 def metric_sums(exposition: str) -> dict[str, float]:
-    """Sum over the labels of every sample in Prometheus text, by name."""
+    """Sum the samples of a Prometheus exposition over all labels, by name."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(exposition):
         for sample in family.samples:

@@ -1,4 +1,4 @@
-"""A run on this machine: evaluation before, training with its evaluations, evaluation after."""
+"""Execution of a run on this machine: initial evaluation, training, final evaluation."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _TRAINER = "trainer-0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """How a run ended."""
+    """Result of a run."""
 
     folder: RunFolder
     account: QueueAccount | None
-    """What the queue knows at the end, for the audit; None when a person stopped the run."""
+    """Final counts of the queue, for the audit; None when the user stopped the run."""
 
 
 async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -> RunResult:
-    """Start or continue the run of ``config``; returns when it is trained, or stopped by ``shutdown``.
+    """Start or continue the run of ``config``; return when training is complete or ``shutdown`` is set.
 
-    Raises ServiceFailed when a service cannot be kept up, PoliciesRefused when no generator serves what was trained,
-    ConfigError when another launcher holds the folder.
+    Raises ServiceFailed when a service exceeds the restart limit, PoliciesRefused when every generator refuses the
+    newest policy, ConfigError when another launcher holds the folder.
     """
     with locked_run_folder(config) as folder:
         folder.forget_failure()
-        async with _failure_noted(folder), local_mesh(config, folder, shutdown, console) as mesh:
+        async with _recorded_failure(folder), local_mesh(config, folder, shutdown, console) as mesh:
             try:
                 await _train(mesh)
-                account = await mesh.answer(lambda: queue_account(mesh.store, config), "the queue's account of the run")
+                account = await mesh.answer(lambda: queue_account(mesh.store, config), "the final counts of the queue")
                 return RunResult(folder=folder, account=account)
             except Interrupted:
                 mesh.progress.note("stopped; the same command continues this run")
@@ -51,8 +51,8 @@ async def run_up(config: RunConfig, shutdown: asyncio.Event, console: Console) -
 
 
 @contextlib.asynccontextmanager
-async def _failure_noted(folder: RunFolder) -> AsyncIterator[None]:
-    """Write a failure of the run into its folder, for the audit, the report and ``rollmesh status``."""
+async def _recorded_failure(folder: RunFolder) -> AsyncIterator[None]:
+    """Record a failure in the run folder, for the audit, the report and ``rollmesh status``."""
     try:
         yield
     except (PoliciesRefused, ServiceFailed) as error:
@@ -69,9 +69,9 @@ async def _train(mesh: LocalMesh) -> None:
         if before_and_after:
             await evaluate_version(mesh, 0)
         await mesh.pause(False)
-        mesh.progress.note(f"training to step {mesh.config.trainer.train_steps}; Ctrl-C drains and keeps everything")
+        mesh.progress.note(f"training to step {mesh.config.trainer.train_steps}; Ctrl-C drains without loss")
         await mesh.until(lambda: _trained(mesh), "the last train step")
-        # Before the evaluation, which waits for minutes until it gives up a version that no generator serves.
+        # Checked first: an evaluation waits minutes before it fails for a version that no generator serves.
         await mesh.answer(mesh.newest_served, "the generators")
         if before_and_after:
             await evaluate_version(mesh, await mesh.answer(mesh.latest_version, "the last policy version"))
@@ -80,16 +80,16 @@ async def _train(mesh: LocalMesh) -> None:
 
 
 async def _trained(mesh: LocalMesh) -> bool:
-    """Tell whether the trainer has ended well and left nothing to do.
+    """Tell whether the trainer has exited successfully with all work complete.
 
-    One that still runs may yet end with an error: a run that diverges at its last step announces that step first.
+    A trainer that still runs may fail later: a run that diverges at its last step announces that step first.
     """
-    # In this order: a trainer that ends between the two looks has done its work.
+    # Read in this order: if the trainer exits between the two reads, its work is complete.
     ended = mesh.supervisor.finished(_TRAINER)
     missing = await missing_at_the_end(mesh.store, mesh.config)
     if missing and ended:
-        # An operator sent it SIGTERM, Redis came back without its last reports, the request came after its last look,
-        # or its newest state was damaged.
+        # Possible causes: SIGTERM by an operator, a Redis restored without its last reports, a request after its last
+        # poll, a damaged newest state.
         mesh.progress.note(f"the trainer has ended before {missing}: starting it again")
         mesh.supervisor.start_again(_TRAINER)
     return ended and not missing

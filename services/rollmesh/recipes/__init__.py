@@ -1,4 +1,4 @@
-"""Runs that ship with rollmesh: a folder each, with a run file, a model and the script that made the model.
+"""Example runs included in rollmesh: one folder each, with a run file, a model and the script that trains the model.
 
-``rollmesh.config.recipes`` finds them.
+``rollmesh.config.recipes`` locates them.
 """

@@ -1,5 +1,5 @@
-"""What a run showed: plots, the HTML report, the audit, the explanation of one batch, the comparison of runs.
+"""Reports of a run: plots, HTML report, audit, explanation of one batch, comparison of runs.
 
-Everything here reads a run folder that services have written; nothing here is needed while a run works. Only facts of
-the folder are reported: what is missing is said to be missing.
+All modules read a run folder written by the services; a running mesh does not need them. Reports state only facts of
+the folder, and name missing data as missing.
 """

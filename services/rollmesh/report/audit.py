@@ -1,7 +1,7 @@
 """``rollmesh audit``: nothing lost, nothing trained twice, staleness bounded, every log-probability reproducible.
 
-Ledger and re-scoring read batch files, committed trainer states and published policies, never Redis. The queue's own
-account is needed for one question only: whether an admitted group has vanished.
+The ledger check and the re-scoring read batch files, committed trainer states and published policies, never Redis.
+Only the check for lost groups requires the account of the queue.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _VERDICT_STYLES = {
 def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: Console | None = None) -> AuditResult:
     """Audit a run, write ``audit.json`` and return the result.
 
-    ``account`` is what the queue knows (None: lost groups are not checked); ``progress`` shows how far the audit is.
-    Raises DataError when the folder or its checkpoint store is not there, CheckpointError for an unreadable secret.
+    ``account`` is the content of the queue (None: lost groups are not checked); ``progress`` is a console for bars.
+    Raises DataError when the folder or its checkpoint store is missing, CheckpointError for an unreadable secret.
     """
     folder = RecordedRun(run_folder)
     result = _audit(folder, open_checkpoints(folder), account, progress)
@@ -61,13 +61,13 @@ def audit_run(run_folder: Path, account: QueueAccount | None = None, progress: C
 
 
 def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
-    """The run's checkpoint store; DataError when there is none, CheckpointError without the secret that sealed it."""
+    """Open the checkpoint store of a run. Raises DataError without a store, CheckpointError without its secret."""
     section = CheckpointConfig() if folder.config is None else folder.config.checkpoints
     if not section.remote and not folder.checkpoints.is_dir():
-        raise DataError(f"{folder.checkpoints}: no checkpoint store; has this run begun?")
-    given = os.environ.get(SECRET_VARIABLE)
-    if given:
-        return CheckpointStore.open_location(section, folder.path, given.encode())
+        raise DataError(f"{folder.checkpoints}: no checkpoint store; has this run started?")
+    override = os.environ.get(SECRET_VARIABLE)
+    if override:
+        return CheckpointStore.open_location(section, folder.path, override.encode())
     file = folder.path / SECRET_FILE
     if file.exists():
         secret = file.read_text(encoding="ascii").strip().encode()
@@ -76,24 +76,24 @@ def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
 
 
 def known_train_steps(folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None) -> dict[int, int]:
-    """Train step of every policy version that the registry, the manifests, the metrics or a batch file names."""
+    """Return the train step of every policy version in the registry, the manifests, the metrics or a batch file."""
     train = train_series(folder.metrics.records)
     logged = zip(train.policy_version, train.train_step, strict=True)
     registry = account.policies if account is not None else ()
-    return _named_by_batch_files(store) | train_steps_of_versions([*registry, *store.complete_policies()], logged)
+    return _batch_file_steps(store) | train_steps_of_versions([*registry, *store.complete_policies()], logged)
 
 
-def _named_by_batch_files(store: CheckpointStore) -> dict[int, int]:
-    named: dict[int, int] = {}
+def _batch_file_steps(store: CheckpointStore) -> dict[int, int]:
+    steps: dict[int, int] = {}
     for step in store.batch_steps():
-        # A damaged file is reported where it is read as a whole.
+        # ``read_batches`` reports damaged files.
         with contextlib.suppress(CheckpointError):
-            named |= store.batch_footer(step).version_train_steps
-    return named
+            steps |= store.batch_footer(step).version_train_steps
+    return steps
 
 
 def print_audit(result: AuditResult, console: Console) -> None:
-    """The result as a table and a verdict."""
+    """Print the result as a table, followed by the verdict."""
     from rich.table import Table
     from rich.text import Text
 
@@ -154,7 +154,7 @@ def _audit(
 
 
 def _committed_steps(folder: RecordedRun, store: CheckpointStore, registry: Sequence[PolicyRecord]) -> CommittedSteps:
-    # Before the states: of a run that goes on, a later look could find a policy whose state the earlier one had not.
+    # Read before the states: during a run, a later read could find a policy newer than the states already read.
     announced = [record.train_step for record in (*registry, *store.complete_policies(announced_only=True))]
     announced += [policy.train_step for policy in store.unsound_policies() if policy.announced]
     judged = store.judged_states()
@@ -164,7 +164,7 @@ def _committed_steps(folder: RecordedRun, store: CheckpointStore, registry: Sequ
         try:
             store.verify_state(newest)
         except CheckpointError as error:
-            # A run that goes on may have pruned it meanwhile.
+            # A run in progress may have pruned it meanwhile.
             if any(state.folder == newest.folder for state in store.committed_states()):
                 unsound[newest.folder.name] = str(error)
     config = folder.config
@@ -177,19 +177,19 @@ def _committed_steps(folder: RecordedRun, store: CheckpointStore, registry: Sequ
     )
 
 
-def _result(folder: RecordedRun, found: Findings, account: QueueAccount | None) -> AuditResult:
-    trained = found.trained
-    wrong, missing = tuple(problems(found)), tuple(unchecked(found))
-    committed = found.steps.committed
+def _result(folder: RecordedRun, findings: Findings, account: QueueAccount | None) -> AuditResult:
+    trained = findings.trained
+    failed, incomplete = tuple(problems(findings)), tuple(unchecked(findings))
+    committed = findings.steps.committed
     counted = trained.staleness.total()
     dropped = {} if account is None else account.dropped
     return AuditResult(
         run=folder.config.name if folder.config is not None else folder.path.resolve().name,
         committed_step=committed,
-        announced_step=found.steps.announced,
-        unsound_states=dict(found.steps.unsound),
-        batch_files=max(committed, 0) - sum(step <= committed for step in found.damaged),
-        damaged=dict(found.damaged),
+        announced_step=findings.steps.announced,
+        unsound_states=dict(findings.steps.unsound),
+        batch_files=max(committed, 0) - sum(step <= committed for step in findings.damaged),
+        damaged=dict(findings.damaged),
         groups=trained.groups,
         trajectories=trained.trajectories,
         trained_tokens=trained.loss_tokens,
@@ -197,35 +197,35 @@ def _result(folder: RecordedRun, found: Findings, account: QueueAccount | None) 
         trained_twice=trained.trained_twice(),
         trajectories_twice={t: tuple(groups) for t, groups in trained.trajectories_twice.items()},
         off_policy_token_share=trained.off_policy_tokens / trained.loss_tokens if trained.loss_tokens else None,
-        max_staleness=found.rule.max_staleness,
+        max_staleness=findings.rule.max_staleness,
         largest_staleness=max(trained.staleness, default=None),
         mean_staleness=sum(s * n for s, n in trained.staleness.items()) / counted if counted else None,
         staleness_counts=dict(sorted(trained.staleness.items())),
         staleness_violations=tuple(trained.violations),
         staleness_unknown=trained.unknown,
-        lost=found.lost,
+        lost=findings.lost,
         lost_note=_lost_note(account, trained.cursor),
         forgotten=_forgotten(account, trained.cursor),
         dropped=dict(sorted(Counter(why for g, why in dropped.items() if g not in trained.steps_of_group).items())),
         dropped_and_trained=tuple(sorted(dropped.keys() & trained.steps_of_group.keys())),
-        rescoring=found.rescoring,
-        problems=wrong,
-        unchecked=missing,
-        green=not (wrong or missing),
+        rescoring=findings.rescoring,
+        problems=failed,
+        unchecked=incomplete,
+        green=not (failed or incomplete),
     )
 
 
 def _lost_note(account: QueueAccount | None, seen: Cursor) -> str:
     if account is None:
-        return "queue not reachable"
+        return "queue unreachable"
     cursor = account.cursor
     note = f"prompt cursor at epoch {cursor.epoch}, index {cursor.index}; {len(account.live)} groups live"
     if account.forgotten_drops:
-        note += f"; the ledger no longer names {account.forgotten_drops} groups that were dropped long ago"
+        note += f"; the ledger no longer lists {account.forgotten_drops} groups that were dropped long ago"
     if _forgotten(account, seen):
         note += (
-            f"; a batch file knows of epoch {seen.epoch}, index {seen.index}: Redis came back as an earlier state, and "
-            "the prompts in between had not been admitted again"
+            f"; a batch file records epoch {seen.epoch}, index {seen.index}: Redis was restored to an earlier state, "
+            "and the prompts in between had not been admitted again"
         )
     return note
 
@@ -261,7 +261,7 @@ def _load_exact_scorer(policy: Path) -> ExactScorer:
 
 @contextmanager
 def _progress(console: Console | None) -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """Yields ``stage(name, total) -> advance``; draws bars on a terminal."""
+    """Yield ``stage(name, total) -> advance``; draw bars on a terminal."""
     if console is None or not console.is_terminal:
         yield lambda name, total: lambda: None
         return

@@ -1,4 +1,4 @@
-"""The result of an audit: facts, problems in plain words, and the verdict that follows from them."""
+"""Result of an audit: facts, descriptions of problems, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,86 +17,90 @@ _TUPLES = ("policy_versions", "staleness_violations", "problems", "unchecked", "
 LEAST_SCORED_SHARE = 0.5
 """Share of the policy's tokens that must be scored again for a green verdict; below it the audit is incomplete.
 
-Tokens of versions that the trainer prunes (``checkpoints.keep_last``) are not asked for: the verdict line names them.
+Tokens of versions that the trainer has pruned (``checkpoints.keep_last``) do not count; the verdict line lists them.
 """
 
 
 class AuditVerdict(StrEnum):
-    """The outcome of an audit; only ``GREEN`` ends a command with status 0."""
+    """Outcome of an audit; only ``GREEN`` gives a command the exit status 0."""
 
     GREEN = "green"
-    """Everything that was checked holds, and enough was checked."""
+    """Every check passed, and enough was checked."""
     NOT_GREEN = "not green"
-    """Something does not hold."""
+    """A check failed."""
     INCOMPLETE = "incomplete"
-    """Nothing is known to be wrong, but too little could be checked to call the run green."""
+    """No check failed, but too little could be checked for a green verdict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapBounds:
-    """Largest gaps between behavior_logprobs and their re-scoring, in nats."""
+    """Bounds on the gap between behavior_logprobs and their re-scoring, in nats."""
 
     token: float
-    """Of a single token."""
+    """Bound for a single token."""
     mean: float
-    """Of the tokens of one policy version."""
+    """Bound for the mean over the tokens of one policy version."""
 
 
 GAP_BOUNDS: Mapping[str, GapBounds] = {
     "float32": GapBounds(token=1e-4, mean=2e-5),
     "bfloat16": GapBounds(token=3.0, mean=0.25),
 }
-"""By the engine's dtype.
+"""Bounds by the dtype of the engine.
 
-float32: sums of the same products in another order; at 4,096 positions a correct program was at most 7e-5 nats from
-float64, 5e-6 in the mean. bfloat16 keeps 8 significant bits, so a logit of 16 to 32 is only
-known to 1/16, layer upon layer: over 27 random models of 2 to 12 layers, a correct engine was at most 0.09 nats off in
-the mean and 0.57 at one token (docs/operations.md).
+float32: the gap comes from summing the same products in another order. At 4,096 positions, a correct program was at
+most 7e-5 nats from float64, and 5e-6 in the mean. bfloat16: 8 significant bits resolve a logit of 16 to 32 to 1/16, and
+the error accumulates over the layers. Over 27 random models of 2 to 12 layers, a correct engine was at most 0.09 nats
+off in the mean and 0.57 at one token (docs/operations.md).
 """
 RESOLUTION_FACTOR = 16.0
-"""A float32 gap over the bound is the arithmetic's, not the engine's, when it is at most so many times what the last
-float32 bit of the weights and of the positions does to that very token. Over 1e-5, gaps of correct engines were at
-most 5 times of it."""
+"""Largest multiple of a token's resolution up to which a float32 gap over the bound counts as rounding.
+
+The resolution is the effect of the last float32 bit of the weights and the positions on the logprob of that token. Gaps
+over 1e-5 of correct engines were at most 5 times their resolution.
+"""
 LARGEST_EXCUSED_GAP = 1e-3
-"""No gap above it, in nats, is the arithmetic's."""
+"""Largest gap, in nats, that counts as rounding."""
 LEAST_MEAN_TOKENS = 16
-"""Tokens of a version from which on its mean gap is judged: the worst token of a correct engine moves the mean of so
-many by less than half of the bound."""
+"""Minimum number of tokens of a version for a check of its mean gap.
+
+The worst token of a correct engine moves the mean over 16 tokens by less than half of the bound.
+"""
 MOST_EXCUSED_SHARE = 1e-2
-"""Share of the scored tokens that may be excused so."""
+"""Maximum share of the scored tokens over the bound by rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionGap:
-    """Re-scoring of the pure segments that name one policy version."""
+    """Re-scoring of the pure segments of one policy version."""
 
     policy_version: int
     train_step: int | None
-    """None when no source names the version."""
+    """Train step of the version; None when no source records it."""
     segments: int
     """Pure segments in the batch files."""
     tokens: int
     largest_gap: float | None
-    """Largest \\|behavior_logprob - re-scored logprob\\| in nats; None when nothing was scored."""
+    """Largest \\|behavior_logprob - re-scored logprob\\| in nats; None without scored tokens."""
     mean_gap: float | None
     over_bound: int = 0
-    """Tokens over the bound that the arithmetic does not explain: the engine did not run this checkpoint."""
+    """Tokens over the bound beyond rounding: the engine did not run this checkpoint."""
     unresolvable: int = 0
-    """Tokens over the bound that float32 does not resolve to it (``RESOLUTION_FACTOR``)."""
+    """Tokens over the bound by float32 rounding (``RESOLUTION_FACTOR``)."""
     largest_unresolvable: float = 0.0
-    """Their largest gap."""
+    """Largest gap of the ``unresolvable`` tokens."""
     not_finite: int = 0
-    """Tokens whose behavior_logprob or re-scored logprob is no finite number."""
+    """Tokens whose behavior_logprob or re-scored logprob is not finite."""
     skipped: str = ""
-    """Why its segments were not scored: the checkpoint is gone or refused."""
+    """Reason for skipping the segments: the checkpoint is missing or rejected; empty when they were scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rescoring:
-    """Re-scoring of every pure segment with the checkpoint that it names."""
+    """Re-scoring of every pure segment with the checkpoint of its policy version."""
 
     dtype: str
-    """Dtype that the engine computed in; re-scoring is in float32, and in float64 where that leaves doubt."""
+    """Dtype of the engine; re-scoring uses float32, and float64 for large gaps."""
     bound: float
     largest_gap: float | None
     segments: int
@@ -104,33 +108,33 @@ class Rescoring:
     tokens: int
     """Tokens scored."""
     policy_tokens: int = 0
-    """All tokens that a policy wrote."""
+    """All sampled tokens."""
     skipped_impure_segments: int
-    """Segments that attended to another version's cache (keep_kv): no single checkpoint reproduces them."""
+    """Segments that attended to the KV cache of another version (keep_kv); no single checkpoint reproduces them."""
     skipped_impure_tokens: int = 0
     skipped_segments: int
-    """Pure segments whose checkpoint could not be opened."""
+    """Pure segments without a usable checkpoint."""
     skipped_tokens: int = 0
     pruned_tokens: int = 0
-    """Those of them whose checkpoint the trainer pruned, as ``checkpoints.keep_last`` has it."""
+    """Skipped tokens whose checkpoint the trainer pruned according to ``checkpoints.keep_last``."""
     versions: tuple[VersionGap, ...]
     announced_manifests: int | None = None
-    """Versions whose manifest is the one that the registry announced; None when the queue was not reachable."""
+    """Versions whose manifest matches the registry; None when the queue was unreachable."""
 
     @property
     def scored_share(self) -> float | None:
-        """Scored tokens of all that a policy wrote, 0..1; None without any."""
+        """Share of the sampled tokens that were scored again, 0..1; None without sampled tokens."""
         return self.tokens / self.policy_tokens if self.policy_tokens else None
 
     @property
     def unresolvable(self) -> int:
-        """Tokens over the bound that float32 does not resolve, over all versions."""
+        """Tokens over the bound by float32 rounding, over all versions."""
         return sum(version.unresolvable for version in self.versions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditResult:
-    """What an audit found; every count is from batch files and committed trainer states unless it says otherwise."""
+    """Result of an audit; counts come from batch files and committed trainer states unless stated otherwise."""
 
     run: str
     committed_step: int
@@ -138,65 +142,65 @@ class AuditResult:
     batch_files: int
     """Batch files up to the committed step."""
     damaged: Mapping[int, str] = field(default_factory=dict)
-    """Train steps whose batch file is missing or refused, with the reason."""
+    """Train steps with a missing or rejected batch file, with the reason."""
     groups: int = 0
     trajectories: int = 0
     trained_tokens: int = 0
     """Tokens in the loss."""
     policy_versions: tuple[int, ...] = ()
-    """Versions whose tokens were trained on, ascending."""
+    """Versions of the trained tokens, ascending."""
     trained_twice: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Groups in more than one batch file, with their train steps."""
     trajectories_twice: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Trajectories that are in several groups, or several times in one, with their groups."""
+    """Trajectories in several groups, or several times in one group, with their groups."""
     announced_step: int = -1
-    """Train step of the newest policy that was announced; -1 without one."""
+    """Train step of the newest announced policy; -1 without one."""
     unsound_states: Mapping[str, str] = field(default_factory=dict)
-    """Committed trainer states that are damaged now, by folder name, with the reason."""
+    """Damaged trainer states by folder name, with the reason."""
     off_policy_token_share: float | None = None
-    """Tokens in the loss that an older policy than the newest one wrote, 0..1."""
+    """Share of the tokens in the loss sampled from an older policy than the newest one, 0..1."""
     max_staleness: int | None = None
-    """The run's bound, in train steps."""
+    """Staleness bound of the run, in train steps."""
     largest_staleness: int | None = None
     mean_staleness: float | None = None
     staleness_counts: Mapping[int, int] = field(default_factory=dict)
-    """Trajectories by staleness."""
+    """Number of trajectories by staleness."""
     staleness_violations: tuple[str, ...] = ()
-    """Trajectories over the bound."""
+    """Trajectories over the staleness bound."""
     staleness_unknown: int = 0
-    """Trajectories with tokens of a version whose train step nothing names."""
+    """Trajectories with tokens of a version with unknown train step."""
     lost: tuple[str, ...] | None = None
-    """Admitted groups that are in no batch file, not in the queue and without a reason; None when not checked."""
+    """Admitted groups in no batch file, not in the queue and without a reason in the ledger; None when not checked."""
     lost_note: str = ""
-    """Why ``lost`` was not checked, or what it was checked against."""
+    """Reason why ``lost`` was not checked, or the state of the queue that it was checked against."""
     forgotten: bool = False
-    """Whether a batch file knows of later prompts than the queue's cursor: Redis came back as an earlier state."""
+    """True if a batch file records later prompts than the queue's cursor: Redis was restored to an earlier state."""
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Groups by the reason for which they left untrained (from the queue's ledger)."""
+    """Number of untrained groups by the reason of their removal, from the ledger of the queue."""
     dropped_and_trained: tuple[str, ...] = ()
-    """Groups that the queue's ledger has as dropped and a batch file has all the same: they count as trained."""
+    """Groups that the ledger lists as dropped although a batch file contains them; they count as trained."""
     rescoring: Rescoring | None = None
     problems: tuple[str, ...] = ()
-    """What does not hold, in plain words; empty when green."""
+    """Descriptions of the failed checks; empty when green."""
     unchecked: tuple[str, ...] = ()
-    """Why too little was checked to call the run green, in plain words; empty when green."""
+    """Reasons why too little was checked for a green verdict; empty when green."""
     green: bool = False
-    """Everything that was checked holds, and enough was checked."""
+    """True if every check passed and enough was checked."""
 
     @property
     def verdict(self) -> AuditVerdict:
-        """One of three: a problem outweighs an incomplete check."""
+        """Verdict of the audit; a problem takes precedence over an incomplete check."""
         if self.green:
             return AuditVerdict.GREEN
         return AuditVerdict.INCOMPLETE if self.unchecked and not self.problems else AuditVerdict.NOT_GREEN
 
     def to_json(self, indent: int | None = 2) -> str:
-        """One JSON object, the verdict included."""
+        """Return the result as one JSON object, including the verdict."""
         return json.dumps({**asdict(self), "verdict": self.verdict}, indent=indent, sort_keys=False)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Inverse of ``to_json``; raises DataError for something else."""
+        """Parse the output of ``to_json``. Raises DataError for any other text."""
         try:
             data = json.loads(text)
             data.pop("verdict", None)
@@ -210,11 +214,11 @@ class AuditResult:
             data["rescoring"] = _rescoring(data.get("rescoring"))
             return cls(**data)
         except (ValueError, TypeError, AttributeError, KeyError) as error:
-            raise DataError(f"{AUDIT_FILE}: not an audit: {error}") from error
+            raise DataError(f"{AUDIT_FILE}: not an audit result: {error}") from error
 
 
 def read_audit(run_folder: Path) -> AuditResult | None:
-    """The last audit of a run; None without one. Raises DataError for a file that is no audit."""
+    """Read the last audit of a run; None without one. Raises DataError for an invalid file."""
     try:
         text = (run_folder / AUDIT_FILE).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""``rollmesh explain``: token by token, which policy wrote it, its ratio, its weight, and what masked or clipped it.
+"""``rollmesh explain``: policy version, ratio, weight, and reason for masking or clipping of every token of a batch.
 
-The numbers are those of ``PolicyTrainer.explain`` with the weights that the train step began with, taken from the
-checkpoint store. Where training had other numbers, because it had recorded what is not kept or had already moved the
-weights, the notes say so.
+The numbers are those of ``PolicyTrainer.explain`` with the weights at the start of the train step, read from the
+checkpoint store. Training used other numbers where it had recorded data that is not kept, or had already updated the
+weights; the notes list these cases.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _OTHER_REASON = "red"
 _FALLBACK_MARK = "~"
 _NOT_AS_TRAINED: Mapping[str, str] = {
     "stage_not_recorded": (
-        "what the trainer recorded at the end of their stages is not kept, so old, ratio, weight and what happened are "
-        "not those of the training"
+        "the logprobs that the trainer recorded at the end of their stages are not kept, so old, ratio, weight and "
+        "result differ from those of the training"
     ),
     "version_not_kept": (
         "the weights of their versions are pruned by now; if the training still had them, its old, ratio, weight and "
-        "what happened are others"
+        "result are different"
     ),
-    "mixed_cache": "no weights reproduce what attended to another version's cache; the training did the same",
+    "mixed_cache": "no weights reproduce tokens that attended to another version's cache; the training did the same",
 }
-"""What each fallback of the old logprob means to whoever reads the table."""
+"""Explanations of the fallbacks of the old logprob, for the notes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class ExplainedTrajectory:
     """Text of each token."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the trajectory as JSON values."""
         outcome = self.trajectory.outcome
         return {
             "trajectory_id": self.trajectory.trajectory_id,
@@ -81,27 +81,27 @@ class ExplainedTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplainedBatch:
-    """Trajectories of one batch, and how far their numbers are those of the training."""
+    """Explained trajectories of one batch, with notes on differences from the training."""
 
     train_step: int
     old_logprobs: str
-    """The run's source of old logprobs."""
+    """Source of old logprobs of the run."""
     minibatches: int
     fallbacks: Mapping[str, int]
-    """Tokens of the whole batch that are shown with the sampler's logprob as their old one, by reason."""
+    """Tokens of the whole batch whose old logprob falls back to the sampler's, by reason."""
     notes: tuple[str, ...]
-    """Where the numbers may differ from the training's, one sentence each; empty when they do not."""
+    """Possible differences from the numbers of the training, one sentence each; empty without differences."""
     trajectories: tuple[ExplainedTrajectory, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the batch as JSON values."""
         return {
             "train_step": self.train_step,
             "old_logprobs": self.old_logprobs,
             "old_logprob_fallbacks": dict(self.fallbacks),
             "minibatches": self.minibatches,
             "notes": list(self.notes),
-            "trajectories": [one.to_json() for one in self.trajectories],
+            "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
         }
 
 
@@ -114,16 +114,16 @@ def explain_batch(
     as_json: bool = False,
     console: Console,
 ) -> None:
-    """Print what the trainer made of a batch: of one trajectory, or of the first ``limit``.
+    """Print the explanation of one trajectory of a batch, or of the first ``limit``.
 
-    Raises DataError for a batch or a trajectory that is not there and for a step whose weights are pruned.
+    Raises DataError for a missing batch or trajectory, and for a step whose weights are pruned.
     """
     explained = explained_batch(run_folder, train_step, trajectory_id=trajectory_id, limit=limit)
     if as_json:
         console.file.write(f"{json.dumps(explained.to_json(), indent=2)}\n")
         return
-    for one in explained.trajectories:
-        print_explanation(one, console)
+    for trajectory in explained.trajectories:
+        print_explanation(trajectory, console)
     for note in explained.notes:
         console.print(f"note: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
@@ -131,7 +131,7 @@ def explain_batch(
 def explained_batch(
     run_folder: Path, train_step: int, *, trajectory_id: str | None = None, limit: int = 1
 ) -> ExplainedBatch:
-    """Explain one trajectory of a batch, or its first ``limit``; errors as ``explain_batch``."""
+    """Explain one trajectory of a batch, or its first ``limit``; raises the errors of ``explain_batch``."""
     from rollmesh.trainer.records.samples import decoder
 
     folder = RecordedRun(run_folder)
@@ -143,7 +143,7 @@ def explained_batch(
     config = _config(folder).trainer
     fallbacks: Counter[str] = Counter()
     tokens: dict[str, list[TokenExplanation]] = {trajectory.trajectory_id: [] for trajectory in chosen}
-    for token in _explain(folder, store, policy, batch, train_steps):  # far more of them than are shown
+    for token in _explain(folder, store, policy, batch, train_steps):  # all tokens of the batch; only some are shown
         if token.old_logprob_fallback:
             fallbacks[token.old_logprob_fallback] += 1
         if token.trajectory_id in tokens:
@@ -160,7 +160,7 @@ def explained_batch(
 
 
 def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
-    """One table per trajectory."""
+    """Print one trajectory as a table with one row per token."""
     from rich.table import Table
     from rich.text import Text
 
@@ -176,12 +176,12 @@ def print_explanation(explained: ExplainedTrajectory, console: Console) -> None:
     table.add_column("token")
     for name in ("version", "stale", "behavior", "old", "now", "ratio", "weight"):
         table.add_column(name, justify="right")
-    table.add_column("what happened")
+    table.add_column("result")
     for token, text in zip(explained.tokens, explained.texts, strict=True):
         table.add_row(*_row(token, text), style=_REASON_STYLES.get(token.reason, _OTHER_REASON))
     console.print(table)
     if not explained.tokens:
-        console.print(Text("no token of it was trained on: it has no reward", style="yellow"))
+        console.print(Text("no token of this trajectory was trained: it has no reward", style="yellow"))
 
 
 def _reward(outcome: RewardOutcome) -> str:
@@ -191,14 +191,14 @@ def _reward(outcome: RewardOutcome) -> str:
 def _row(token: TokenExplanation, text: str) -> list[Any]:
     from rich.text import Text
 
-    written = Text(text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text)
+    shown = Text(text.encode("unicode_escape").decode("ascii") if not text.isprintable() else text)
     if token.policy_version is None:
-        return [str(token.position), written, "-", "", "", "", "", "", "", token.reason]
+        return [str(token.position), shown, "-", "", "", "", "", "", "", token.reason]
     version = str(token.policy_version) + ("" if token.pure else "*")
     old = f"{token.old_logprob:.3f}" + (_FALLBACK_MARK if token.old_logprob_fallback else "")
     behavior, *numbers = (f"{n:.3f}" for n in (token.behavior_logprob, token.logprob, token.ratio, token.weight))
     reason = token.reason if token.pure else f"{token.reason} (*cache of another version)"
-    return [str(token.position), written, version, str(token.staleness), behavior, old, *numbers, reason]
+    return [str(token.position), shown, version, str(token.staleness), behavior, old, *numbers, reason]
 
 
 def _notes(config: TrainerConfig, fallbacks: Mapping[str, int], train_step: int) -> Iterator[str]:
@@ -210,22 +210,22 @@ def _notes(config: TrainerConfig, fallbacks: Mapping[str, int], train_step: int)
         )
     if fallbacks:
         yield (
-            "how many tokens fell back in the training stands in metrics.jsonl, policy.old_logprob_fallbacks of step "
+            "metrics.jsonl contains the number of fallbacks in the training: policy.old_logprob_fallbacks of step "
             f"{train_step}"
         )
     if config.minibatches > 1:
         yield (
-            f"trainer.minibatches={config.minibatches}: every token is shown with the weights that the step began "
-            "with; only the first minibatch was trained on these, the later groups of the batch on weights already "
-            "moved, with other ratios and weights"
+            f"trainer.minibatches={config.minibatches}: every token is shown with the weights at the start of the "
+            "step; only the first minibatch was trained on these, the later groups of the batch on updated weights, "
+            "with other ratios and weights"
         )
 
 
 def _batch(store: CheckpointStore, train_step: int) -> Batch:
     steps = store.batch_steps()
     if train_step not in steps:
-        there = f"steps {steps[0]} to {steps[-1]} have one" if steps else "there is none yet"
-        raise DataError(f"train step {train_step}: no batch file ({there})")
+        available = f"steps {steps[0]} to {steps[-1]} have one" if steps else "there is none yet"
+        raise DataError(f"train step {train_step}: no batch file ({available})")
     return store.read_batch(train_step)
 
 
@@ -237,21 +237,21 @@ def _chosen(batch: Batch, trajectory_id: str | None, limit: int) -> list[Traject
     if not chosen:
         known = ", ".join(t.trajectory_id for t in everything[:5])
         raise DataError(
-            f"trajectory {trajectory_id!r} is not in batch {batch.train_step}; it holds {known}"
+            f"trajectory {trajectory_id!r} is not in batch {batch.train_step}; it contains {known}"
             + (f" and {len(everything) - 5} more" if len(everything) > 5 else "")
         )
     return chosen
 
 
 def _weights_before(store: CheckpointStore, train_step: int) -> PolicyRecord:
-    """The newest policy that had been trained on ``train_step - 1`` batches."""
+    """Return the newest policy of train step ``train_step - 1``. Raises DataError when it is pruned."""
     records = store.complete_policies()
     matching = [record for record in records if record.train_step == train_step - 1]
     if not matching:
         kept = ", ".join(str(record.train_step + 1) for record in records) or "none"
         raise DataError(
-            f"train step {train_step}: the policy it began with is pruned, so its ratios cannot be computed again; "
-            f"raise checkpoints.keep_last for the next run. Steps that can be explained: {kept}"
+            f"train step {train_step}: the policy at its start is pruned, so its ratios cannot be computed again; "
+            f"increase checkpoints.keep_last for the next run. Steps that can be explained: {kept}"
         )
     return matching[-1]
 
@@ -284,7 +284,7 @@ def _explain(
 
 def _config(folder: RecordedRun) -> RunConfig:
     if folder.config is None:
-        raise ConfigError(f"{folder.path}: the run file is needed to know the loss: {folder.config_problem}")
+        raise ConfigError(f"{folder.path}: the loss is defined by the run file: {folder.config_problem}")
     return folder.config
 
 

@@ -1,4 +1,4 @@
-"""Several runs side by side: seeds of one schedule, or one schedule beside another at equal updates."""
+"""Comparison of runs: several seeds of one schedule, or several schedules at equal updates."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 
 EQUAL_POINTS = 5.0
-"""Schedules whose scores differ by no more percentage points count as equal."""
+"""Largest difference, in percentage points, between the scores of schedules that count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Mean over runs; the standard error is that of the mean over seeds, None for a single run."""
+    """Mean over runs, with its standard error over seeds; None for a single run."""
 
     n: int
     mean: float
     standard_error: float | None
 
     def text(self, show: Callable[[float], str | None]) -> str:
-        """``0.79 ± 0.02``."""
+        """Format the spread as ``0.79 ± 0.02``."""
         error = "" if self.standard_error is None else f" ± {show(self.standard_error)}"
         return f"{show(self.mean)}{error}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunArm:
-    """The runs under one label."""
+    """Runs with one label."""
 
     label: str
     runs: tuple[RunSummary, ...]
@@ -53,41 +53,41 @@ class RunArm:
     off_policy_share: Spread | None
     mean_staleness: Spread | None
     green: int
-    """Runs whose audit is green."""
+    """Number of runs with a green audit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """First label minus another one in the score after training, paired by seed where both have the seed."""
+    """Score after training of the first label minus that of another one, paired by common seeds."""
 
     label: str
     baseline: str
     pairs: int
-    """Seeds that both arms have; 0 compares the means of unpaired runs."""
+    """Number of common seeds; 0 compares the means of unpaired runs."""
     spread: Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Arms, differences, and what makes them unequal."""
+    """Arms, differences, and caveats."""
 
     score_name: str
     arms: tuple[RunArm, ...]
     differences: tuple[Difference, ...]
     notes: tuple[str, ...]
-    """What a reader must know before believing a difference."""
+    """Caveats that limit the meaning of the differences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EqualityVerdict:
-    """Whether the first label scores like each of the others at equal updates, in words."""
+    """Result of the test for equal scores of the first label and each other label at equal updates."""
 
     equal: bool
     text: str
 
 
 def compare(folders: Mapping[str, Sequence[Path]]) -> Comparison:
-    """Summarise the run folders of each label and compare the first label with each of the others."""
+    """Summarise the run folders of each label and compare the first label with each other label."""
     arms = tuple(_arm(label, tuple(summarise(f) for f in paths)) for label, paths in folders.items())
     runs = [run for arm in arms for run in arm.runs]
     names = {run.score_name for run in runs}
@@ -100,7 +100,7 @@ def compare(folders: Mapping[str, Sequence[Path]]) -> Comparison:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """One row per run, one per label, then the differences in words."""
+    """Print one row per run, one per label, then the differences as sentences."""
     from rich.table import Table
     from rich.text import Text
 
@@ -116,33 +116,33 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         table.add_row(arm.label, *_arm_cells(arm), style="bold", end_section=True)
     console.print(table)
     for difference in comparison.differences:
-        console.print(Text(f"- {difference_words(difference, name)}"), soft_wrap=not console.is_terminal)
+        console.print(Text(f"- {describe_difference(difference, name)}"), soft_wrap=not console.is_terminal)
     for note in comparison.notes:
         console.print(Text(f"! {note}", style="yellow"), soft_wrap=not console.is_terminal)
 
 
-def difference_words(difference: Difference, score_name: str) -> str:
-    """What a difference says, and whether it is beyond noise."""
+def describe_difference(difference: Difference, score_name: str) -> str:
+    """Describe a difference, and tell whether it exceeds the noise."""
     seeds = "seed" if difference.pairs == 1 else "seeds"
-    how = f"over {difference.pairs} paired {seeds}" if difference.pairs else "of unpaired means"
+    basis = f"over {difference.pairs} paired {seeds}" if difference.pairs else "of unpaired means"
     mean, error = difference.spread.mean, difference.spread.standard_error
-    text = f"{score_name} after training, {difference.label} minus {difference.baseline}, {how}: {mean:+.3f}"
+    text = f"{score_name} after training, {difference.label} minus {difference.baseline}, {basis}: {mean:+.3f}"
     if error is None:
-        return f"{text}; a single pair says nothing about noise"
+        return f"{text}; the noise of a single pair is unknown"
     within = "within" if abs(mean) < NOISE_STANDARD_ERRORS * error else "beyond"
     return f"{text} ± {error:.3f}, {within} {NOISE_STANDARD_ERRORS:g} standard errors"
 
 
 def equality_verdict(comparison: Comparison, points: float = EQUAL_POINTS) -> EqualityVerdict:
-    """Whether every difference, paired by seed, is at most ``points`` of 100, in either direction.
+    """Tell whether every difference, paired by seed, is at most ``points`` of 100, in either direction.
 
-    A score far above the other one is no better news: then the arms did not do the same work. For the same reason,
-    runs that are not finished, not evaluated, of unequal updates or without a green audit are not equal.
+    A much higher score is not equal either: it shows that the arms did different work. For the same reason, runs that
+    are not finished, not evaluated, of unequal updates or without a green audit are not equal.
     """
     if comparison.notes:
-        return EqualityVerdict(equal=False, text=f"nothing is said of equal updates: {'; '.join(comparison.notes)}")
+        return EqualityVerdict(equal=False, text=f"equal updates cannot be compared: {'; '.join(comparison.notes)}")
     if not comparison.differences or not all(difference.pairs for difference in comparison.differences):
-        return EqualityVerdict(equal=False, text="nothing is said of equal updates: the arms have no seed in common")
+        return EqualityVerdict(equal=False, text="equal updates cannot be compared: the arms have no seed in common")
     equal = all(abs(difference.spread.mean) <= points / 100 for difference in comparison.differences)
     shown = [_in_points(difference, points) for difference in comparison.differences]
     return EqualityVerdict(equal=equal, text="; ".join(shown))
@@ -150,20 +150,20 @@ def equality_verdict(comparison: Comparison, points: float = EQUAL_POINTS) -> Eq
 
 def _in_points(difference: Difference, points: float) -> str:
     mean, error = difference.spread.mean, difference.spread.standard_error
-    word = "within" if abs(mean) <= points / 100 else "NOT within"
+    relation = "within" if abs(mean) <= points / 100 else "NOT within"
     spread = "" if error is None else f" ± {100 * error:.1f}"
     seeds = "seed" if difference.pairs == 1 else "seeds"
     return (
-        f"{difference.label} is {word} {points:g} points of {difference.baseline} at equal updates: "
+        f"{difference.label} is {relation} {points:g} points of {difference.baseline} at equal updates: "
         f"{100 * mean:+.1f}{spread} points, the mean of {difference.pairs} paired {seeds}"
         + (", without a standard error" if error is None else "")
     )
 
 
 def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path, name: str = "comparison") -> Path:
-    """Reward by updates, by trained tokens and by seconds, every run of every label; returns the SVG file.
+    """Plot the reward of every run by updates, by trained tokens and by seconds; return the SVG file.
 
-    A PNG of the same name lies beside it. Raises ConfigError when matplotlib is not installed.
+    A PNG with the same name is written next to it. Raises ConfigError when matplotlib is not installed.
     """
     arms = {
         label: [
@@ -178,7 +178,7 @@ def write_comparison_plot(folders: Mapping[str, Sequence[Path]], target: Path, n
 
 
 def spread_of(values: Sequence[float | None]) -> Spread | None:
-    """Mean and standard error of the known values; None when there is none."""
+    """Compute mean and standard error of the known values; None without any."""
     known = [float(value) for value in values if value is not None and not math.isnan(value)]
     if not known:
         return None
@@ -206,7 +206,7 @@ def _arm(label: str, runs: tuple[RunSummary, ...]) -> RunArm:
 
 
 def _score(run: RunSummary) -> float | None:
-    """Score of the newest version, if an older one was evaluated too: a single evaluation is no "after"."""
+    """Return the score of the newest version; None without an evaluation of an older one to compare with."""
     return run.after.mean if run.after is not None and run.before is not None else None
 
 
@@ -243,9 +243,9 @@ def _notes(arms: Sequence[RunArm]) -> list[str]:
         "audit incomplete": lambda run: run.audit is not None and run.audit.verdict is AuditVerdict.INCOMPLETE,
     }
     for kind, applies in kinds.items():
-        concerned = [f"{label} seed {run.seed}" for label, run in runs if applies(run)]
-        if concerned:
-            notes.append(f"{kind}: {', '.join(concerned)}")
+        affected = [f"{label} seed {run.seed}" for label, run in runs if applies(run)]
+        if affected:
+            notes.append(f"{kind}: {', '.join(affected)}")
     return notes
 
 

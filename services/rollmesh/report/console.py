@@ -1,4 +1,4 @@
-"""Where commands print: on a terminal as wide as it is, in a pipe as wide as the tables need."""
+"""Console of the commands, with the width of the terminal, or a fixed width for pipes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _PIPE_COLUMNS = 200
 
 
 class OutputConsole(Console):
-    """A console whose reader may go away: ``rollmesh up RUN.yaml | head`` trains on in silence."""
+    """Console that ignores a closed pipe: ``rollmesh up RUN.yaml | head`` continues to train."""
 
     def on_broken_pipe(self) -> None:
-        """Print nothing from now on, instead of ending the process."""
+        """Suppress further output instead of ending the process."""
         self.quiet = True
 
 
 def output_console(*, stderr: bool = False) -> OutputConsole:
-    """A console for tables and sentences; a pipe has no columns, and 80 assumed ones would break them.
+    """Return a console for tables and sentences; 200 columns for pipes, whose default of 80 would break tables.
 
-    COLUMNS decides where it is set. Sentences are printed unwrapped (``soft_wrap``) anyway.
+    The variable COLUMNS overrides the width. Sentences are printed unwrapped (``soft_wrap``) in any case.
     """
     console = OutputConsole(stderr=stderr)
     if console.is_terminal or "COLUMNS" in os.environ:

@@ -1,7 +1,7 @@
-"""``report.html``: one file that opens offline, with everything that the run folder shows.
+"""``report.html``: the report of a run as one file that opens offline.
 
-Plots are inline SVG, styles are inline, nothing is fetched. Text from the run (completions, configuration, messages)
-is escaped by the template engine; the plots are the only markup that is not.
+Plots and styles are inline; the page fetches nothing. The template engine escapes all text from the run (completions,
+configuration, messages); only the plots are inserted as markup.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_TEXT = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A drawn plot."""
+    """Plot with its SVG markup."""
 
     name: str
     caption: str
@@ -41,7 +41,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One completion, for people."""
+    """Formatted sample completion."""
 
     train_step: str
     trajectory_id: str
@@ -53,7 +53,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRow:
-    """One policy version: what was trained to make it, and what the audit found on its tokens."""
+    """Table row of one policy version: its training batch, evaluation and re-scoring."""
 
     policy_version: int
     train_step: str
@@ -65,9 +65,9 @@ class VersionRow:
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write plots and ``report.html`` into a run folder, complete or partial; returns the page.
+    """Write plots and ``report.html`` into a complete or partial run folder; return the path of the page.
 
-    Raises DataError when there is no such folder, ConfigError when matplotlib is not installed.
+    Raises DataError for a missing folder, ConfigError when matplotlib is not installed.
     """
     folder = RecordedRun(run_folder)
     summary = summarise(folder)
@@ -80,7 +80,7 @@ def write_report(run_folder: Path) -> Path:
 
 
 def render(folder: RecordedRun, summary: RunSummary, plots: Sequence[Plot]) -> str:
-    """The page as text."""
+    """Render the page as text."""
     return str(
         _environment()
         .get_template(TEMPLATE)
@@ -104,7 +104,7 @@ def render(folder: RecordedRun, summary: RunSummary, plots: Sequence[Plot]) -> s
 
 
 def _draw(folder: RecordedRun, specs: Sequence[PlotSpec]) -> list[Plot]:
-    """Draw every plot once: into the page, and as files beside it."""
+    """Draw every plot once, for the page and as files in ``plots/``."""
     plots: list[Plot] = []
     target = folder.path / "plots"
     target.mkdir(exist_ok=True)
@@ -124,14 +124,14 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # Only for plots: they come from the plotting library, which escapes the text in them.
+    # Only for plots: the plotting library escapes the text in them.
     environment.filters["drawn"] = Markup
     environment.filters.update(count=count, percent=percent, duration=duration, gap=gap)
     return environment
 
 
 def _headline(summary: RunSummary) -> list[tuple[str, str, str]]:
-    """(value, label, note) of the few numbers at the top; only those that the folder holds."""
+    """Return (value, label, note) of the numbers at the top of the page that are known."""
     cards: list[tuple[str, str, str]] = []
     if summary.before is not None and summary.after is not None:
         note = f"{summary.before.mean:.3f} before, n={summary.after.n}"
@@ -145,7 +145,7 @@ def _headline(summary: RunSummary) -> list[tuple[str, str, str]]:
         note = f"{count(summary.generated_tokens)} generated"
         cards.append((count(summary.generated_per_second) or "", "tokens per second", note))
     if summary.training_seconds is not None:
-        cards.append((duration(summary.training_seconds) or "", "training time", "pauses included"))
+        cards.append((duration(summary.training_seconds) or "", "training time", "including pauses"))
     cards.append(_audit_card(summary.audit))
     return cards
 
@@ -158,7 +158,7 @@ def _audit_card(audit: AuditResult | None) -> tuple[str, str, str]:
 
 
 def _version_rows(summary: RunSummary, train: TrainSeries) -> list[VersionRow]:
-    """One row per known policy version, ascending."""
+    """Return one row per known policy version, ascending."""
     evaluated = {e.policy_version: e for e in summary.evaluations}
     rescoring = summary.audit.rescoring if summary.audit is not None else None
     gaps = {} if rescoring is None else {v.policy_version: v for v in rescoring.versions}
@@ -197,7 +197,7 @@ def _evaluation_row(point: EvaluationPoint, summary: RunSummary) -> Mapping[str,
 
 
 def _samples(records: Sequence[Record]) -> list[Sample]:
-    """Up to ``MAX_SAMPLES`` completions, evenly over the run."""
+    """Select up to ``MAX_SAMPLES`` completions, evenly spread over the run."""
     step = max(1, -(-len(records) // MAX_SAMPLES))
     chosen = records[::-1][::step][::-1]
     return [

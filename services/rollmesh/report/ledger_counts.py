@@ -1,7 +1,7 @@
-"""The ledger part of an audit: what batch files and committed trainer states say, without asking Redis.
+"""Ledger check of an audit: counts over batch files and committed trainer states, without access to Redis.
 
-What the queue knows (which groups still live in it, which left and why) comes in as a ``QueueAccount``; without one,
-nothing is said about lost groups.
+The caller passes the live and the dropped groups of the queue as a ``QueueAccount``; without one, lost groups are not
+checked.
 """
 
 from __future__ import annotations
@@ -23,81 +23,83 @@ _GROUP_ID = re.compile(r"^e(\d+)-(\d+)$")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueAccount:
-    """What the trajectory queue knows about groups that are in no batch file."""
+    """Groups of the trajectory queue, read for the check for lost groups."""
 
     live: Collection[str]
     """Groups that are open, ready or cut."""
     dropped: Mapping[str, str]
-    """Reason by group that left without being trained."""
+    """Reason by group that was dropped without being trained."""
     forgotten_drops: int = 0
-    """Dropped groups that the ledger no longer names: it keeps about the last 100,000."""
+    """Dropped groups that the ledger no longer lists: it keeps about the last 100,000."""
     cursor: Cursor
     """Next prompt to admit: every position before it has been admitted."""
     replays: tuple[str, ...] = ()
-    """Groups that replay a dead letter, the oldest letter first: admitted without a position. Those of letters that
-    were deleted are known to nobody."""
+    """Groups that replay a dead letter, oldest dead letter first; they are admitted without a position.
+
+    Replays of deleted dead letters are not included.
+    """
     epoch_size: int | None = None
-    """Prompts per epoch; None infers it from the largest index seen once an epoch is over."""
+    """Prompts per epoch; None infers it from the largest known index after the first epoch."""
     policies: tuple[PolicyRecord, ...] = ()
-    """The registry: knows the train step of versions whose checkpoint is pruned."""
+    """Registry entries, with the train step also of versions whose checkpoint is pruned."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Trained:
-    """Counts over the batch files, filled batch by batch."""
+    """Counts over the batch files, updated batch by batch."""
 
     steps_of_group: dict[str, list[int]] = field(default_factory=dict)
-    first_place: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Group and train step in which a trajectory was found first."""
+    first_location: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Group and train step of the first occurrence of each trajectory."""
     trajectories_twice: dict[str, list[str]] = field(default_factory=dict)
-    """Groups of the trajectories that were found in another group too, or again in the same one."""
+    """Groups of the trajectories that occur in several groups, or several times in one group."""
     groups: int = 0
     trajectories: int = 0
     loss_tokens: int = 0
     off_policy_tokens: int = 0
     staleness: Counter[int] = field(default_factory=Counter)
-    """Trajectories by staleness."""
+    """Number of trajectories by staleness."""
     violations: list[str] = field(default_factory=list)
     unknown: int = 0
-    """Trajectories with tokens of a version whose train step nothing names."""
+    """Trajectories with tokens of a version with unknown train step."""
     versions: set[int] = field(default_factory=set)
     pure_segments: dict[int, Counter[int]] = field(default_factory=dict)
-    """Pure segments by version and train step of the batch that holds them."""
+    """Number of pure segments by version and train step of their batch."""
     pure_tokens: Counter[int] = field(default_factory=Counter)
-    """Their tokens, by version."""
+    """Tokens of the pure segments by version."""
     impure_segments: int = 0
     impure_tokens: int = 0
     cursor: Cursor = field(default_factory=Cursor)
-    """The furthest prompt cursor that a batch file has noted."""
+    """Largest prompt cursor in the batch files."""
 
     def trained_twice(self) -> dict[str, tuple[int, ...]]:
-        """Groups in more than one batch file."""
+        """Return the groups in more than one batch file, with their train steps."""
         return {group_id: tuple(steps) for group_id, steps in self.steps_of_group.items() if len(steps) > 1}
 
     @property
     def policy_tokens(self) -> int:
-        """Tokens that a policy wrote."""
+        """Number of sampled tokens."""
         return self.pure_tokens.total() + self.impure_tokens
 
-    def note_ids(self, batch: Batch) -> None:
-        """Note where the groups and trajectories of a batch file are."""
+    def add_locations(self, batch: Batch) -> None:
+        """Record the locations of the groups and trajectories of a batch file."""
         for group in batch.groups:
             self.steps_of_group.setdefault(group.group_id, []).append(batch.train_step)
             for trajectory in group.trajectories:
-                place = (group.group_id, batch.train_step)
-                first = self.first_place.setdefault(trajectory.trajectory_id, place)
-                # The same group at another step is a group that was trained twice, and is counted as that.
-                if first is not place and (first[0] != group.group_id or first == place):
+                location = (group.group_id, batch.train_step)
+                first = self.first_location.setdefault(trajectory.trajectory_id, location)
+                # The same group at another step counts as a group trained twice.
+                if first is not location and (first[0] != group.group_id or first == location):
                     self.trajectories_twice.setdefault(trajectory.trajectory_id, [first[0]]).append(group.group_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StalenessRule:
-    """The run's bound."""
+    """Staleness bound of a run."""
 
     max_staleness: int | None
     mask_old_segments: bool
-    """Older tokens are out of the loss, so they do not count."""
+    """True if older tokens are masked in the loss; they do not count then."""
 
 
 def read_batches(
@@ -107,11 +109,11 @@ def read_batches(
     train_steps: Mapping[int, int],
     advance: Callable[[], None],
 ) -> tuple[Trained, dict[int, str]]:
-    """Count over the batch files of steps 1 to ``committed``; returns (counts, reason by step without a sound file).
+    """Count over the batch files of steps 1 to ``committed``; return (counts, reason by step without a valid file).
 
-    Later files are of steps that are not committed yet: they are read as a whole and count for where a group or a
-    trajectory is, and for nothing else. ``train_steps`` names the train step of every known policy version; ``advance``
-    is called after each file up to ``committed``.
+    Later files belong to steps that are not committed yet: they are read completely, but only the locations of their
+    groups and trajectories count. ``train_steps`` contains the train step of every known policy version. ``advance`` is
+    called after each file up to ``committed``.
     """
     trained = Trained()
     damaged: dict[int, str] = {}
@@ -123,7 +125,7 @@ def read_batches(
         except CheckpointError as error:
             damaged[step] = str(error)
         else:
-            trained.note_ids(batch)
+            trained.add_locations(batch)
             if step <= committed:
                 count_batch(trained, batch, rule, train_steps)
         if step <= committed:
@@ -159,7 +161,7 @@ def _count_segments(trained: Trained, trajectory: Trajectory, train_step: int) -
 def _count_loss(
     trained: Trained, trajectory: Trajectory, current: int, rule: StalenessRule, train_steps: Mapping[int, int]
 ) -> None:
-    """Staleness and off-policy tokens of one trajectory that has a reward; ``current`` is the step before its batch."""
+    """Count staleness and off-policy tokens of a trajectory with a reward; ``current`` is the step before its batch."""
     segments = [s for s in policy_segments(trajectory) if len(s)]
     trained.versions.update(s.policy_version for s in segments)
     if any(s.policy_version not in train_steps for s in segments):
@@ -179,23 +181,23 @@ def _count_loss(
 
 
 def policy_segments(trajectory: Trajectory) -> list[Segment]:
-    """Segments that a policy wrote, in order."""
+    """Return the segments with sampled tokens, in order."""
     return [s for s in trajectory.segments if s.source is SegmentSource.POLICY]
 
 
 def lost_groups(account: QueueAccount, in_batch_files: Collection[str]) -> tuple[str, ...]:
-    """Admitted groups that are nowhere and left no reason: by prompt position, then replays of dead letters.
+    """Find the admitted groups that are in no batch file, not in the queue and not in the ledger of drops.
 
-    As many of them as the ledger has let go are taken for those, the oldest first: what it no longer names was dropped
-    long ago. More than that are lost.
+    Groups are sorted by prompt position, followed by replays of dead letters. The ledger has removed the entries of
+    ``forgotten_drops`` groups, dropped long ago; as many of the oldest missing groups are skipped. The others are lost.
     """
     known = {*in_batch_files, *account.live, *account.dropped}
-    nowhere = tuple(group_id for group_id in admitted_groups(account, known) if group_id not in known)
-    return nowhere[account.forgotten_drops :]
+    missing = tuple(group_id for group_id in admitted_groups(account, known) if group_id not in known)
+    return missing[account.forgotten_drops :]
 
 
 def admitted_groups(account: QueueAccount, known: Collection[str]) -> Iterable[str]:
-    """Ids of every prompt position before the cursor, then those of replayed dead letters."""
+    """Yield the group ids of every prompt position before the cursor, then those of replayed dead letters."""
     size = account.epoch_size
     if size is None and account.cursor.epoch > 0:
         indices = [int(match[2]) for group_id in known if (match := _GROUP_ID.match(group_id))]
@@ -207,9 +209,9 @@ def admitted_groups(account: QueueAccount, known: Collection[str]) -> Iterable[s
 
 
 def train_steps_of_versions(policies: Iterable[PolicyRecord], logged: Iterable[tuple[float, float]]) -> dict[int, int]:
-    """Train step of every version that any source names; checkpoint manifests win over logs.
+    """Merge the train steps of all known versions; checkpoint manifests take precedence over logs.
 
-    ``logged`` are (policy_version, train_step) pairs, NaN where a log lacks one.
+    ``logged`` are (policy_version, train_step) pairs, NaN for missing values.
     """
     known = {int(version): int(step) for version, step in logged if version == version and step == step}
     known.setdefault(0, 0)

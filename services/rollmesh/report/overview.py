@@ -1,4 +1,4 @@
-"""What one run showed, on a terminal."""
+"""Console summary of one run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmesh.report.summary import RunSummary
 
 
 def print_summary(summary: RunSummary, console: Console) -> None:
-    """The summary as a short table and sentences."""
+    """Print the summary as a short table and sentences."""
     table = Table(title=f"run {summary.name}", title_justify="left", show_header=False, box=None, padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()

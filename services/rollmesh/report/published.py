@@ -1,4 +1,4 @@
-"""The checkpoints that segments name: where they are, and whether one that cannot be opened was pruned or damaged."""
+"""Published policy checkpoints, for re-scoring: verified folders, and a distinction of pruned and damaged ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmesh.types import PolicyRecord
 
 
 class PublishedPolicies:
-    """Every policy version of a checkpoint store, as the registry announced it where the registry is known."""
+    """Policy versions of a checkpoint store, checked against the registry if it is available."""
 
     def __init__(
         self,
@@ -22,9 +22,10 @@ class PublishedPolicies:
         train_steps: Mapping[int, int],
         keep_last: int | None,
     ) -> None:
-        """``registry`` None: the queue was not reachable; ``train_steps`` has the train step of each version.
+        """Read the complete policies of ``store``.
 
-        ``keep_last`` is the run's ``checkpoints.keep_last``; None: the run file cannot be read.
+        ``registry`` is None when the queue was unreachable; ``train_steps`` contains the train step of each version;
+        ``keep_last`` is ``checkpoints.keep_last``, or None without a readable run file.
         """
         self._store = store
         self._keep_last = keep_last
@@ -33,31 +34,31 @@ class PublishedPolicies:
         self._complete = _complete(store)
 
     def announced(self, version: int) -> bool | None:
-        """Tell whether the registry has the version, so that ``open`` compares digests; None without a registry."""
+        """Tell whether the registry contains the version and ``open`` compares digests; None without a registry."""
         return None if self._registry is None else version in self._registry
 
-    def outlived(self, version: int) -> bool:
-        """Tell whether the trainer prunes the version: so many newer ones are there as it keeps."""
+    def is_prunable(self, version: int) -> bool:
+        """Tell whether the trainer prunes the version: at least ``keep_last`` newer versions exist."""
         newer = sum(other > version for other in _complete(self._store))
         return self._keep_last is not None and newer >= self._keep_last
 
     def open(self, version: int) -> Path | None:
-        """Return the verified folder of a version; None where it is gone.
+        """Return the verified folder of a version; None if it is missing.
 
-        Raises CheckpointError for one that is damaged, or is not the one that the registry announced.
+        Raises CheckpointError for a damaged folder, or one that differs from the announcement in the registry.
         """
-        announced, found = (self._registry or {}).get(version), self._complete.get(version)
-        record = announced or found
+        announced, complete = (self._registry or {}).get(version), self._complete.get(version)
+        record = announced or complete
         if record is not None:
             try:
                 return self._store.open(record).folder
             except CheckpointError as error:
-                # A folder that is still there afterwards was not pruned: a file of it is missing.
+                # A folder that still exists was not pruned: one of its files is missing.
                 if error.reason != Reason.MISSING or _complete(self._store).get(version) == record:
                     raise
-        if found is not None and announced is not None:
+        if complete is not None and announced is not None:
             raise CheckpointError(
-                f"{found.path} claims this version; the registry announced {announced.path}, which is gone",
+                f"{complete.path} claims this version; the registry announced {announced.path}, which is missing",
                 reason=Reason.MISMATCH,
             )
         unsound = next((u for u in self._store.unsound_policies() if self._may_be(u, version, record)), None)

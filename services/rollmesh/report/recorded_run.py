@@ -1,12 +1,12 @@
-"""Reading a run folder that may be partial: a run that still goes on, was killed, or never got far.
+"""Reader of a run folder that may be partial: of a run in progress, a killed run, or a run that failed early.
 
 config.yaml         the resolved run file
 metrics.jsonl       one object per train step
 timeline.jsonl      one object per second of the mesh
 evaluations.jsonl   one object per evaluated policy version
-samples.jsonl       completions, for people
+samples.jsonl       sample completions
 audit.json          the last audit
-failure.json        why the run failed, if it did
+failure.json        reason of a failed run
 logs/  plots/  checkpoints/
 """
 
@@ -31,16 +31,16 @@ FAILURE_FILE = "failure.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonLines:
-    """Objects of one JSONL file."""
+    """Records of one JSON-lines file."""
 
     records: tuple[Record, ...]
     skipped: int
-    """Unreadable lines; one at the end is normal after a kill."""
+    """Number of invalid lines; one at the end is normal after a kill."""
     exists: bool
 
 
 def read_json_lines(file: Path) -> JsonLines:
-    """Every line that holds a JSON object; a missing file is an empty one."""
+    """Read every line with a JSON object; a missing file has no records."""
     try:
         text = file.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -63,17 +63,17 @@ def read_json_lines(file: Path) -> JsonLines:
 
 
 class RecordedRun:
-    """One run as its folder records it; files are read on first use and not again."""
+    """Recorded data of one run; each file is read once, at first use."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raise DataError unless ``path`` is a folder."""
+        """Open the folder ``path``. Raises DataError if it does not exist."""
         self.path = Path(path)
         if not self.path.is_dir():
             raise DataError(f"{self.path}: no such run folder")
 
     @cached_property
     def config_text(self) -> str | None:
-        """The resolved run file as written; None without one."""
+        """Text of the resolved run file; None without one."""
         try:
             return (self.path / "config.yaml").read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -81,24 +81,24 @@ class RecordedRun:
 
     @cached_property
     def config_problem(self) -> str | None:
-        """Why there is no config; None when there is one."""
+        """Reason for a missing config; None with a config."""
         return self._config[1]
 
     @property
     def config(self) -> RunConfig | None:
-        """The validated run file; None if it is missing or another version of rollmesh wrote it."""
+        """Validated run file; None if it is missing or incompatible with this version of rollmesh."""
         return self._config[0]
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The preset of the run with its overrides applied; None without a config."""
+        """Schedule of the run, resolved from preset and overrides; None without a config."""
         if self.config is None:
             return None
         return resolve_schedule(self.config.schedule, self.config.trainer.train_steps)
 
     @property
     def max_staleness(self) -> int | None:
-        """The run's staleness bound, in train steps; None without a config."""
+        """Staleness bound of the run, in train steps; None without a config."""
         return None if self.schedule is None else self.schedule.max_staleness
 
     @cached_property
@@ -110,17 +110,17 @@ class RecordedRun:
 
     @cached_property
     def metrics(self) -> JsonLines:
-        """Train steps."""
+        """Step reports."""
         return read_json_lines(self.path / "metrics.jsonl")
 
     @cached_property
     def timeline(self) -> JsonLines:
-        """The mesh, about once a second."""
+        """Samples of the mesh, about one per second."""
         return read_json_lines(self.path / "timeline.jsonl")
 
     @cached_property
     def evaluations(self) -> JsonLines:
-        """Evaluated policy versions."""
+        """Evaluations by policy version."""
         return read_json_lines(self.path / "evaluations.jsonl")
 
     @cached_property
@@ -130,22 +130,22 @@ class RecordedRun:
 
     @cached_property
     def failure(self) -> str:
-        """Why the run failed when it was last started; empty when it did not."""
+        """Reason of a failure after the last start; empty without a failure."""
         lines = read_json_lines(self.path / FAILURE_FILE).records
         return str(lines[0].get("message", "")) if lines else ""
 
     @property
     def checkpoints(self) -> Path:
-        """Root of the run's checkpoint store."""
+        """Root folder of the checkpoint store."""
         folder = self.config.checkpoints.folder if self.config is not None else None
         return Path(folder) if folder is not None else self.path / "checkpoints"
 
     def logs(self) -> tuple[Path, ...]:
-        """Log files, sorted by name."""
+        """List the log files, sorted by name."""
         return tuple(sorted((self.path / "logs").glob("*.log")))
 
     def missing(self) -> tuple[str, ...]:
-        """What a complete run would hold and this one does not, in words."""
+        """Describe the data that this run lacks."""
         absent: list[str] = []
         if self.config_problem is not None:
             absent.append(f"config: {self.config_problem}")

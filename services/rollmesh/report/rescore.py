@@ -1,4 +1,4 @@
-"""The re-scoring part of an audit: every pure segment of every batch file, with the very checkpoint it names."""
+"""Re-scoring of an audit: every pure segment of every batch file with the checkpoint of its policy version."""
 
 from __future__ import annotations
 
@@ -25,40 +25,42 @@ from rollmesh.report.published import PublishedPolicies
 from rollmesh.types import Batch, Float32Array, Float64Array, FloatArray, Int32Array, SegmentSource, Trajectory
 
 PRUNED = "checkpoint pruned"
-GONE = "checkpoint gone, which checkpoints.keep_last keeps"
-NO_NUMBER_GAP = 1e9
-"""Gap of a logprob that is no finite number; itself finite, so that the result stays valid JSON."""
-DOUBTED_GAP = 1e-5
-"""A trajectory with a larger gap is scored once more in float64: two float32 programs differ by the rounding of both,
-the engine answers for its own only."""
+MISSING = "checkpoint missing although checkpoints.keep_last retains it"
+NOT_FINITE_GAP = 1e9
+"""Gap of a logprob that is not finite; the constant is finite, so that the result is valid JSON."""
+LARGE_GAP = 1e-5
+"""Gap above which a trajectory is scored again in float64.
+
+Two float32 programs differ by the rounding of both; against float64, only the rounding of the engine remains.
+"""
 _CACHED_BATCHES = 8
 
 
 class SegmentScorer(Protocol):
-    """A policy that scores sequences; ``trainer.scorer.PolicyScorer`` is one."""
+    """Interface of a policy that scores sequences, such as ``trainer.learner.policy_scorer.PolicyScorer``."""
 
     def logprobs(self, sequences: list[Int32Array], temperature: float) -> list[FloatArray]:
-        """Log-probability of each token given its predecessors, [tokens - 1] per sequence."""
+        """Return the log-probability of each token given its predecessors, [tokens - 1] per sequence."""
         ...
 
 
 class ExactScorer(SegmentScorer, Protocol):
-    """A scorer in float64, which also knows what float32 can tell apart."""
+    """Interface of a scorer in float64, which also computes the resolution of float32."""
 
     def resolution(self, sequences: list[Int32Array], temperature: float) -> list[Float64Array]:
-        """How far the last float32 bit of weights and positions moves each logprob, [tokens - 1] per sequence."""
+        """Return the effect of the last float32 bit of weights and positions on each logprob; shape as ``logprobs``."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gaps:
-    """``|behavior_logprob - re-scored|`` of tokens, and what is to be said of those over the bound."""
+    """Gaps ``|behavior_logprob - re-scored|`` of tokens, with their float32 resolution."""
 
     values: Float64Array  # [tokens], nats
-    resolution: Float64Array  # [tokens], nats; 0 where nobody asked
+    resolution: Float64Array  # [tokens], nats; 0 if not computed
 
     def over(self, bound: float) -> tuple[int, Float64Array]:
-        """Number of tokens over ``bound`` that are the engine's, and the gaps of those that are the arithmetic's."""
+        """Return the number of tokens over ``bound`` beyond rounding, and the gaps of those explained by rounding."""
         beyond = self.values > bound
         limit = np.minimum(RESOLUTION_FACTOR * self.resolution, LARGEST_EXCUSED_GAP)
         excused = beyond & (self.values <= limit)
@@ -66,27 +68,27 @@ class Gaps:
 
     @property
     def not_finite(self) -> int:
-        """Tokens whose logprob is no finite number."""
-        return int((self.values == NO_NUMBER_GAP).sum())
+        """Number of tokens whose logprob is not finite."""
+        return int((self.values == NOT_FINITE_GAP).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PureSegment:
-    """Where a segment lies in its trajectory's tokens, and what its sampler said."""
+    """Position of a segment in the tokens of its trajectory, with the logprobs of its sampler."""
 
     start: int
-    """Index of its first token, prompt included."""
+    """Index of the first token, including the prompt."""
     behavior_logprobs: Float32Array  # [tokens]
     temperature: float
 
     @property
     def end(self) -> int:
-        """Index after its last token."""
+        """Index after the last token."""
         return self.start + len(self.behavior_logprobs)
 
 
 _Work: TypeAlias = tuple[Int32Array, list[PureSegment]]
-"""A trajectory's ids up to the end of its last segment of one version, and these segments."""
+"""Token ids of a trajectory up to its last segment of one version, and the segments of that version."""
 
 
 def rescore(
@@ -100,29 +102,29 @@ def rescore(
     load_exact: Callable[[Path], ExactScorer] | None,
     advance: Callable[[], None],
 ) -> Rescoring:
-    """Score every pure segment that ``trained`` counted; one load per version, ascending.
+    """Score every pure segment counted in ``trained``, with one load per version, in ascending order.
 
-    ``load`` makes a scorer of a verified policy folder, ``load_exact`` one that computes in float64 (None: doubts are
-    not looked into); ``advance`` is called after each version.
+    ``load`` creates a scorer from a verified policy folder, ``load_exact`` one that computes in float64 (None: large
+    gaps are not scored again); ``advance`` is called after each version.
     """
     batches = _BatchCache(store)
     bound = GAP_BOUNDS[dtype].token
     gaps: list[VersionGap] = []
     for version in sorted(trained.pure_segments):
-        found, skipped = Gaps(values=np.empty(0), resolution=np.empty(0)), ""
+        measured, skipped = Gaps(values=np.empty(0), resolution=np.empty(0)), ""
         try:
             folder = published.open(version)
             if folder is None:
-                skipped = PRUNED if published.outlived(version) else GONE
+                skipped = PRUNED if published.is_prunable(version) else MISSING
             else:
                 exact = None if load_exact is None else partial(load_exact, folder)
                 steps = sorted(trained.pure_segments[version])
                 trajectories = (t for step in steps for t in batches.trajectories(step))
-                found = gaps_of_version(load(folder), version, trajectories, exact)
+                measured = gaps_of_version(load(folder), version, trajectories, exact)
         except CheckpointError as error:
             skipped = f"checkpoint refused: {error}"
         segments, tokens = trained.pure_segments[version].total(), trained.pure_tokens[version]
-        gaps.append(_version_gap(version, train_steps.get(version), segments, tokens, found, bound, skipped))
+        gaps.append(_version_gap(version, train_steps.get(version), segments, tokens, measured, bound, skipped))
         advance()
     scored = [gap for gap in gaps if not gap.skipped]
     skipped_gaps = [gap for gap in gaps if gap.skipped]
@@ -145,26 +147,26 @@ def rescore(
 
 
 def _version_gap(
-    version: int, train_step: int | None, segments: int, tokens: int, found: Gaps, bound: float, skipped: str
+    version: int, train_step: int | None, segments: int, tokens: int, measured: Gaps, bound: float, skipped: str
 ) -> VersionGap:
-    over_bound, excused = found.over(bound)
+    over_bound, excused = measured.over(bound)
     return VersionGap(
         policy_version=version,
         train_step=train_step,
         segments=segments,
         tokens=tokens,
-        largest_gap=float(found.values.max()) if len(found.values) else None,
-        mean_gap=_mean_without(found.values, excused),
+        largest_gap=float(measured.values.max()) if len(measured.values) else None,
+        mean_gap=_mean_without(measured.values, excused),
         over_bound=over_bound,
         unresolvable=len(excused),
         largest_unresolvable=float(excused.max(initial=0.0)),
-        not_finite=found.not_finite,
+        not_finite=measured.not_finite,
         skipped=skipped,
     )
 
 
 def _mean_without(values: Float64Array, excused: Float64Array) -> float | None:
-    """Mean of the gaps that are not excused; None without one."""
+    """Compute the mean of the gaps without the ``excused`` ones; None without any."""
     count = len(values) - len(excused)
     return float((values.sum() - excused.sum()) / count) if count else None
 
@@ -175,81 +177,83 @@ def gaps_of_version(
     trajectories: Iterable[Trajectory],
     exact: Callable[[], ExactScorer] | None = None,
 ) -> Gaps:
-    """The gap of every token in a pure segment of ``version``.
+    """Compute the gap of every token in a pure segment of ``version``.
 
-    Trajectories with a gap over ``DOUBTED_GAP`` are judged by ``exact()``, if it is given, and those that stay over the
-    bound of float32 get their resolution. A logprob that is no number gives ``NO_NUMBER_GAP``, never a small one.
+    Trajectories with a gap over ``LARGE_GAP`` are scored again by ``exact()``, if it is given. For those that remain
+    over the bound of float32, the resolution is computed. A logprob that is not finite has the gap ``NOT_FINITE_GAP``.
     """
     by_temperature: dict[float, list[_Work]] = {}
     for trajectory in trajectories:
         ids = np.concatenate([trajectory.prompt.token_ids, trajectory.response_ids]).astype(np.int32, copy=False)
         segments = pure_segments(trajectory, version)
         for temperature in {segment.temperature for segment in segments}:
-            mine = [segment for segment in segments if segment.temperature == temperature]
-            by_temperature.setdefault(temperature, []).append((ids[: mine[-1].end], mine))
+            selected = [segment for segment in segments if segment.temperature == temperature]
+            by_temperature.setdefault(temperature, []).append((ids[: selected[-1].end], selected))
     values: list[Float64Array] = []
     resolution: list[Float64Array] = []
     for temperature, work in by_temperature.items():
         gaps = _gaps(scorer, temperature, work)
         resolved = [np.zeros_like(gap) for gap in gaps]
-        doubted = [at for at, gap in enumerate(gaps) if gap.max() > DOUBTED_GAP]
-        if doubted and exact is not None:
-            judge = exact()
-            for at, gap in zip(doubted, _gaps(judge, temperature, [work[at] for at in doubted]), strict=True):
+        large = [at for at, gap in enumerate(gaps) if gap.max() > LARGE_GAP]
+        if large and exact is not None:
+            exact_scorer = exact()
+            rescored = _gaps(exact_scorer, temperature, [work[at] for at in large])
+            for at, gap in zip(large, rescored, strict=True):
                 gaps[at] = gap
-            bad = [at for at in doubted if gaps[at].max() > GAP_BOUNDS["float32"].token]
-            for at, moved in zip(bad, judge.resolution([work[at][0] for at in bad], temperature), strict=True):
-                resolved[at] = _of_segments(moved, work[at][1])
+            over = [at for at in large if gaps[at].max() > GAP_BOUNDS["float32"].token]
+            effects = exact_scorer.resolution([work[at][0] for at in over], temperature)
+            for at, effect in zip(over, effects, strict=True):
+                resolved[at] = _segment_values(effect, work[at][1])
         values += gaps
         resolution += resolved
     return Gaps(values=_joined(values), resolution=_joined(resolution))
 
 
 def _gaps(scorer: SegmentScorer, temperature: float, work: Sequence[_Work]) -> list[Float64Array]:
-    """The gaps of each trajectory's segments, one array per trajectory."""
+    """Compute the gaps of the segments of each trajectory, one array per trajectory."""
     gaps: list[Float64Array] = []
     for values, (_, segments) in zip(scorer.logprobs([ids for ids, _ in work], temperature), work, strict=True):
         behavior = np.concatenate([s.behavior_logprobs for s in segments]).astype(np.float64)
-        difference = np.abs(_of_segments(values, segments) - behavior)
-        gaps.append(np.nan_to_num(difference, nan=NO_NUMBER_GAP, posinf=NO_NUMBER_GAP))
+        difference = np.abs(_segment_values(values, segments) - behavior)
+        gaps.append(np.nan_to_num(difference, nan=NOT_FINITE_GAP, posinf=NOT_FINITE_GAP))
     return gaps
 
 
-def _of_segments(values: FloatArray, segments: Sequence[PureSegment]) -> Float64Array:
-    """The entries of the segments' tokens, of one entry per token from the second one on."""
+def _segment_values(values: FloatArray, segments: Sequence[PureSegment]) -> Float64Array:
+    """Select the entries of the segments' tokens; ``values`` has one entry per token from the second one."""
     return np.concatenate([values[s.start - 1 : s.end - 1] for s in segments]).astype(np.float64)
 
 
-def _joined(parts: Sequence[Float64Array]) -> Float64Array:
-    return np.concatenate(parts) if parts else np.empty(0)
+def _joined(arrays: Sequence[Float64Array]) -> Float64Array:
+    return np.concatenate(arrays) if arrays else np.empty(0)
 
 
 def pure_segments(trajectory: Trajectory, version: int) -> list[PureSegment]:
-    """The non-empty pure segments of one version, in order."""
-    found: list[PureSegment] = []
+    """Return the non-empty pure segments of one version, in order."""
+    segments: list[PureSegment] = []
     start = len(trajectory.prompt.token_ids)
     for segment in trajectory.segments:
-        mine = segment.source is SegmentSource.POLICY and segment.pure and segment.policy_version == version
-        if mine and len(segment) and segment.behavior_logprobs is not None:
-            found.append(
+        matches = segment.source is SegmentSource.POLICY and segment.pure and segment.policy_version == version
+        if matches and len(segment) and segment.behavior_logprobs is not None:
+            segments.append(
                 PureSegment(start=start, behavior_logprobs=segment.behavior_logprobs, temperature=segment.temperature)
             )
         start += len(segment)
-    return found
+    return segments
 
 
 class _BatchCache:
-    """The last few batches: neighbouring versions are spread over the same ones."""
+    """Cache of recently read batches: consecutive versions occur in the same batches."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
-        self._kept: OrderedDict[int, Batch] = OrderedDict()
+        self._batches: OrderedDict[int, Batch] = OrderedDict()
 
     def trajectories(self, train_step: int) -> Iterator[Trajectory]:
-        """All trajectories of one batch file."""
-        if train_step not in self._kept:
-            self._kept[train_step] = self._store.read_batch(train_step)
-            while len(self._kept) > _CACHED_BATCHES:
-                self._kept.popitem(last=False)
-        for group in self._kept[train_step].groups:
+        """Iterate over the trajectories of one batch file."""
+        if train_step not in self._batches:
+            self._batches[train_step] = self._store.read_batch(train_step)
+            while len(self._batches) > _CACHED_BATCHES:
+                self._batches.popitem(last=False)
+        for group in self._batches[train_step].groups:
             yield from group.trajectories

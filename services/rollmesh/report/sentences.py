@@ -1,4 +1,4 @@
-"""A run in plain words: sentences that claim what the folder shows and nothing else."""
+"""Descriptions of a run as sentences, limited to facts of the run folder."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from rollmesh.report.series import EvaluationPoint
 from rollmesh.report.summary import RunSummary
 
 NOISE_STANDARD_ERRORS = 2.0
-"""A difference below so many standard errors is called noise."""
-_NAMED = 5
-"""Groups that a sentence names."""
+"""Number of standard errors below which a difference counts as noise."""
+_LISTED = 5
+"""Number of groups listed in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sentence:
-    """One statement; ``bad`` marks what a reader must not miss."""
+    """Statement about a run; ``bad`` marks problems."""
 
     text: str
     bad: bool = False
 
 
 def sentences(summary: RunSummary) -> tuple[Sentence, ...]:
-    """What the run showed, most important first."""
+    """Describe the run, most important sentences first."""
     return (*_progress(summary), *_evaluation(summary), *_off_policy(summary), *_drops(summary), *_audit(summary))
 
 
 def facts(summary: RunSummary) -> list[tuple[str, str]]:
-    """(name, value) pairs for a table; facts that are unknown are left out."""
+    """Return (name, value) pairs of the known facts, for a table."""
     planned = f" of {summary.planned_steps}" if summary.planned_steps is not None else ""
     rows: list[tuple[str, str | None]] = [
         ("schedule", summary.preset),
@@ -41,7 +41,7 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
         (f"{summary.score_name} before", _point(summary.before)),
         (f"{summary.score_name} after", _point(summary.after)),
         ("tokens trained", count(summary.trained_tokens)),
-        ("tokens generated, evaluations too", count(summary.generated_tokens)),
+        ("tokens generated, with evaluations", count(summary.generated_tokens)),
         ("goodput at the last train step", percent(summary.goodput)),
         ("generated per second", count(summary.generated_per_second)),
         ("re-prefilled of prefilled tokens", percent(summary.reprefill_share)),
@@ -54,17 +54,17 @@ def facts(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def percent(share: float | None) -> str | None:
-    """12.3%."""
+    """Format a share as ``12.3%``."""
     return None if share is None or math.isnan(share) else f"{100 * share:.1f}%"
 
 
 def count(value: float | None) -> str | None:
-    """12,345."""
+    """Format a number as ``12,345``."""
     return None if value is None or math.isnan(value) else f"{value:,.0f}"
 
 
 def duration(seconds: float | None) -> str | None:
-    """45 s, 3 min 20 s, 2 h 05 min."""
+    """Format seconds as ``45 s``, ``3 min 20 s`` or ``2 h 05 min``."""
     if seconds is None or math.isnan(seconds):
         return None
     whole = round(seconds)
@@ -76,12 +76,12 @@ def duration(seconds: float | None) -> str | None:
 
 
 def gap(value: float | None) -> str:
-    """A difference of log-probabilities."""
+    """Format a difference of log-probabilities."""
     return "-" if value is None else f"{value:.2g}"
 
 
 def moment(point: EvaluationPoint, summary: RunSummary) -> str:
-    """When an evaluation was done, relative to the training."""
+    """Describe the time of an evaluation relative to the training."""
     start, seconds = summary.first_step_time, summary.training_seconds
     if start is None or seconds is None or math.isnan(point.when):
         return ""
@@ -114,9 +114,9 @@ def _progress(summary: RunSummary) -> Iterator[Sentence]:
     if summary.train_steps == 0:
         yield Sentence(text="No train step has been recorded.", bad=True)
         return
-    took = duration(summary.training_seconds)
+    elapsed = duration(summary.training_seconds)
     versions = "" if summary.policy_versions is None else f", {summary.policy_versions} policy versions were published"
-    text = f"{summary.train_steps} train steps were done{f' in {took}' if took else ''}{versions}."
+    text = f"{summary.train_steps} train steps were completed{f' in {elapsed}' if elapsed else ''}{versions}."
     if summary.planned_steps is not None and not summary.finished:
         yield Sentence(text=f"{text} The run is not finished: {summary.planned_steps} were planned.", bad=True)
     else:
@@ -140,15 +140,15 @@ def _evaluation(summary: RunSummary) -> Iterator[Sentence]:
             text=f"{text}. The difference of {difference:+.3f} is within noise (standard error {error:.3f})."
         )
     else:
-        word = "gain" if difference > 0 else "loss"
-        yield Sentence(text=f"{text}: a {word} of {abs(difference):.3f} ± {error:.3f}.", bad=difference < 0)
+        change = "gain" if difference > 0 else "loss"
+        yield Sentence(text=f"{text}: a {change} of {abs(difference):.3f} ± {error:.3f}.", bad=difference < 0)
 
 
 def _off_policy(summary: RunSummary) -> Iterator[Sentence]:
     if summary.off_policy_share is not None:
         yield Sentence(
-            text=f"{percent(summary.off_policy_share)} of the trained tokens were written by an older policy than the "
-            "newest one of their time"
+            text=f"{percent(summary.off_policy_share)} of the trained tokens were sampled from an older policy than "
+            "the newest one at that time"
             + (f"; staleness was {_staleness(summary)}." if summary.mean_staleness is not None else ".")
         )
 
@@ -157,7 +157,7 @@ def _drops(summary: RunSummary) -> Iterator[Sentence]:
     dropped = {reason: number for reason, number in summary.dropped.items() if number}
     if dropped:
         listed = ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
-        yield Sentence(text=f"Groups that left without being trained, by reason: {listed}.")
+        yield Sentence(text=f"Groups dropped without being trained, by reason: {listed}.")
 
 
 def _audit(summary: RunSummary) -> Iterator[Sentence]:
@@ -171,25 +171,25 @@ def _audit(summary: RunSummary) -> Iterator[Sentence]:
 
 
 def verdict_line(audit: AuditResult) -> str:
-    """State the verdict, the share of tokens that it rests on, and the tokens whose checkpoint is gone."""
+    """State the verdict, the share of tokens that were scored again, and the tokens without a checkpoint."""
     line, rescoring = _verdict("audit", audit), audit.rescoring
     if rescoring is None or rescoring.scored_share is None:
         return f"{line}: no token was scored again"
     line += f": {percent(rescoring.scored_share)} of {rescoring.policy_tokens:,} policy tokens were scored again"
     if rescoring.skipped_tokens:
         share = percent(rescoring.skipped_tokens / rescoring.policy_tokens)
-        line += f"; {rescoring.skipped_tokens:,} tokens, {share}, name a checkpoint that is gone"
-        line += f", {rescoring.pruned_tokens:,} of them pruned as checkpoints.keep_last has it"
+        line += f"; {rescoring.skipped_tokens:,} tokens, {share}, have no checkpoint any more"
+        line += f", {rescoring.pruned_tokens:,} of them pruned according to checkpoints.keep_last"
     return line
 
 
 def _verdict(subject: str, audit: AuditResult) -> str:
-    words = {AuditVerdict.GREEN: "green", AuditVerdict.NOT_GREEN: "NOT green", AuditVerdict.INCOMPLETE: "INCOMPLETE"}
-    return f"{subject} {words[audit.verdict]}"
+    labels = {AuditVerdict.GREEN: "green", AuditVerdict.NOT_GREEN: "NOT green", AuditVerdict.INCOMPLETE: "INCOMPLETE"}
+    return f"{subject} {labels[audit.verdict]}"
 
 
 def audit_claims(audit: AuditResult) -> list[str]:
-    """What an audit counted, each with its source."""
+    """Describe the counts of an audit, each with its source."""
     checked = sum(audit.staleness_counts.values())
     claims = [
         f"{audit.groups} groups in {audit.batch_files} of {max(audit.committed_step, 0)} batch files up to committed "
@@ -207,41 +207,41 @@ def audit_claims(audit: AuditResult) -> list[str]:
     else:
         claims.append(f"lost not checked ({audit.lost_note})" if audit.lost_note else "lost not checked")
     if both := audit.dropped_and_trained:
-        named = ", ".join(both[:_NAMED]) + (f" and {len(both) - _NAMED} more" if len(both) > _NAMED else "")
-        claims.append(f"dropped by the queue, but trained from a batch file {len(both)} ({named})")
+        listed = ", ".join(both[:_LISTED]) + (f" and {len(both) - _LISTED} more" if len(both) > _LISTED else "")
+        claims.append(f"dropped by the queue, but trained from a batch file {len(both)} ({listed})")
     if audit.rescoring is not None:
         claims.append(rescoring_claim(audit.rescoring))
     return claims
 
 
 def rescoring_claim(rescoring: Rescoring) -> str:
-    """What re-scoring covered, how far off the worst token was, and what was not checked."""
+    """Describe the coverage of the re-scoring, the largest gap, and the skipped segments."""
     notes = []
     if rescoring.skipped_impure_segments:
         share = _of_policy(rescoring.skipped_impure_tokens, rescoring)
         notes.append(f"{rescoring.skipped_impure_segments} keep_kv segments{share} have no single policy")
     if rescoring.skipped_segments:
         skipped = rescoring.skipped_segments / (rescoring.skipped_segments + rescoring.segments)
-        notes.append(f"{rescoring.skipped_segments} segments, {percent(skipped)}, name a checkpoint that is gone")
+        notes.append(f"{rescoring.skipped_segments} segments, {percent(skipped)}, have no checkpoint any more")
     if rescoring.unresolvable:
         largest = max(version.largest_unresolvable for version in rescoring.versions)
         excused = 100 * rescoring.unresolvable / rescoring.tokens
         notes.append(
             f"{rescoring.unresolvable} tokens over the bound, {excused:.2g}% and up to {gap(largest)} nats, lie "
-            "within what float32 can tell apart there"
+            "within the float32 resolution of these tokens"
         )
     if rescoring.announced_manifests is None:
-        notes.append("manifests not compared with the registry, which was not reachable")
+        notes.append("manifests not compared with the registry, which was unreachable")
     else:
         scored = sum(not version.skipped for version in rescoring.versions)
         notes.append(f"{rescoring.announced_manifests} of {scored} manifests compared with the registry")
-    rest = f" ({', '.join(notes)})"
+    suffix = f" ({', '.join(notes)})"
     if rescoring.largest_gap is None:
-        return f"no segment could be re-scored{rest}"
+        return f"no segment could be re-scored{suffix}"
     return (
         f"{rescoring.tokens:,} tokens of {rescoring.segments:,} segments"
-        f"{_of_policy(rescoring.tokens, rescoring)} re-scored with the checkpoint they name, largest gap "
-        f"{gap(rescoring.largest_gap)} nats ({rescoring.dtype}, bound {rescoring.bound:g}){rest}"
+        f"{_of_policy(rescoring.tokens, rescoring)} re-scored with their checkpoint, largest gap "
+        f"{gap(rescoring.largest_gap)} nats ({rescoring.dtype}, bound {rescoring.bound:g}){suffix}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Columns of metrics.jsonl, timeline.jsonl and evaluations.jsonl as arrays: what plots and summaries are made of.
+"""Columns of metrics.jsonl, timeline.jsonl and evaluations.jsonl as arrays, for plots and summaries.
 
-A value that a record lacks is NaN, never 0. After a trainer crash a step is replayed and logged again: the newest
-record of a step counts.
+A missing value is NaN, never 0. After a trainer crash, a step is replayed and logged again: the newest record of a step
+counts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rollmesh.report.recorded_run import Record
 FloatArray = npt.NDArray[np.float64]
 
 QUEUE_STATES = ("pending", "partial", "leased", "finished")
-"""Trajectory states that the timeline counts, in the order of a trajectory's life."""
+"""Trajectory states in the timeline, in the order of the life cycle."""
 GROUP_STATES = ("open_groups", "ready_groups")
 _CLIP_REASONS = ("clipped_high", "clipped_low", "clipped_dual", "truncated")
 
 
 def number(record: Record, *path: str | int) -> float:
-    """The number at ``path`` in nested mappings and lists; NaN if it is absent or no finite number."""
+    """Return the number at ``path`` in nested mappings and lists; NaN if it is missing or not finite."""
     value: Any = record
     for key in path:
         if isinstance(key, int):
@@ -38,17 +38,17 @@ def number(record: Record, *path: str | int) -> float:
 
 
 def column(records: Iterable[Record], *path: str | int) -> FloatArray:
-    """``number`` of every record, float64 [records]."""
+    """Return ``number`` of every record, float64 [records]."""
     return np.array([number(record, *path) for record in records], np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSeries:
-    """One entry per train step, ascending."""
+    """Columns with one entry per train step, ascending."""
 
     train_step: FloatArray
     policy_version: FloatArray
-    time: FloatArray  # unix seconds, when the step ended
+    time: FloatArray  # unix seconds at the end of the step
     reward: FloatArray  # mean outcome before shaping
     length_mean: FloatArray  # response tokens
     length_p90: FloatArray
@@ -61,11 +61,11 @@ class TrainSeries:
     off_policy_share: FloatArray  # 0..1 of the tokens in the loss
     effective_sample_size: FloatArray  # 0..1 of the trajectories
     clip_fraction: FloatArray  # 0..1 of the tokens in the loss
-    goodput: FloatArray  # trained tokens per generated token, so far (runs of older releases: per saved token)
-    prefill_tokens: FloatArray  # context tokens that the engines computed since the step before
-    reprefill_tokens: FloatArray  # those of them that had been sampled before
-    slot_seconds: FloatArray  # of the serving generators since the step before
-    running_slot_seconds: FloatArray  # those of them with a running call
+    goodput: FloatArray  # trained tokens per generated token so far (older releases: per saved token)
+    prefill_tokens: FloatArray  # context tokens computed by the engines since the previous step
+    reprefill_tokens: FloatArray  # the part that had been sampled before
+    slot_seconds: FloatArray  # of the serving generators since the previous step
+    running_slot_seconds: FloatArray  # the part with a running call
     entropy: FloatArray  # nats per token
     kl_behavior: FloatArray  # k3 KL(behavior || policy), nats per token
     logprob_gap: FloatArray  # largest engine/trainer gap on pure tokens of the current version, nats
@@ -76,7 +76,7 @@ class TrainSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorSeries:
-    """Running calls of the mesh by policy version, on the timeline's clock."""
+    """Running calls of the mesh by policy version, at the times of the timeline."""
 
     versions: tuple[int, ...]  # ascending
     running: FloatArray  # [versions, moments]
@@ -85,14 +85,14 @@ class GeneratorSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineSeries:
-    """One entry per observation of the launcher, ascending in time."""
+    """Columns with one entry per sample of the launcher, ascending in time."""
 
     time: FloatArray  # unix seconds
     queue: Mapping[str, FloatArray]  # by trajectory state
     groups: Mapping[str, FloatArray]  # open_groups, ready_groups
-    generated_tokens: FloatArray  # since the run began, never falling
+    generated_tokens: FloatArray  # since the start of the run, non-decreasing
     in_flight: GeneratorSeries
-    dropped: Mapping[str, int]  # groups by reason, newest observation
+    dropped: Mapping[str, int]  # groups by reason, newest sample
 
     def __len__(self) -> int:
         return len(self.time)
@@ -100,7 +100,7 @@ class TimelineSeries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationPoint:
-    """One evaluation of one policy version; lengths in tokens."""
+    """Evaluation of one policy version; lengths in tokens."""
 
     policy_version: int
     n: int
@@ -109,15 +109,15 @@ class EvaluationPoint:
     mean_length: float
     max_length: float
     truncated: float
-    """Share of answers that ran out of budget, 0..1."""
+    """Share of responses truncated by the token budget, 0..1."""
     seconds: float
-    """From the request to the result."""
+    """Seconds from the request to the result."""
     when: float
     """Unix seconds of the result."""
 
 
 def newest_per_step(records: Sequence[Record]) -> list[Record]:
-    """The newest record of every train step, ascending."""
+    """Select the newest record of every train step, ascending."""
     by_step: dict[int, Record] = {}
     for record in records:
         step = number(record, "train_step")
@@ -127,7 +127,7 @@ def newest_per_step(records: Sequence[Record]) -> list[Record]:
 
 
 def train_series(records: Sequence[Record]) -> TrainSeries:
-    """Columns of metrics.jsonl."""
+    """Read the columns of metrics.jsonl."""
     rows = newest_per_step(records)
     clipped = [column(rows, "policy", "ratio", reason) for reason in _CLIP_REASONS]
     return TrainSeries(
@@ -158,7 +158,7 @@ def train_series(records: Sequence[Record]) -> TrainSeries:
 
 
 def timeline_series(records: Sequence[Record]) -> TimelineSeries:
-    """Columns of timeline.jsonl."""
+    """Read the columns of timeline.jsonl."""
     rows = sorted((r for r in records if not math.isnan(number(r, "t"))), key=lambda r: number(r, "t"))
     dropped = rows[-1].get("dropped") if rows else None
     return TimelineSeries(
@@ -172,9 +172,9 @@ def timeline_series(records: Sequence[Record]) -> TimelineSeries:
 
 
 def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
-    """Lines of evaluations.jsonl in the order written.
+    """Read the lines of evaluations.jsonl in file order.
 
-    A line without version, n and mean is left out, and so is one without a single answer that counts: it has no score.
+    Lines without version, n or mean are skipped, as are lines with n = 0, which have no score.
     """
     points: list[EvaluationPoint] = []
     for record in records:
@@ -198,9 +198,9 @@ def evaluation_points(records: Iterable[Record]) -> tuple[EvaluationPoint, ...]:
 
 
 def binned(time: FloatArray, values: FloatArray, limit: int = 360) -> tuple[FloatArray, FloatArray]:
-    """Means over at most ``limit`` equal spans of time; ``values`` is [moments] or [rows, moments].
+    """Average over at most ``limit`` equal intervals of time; ``values`` is [moments] or [rows, moments].
 
-    Keeps a plot of a day as small as one of a minute. Empty spans are left out.
+    This limits the size of the plots of long runs. Empty intervals are omitted.
     """
     if len(time) <= limit:
         return time, values
@@ -218,7 +218,7 @@ def binned(time: FloatArray, values: FloatArray, limit: int = 360) -> tuple[Floa
 
 
 def smoothed(values: FloatArray, window: int) -> FloatArray:
-    """Centred moving mean over up to ``window`` neighbours, NaN left out; same length."""
+    """Compute the centred moving mean over up to ``window`` values without NaN; same length."""
     if window <= 1 or len(values) == 0:
         return values
     known = ~np.isnan(values)
@@ -230,7 +230,7 @@ def smoothed(values: FloatArray, window: int) -> FloatArray:
 
 
 def rate(time: FloatArray, total: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """(moments, units per second) between neighbouring observations of a running total."""
+    """Compute (moments, units per second) between consecutive values of a running total."""
     if len(time) < 2:
         return np.empty(0), np.empty(0)
     seconds = np.diff(time)
@@ -239,10 +239,10 @@ def rate(time: FloatArray, total: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def _without_resets(total: FloatArray) -> FloatArray:
-    """A running total made one that never falls.
+    """Convert a running total with resets to a non-decreasing one.
 
-    A generator that restarts takes its part out of the sum; that step counts as 0, because how much the others made
-    meanwhile is unknown.
+    A restart of a generator removes its part from the sum. That interval counts as 0, because the increase of the other
+    generators is unknown.
     """
     if len(total) == 0:
         return total
@@ -252,7 +252,7 @@ def _without_resets(total: FloatArray) -> FloatArray:
 
 
 def _phase_seconds(rows: Iterable[Record]) -> FloatArray:
-    """Wall time of every step, over its phases; NaN where none is recorded."""
+    """Sum the wall time of every step over its phases; NaN without recorded phases."""
     phases = [row.get("seconds") for row in rows]
     return np.array(
         [sum(number(p, key) for key in p) if isinstance(p, Mapping) and p else math.nan for p in phases], np.float64
@@ -260,7 +260,7 @@ def _phase_seconds(rows: Iterable[Record]) -> FloatArray:
 
 
 def _summed_counts(rows: Iterable[Record], *path: str) -> dict[int, float]:
-    """Histograms at ``path``, summed over the rows, by ascending value."""
+    """Sum the histograms at ``path`` over the rows, by ascending value."""
     total: dict[int, float] = {}
     for row in rows:
         counts: Any = row

@@ -1,4 +1,4 @@
-"""What one run showed, in one object: for the console, the HTML report and comparisons."""
+"""Summary of one run, for the console, the HTML report and comparisons."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rollmesh.report.series import (
 )
 
 ALL_OR_NOTHING_VERIFIERS = frozenset({"exact", "numeric", "choice", "math", "countdown"})
-"""Verifiers that return 1 for a right answer and 0 for a wrong one: their mean is an accuracy."""
+"""Verifiers that return 1 for a correct response and 0 otherwise; their mean is an accuracy."""
 
 LAST_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Facts of one run; None says that the folder does not tell."""
+    """Facts of one run; None for unknown values."""
 
     folder: Path
     name: str
@@ -42,15 +42,15 @@ class RunSummary:
     train_steps: int
     """Newest train step in metrics.jsonl."""
     policy_versions: int | None
-    """Published versions, the initial one included."""
+    """Number of published versions, including the initial one."""
     first_step_time: float | None
-    """Unix seconds at which the first train step began."""
+    """Unix seconds of the start of the first train step."""
     training_seconds: float | None
-    """From the start of the first to the end of the last train step, pauses included."""
+    """Seconds from the start of the first to the end of the last train step, including pauses."""
     score_name: str
-    """accuracy when the verifier is all or nothing, else mean reward."""
+    """``accuracy`` for all-or-nothing verifiers, else ``mean reward``."""
     before: EvaluationPoint | None
-    """Evaluation of the oldest evaluated version, if a newer one was evaluated too."""
+    """Evaluation of the oldest evaluated version; None if only one version was evaluated."""
     after: EvaluationPoint | None
     """Evaluation of the newest evaluated version."""
     evaluations: tuple[EvaluationPoint, ...]
@@ -62,30 +62,30 @@ class RunSummary:
     generated_tokens: int | None
     generated_per_second: float | None
     goodput: float | None
-    """Trained tokens per generated token (runs of older releases: per saved token), as the last step report has it."""
+    """Trained tokens per generated token (runs of older releases: per saved token), from the last step report."""
     reprefill_share: float | None
-    """Context tokens that were computed again after they had been sampled, of all computed, 0..1."""
+    """Share of the computed context tokens that had been sampled before, 0..1."""
     bubble_ratio: float | None
-    """Slot time of serving generators without a running call, 0..1."""
+    """Share of the slot time of serving generators without a running call, 0..1."""
     off_policy_share: float | None
-    """Share of the trained tokens that an older policy wrote, 0..1."""
+    """Share of the trained tokens sampled from an older policy, 0..1."""
     mean_staleness: float | None
     largest_staleness: int | None
     max_staleness: int | None
     dropped: Mapping[str, int] = field(default_factory=dict)
-    """Groups by reason."""
+    """Number of dropped groups by reason."""
     audit: AuditResult | None = None
     missing: tuple[str, ...] = ()
-    """What the folder lacks, in words."""
+    """Descriptions of missing data of the folder."""
 
     @property
     def finished(self) -> bool:
-        """Whether every planned train step has been trained."""
+        """True after the last planned train step."""
         return self.planned_steps is not None and self.train_steps >= self.planned_steps
 
     @property
     def gain(self) -> tuple[float, float] | None:
-        """(after - before, its standard error taking both evaluations as independent); None without both."""
+        """(after - before, standard error for independent evaluations); None without both."""
         if self.before is None or self.after is None:
             return None
         error = math.hypot(self.before.standard_error, self.after.standard_error)
@@ -93,7 +93,7 @@ class RunSummary:
 
 
 def summarise(run_folder: Path | RecordedRun) -> RunSummary:
-    """Read a run folder, partial or complete; raises DataError when there is no such folder."""
+    """Summarise a complete or partial run folder. Raises DataError for a missing folder."""
     folder = run_folder if isinstance(run_folder, RecordedRun) else RecordedRun(run_folder)
     train = train_series(folder.metrics.records)
     timeline = timeline_series(folder.timeline.records)
@@ -143,7 +143,7 @@ def _audit(path: Path) -> tuple[AuditResult | None, tuple[str, ...]]:
 
 
 def _before_and_after(points: Sequence[EvaluationPoint]) -> tuple[EvaluationPoint | None, EvaluationPoint | None]:
-    """The newest evaluation of the oldest and of the newest evaluated version."""
+    """Return the newest evaluations of the oldest and of the newest evaluated version."""
     if not points:
         return None, None
     by_version = {point.policy_version: point for point in points}
@@ -156,7 +156,7 @@ def _score_name(folder: RecordedRun) -> str:
         return "mean reward"
     data = folder.config.data
     source = data.evaluation_source or data.source
-    # A generated task brings its own verifier; the one of the run file is for prompts that name none.
+    # A generated task has its own verifier; the one in the run file applies to prompts without a verifier.
     generated = source.type in ("countdown", "reasoning_gym")
     verifier = source.type if generated else folder.config.reward.verifier
     return "accuracy" if verifier in ALL_OR_NOTHING_VERIFIERS else "mean reward"
@@ -177,7 +177,7 @@ def _training_seconds(train: TrainSeries) -> float | None:
 
 
 def _generated_per_second(timeline: TimelineSeries) -> float | None:
-    """Over the moments in which anything was generated: idle evaluation and shut-down do not count."""
+    """Compute the rate over the intervals with generated tokens, without idle time."""
     if len(timeline) < 2:
         return None
     seconds, tokens = np.diff(timeline.time), np.diff(timeline.generated_tokens)
@@ -191,7 +191,7 @@ def _bubble_ratio(train: TrainSeries) -> float | None:
 
 
 def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | None:
-    """From the batch files if an audit has counted them, else from the step reports, weighted by tokens."""
+    """Return the share from the audit of the batch files, else from the step reports, weighted by tokens."""
     if audit is not None and audit.off_policy_token_share is not None:
         return audit.off_policy_token_share
     known = ~np.isnan(train.off_policy_share + train.trained_tokens)
@@ -200,7 +200,7 @@ def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | 
 
 
 def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: RecordedRun) -> Mapping[str, int]:
-    """Groups by reason from the best source there is: the audit, the timeline, the last step report."""
+    """Return dropped groups by reason from the first available source: audit, timeline, last step report."""
     if audit is not None and audit.dropped:
         return audit.dropped
     if timeline.dropped:

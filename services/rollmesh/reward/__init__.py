@@ -1,1 +1,1 @@
-"""The reward service: verifiers in processes that can be killed, typed outcomes, a measured level of isolation."""
+"""The reward service: verifiers in worker processes that can be killed, typed outcomes, measured isolation."""

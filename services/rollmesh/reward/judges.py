@@ -1,4 +1,4 @@
-"""Verifiers that wait for a reply from elsewhere; they run in the service's own loop, many at once."""
+"""Verifiers that wait for an external reply; they run concurrently in the service's asyncio loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollmesh.wire.reward_messages import score_item_from_bytes
 
 
 class Judge:
-    """One such verifier, with a limit on its calls at once."""
+    """One asynchronous verifier with a limit on concurrent calls."""
 
     def __init__(self, name: str, verifier: AsyncVerifier, tokenizer: Tokenizer, timeout_seconds: float) -> None:
         self._name = name
@@ -25,7 +25,7 @@ class Judge:
         self._slots = asyncio.Semaphore(verifier.concurrency)
 
     async def score(self, payload: bytes) -> RewardOutcome:
-        """Score one encoded item; the time counts from when the call starts."""
+        """Score one encoded item; the time limit starts when the call starts, not while it waits for a slot."""
         try:
             item = score_item_from_bytes(payload)
             response = self._tokenizer.decode(item.response_ids)
@@ -45,14 +45,14 @@ class Judge:
         return RewardOutcome(kind=OutcomeKind.SCORED, value=reward.value, parts=reward.parts)
 
     async def aclose(self) -> None:
-        """Close its connections."""
+        """Close the verifier's connections."""
         await self._verifier.aclose()
 
 
 def build_judge(name: str, options: dict[str, object], tokenizer: Tokenizer, timeout_seconds: float) -> Judge | None:
-    """The judge called ``name``, or None if that verifier computes and belongs into the pool.
+    """Build the judge called ``name``, or return None if that verifier is synchronous and runs in the pool.
 
-    Only built-in verifiers run here: code of the user stays in the confined processes.
+    Only built-in verifiers run here: user code runs only in the confined processes.
     """
     if name not in BUILT_IN or not hasattr(built_in_class(name), "verify_async"):
         return None

@@ -34,10 +34,10 @@ _DEADLINE_SECONDS = 30.0
 
 
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
-    """Score answers until ``shutdown``; answers that are in the service by then are finished first.
+    """Score answers until ``shutdown``, then finish the answers in progress.
 
-    Raises ConfigError for a verifier that cannot be loaded or never scores an answer, RollmeshError when workers
-    cannot be started any more.
+    Raises ConfigError for a verifier that cannot be loaded or never scores an answer, RollmeshError if workers cannot
+    be started any more.
     """
     host, security = bind_host(config), PortSecurity.from_config(config.security)
     registry, health = Metrics("reward"), Health()
@@ -61,8 +61,8 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             metrics,
             default_verifier=config.reward.verifier,
             timeout_seconds=config.reward.timeout_seconds,
-            # A fixed value for failures is a choice; then a verifier that always fails is one as well.
-            on_hopeless=lambda error: None if config.reward.on_error == "fixed" else _fail(failure, error),
+            # With reward.on_error=fixed every failure has a value, so a verifier that always fails is accepted too.
+            on_unusable_verifier=lambda error: None if config.reward.on_error == "fixed" else _fail(failure, error),
         )
         server = create_server(security)
         RewardService(scoring).add_to(server)
@@ -82,7 +82,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 
 
 async def _open_judges(config: RunConfig, stack: AsyncExitStack) -> dict[str, Judge]:
-    """The run's verifier, if it is one that waits rather than computes."""
+    """Build the run's verifier if it is asynchronous."""
     tokenizer = Tokenizer(resolve_model(config.model.path))
     judge = build_judge(config.reward.verifier, config.reward.options, tokenizer, config.reward.timeout_seconds)
     if judge is None:
@@ -95,7 +95,7 @@ async def _measure_isolation(pool: WorkerPool, metrics: RewardMetrics) -> None:
     try:
         level = IsolationLevel.from_report(json.loads(await pool.probe()))
     except (WorkerDied, WorkerTimedOut) as error:
-        raise RollmeshError(f"reward: a worker process does not survive its start: {error}") from error
+        raise RollmeshError(f"reward: a worker process failed at startup: {error}") from error
     metrics.isolated(level)
     get_logger("reward").info("isolation_measured", isolation=str(level), note="no security boundary")
     if "python_code" not in pool.timeout_means_wrong:
@@ -118,4 +118,4 @@ def _fail(failure: asyncio.Future[None], error: BaseException) -> None:
     if not failure.done():
         wrapped = error if isinstance(error, RollmeshError) else RollmeshError(f"reward: the pool failed: {error!r}")
         failure.set_exception(wrapped)
-        failure.exception()  # heard by the loop above; at shutdown nobody needs it
+        failure.exception()  # no warning if the loop above ends before it reads the failure

@@ -1,4 +1,4 @@
-"""Outcomes without a reward from a verifier."""
+"""Reward outcomes of verifiers that failed or timed out."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _LONGEST_MESSAGE = 500
 
 
 def timed_out(message: str, means_wrong: bool) -> RewardOutcome:
-    """The verifier ran out of time.
+    """Build the outcome of a time-out.
 
-    Where the verifier has declared that this means a wrong answer, the answer is scored 0 and marked by the part
-    ``timed_out``; otherwise the outcome has no value and the run's policy decides.
+    If the verifier declares that a time-out means a wrong answer, the answer is scored 0 and marked by the part
+    ``timed_out``. Otherwise the outcome has no value and ``reward.on_error`` of the run applies.
     """
     if means_wrong:
         return RewardOutcome(kind=OutcomeKind.SCORED, value=0.0, parts={"timed_out": 1.0}, message=_clean(message))
@@ -19,10 +19,10 @@ def timed_out(message: str, means_wrong: bool) -> RewardOutcome:
 
 
 def verifier_error(message: str) -> RewardOutcome:
-    """The verifier failed, or returned something that is no number."""
+    """Build the outcome of a verifier that failed or returned a value that is not a number."""
     return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=_clean(message))
 
 
 def _clean(message: str) -> str:
-    """Short, and text that can be encoded: messages quote answers."""
+    """Shorten a message and replace characters that cannot be encoded: messages quote answers."""
     return message[:_LONGEST_MESSAGE].encode("utf-8", "replace").decode()

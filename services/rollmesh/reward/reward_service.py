@@ -1,7 +1,7 @@
-"""RewardService over gRPC.
+"""The gRPC RewardService.
 
-Requests arrive as bytes, and their items leave as bytes for the worker processes, which alone decode them. A message
-that is large when decoded costs this process no more than its bytes, whether it is scored or refused.
+Requests arrive as bytes, and their items are sent as bytes to the worker processes, which decode them. A message that
+is large when decoded costs this process only its encoded size, even if it is rejected.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rollmesh.wire.reward_messages import ScoreItemHead, score_item_head, score_
 
 SERVICE_NAME = "rollmesh.v1.RewardService"
 MOST_ITEMS = 100_000
-"""Answers in the service at once; more are refused, so that a flood is felt by its sender."""
+"""Maximum number of answers in the service at once; further requests are rejected."""
 MOST_BYTES = 1 << 30
-"""Bytes of answers in the service at once."""
+"""Maximum bytes of answers in the service at once."""
 
 
 class RewardService:
-    """Scores answers; each outcome leaves as soon as it is there."""
+    """RPCs that score answers; each outcome is streamed as soon as it is available."""
 
     def __init__(self, scoring: Scoring, most_items: int = MOST_ITEMS, most_bytes: int = MOST_BYTES) -> None:
         self._scoring = scoring
@@ -39,7 +39,7 @@ class RewardService:
         self._byte_count = 0
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register with ``server``."""
+        """Register the service with ``server``."""
         method: grpc.RpcMethodHandler[bytes, pb.ScoreResponse] = grpc.unary_stream_rpc_method_handler(
             self.score, response_serializer=pb.ScoreResponse.SerializeToString
         )
@@ -50,14 +50,14 @@ class RewardService:
     ) -> AsyncIterator[pb.ScoreResponse]:
         """Score every item of an encoded ScoreRequest.
 
-        INVALID_ARGUMENT for bytes that are none, RESOURCE_EXHAUSTED when the service is full. A cancelled call is not
-        scored further.
+        Fails with INVALID_ARGUMENT for malformed bytes, RESOURCE_EXHAUSTED if the service is full. Cancelling the call
+        stops the scoring of its items.
         """
-        # Refusals set a status and return: an exception would keep this frame, and the request, in a reference cycle.
+        # Errors set a status and return: an exception would keep this frame and the request in a reference cycle.
         free_items, byte_count = self._most_items - self._item_count, len(request)
         if self._byte_count + byte_count > self._most_bytes:
             context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            context.set_details(f"bytes: {self._byte_count} of {self._most_bytes} are in the service")
+            context.set_details(f"bytes: {self._byte_count} of {self._most_bytes} are in progress; retry later")
             return
         try:
             items = score_items(request, MOST_ITEMS)
@@ -68,7 +68,7 @@ class RewardService:
             return
         if len(items) > free_items:
             context.set_code(grpc.StatusCode.RESOURCE_EXHAUSTED)
-            context.set_details(f"items: {self._item_count} of {self._most_items} are in the service")
+            context.set_details(f"items: {self._item_count} of {self._most_items} are in progress; retry later")
             return
         self._item_count += len(items)
         self._byte_count += byte_count

@@ -1,4 +1,4 @@
-"""From an encoded answer to a typed outcome: the right place to run, and what its failures mean."""
+"""Scoring of an encoded answer: choice of judge or worker pool, retries, and outcomes of failures."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.types import OutcomeKind, RewardOutcome
 from rollmesh.wire.reward_messages import outcome_from_bytes
 
-_TRIES_AFTER_DEATH = 1
-_TRIES_AFTER_TEMPLATE = 3
-"""More tries for answers whose workers ended with their template, and the next one maybe with the same one."""
+_RETRIES_AFTER_CRASH = 1
+_RETRIES_AFTER_TEMPLATE_EXIT = 3
+"""Retries of an answer whose worker exited with its template; the retry may use the same template and fail again."""
 _UNKNOWN = "unknown"
-_MOST_COMPLAINTS = 20
-_MOST_CHARACTERS = 500
-"""Of a verifier's name and of a message in a log line: callers choose both."""
-HOPELESS_ANSWERS = 256
-"""Answers without a single value, from the start of the service, that end it."""
+_MAX_LOGGED_REASONS = 20
+_MAX_LOGGED_CHARACTERS = 500
+"""Maximum length of a verifier's name and of a message in a log line: the caller chooses both."""
+UNSCORED_ANSWER_LIMIT = 256
+"""Number of answers without a value since startup, with no scored answer, that ends the service."""
 
 
 class Scoring:
-    """Scores answers one by one, any number at once."""
+    """Scorer of any number of concurrent answers."""
 
     def __init__(
         self,
@@ -37,21 +37,21 @@ class Scoring:
         *,
         default_verifier: str,
         timeout_seconds: float,
-        on_hopeless: Callable[[ConfigError], None],
+        on_unusable_verifier: Callable[[ConfigError], None],
     ) -> None:
-        """``on_hopeless`` hears once that the first ``HOPELESS_ANSWERS`` answers got no value, one like the other."""
+        """``on_unusable_verifier`` is called if the first ``UNSCORED_ANSWER_LIMIT`` answers all have no value."""
         self._pool = pool
         self._judges = judges
         self._metrics = metrics
         self._default = default_verifier
         self._timeout_seconds = timeout_seconds
-        self._on_hopeless = on_hopeless
-        self._said: set[str] = set()
+        self._on_unusable_verifier = on_unusable_verifier
+        self._logged: set[str] = set()
         self._failures: int | None = 0
-        """Answers without a value so far; None once one was scored."""
+        """Number of answers without a value so far; None once an answer was scored."""
 
     async def score(self, verifier: str, payload: bytes) -> RewardOutcome:
-        """Score one encoded item whose prompt names ``verifier`` (empty: the run's); never raises for an answer."""
+        """Score one encoded item with ``verifier`` (empty: the run's verifier); never raises for an answer."""
         name = verifier or self._default
         start = time.monotonic()
         self._metrics.received.inc()
@@ -63,51 +63,51 @@ class Scoring:
             self._metrics.running.dec()
         known = name in self._judges or name in self._pool.timeout_means_wrong
         self._metrics.scored(name if known else _UNKNOWN, outcome, time.monotonic() - start)
-        self._complain(name, outcome)
-        self._judge_the_verifier(name, outcome)
+        self._log_failure(name, outcome)
+        self._check_verifier(name, outcome)
         return outcome
 
-    def _complain(self, name: str, outcome: RewardOutcome) -> None:
-        """Log the first few different reasons for which answers got no value; the metrics count all of them."""
-        message = outcome.message[:_MOST_CHARACTERS]
-        if outcome.kind is OutcomeKind.SCORED or message in self._said or len(self._said) >= _MOST_COMPLAINTS:
+    def _log_failure(self, name: str, outcome: RewardOutcome) -> None:
+        """Log the first few distinct reasons for answers without a value; the metrics count all answers."""
+        message = outcome.message[:_MAX_LOGGED_CHARACTERS]
+        if outcome.kind is OutcomeKind.SCORED or message in self._logged or len(self._logged) >= _MAX_LOGGED_REASONS:
             return
-        self._said.add(message)
+        self._logged.add(message)
         get_logger("reward").warning(
-            "answer_without_value", verifier=name[:_MOST_CHARACTERS], outcome=outcome.kind.value, message=message
+            "answer_without_value", verifier=name[:_MAX_LOGGED_CHARACTERS], outcome=outcome.kind.value, message=message
         )
 
-    def _judge_the_verifier(self, name: str, outcome: RewardOutcome) -> None:
-        """A verifier that has never scored an answer would use up the prompts of the run without training a step."""
+    def _check_verifier(self, name: str, outcome: RewardOutcome) -> None:
+        """Report a verifier that has never scored an answer, because the run would consume prompts without training."""
         if self._failures is None:
             return
         if outcome.kind is OutcomeKind.SCORED:
             self._failures = None
             return
         self._failures += 1
-        if self._failures == HOPELESS_ANSWERS:
-            self._on_hopeless(
+        if self._failures == UNSCORED_ANSWER_LIMIT:
+            self._on_unusable_verifier(
                 ConfigError(
-                    f"reward.verifier: none of the first {HOPELESS_ANSWERS} answers could be scored; the last: "
+                    f"reward.verifier: none of the first {UNSCORED_ANSWER_LIMIT} answers could be scored; the last: "
                     f"{outcome.message or name}"
                 )
             )
 
     async def _in_pool(self, name: str, payload: bytes) -> RewardOutcome:
-        deaths = lost_templates = 0
+        crashes = lost_templates = 0
         while True:
             try:
                 return outcome_from_bytes(await self._pool.run(payload, self._timeout_seconds))
             except WorkerTimedOut as error:
                 return timed_out(f"{name}: {error}", self._pool.timeout_means_wrong.get(name, False))
             except WorkerDied as error:
-                # Whoever killed the worker, the answer gets one more chance; a second death is the answer's own. That
-                # of a template ends all workers, of which the answer may meet two before the pool has heard of it.
-                if error.with_template and lost_templates < _TRIES_AFTER_TEMPLATE:
+                # The answer is retried once after any crash; a second crash is attributed to the answer. The exit of a
+                # template ends all its workers, and a retry may use another of them before the pool detects the exit.
+                if error.with_template and lost_templates < _RETRIES_AFTER_TEMPLATE_EXIT:
                     lost_templates += 1
                     continue
-                deaths += 1
-                if deaths > _TRIES_AFTER_DEATH:
+                crashes += 1
+                if crashes > _RETRIES_AFTER_CRASH:
                     return verifier_error(f"{name}: the verifier's process ended twice; the last time: {error}")
             except DataError as error:
-                return verifier_error(f"{name}: the verifier's process answered garbage: {error}")
+                return verifier_error(f"{name}: the verifier's process sent an invalid outcome: {error}")

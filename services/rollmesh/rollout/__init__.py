@@ -1,1 +1,1 @@
-"""The rollout service: workers run trajectories on generators, one replica leads the mesh."""
+"""Rollout service: workers run trajectories on generators, and one replica leads the mesh."""

@@ -1,7 +1,7 @@
-"""One replica leads: it looks at the mesh, decides, and writes the decisions to the store.
+"""Leader of the mesh: the replica that reads the state of the mesh, decides, and writes the decisions to the store.
 
-Every write carries the leader's token, so a replica that was asleep and lost the lead changes nothing. Decisions need
-no memory: what a dying leader left half done, the next one decides again.
+Every write carries the leader's token, so a stalled replica that has lost the lead changes nothing. Decisions depend
+on the current view only: a new leader decides again on all that the previous leader left incomplete.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from rollmesh.store.queue_types import NewGroup
 from rollmesh.tasks.sources.source_protocol import PromptSource
 
 _BUSY_SECONDS = 0.1
-"""Between the beginnings of two looks, after something has changed: at most ten looks a second."""
+"""Seconds between the starts of two decisions after a change: at most ten decisions a second."""
 _IDLE_SECONDS = 0.25
 _REST_SECONDS = 0.05
-"""After a look that took longer than its interval: the other loops of the process need time too."""
+"""Shortest pause after a decision, even a slow one: the other loops of the process need time too."""
 _STANDBY_SECONDS = 1.0
 _REAP_SECONDS = 2.0
 _COUNT_SECONDS = 2.0
 _GROUPS_PER_ADMISSION = 64
 _EXPLAIN_SECONDS = 30.0
-"""A cut that waits for the same thing for so long gets a line in the log, and another one each time it has again."""
+"""Interval of the log lines about a cut that waits for the same reason."""
 _LOOP_DEADLINE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Waiting:
-    """What the next cut waits for, since when, and when that was last said."""
+    """Reason that the next cut waits, its start and its last log line; times are monotonic seconds."""
 
     waiting_for: str = ""
     since: float = 0.0
-    said_at: float = 0.0
+    logged_at: float = 0.0
 
 
 class MeshLeader:
-    """Candidate for the lead; leads while it holds the token."""
+    """Candidate for leadership, which leads while it holds the token."""
 
     def __init__(
         self,
@@ -85,9 +85,10 @@ class MeshLeader:
         self._log = get_logger("leader")
 
     async def run(self, shutdown: Shutdown) -> None:
-        """Open the prompts, stand for the lead and lead until ``shutdown``; resigns at the end.
+        """Open the prompts, compete for leadership and lead until ``shutdown``; resigns at the end.
 
-        Before standing for it: a bad row ends the run before it has cost anything, and a lead lasts one session TTL.
+        The prompts come first: an invalid row then ends the run before any work, and a slow check cannot outlast the
+        lease of the leader, which is one session TTL.
         """
         self._health.watch("leader", _LOOP_DEADLINE_SECONDS)
         self._prompts = await open_prompts(
@@ -99,7 +100,7 @@ class MeshLeader:
             began, wait = time.monotonic(), _STANDBY_SECONDS
             try:
                 if await self._leads():
-                    view = await self._look()
+                    view = await self._read_view()
                     wait = _BUSY_SECONDS if await self._act(view) or _changed(before, view) else _IDLE_SECONDS
                     before = view
             except SessionLost as error:
@@ -129,13 +130,13 @@ class MeshLeader:
                 raise SessionLost("another replica leads now")
         return self._token is not None
 
-    async def _look(self) -> MeshView:
-        """Read the mesh; single groups only where the decision depends on them."""
+    async def _read_view(self) -> MeshView:
+        """Read the mesh, with single groups only if the decision depends on them."""
         view = await self._store.view(groups=False)
         return await self._store.view() if needs_groups(self._schedule, view) else view
 
     async def _act(self, view: MeshView) -> bool:
-        """Apply the decisions on one view; returns whether anything but the desired state was changed."""
+        """Apply the decisions on one view; returns True if more than the desired state has changed."""
         assert self._token is not None
         self._metrics.mesh.update(view)
         if time.monotonic() >= self._count_due:
@@ -143,7 +144,7 @@ class MeshLeader:
             self._metrics.mesh.counted(await self._store.counts())
             self._refused = await self._judge_refusals(view)
         if view.recovering:
-            # Redis may have come back as an earlier state, without the evaluations that were requested since.
+            # Redis may have been restored to an earlier state, without evaluations requested since then.
             self._evaluations.forget()
         decisions = decide(self._schedule, view)
         failure = decisions.fail or self._failed or self._refused
@@ -155,14 +156,14 @@ class MeshLeader:
             stop = Desired(pool_size=self._schedule.pool_size, paused=True, reason=failure)
             await self._write(view, stop)
             return False
-        # The desired state first: groups must never be leased under a version floor from before their admission.
+        # Write the desired state first: groups must never be leased under a version floor older than their admission.
         await self._write(view, decisions.desired, decisions.blocked_by)
         self._explain(decisions.waiting_for)
         await self._evict(decisions)
         await self._cut(view, decisions)
         if decisions.admit_groups:
             await self._admit(decisions.admit_groups)
-        await self._evaluations.look(view.policy_version)
+        await self._evaluations.request_due(view.policy_version)
         if time.monotonic() >= self._reap_due:
             self._reap_due = time.monotonic() + _REAP_SECONDS
             reaped = await self._store.reap(self._token)
@@ -171,7 +172,7 @@ class MeshLeader:
         return bool(decisions.evict or decisions.cut or decisions.admit_groups)
 
     async def _judge_refusals(self, view: MeshView) -> str:
-        """Name the error with which refused policies end the run; none while a pin keeps generators from the newest."""
+        """Return the error with which refused policies end the run; empty without one or while a policy is pinned."""
         if self._refusals is None or await self._store.pinned_policy() is not None:
             return ""
         generators, trains = await self._store.generators(), view.cut_step > view.trained_step
@@ -179,13 +180,13 @@ class MeshLeader:
         return "" if error is None else f"{type(error).__name__}: {error}"
 
     async def _write(self, view: MeshView, desired: Desired, blocked_by: str = "") -> None:
-        """Write the desired state where the store holds another one, whoever wrote or lost it."""
+        """Write the desired state if the store holds another one."""
         assert self._token is not None
         if (view.desired, view.blocked_by) != (desired, blocked_by):
             await self._store.set_desired(self._token, desired, blocked_by)
 
     async def _report(self, failure: str) -> None:
-        """Whoever supervises the run reads the failure; a leader that sees none takes an earlier one back."""
+        """Report a failure to the supervisor of the run; an empty one withdraws an earlier report."""
         assert self._token is not None
         if failure:
             self._log.error("run_failed", message=failure)
@@ -194,9 +195,9 @@ class MeshLeader:
     def _explain(self, waiting_for: str) -> None:
         now, waiting = time.monotonic(), self._waiting
         if waiting_for != waiting.waiting_for:
-            self._waiting = _Waiting(waiting_for=waiting_for, since=now, said_at=now)
-        elif waiting_for and now - waiting.said_at >= _EXPLAIN_SECONDS:
-            self._waiting = replace(waiting, said_at=now)
+            self._waiting = _Waiting(waiting_for=waiting_for, since=now, logged_at=now)
+        elif waiting_for and now - waiting.logged_at >= _EXPLAIN_SECONDS:
+            self._waiting = replace(waiting, logged_at=now)
             self._log.info("cut_waits", waiting_for=waiting_for, seconds=round(now - waiting.since))
 
     async def _evict(self, decisions: Decisions) -> None:
@@ -220,7 +221,7 @@ class MeshLeader:
         self._log.info("batch_cut", train_step=step, groups=len(decisions.cut), max_staleness=max(staleness, default=0))
 
     async def _admit(self, count: int) -> None:
-        """Open groups at the cursor, a few prompts at a time so that the loop stays responsive."""
+        """Open groups at the cursor, a few prompts at a time to keep the event loop responsive."""
         assert self._token is not None and self._prompts is not None
         replayed = await self._store.admit_replays(self._token, count)
         self._metrics.mesh.admitted.inc(replayed)
@@ -244,7 +245,7 @@ class MeshLeader:
     def _new_group(self, prompts: PromptSource, cursor: Cursor) -> NewGroup:
         if cursor.index >= prompts.epoch_size:
             raise DataError(
-                f"data.source has {prompts.epoch_size} training prompts, and this run has admitted more of the epoch: "
+                f"data.source has {prompts.epoch_size} training prompts, but this run has admitted more of the epoch: "
                 "the data has shrunk since; restore it and restart the run, or start another run"
             )
         return NewGroup(
@@ -263,7 +264,7 @@ def _next(cursor: Cursor, epoch_size: int) -> Cursor:
 
 
 def _changed(before: MeshView | None, view: MeshView) -> bool:
-    """Whether the mesh has moved since the last look."""
+    """Tell whether the mesh has changed since the last view."""
     if before is None:
         return True
     watched = (

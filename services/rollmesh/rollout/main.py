@@ -1,4 +1,4 @@
-"""The rollout process: a worker, a candidate for the lead, an evaluator, and the admin port."""
+"""Rollout process: a worker, a candidate for leadership, an evaluator and the admin port."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ _INTERRUPT_GRACE_SECONDS = 3.0
 
 
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
-    """Run one rollout replica until ``shutdown``; partial trajectories are saved and given back on the way out.
+    """Run one rollout replica until ``shutdown``; partial trajectories are saved and released before it returns.
 
-    Raises ConfigError for a run that cannot work, StoreUnavailable when Redis does not answer at the start, DataError
-    for prompts that cannot be opened.
+    Raises ConfigError for an invalid run, StoreUnavailable if Redis does not answer at startup, DataError for prompts
+    that cannot be opened.
     """
     metrics, health, security = Metrics("rollout"), Health(), PortSecurity.from_config(config.security)
     async with AsyncExitStack() as stack:
@@ -87,7 +87,7 @@ async def open_replica(
     health: Health,
     security: PortSecurity,
 ) -> Replica:
-    """Build every part; clients are closed with ``stack``."""
+    """Build a replica with all its dependencies; ``stack`` closes the clients."""
     schedule = replace(
         resolve_schedule(config.schedule, config.trainer.train_steps),
         longest_trajectory_tokens=config.rollout.max_new_tokens,

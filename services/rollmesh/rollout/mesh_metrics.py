@@ -1,6 +1,6 @@
-"""What the leader exports about the whole mesh; another replica's gauges stay at their last value or 0.
+"""Metrics of the whole mesh, updated by the leader; the gauges of other replicas keep their last value or 0.
 
-So in PromQL they are read where ``rollmesh_rollout_leader`` is 1; the recording rules of the chart do that.
+In PromQL, read them where ``rollmesh_rollout_leader`` is 1, as the recording rules of the chart do.
 """
 
 from __future__ import annotations
@@ -36,10 +36,12 @@ class MeshMetrics:
             "rollmesh_rollout_queue_groups", "Admitted, untrained groups, by state.", ("state",)
         )
         self._steps = metrics.gauge(
-            "rollmesh_rollout_train_step", "Train steps, by what was done with them; last is the run's end.", ("kind",)
+            "rollmesh_rollout_train_step",
+            "Newest train step that was trained or cut, and the last one of the run, by kind.",
+            ("kind",),
         )
         self._policy = metrics.gauge("rollmesh_rollout_policy_version", "Newest announced policy version.")
-        self._paused = metrics.gauge("rollmesh_rollout_paused", "Whether no rollouts are started, by why.", ("by",))
+        self._paused = metrics.gauge("rollmesh_rollout_paused", "1 while no rollouts start, by cause.", ("by",))
         self._complete = metrics.gauge("rollmesh_rollout_run_complete", "1 once the run's last step has been trained.")
         self._filtered = metrics.gauge("rollmesh_rollout_filtered_in_a_row_groups", "Zero-variance groups in a row.")
         self._unclaimed_staleness = metrics.gauge(
@@ -48,7 +50,7 @@ class MeshMetrics:
         )
         self._blocked = metrics.gauge(
             "rollmesh_rollout_cut_blocked_since_timestamp_seconds",
-            "Since when a straggler blocks the cut; 0 when none.",
+            "Time since which stragglers block the cut; 0 if none do.",
         )
         for state in _TRAJECTORY_STATES:
             self._trajectories.labels(state=state)
@@ -70,16 +72,18 @@ class MeshMetrics:
 
     def _show_store(self, metrics: Metrics) -> None:
         self._memory = metrics.gauge(
-            "rollmesh_rollout_store_memory_ratio", "Store memory used and still to be written."
+            "rollmesh_rollout_store_memory_ratio",
+            "Store memory in use, plus the expected writes of unfinished trajectories, over its limit.",
         )
-        self._used = metrics.gauge("rollmesh_rollout_store_used_memory_bytes", "Memory that Redis uses.")
+        self._used = metrics.gauge("rollmesh_rollout_store_used_memory_bytes", "Memory used by Redis.")
         self._most = metrics.gauge(
             "rollmesh_rollout_store_max_memory_bytes", "Memory that Redis may use; 0 without a limit."
         )
         self._sessions = metrics.gauge("rollmesh_rollout_store_sessions", "Living worker sessions of the run.")
         self._letters = metrics.gauge("rollmesh_rollout_dead_letters", "Dead letters of the run.")
         self._orphans = metrics.gauge(
-            "rollmesh_rollout_unheld_scoring_trajectories", "Finished trajectories without outcome that nobody holds."
+            "rollmesh_rollout_unheld_scoring_trajectories",
+            "Finished trajectories without outcome that no worker has leased.",
         )
 
     def _count_decisions(self, metrics: Metrics) -> None:
@@ -88,7 +92,7 @@ class MeshMetrics:
             "Staleness of groups when their batch is cut.",
             buckets=STALENESS_BUCKETS,
         )
-        self._cut_time = metrics.gauge("rollmesh_rollout_last_cut_timestamp_seconds", "When a batch was last cut.")
+        self._cut_time = metrics.gauge("rollmesh_rollout_last_cut_timestamp_seconds", "Time of the last cut.")
         self._cut_batches = metrics.counter("rollmesh_rollout_batches_cut_total", "Batches cut by this leader.")
         self.admitted = metrics.counter("rollmesh_rollout_groups_admitted_total", "Groups opened by this leader.")
         self.evicted = metrics.counter(
@@ -98,14 +102,14 @@ class MeshMetrics:
             self.evicted.labels(reason=reason)
 
     def limits(self, schedule: Schedule) -> None:
-        """What the run file allows."""
+        """Set the gauges of the run's limits."""
         self._max_staleness.set(schedule.max_staleness)
         self._pool.set(schedule.pool_size)
         self._batch.set(schedule.groups_per_batch)
         self._steps.labels(kind="last").set(schedule.train_steps)
 
     def update(self, view: MeshView) -> None:
-        """What the leader sees."""
+        """Set the gauges of the mesh from one view."""
         for state in _TRAJECTORY_STATES:
             self._trajectories.labels(state=state).set(getattr(view, state))
         cut = view.admitted_unconsumed - view.open_groups - view.ready_groups
@@ -114,26 +118,26 @@ class MeshMetrics:
         self._steps.labels(kind="trained").set(view.trained_step)
         self._steps.labels(kind="cut").set(view.cut_step)
         self._policy.set(view.policy_version)
-        self._complete.set(int(view.trained_enough))
+        self._complete.set(int(view.is_complete))
         self._memory.set(view.memory_ratio)
         self._filtered.set(view.filtered_in_a_row)
         self._unclaimed_staleness.set(unclaimed_staleness(view))
         self._blocked.set(view.blocked_since or 0.0)
 
     def paused(self, view: MeshView, *, desired: bool, failed: bool) -> None:
-        """Why no rollouts are started; ``desired`` is whether any reason holds, ``failed`` whether the run gave up."""
-        why = {
+        """Set the gauges of the pause by cause; ``desired`` is True for any cause, ``failed`` if the run has failed."""
+        causes = {
             "person": view.user_paused,
             "launcher": view.launcher_paused,
             "failure": failed,
             "recovery": view.recovering,
         }
-        why["barrier"] = desired and not any(why.values()) and not view.trained_enough
-        for by, holds in why.items():
-            self._paused.labels(by=by).set(int(holds))
+        causes["barrier"] = desired and not any(causes.values()) and not view.is_complete
+        for by, active in causes.items():
+            self._paused.labels(by=by).set(int(active))
 
     def counted(self, counts: StoreCounts) -> None:
-        """What the store holds."""
+        """Set the gauges of the store."""
         self._used.set(counts.used_memory_bytes)
         self._most.set(counts.max_memory_bytes)
         self._sessions.set(counts.sessions)
@@ -141,7 +145,7 @@ class MeshMetrics:
         self._orphans.set(counts.scoring_queue)
 
     def cut(self, staleness: Sequence[int]) -> None:
-        """A batch was cut; staleness of its groups, in train steps."""
+        """Count a cut batch; ``staleness`` of its groups is in train steps."""
         for value in staleness:
             self._staleness.observe(value)
         self._cut_batches.inc()
@@ -149,6 +153,6 @@ class MeshMetrics:
 
 
 def unclaimed_staleness(view: MeshView) -> int:
-    """Train steps between the oldest token of an open or ready group and the next batch; 0 without tokens."""
+    """Return the train steps from the oldest token of an open or ready group to the next batch; 0 without tokens."""
     steps = [step for step, groups in view.unclaimed_by_step if groups]
     return max(0, view.cut_step - min(steps)) if steps else 0

@@ -1,4 +1,4 @@
-"""Opening the prompts of a run: a table of a million rows takes longer to check than a loop may be silent."""
+"""Check of a run's prompts in a thread: a million rows take longer than a loop may go without a beat."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Stopped(Exception):
 async def open_prompts(
     open_source: OpenPrompts, *, beat: Callable[[], None], shutdown: Shutdown
 ) -> PromptSource | None:
-    """Open the prompts in a thread, with a beat each second and a log line every ten; None on shutdown.
+    """Open the prompts in a thread, with a beat every second and a log line every 10 s; returns None on shutdown.
 
-    Raises the errors of the source: DataError for the first bad row.
+    Raises the errors of the source: DataError for the first invalid row.
     """
     log, stopped, started = get_logger("prompts"), threading.Event(), time.monotonic()
     checked_rows, row_count, report_due = 0, 0, started + _REPORT_SECONDS
@@ -50,5 +50,5 @@ async def open_prompts(
                 log.info("prompts_are_opened", checked_rows=checked_rows, rows=row_count, seconds=seconds)
         return opening.result() if opening.done() else None
     finally:
-        stopped.set()  # the thread ends at its next report, so that the process can end
+        stopped.set()  # the thread ends at its next report, which lets the process end
         stop.cancel()

@@ -1,4 +1,4 @@
-"""The loops of one rollout process, from the first heartbeat to the last release."""
+"""Loops of one rollout process, from the first heartbeat to the last release."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEARTBEAT_DEADLINE_SECONDS = 120.0
 
 
 class Replica:
-    """The loops of one process, wired together."""
+    """Session, worker, leader and evaluator of one process."""
 
     def __init__(
         self, session: WorkerSession, worker: Worker, leader: MeshLeader, evaluator: Evaluator, health: Health
@@ -28,7 +28,7 @@ class Replica:
         self._health = health
 
     async def run(self, shutdown: Shutdown) -> None:
-        """Run every loop; one that fails ends the replica, and the drain still happens."""
+        """Run all loops until shutdown; the failure of one ends the replica after a drain."""
         await self._session.open()
         self._health.watch("heartbeat", _HEARTBEAT_DEADLINE_SECONDS)
         heartbeat = asyncio.create_task(

@@ -1,4 +1,4 @@
-"""What the rollout service exports."""
+"""Metrics of the rollout service."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollmesh.worker.worker_metrics import WorkerMetrics
 
 
 class RolloutMetrics(WorkerMetrics):
-    """Counters of the worker, evaluations and, on the leader, gauges of the whole mesh."""
+    """Metrics of the worker, of evaluations and, on the leader, of the whole mesh."""
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__(metrics)
@@ -18,13 +18,15 @@ class RolloutMetrics(WorkerMetrics):
 
     def _count_evaluations(self, metrics: Metrics) -> None:
         self.evaluations_started = metrics.counter(
-            "rollmesh_rollout_evaluations_started_total", "Evaluations claimed here."
+            "rollmesh_rollout_evaluations_started_total", "Evaluations claimed by this replica."
         )
-        self.evaluations = metrics.counter("rollmesh_rollout_evaluations_total", "Evaluations finished here.")
+        self.evaluations = metrics.counter(
+            "rollmesh_rollout_evaluations_total", "Evaluations finished by this replica."
+        )
         self.evaluations_given_up = metrics.counter(
             "rollmesh_rollout_evaluations_given_up_total",
-            "Evaluations without a score: no generator came to serve their version. They are finished, too.",
+            "Evaluations finished without a score because no generator served their version.",
         )
         self.last_evaluation = metrics.gauge(
-            "rollmesh_rollout_last_evaluation_timestamp_seconds", "When an evaluation was last finished here."
+            "rollmesh_rollout_last_evaluation_timestamp_seconds", "Time of the last evaluation of this replica."
         )

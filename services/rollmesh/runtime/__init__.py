@@ -1,1 +1,1 @@
-"""What every service process stands on: logs, metrics, health, gRPC, shutdown."""
+"""Foundations of every service process: logs, metrics, health, gRPC, shutdown."""

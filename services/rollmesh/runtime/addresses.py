@@ -1,4 +1,4 @@
-"""Which address a service binds to, and which one it tells the others."""
+"""Bind address and advertised address of a service."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ WILDCARDS = frozenset({"0.0.0.0", "::", ""})
 
 
 def bind_host(config: RunConfig) -> str:
-    """The address that the servers of this process bind to."""
+    """Return the address that the servers of this process bind to."""
     return config.network.host if config.network.host is not None else config.launcher.host
 
 
 def host_port(host: str, port: int) -> str:
-    """``host:port``, with an IPv6 address in brackets."""
+    """Return ``host:port``, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def advertised(config: RunConfig, port: int) -> str:
-    """host:port under which other processes reach a server of this one.
+    """Return host:port under which other processes reach a server of this process.
 
-    Raises ConfigError when only a wildcard is known.
+    Raises ConfigError when the only known host is a wildcard.
     """
     host = config.network.advertise_host or bind_host(config)
     if host in WILDCARDS:
         raise ConfigError(
-            f"network.host={host} is no address that others can dial: set network.advertise_host, for example by "
-            "ROLLMESH_NETWORK__ADVERTISE_HOST with the pod's IP"
+            f"network.host={host} is a wildcard, which other services cannot connect to: set network.advertise_host, "
+            "for example ROLLMESH_NETWORK__ADVERTISE_HOST to the pod's IP"
         )
     return host_port(host, port)
 
 
 def instance_name(config: RunConfig, service: str, index: int) -> str:
-    """Name of this process in logs and in the registry."""
+    """Return the name of this process in logs and in the registry."""
     return config.network.instance or f"{service}-{index}"

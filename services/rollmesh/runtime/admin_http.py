@@ -1,7 +1,7 @@
-"""The admin port of a service: ``/metrics``, ``/healthz``, ``/readyz``.
+"""Admin port of a service: ``/metrics``, ``/healthz``, ``/readyz``.
 
-With TLS or a token in the run file, everything but the two probes wants a client certificate of the mesh's authority,
-or the bearer token. The probes stay open: a kubelet has neither, and they tell nothing but how the service is.
+With TLS or a token in the run file, every path except the two probes requires a client certificate of the mesh's
+authority or the bearer token. The probes stay open: a kubelet has neither, and they report only the service's health.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from rollmesh.runtime.port_security import OPEN, PortSecurity
 
 PROBES = frozenset({"/healthz", "/readyz"})
 _IDLE_CONNECTION_SECONDS = 75
-"""Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s, nginx 60 s): the side that sends the next
-request has to be the one that closes first, or a request meets a connection that is just being closed."""
+"""Longer than clients keep an idle connection (httpx 5 s, aiohttp 15 s, nginx 60 s). The client must close first;
+otherwise a request may arrive on a connection that the server is closing."""
 
 
 def admin_app(metrics: Metrics, health: Health, security: PortSecurity = OPEN) -> FastAPI:
-    """The FastAPI application of the admin port."""
+    """Create the FastAPI application of the admin port."""
     app = FastAPI(title=f"rollmesh {metrics.component}", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.middleware("http")
@@ -71,7 +71,7 @@ class _Server(uvicorn.Server):
 
 
 def listen(host: str, port: int, field: str) -> socket.socket:
-    """A listening socket; ConfigError naming the config ``field`` of the port when it cannot be bound."""
+    """Open a listening socket; raises ConfigError, which names the config ``field``, when the port cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -90,14 +90,14 @@ async def http_server(
 ) -> AsyncIterator[int]:
     """Serve an application inside the running loop; yields the bound port.
 
-    At the end requests that are being answered have ``grace_seconds``; null is as long as they take. A client has
+    At shutdown, requests in progress have ``grace_seconds`` to finish; None sets no limit. A client has
     ``head_seconds`` for the request line and the headers of each request.
     """
     with contextlib.closing(listener):
         config = uvicorn.Config(
             app,
             http=partial(HttpProtocol, head_seconds=head_seconds),  # type: ignore[arg-type]  # a factory is enough
-            log_config=None,  # its warnings go the way of all libraries'
+            log_config=None,  # log_capture.py handles its warnings
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -121,7 +121,7 @@ async def admin_server(
 ) -> AsyncIterator[int]:
     """Serve the admin port inside the running loop; yields the bound port.
 
-    Every service opens one, so here ``metrics`` also gets what is known of the certificate.
+    Also registers the certificate metrics in ``metrics``, because every service opens an admin port.
     """
     metrics.registry.register(CertificateCollector(metrics.component, security.tls))
     app = admin_app(metrics, health, security)

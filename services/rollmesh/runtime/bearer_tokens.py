@@ -1,4 +1,4 @@
-"""The bearer token of the mesh: what clients send and what servers accept."""
+"""Bearer tokens of the mesh: the token that clients send and the tokens that servers accept."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rollmesh.errors import ConfigError
 from rollmesh.runtime.file_stamp import Stamp, stamp_of
 from rollmesh.runtime.logging import get_logger
 
-_LOOK_SECONDS = 1.0
-"""A token file is looked at no more often."""
+_CHECK_INTERVAL_SECONDS = 1.0
+"""Minimum time between two checks of a token file."""
 
 MISSING_TOKEN = "security: the call carries no bearer token"
-WRONG_TOKEN = "security: the bearer token is not one that this service accepts"
+WRONG_TOKEN = "security: this service does not accept the bearer token"
 
 
 class Tokens:
@@ -27,26 +27,29 @@ class Tokens:
         self._tokens = tuple(tokens)
         self._file = file
         self._stamp: Stamp | None = None
-        self._look_at = 0.0
+        self._next_check = 0.0
         self.clock: Callable[[], float] = time.monotonic
         if file is not None:
             self._tokens = self._read(file)
 
     @classmethod
     def from_config(cls, config: SecurityConfig) -> Self | None:
-        """The configured tokens; None when the ports ask for none. ConfigError for a file that cannot be used."""
+        """Return the configured tokens, None without any; raises ConfigError for an invalid token file."""
         if config.token_file is not None:
             return cls((), Path(config.token_file))
         return cls((config.token.get_secret_value().strip(),)) if config.token is not None else None
 
     @property
     def sent(self) -> str:
-        """The token that clients of this process send."""
+        """Token that clients of this process send."""
         self._refresh()
         return self._tokens[0]
 
     def refusal(self, authorization: str) -> str:
-        """Why an ``Authorization`` value is refused; empty when it is accepted. Takes the same time for any token."""
+        """Return the reason to reject an ``Authorization`` value; empty when it is accepted.
+
+        The comparison takes the same time for every token.
+        """
         self._refresh()
         if not authorization:
             return MISSING_TOKEN
@@ -55,15 +58,15 @@ class Tokens:
         return "" if any(accepted) else WRONG_TOKEN
 
     def _refresh(self) -> None:
-        if self._file is None or self.clock() < self._look_at:
+        if self._file is None or self.clock() < self._next_check:
             return
-        self._look_at = self.clock() + _LOOK_SECONDS
+        self._next_check = self.clock() + _CHECK_INTERVAL_SECONDS
         try:
             if stamp_of(self._file) != self._stamp:
                 self._tokens = self._read(self._file)
                 get_logger("security").info("tokens_read_again", file=str(self._file), accepted=len(self._tokens))
         except (OSError, ConfigError) as error:
-            # The old tokens stay: a file that is being replaced is no reason to shut everybody out.
+            # Keep the old tokens: a file that is being replaced must not reject every client.
             get_logger("security").error("token_file_not_read", file=str(self._file), message=str(error))
 
     def _read(self, file: Path) -> tuple[str, ...]:
@@ -73,6 +76,6 @@ class Tokens:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"security.token_file={file}: cannot be read: {error}") from error
         if not tokens:
-            raise ConfigError(f"security.token_file={file}: holds no token")
+            raise ConfigError(f"security.token_file={file}: contains no token; write one token per line")
         self._stamp = stamp
         return tokens

@@ -1,4 +1,4 @@
-"""For how long the certificate of a process is valid, as its ``/metrics`` tells."""
+"""Metrics of the validity of a process's certificate."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rollmesh.runtime.tls import TlsFiles
 
 
 class CertificateCollector(Collector):
-    """Reads the certificate in use at every scrape.
+    """Collector that reads the certificate in use at every scrape.
 
-    A rotation thus shows by itself, and files that the process does not take leave the old times. Without TLS the
-    names are announced and have no series: 0 would be a certificate that has expired.
+    A rotation is therefore visible without an update, and invalid files leave the old times. Without TLS the metrics
+    have no series, because 0 would mean an expired certificate.
     """
 
     def __init__(self, component: str, tls: TlsFiles | None) -> None:
@@ -27,11 +27,11 @@ class CertificateCollector(Collector):
         material = None if self._tls is None else self._tls.material
         yield GaugeMetricFamily(
             f"{self._prefix}_start_timestamp_seconds",
-            "Since when the certificate in use is valid; no series without TLS.",
+            "Start of the validity of the certificate in use; no series without TLS.",
             value=None if material is None else material.valid_from,
         )
         yield GaugeMetricFamily(
             f"{self._prefix}_expiry_timestamp_seconds",
-            "Until when the certificate in use is valid; no series without TLS.",
+            "End of the validity of the certificate in use; no series without TLS.",
             value=None if material is None else material.valid_until,
         )

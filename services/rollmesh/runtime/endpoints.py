@@ -1,6 +1,6 @@
-"""Where the services of a local run listen: one small JSON file per process in the run folder.
+"""Addresses of the services of a local run: one small JSON file per process in the run folder.
 
-Beside it, ``scrape/`` holds the same for Prometheus (file_sd): ``files: [<run folder>/scrape/*.json]`` scrapes the run.
+The folder ``scrape/`` contains the same for Prometheus (file_sd): ``files: [<run folder>/scrape/*.json]``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Endpoint:
     index: int
     pid: int
     grpc: str
-    """host:port, empty for services without a gRPC port."""
+    """Address host:port; empty for services without a gRPC port."""
     admin: str
-    """host:port of /metrics, /healthz and /readyz."""
+    """Address host:port of /metrics, /healthz and /readyz."""
     url: str = ""
     """URL of the page and the REST API; empty for services without one."""
 
@@ -35,9 +35,9 @@ class Endpoint:
 def published_endpoint(
     run_folder: Path, *, service: str, index: int, grpc: str, admin: str, run: str = "", url: str = ""
 ) -> Iterator[Endpoint]:
-    """Write the endpoint files while the service runs; remove them after, unless a successor already replaced them.
+    """Write the endpoint files and remove them at exit, unless a successor has replaced them.
 
-    ``run`` is the run's name, for the labels of Prometheus; the name of its folder by default.
+    ``run`` is the run's name for the Prometheus labels, by default the name of its folder.
     """
     endpoint = Endpoint(service=service, index=index, pid=os.getpid(), grpc=grpc, admin=admin, url=url)
     name = f"{service}-{index}.json"
@@ -55,16 +55,16 @@ def published_endpoint(
 
 
 def _write(file: Path, content: object) -> None:
-    """Write a JSON file so that readers see all of it or its predecessor."""
+    """Replace a JSON file atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Not named by the process alone: in pods that share a run folder all of them are process 1.
+    # The process id is not unique: in pods that share a run folder every process has id 1.
     temporary = file.with_suffix(f".{os.getpid()}-{uuid.uuid4().hex}.tmp")
     temporary.write_text(json.dumps(content), encoding="utf-8")
     os.replace(temporary, file)
 
 
 def read_endpoints(run_folder: Path, service: str | None = None) -> list[Endpoint]:
-    """Endpoints of living processes, ordered by service and index."""
+    """Return the endpoints of running processes, ordered by service and index."""
     found: list[Endpoint] = []
     for file in sorted((run_folder / "services").glob("*.json")):
         with suppress(OSError, ValueError, TypeError):

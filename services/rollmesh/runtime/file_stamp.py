@@ -1,4 +1,4 @@
-"""Whether a file may have changed, without reading it."""
+"""File stamp, to detect changes of a file without reading it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ Stamp = tuple[int, int, int]
 
 
 def stamp_of(file: Path) -> Stamp:
-    """Another one once a file is replaced, grows or shrinks; OSError without the file.
+    """Return (inode, size, mtime), which changes when the file is replaced or resized; raises OSError if it is missing.
 
-    The time alone would not tell: many file systems count it in ticks of some milliseconds. Only a file that is written
-    in place and keeps its size is left to it.
+    The time alone is not sufficient, because many file systems store it in steps of some milliseconds. Only a write in
+    place that keeps the size depends on the time.
     """
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns

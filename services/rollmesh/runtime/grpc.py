@@ -1,6 +1,6 @@
-"""gRPC servers and channels of the mesh: limits, keepalive, health service, and the hooks for identity and traces.
+"""gRPC servers and channels of the mesh: limits, keepalive, health service, and hooks for identity and traces.
 
-Every call carries ``traceparent`` (W3C) and, when a token is configured, ``authorization: Bearer ...`` metadata.
+Every call has ``traceparent`` metadata (W3C) and, when a token is configured, ``authorization: Bearer ...``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rollmesh.runtime.grpc_requests import RequestInterceptor
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 
 MAX_MESSAGE_BYTES = 64 << 20
-"""Largest message either way: a 64k-token trajectory with logprobs is under 1 MB."""
+"""Largest message in both directions; a 64k-token trajectory with logprobs is under 1 MB."""
 MOST_DETAIL_CHARACTERS = 1000
-"""Of a status: gRPC clients refuse an answer with more than 16 KiB of metadata, and do not see its code."""
+"""Maximum length of status details; gRPC clients reject an answer with over 16 KiB of metadata and lose its code."""
 
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -30,16 +30,16 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.so_reuseport", 0),
-    # As long as HTTP clients have for a head; the default is two minutes.
+    # Same as HEAD_SECONDS of HTTP; the default is two minutes.
     ("grpc.server_handshake_timeout_ms", 30_000),
-    # The defaults go up to two minutes, for which a service that came back at its old address would seem away.
+    # The default maximum is two minutes, during which a restarted service would look unreachable.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 
 
 class BearerTokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without an accepted bearer token; the health service stays open for probes."""
+    """Interceptor that rejects calls without an accepted bearer token; the health service stays open for probes."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -60,7 +60,7 @@ def _refuser(reason: str) -> Any:
 
 
 class HealthReporter:
-    """grpc.health.v1 of one server."""
+    """Status of the grpc.health.v1 service of one server."""
 
     def __init__(self, server: grpc.aio.Server, service_name: str) -> None:
         self._servicer = health.aio.HealthServicer()
@@ -77,13 +77,16 @@ class HealthReporter:
 def create_server(
     security: PortSecurity = OPEN, *, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 ) -> grpc.aio.Server:
-    """A server with the mesh's limits; the caller adds servicers, opens a port by ``security.bind`` and starts it."""
+    """Create a server with the mesh's limits.
+
+    The caller adds servicers, opens a port with ``security.bind`` and starts the server.
+    """
     hooks = [BearerTokenInterceptor(security.tokens)] if security.tokens is not None else []
     return grpc.aio.server(interceptors=[*hooks, RequestInterceptor(), *interceptors], options=_OPTIONS)
 
 
 def create_channel(address: str, security: PortSecurity = OPEN) -> grpc.aio.Channel:
-    """A channel with the mesh's limits; with TLS it keeps the certificates of this moment."""
+    """Create a channel with the mesh's limits; with TLS it keeps the current certificates."""
     if security.tls is None:
         return grpc.aio.insecure_channel(address, options=_OPTIONS)
     name = ("grpc.ssl_target_name_override", security.tls.server_name)
@@ -91,7 +94,7 @@ def create_channel(address: str, security: PortSecurity = OPEN) -> grpc.aio.Chan
 
 
 def call_metadata(*, traceparent: str = "", token: str | None = None) -> tuple[tuple[str, str], ...]:
-    """Metadata of one call."""
+    """Return the metadata of one call."""
     pairs: list[tuple[str, str]] = []
     if traceparent:
         pairs.append(("traceparent", traceparent))

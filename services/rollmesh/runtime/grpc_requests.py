@@ -1,4 +1,4 @@
-"""Requests that a gRPC service cannot use: one status and at most one log line a second each."""
+"""Handling of invalid gRPC requests: one status each, and at most one log line per second."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Stands for a request whose bytes are not a message of the expected type."""
+    """Placeholder for a request whose bytes are not a message of the expected type."""
 
     error: str
 
 
 class RequestInterceptor(grpc.aio.ServerInterceptor):
-    """Answers malformed bytes with INVALID_ARGUMENT and unexpected errors of a handler with INTERNAL.
+    """Interceptor that answers malformed bytes with INVALID_ARGUMENT and unexpected handler errors with INTERNAL.
 
-    gRPC itself answers both with UNKNOWN and writes a traceback for each.
+    Without it, gRPC answers both with UNKNOWN and writes a traceback for each.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,7 +45,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
             "response_serializer": handler.response_serializer,
         }
         if handler.response_streaming:
-            # The handlers of the health service write their responses themselves.
+            # The handlers of the health service write their responses to the context.
             wrap = self._unary if method.startswith("/grpc.health.") else self._streaming
             return grpc.unary_stream_rpc_method_handler(wrap(method, handler.unary_stream), **codecs)
         return grpc.unary_unary_rpc_method_handler(self._unary(method, handler.unary_unary), **codecs)
@@ -76,7 +76,7 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
         return answer
 
     def _note(self, method: str, context: Context) -> None:
-        """Log a refusal that the handler set as its status instead of raising it."""
+        """Log a rejection that the handler set as its status without an exception."""
         if context.code() is grpc.StatusCode.INVALID_ARGUMENT:
             self._line("request_refused", method, "INVALID_ARGUMENT", context.details(), None)
 
@@ -86,9 +86,9 @@ class RequestInterceptor(grpc.aio.ServerInterceptor):
                 self._line("request_refused", method, "INVALID_ARGUMENT", context.details(), None)
             raise error
         if isinstance(error, grpc.aio.InternalError):
-            raise error  # the client has hung up before its answer was sent; gRPC ignores that
+            raise error  # the client has disconnected before the answer was sent; gRPC ignores this
         self._line("request_failed", method, "INTERNAL", repr(error), error)
-        await context.abort(grpc.StatusCode.INTERNAL, "an error inside the service; its log has the traceback")
+        await context.abort(grpc.StatusCode.INTERNAL, "internal error: see the traceback in the log of the service")
 
     def _line(self, event: str, method: str, status: str, message: str, error: Exception | None) -> None:
         suppressed = self._limit.suppressed((method, status))
@@ -103,7 +103,7 @@ def _tolerant(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     def decode(data: bytes) -> Any:
         try:
             return deserialize(data)
-        except Exception as error:  # protobuf's DecodeError; the codec of another message type may raise its own
+        except Exception as error:  # protobuf's DecodeError; codecs of other message types may raise other errors
             return _Malformed(f"{type(error).__name__}: {error}")
 
     return decode

@@ -1,7 +1,7 @@
 """Liveness and readiness of one process.
 
-Live: every registered loop has beaten within its deadline, so a silently dead task takes the process out.
-Ready: the service said so.
+Live: every registered loop has called ``beat`` within its deadline, so a dead task fails the liveness probe.
+Ready: the service has called ``set_ready(True)``.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Health:
-    """Shared by the loops of a process (writers) and its admin server (reader)."""
+    """Health state, written by the loops of a process and read by its admin server."""
 
     clock: Callable[[], float] = time.monotonic
-    """Monotonic seconds."""
+    """Clock in monotonic seconds."""
     _ready: bool = False
     _reason: str = "starting"
     _deadlines: dict[str, float] = field(default_factory=dict)
     _beats: dict[str, float] = field(default_factory=dict)
 
     def set_ready(self, ready: bool, reason: str = "") -> None:
-        """Say whether the service takes work, and why not."""
+        """Set the readiness of the service, and the reason when it is not ready."""
         self._ready = ready
         self._reason = reason
 
@@ -33,7 +33,7 @@ class Health:
         self._beats[loop] = self.clock()
 
     def unwatch(self, loop: str) -> None:
-        """Forget a loop that ended on purpose."""
+        """Remove a loop that ended on purpose."""
         self._deadlines.pop(loop, None)
         self._beats.pop(loop, None)
 
@@ -42,12 +42,12 @@ class Health:
         self._beats[loop] = self.clock()
 
     def stalled(self) -> dict[str, float]:
-        """Loops past their deadline, with the seconds since their last beat."""
+        """Return the loops past their deadline, with the seconds since their last beat."""
         now = self.clock()
         return {
             name: now - self._beats[name] for name, limit in self._deadlines.items() if now - self._beats[name] > limit
         }
 
     def ready(self) -> tuple[bool, str]:
-        """Whether the service takes work, and why not."""
+        """Return the readiness of the service, and the reason when it is not ready."""
         return self._ready, self._reason

@@ -1,6 +1,6 @@
-"""``python -m rollmesh.runtime.healthcheck``: whether the service of this container lives; what HEALTHCHECK runs.
+"""Liveness check of the service of this container, for HEALTHCHECK: ``python -m rollmesh.runtime.healthcheck``.
 
-Standard library only, since it starts every few seconds beside a service that needs the cores.
+It imports only the standard library, because it starts every few seconds and shares the cores with the service.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ _SECONDS = 5.0
 
 
 def check(port: int, host: str = "127.0.0.1") -> str:
-    """What is wrong with the service whose admin port this is; empty when every loop of it lives."""
+    """Return the problem of the service with this admin port; empty when the service is live."""
     reasons = []
     for tls in (False, True):
         try:
-            status, text = _ask(host, port, tls)
+            status, text = _get_health(host, port, tls)
         except (OSError, http.client.HTTPException) as error:
-            # A port with TLS does not answer plain HTTP, and the other way round.
+            # A TLS port does not answer plain HTTP, and vice versa.
             reasons.append(f"{'https' if tls else 'http'}: {error}")
             continue
         return "" if status == http.client.OK else text
     return "; ".join(reasons)
 
 
-def _ask(host: str, port: int, tls: bool) -> tuple[int, str]:
+def _get_health(host: str, port: int, tls: bool) -> tuple[int, str]:
     if tls:
-        # It asks its own container over the loopback: the certificate names the pod, and there is nobody between.
+        # The request stays on the loopback of this container, while the certificate names the pod.
         context = ssl._create_unverified_context()
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(
             host, port, timeout=_SECONDS, context=context
@@ -45,10 +45,10 @@ def _ask(host: str, port: int, tls: bool) -> tuple[int, str]:
 
 
 def main() -> None:
-    """Exit with status 1 and the reason when the service does not live."""
+    """Exit with status 1 and the reason when the service is not live."""
     port = os.environ.get("ROLLMESH_NETWORK__ADMIN_PORT", "0")
     if port == "0":
-        sys.exit("ROLLMESH_NETWORK__ADMIN_PORT is not set: the health of this container cannot be asked for")
+        sys.exit("ROLLMESH_NETWORK__ADMIN_PORT is not set: set it to the admin port of this container's service")
     problem = check(int(port))
     if problem:
         sys.exit(problem)

@@ -1,7 +1,7 @@
-"""HTTP/1.1 connections of a uvicorn server whose clients must complete the head of a request in time.
+"""HTTP/1.1 protocol for uvicorn with a time limit for the head of a request.
 
-h11 bounds the size of a head (64 KiB); uvicorn bounds neither the time that a head may take nor that of a connection
-which never sends one.
+h11 limits the size of a head (64 KiB). uvicorn limits neither the time of a head nor that of a connection that never
+sends one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ HEAD_SECONDS = 30.0
 
 
 class HttpProtocol(H11Protocol):
-    """Closes a connection whose next request line and headers are not complete after ``head_seconds``.
+    """HTTP/1.1 protocol that closes a connection whose next head is not complete after ``head_seconds``.
 
-    The time counts from the connection, later from the first byte after an answer; an idle connection between two
-    requests is uvicorn's ``timeout_keep_alive``.
+    The time starts with the connection, later with the first byte after an answer. uvicorn's ``timeout_keep_alive``
+    limits an idle connection between two requests.
     """
 
     def __init__(self, *args: Any, head_seconds: float = HEAD_SECONDS, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""TLS for uvicorn servers: rotated certificates, and whether the client has shown one."""
+"""TLS for uvicorn servers: certificate rotation and verification of optional client certificates."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import uvicorn
 from rollmesh.runtime.http_protocol import HttpProtocol
 from rollmesh.runtime.port_security import PortSecurity
 
-_FAREWELL_SECONDS = 1.0
+_CLOSE_SECONDS = 1.0
 VERIFIED = "rollmesh.verified_certificate"
-"""Key of the ASGI scope: present when the client has shown a certificate of the mesh's authority."""
+"""Key of the ASGI scope; present when the client has a certificate of the mesh's authority."""
 
 
 def use_tls(config: uvicorn.Config, security: PortSecurity) -> None:
-    """Make a uvicorn server speak TLS with this process's certificate; does nothing when the mesh has none.
+    """Configure a uvicorn server for TLS with this process's certificate; does nothing without TLS in the run file.
 
-    A client need not show a certificate, but ``VERIFIED`` in the scope tells who did; one of another authority is
-    refused.
+    Client certificates are optional. ``VERIFIED`` in the scope marks clients with a certificate; a certificate of
+    another authority is rejected.
     """
     if security.tls is None:
         return
-    config.http = _TellsCertificates
+    config.http = _VerifiedHttpProtocol
     config.load()
     config.ssl = security.tls.server_context()
 
 
-class _TellsCertificates(HttpProtocol):
-    """HTTP/1.1 whose requests say whether their connection has a verified client certificate."""
+class _VerifiedHttpProtocol(HttpProtocol):
+    """HTTP/1.1 protocol that marks the requests of connections with a verified client certificate."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -38,19 +38,19 @@ class _TellsCertificates(HttpProtocol):
             self.app = _Verified(self.app)
 
     def shutdown(self) -> None:
-        """End an idle connection soon: a client that looks now and then hears of the TLS farewell with its next look
-        only, and until then the farewell would hold up the end of the process.
+        """Abort an idle connection after a short delay.
 
-        Not at once: the end of an answer may still be on its way, where the transport does not count it.
+        A client that polls receives the close_notify alert of TLS only at its next request, and the process would wait
+        for it. The delay is for the end of an answer that is still in flight, which the transport does not count.
         """
         idle = self.cycle is None or self.cycle.response_complete
         super().shutdown()
         if idle:
-            self.loop.call_later(_FAREWELL_SECONDS, self.transport.abort)
+            self.loop.call_later(_CLOSE_SECONDS, self.transport.abort)
 
 
 class _Verified:
-    """An application whose every request came with a verified certificate."""
+    """ASGI application that sets ``VERIFIED`` in the scope of every request."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

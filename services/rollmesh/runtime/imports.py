@@ -1,4 +1,4 @@
-"""Importing much at once, and ending without tidying it away: seconds of every process with torch in it."""
+"""Garbage collector settings for large imports, which save seconds at startup and exit of a process with torch."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ import gc
 import sys
 from collections.abc import Iterator
 
-_ours = False
-"""Whether this process is a command of rollmesh: in somebody else's, what may be garbage is not ours to decide."""
+_is_own_process = False
+"""True in a process of a rollmesh command; other processes keep their garbage collection unchanged."""
 
 
 def own_process() -> None:
-    """Let this process no longer look for garbage in what it has imported, neither now and then nor when it ends.
+    """Freeze the garbage collector for everything imported so far; scanning it at exit costs seconds.
 
-    The last search, over everything, takes longer than all the rest of its end. Call first of all: what others
-    register for the exit runs before, as ever.
+    The scan at exit takes longer than the rest of the exit. Call this function first, so that all other exit handlers
+    run before its own.
     """
-    global _ours
-    _ours = True
+    global _is_own_process
+    _is_own_process = True
     gc.freeze()
     atexit.register(gc.freeze)
 
 
 @contextlib.contextmanager
 def many_imports() -> Iterator[None]:
-    """For imports of thousands of modules: nobody looks for garbage in what they define meanwhile.
+    """Disable garbage collection during imports of thousands of modules.
 
-    In a process of our own nobody does later either. What else is alive by then is kept too, so modules that are there
-    already freeze nothing.
+    In a process of rollmesh, also freeze all live objects after new imports, so that they are never scanned. Nothing is
+    frozen when every module was imported before.
     """
     collects, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if _ours and len(sys.modules) > modules:
+        if _is_own_process and len(sys.modules) > modules:
             gc.freeze()
         if collects:
             gc.enable()

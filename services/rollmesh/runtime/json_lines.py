@@ -1,4 +1,4 @@
-"""Following a JSON-lines file that another process writes."""
+"""Reader of a growing JSON-lines file that another process writes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _MOST_BYTES = 4 << 20
 
 @dataclass(slots=True)
 class JsonLinesTail:
-    """Follows a growing JSON-lines file; ``read`` returns the objects that are new."""
+    """Position in a growing JSON-lines file; ``read`` returns the new objects."""
 
     file: Path
     most_bytes: int = _MOST_BYTES
-    """Most that one ``read`` takes in: a long history is caught up with read by read."""
+    """Maximum bytes of one ``read``; a long file takes several reads."""
     exists: bool = False
-    """Whether the last ``read`` found the file."""
+    """True when the last ``read`` found the file."""
     from_start: bool = False
-    """Whether the last ``read`` began at the first line: what earlier ones returned has been written anew."""
+    """True when the last ``read`` began at the first line, which replaces the objects of earlier reads."""
     _offset: int = 0
     _inode: int = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Complete new lines; a file that was replaced or cut (a restart tidies it) is read again from its start.
+        """Return the objects of complete new lines; a file that was replaced or truncated is read again from its start.
 
-        Lines that hold no JSON object, and those longer than ``most_bytes``, are skipped.
+        Lines without a JSON object and lines longer than ``most_bytes`` are skipped.
         """
         try:
             handle = self.file.open("rb")
@@ -48,7 +48,7 @@ class JsonLinesTail:
         return [record for line in complete.splitlines() if (record := _record(line)) is not None]
 
     def rewind(self) -> None:
-        """Let the next ``read`` begin at the first line."""
+        """Make the next ``read`` begin at the first line."""
         self._offset = 0
 
     def _skip_line(self, handle: BinaryIO) -> None:
@@ -61,8 +61,11 @@ class JsonLinesTail:
             position += len(part)
 
     def _rewind_if_rewritten(self, handle: BinaryIO) -> None:
-        """A rewritten file may be longer than what was read of the old one, so its size alone says nothing; nor does
-        the inode, which a file system gives out again: what was read must have ended a line here too."""
+        """Rewind when the file was rewritten.
+
+        Neither size nor inode is sufficient: a rewritten file may be longer than the old one, and file systems reuse
+        inodes. The last byte read must also be the end of a line.
+        """
         found = os.fstat(handle.fileno())
         same = found.st_ino == self._inode and found.st_size >= self._offset
         if same and self._offset:

@@ -1,4 +1,4 @@
-"""One process, one main coroutine, one way to stop: SIGTERM or SIGINT set the shutdown event."""
+"""Process lifecycle: one main coroutine, and a shutdown event that SIGTERM or SIGINT sets."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rollmesh.errors import RollmeshError
 from rollmesh.runtime.logging import get_logger
 
 Shutdown = asyncio.Event
-"""Set once the process should drain and return."""
+"""Event that is set when the process should drain and return."""
 
 FAILURE_EVENT = "service_failed"
-"""The last line in the log of a process that ended with a RollmeshError: ``error`` and ``message`` say why, ``passing``
-whether a later start may succeed."""
+"""Last log line of a process that ended with a RollmeshError: ``error`` and ``message`` have the reason; ``passing`` is
+true when a later start may succeed."""
 
 EXIT_CONFIG = 78
-"""Exit status of a process that a person must help (EX_CONFIG of sysexits.h): starting it again changes nothing."""
+"""Exit status of a process that requires an operator (EX_CONFIG of sysexits.h); a restart fails again."""
 
 
 def run_service(main: Callable[[Shutdown], Awaitable[None]], *, grace_seconds: float = 30.0) -> int:
     """Run ``main(shutdown)`` to its end and return the exit status.
 
-    The first signal sets ``shutdown``; ``main`` then has ``grace_seconds`` to drain before it is cancelled; a second
-    signal cancels at once. A RollmeshError is logged as one line and gives status 1, or ``EXIT_CONFIG`` if it is final;
-    any other error keeps its trace.
+    The first signal sets ``shutdown``; ``main`` then has ``grace_seconds`` to drain before it is cancelled. A second
+    signal cancels it immediately. A RollmeshError is logged as one line and gives status 1, or ``EXIT_CONFIG`` if it is
+    final. Any other error propagates with its traceback.
     """
     return _runner(_supervised(main, grace_seconds))
 
@@ -72,15 +72,15 @@ async def _supervised(main: Callable[[Shutdown], Awaitable[None]], grace_seconds
 
 
 def log_failure(error: RollmeshError) -> int:
-    """Log what ended the process as one line; returns its exit status."""
+    """Log the error that ended the process as one line; returns the exit status."""
     log = get_logger("lifecycle")
     log.error(FAILURE_EVENT, error=type(error).__name__, message=str(error), passing=error.passing)
     return EXIT_CONFIG if error.final else 1
 
 
 async def wait_or_shutdown(shutdown: Shutdown, seconds: float) -> bool:
-    """Sleep up to ``seconds``; returns True at once when shutdown is requested."""
-    # asyncio.timeout, not wait_for: on Python 3.11 the latter may swallow a cancellation that meets the event.
+    """Sleep up to ``seconds``; returns True immediately when shutdown is requested."""
+    # asyncio.timeout, not wait_for: on Python 3.11 wait_for may swallow a cancellation that coincides with the event.
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await shutdown.wait()
@@ -88,11 +88,11 @@ async def wait_or_shutdown(shutdown: Shutdown, seconds: float) -> bool:
 
 
 def die_with_parent(launcher: int) -> None:
-    """Ask the kernel to end this process when its parent dies (Linux), so a killed launcher leaves no orphan.
+    """Make the kernel terminate this process when its parent dies (Linux), so a killed launcher leaves no orphan.
 
-    ``launcher`` is the process that started this one, perhaps through another (torchrun). Whether it died before the
-    kernel was asked is seen by its absence among the ancestors: process 1 may be an orphan's new parent, and may be
-    the launcher of a container.
+    ``launcher`` is the process id of the launcher, which may have started this process through another one (torchrun).
+    If it died before this call, it is missing among the ancestors. A parent with id 1 does not prove that: process 1
+    adopts orphans, but it may also be the launcher of a container.
     """
     if sys.platform != "linux":
         return

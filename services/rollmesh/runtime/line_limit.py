@@ -1,4 +1,4 @@
-"""A limit on equal log lines: callers decide how many requests cause one."""
+"""Rate limit for equal log lines, whose number depends on the requests of clients."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _MOST_KEYS = 256
 
 
 class LineLimit:
-    """Lets one line of a kind through in ``LINE_SECONDS`` and counts the others."""
+    """Rate limit of one line per key and ``LINE_SECONDS``, with a count of the suppressed lines."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lines: dict[Hashable, tuple[float, int]] = {}
-        """Time of the newest line and suppressed lines since then."""
+        """Time of the newest line and number of suppressed lines since then, by key."""
 
     def suppressed(self, key: Hashable) -> int | None:
-        """Return how many lines of this kind were suppressed before this one; None to suppress this one, too."""
+        """Return the number of lines with this key suppressed before this line; None to suppress this line too."""
         now = self._clock()
         written, count = self._lines.get(key, (-LINE_SECONDS, 0))
         if now - written < LINE_SECONDS:

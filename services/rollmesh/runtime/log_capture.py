@@ -1,6 +1,6 @@
-"""What others write to the log of a service: libraries' warnings, tracebacks of what nobody caught.
+"""Capture of library warnings and uncaught exceptions in the service log.
 
-They become lines of the service's own log, so that one line is one event for whoever collects them.
+They become structured lines, so that one line is one event for the log collector.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from rollmesh.runtime.line_limit import LineLimit
 from rollmesh.runtime.logging import get_logger
 
 CRASH_EVENT = "service_crashed"
-"""The last line of a process that ended with an error of ours: ``exception`` has the traceback."""
+"""Last log line of a process that ended with an uncaught exception; ``exception`` has the traceback."""
 
 
 def capture_foreign_logs() -> None:
-    """Put warnings of libraries and uncaught errors of this process into its log; call once, after its set-up."""
-    logging.getLogger().addHandler(_Adopting())
+    """Route library warnings and uncaught exceptions into the service log; call once, after ``configure_logging``."""
+    logging.getLogger().addHandler(_LibraryLogHandler())
     logging.captureWarnings(True)
     sys.excepthook = _crashed
     threading.excepthook = _thread_crashed
 
 
-class _Adopting(logging.Handler):
-    """Records of the standard library's logging, as lines of ours; equal ones share a line a second."""
+class _LibraryLogHandler(logging.Handler):
+    """Handler that writes records of the standard library's logging as structured lines, rate-limited by message."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,8 +1,8 @@
 """Structured logs: one event per line, with the run and the service on every line.
 
-A line about a trajectory carries ``trajectory``, one about a train step ``train_step``; while traces are recorded such
-a line has the ``trace_id`` that leads to its spans. ``policy_version`` is the version that the line is about, else the
-one that the process serves, trains or has seen last.
+A line about a trajectory has the field ``trajectory``, a line about a train step ``train_step``. While traces are
+recorded, these lines also have the ``trace_id`` of their spans. ``policy_version`` is the version that the line is
+about, else the version that the process serves, trains or has read last.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Event = MutableMapping[str, Any]
 
 
 def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream: TextIO | None = None) -> None:
-    """Set up structlog for this process; call once, first thing in a service's ``main``.
+    """Configure structlog for this process; call once, at the beginning of a service's ``main``.
 
-    Lines go to standard error (or ``stream``), where the launcher (or Kubernetes) picks them up. A line that cannot be
-    written is lost: a full disk under the log must not end the service.
+    Lines go to standard error (or ``stream``), where the launcher (or Kubernetes) collects them. A line that cannot be
+    written is dropped, because a full disk must not stop the service.
     """
     level = logging.getLevelNamesMapping()[config.log_level.upper()]
     json = config.log_format == "json"
@@ -50,15 +50,15 @@ def configure_logging(config: TelemetryConfig, *, service: str, run: str, stream
 
 
 def get_logger(name: str) -> Logger:
-    """A logger whose lines carry ``component=name``; events are snake_case, facts are key=value."""
+    """Return a logger whose lines have ``component=name``; events are snake_case, other fields key=value."""
     logger: Logger = structlog.get_logger(component=name)
     return logger
 
 
 def note_policy_version(version: int) -> None:
-    """Put this policy version on every further line of the process that names no other.
+    """Add this policy version to every later line of the process without a ``policy_version``.
 
-    It is kept in structlog's configuration, so a process that configures its logs anew starts without one.
+    It is stored in structlog's configuration, so a new ``configure_logging`` clears it.
     """
     for processor in structlog.get_config()["processors"]:
         if isinstance(processor, _PolicyVersion):
@@ -67,13 +67,13 @@ def note_policy_version(version: int) -> None:
 
 @contextmanager
 def lines_about(trajectory_id: str) -> Iterator[None]:
-    """Put the trajectory on every line that the running task logs meanwhile."""
+    """Add the trajectory to every line that the current task logs in this context."""
     with structlog.contextvars.bound_contextvars(trajectory=trajectory_id):
         yield
 
 
 class _Output:
-    """A text stream whose trouble is nobody's."""
+    """A text stream that ignores write errors."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -88,7 +88,7 @@ class _Output:
 
 
 class _Names:
-    """Adds service and run. Context variables would not do: threads of libraries start with none."""
+    """Processor that adds service and run; context variables are missing in threads of libraries."""
 
     def __init__(self, service: str, run: str) -> None:
         self._names = {"service": service, "run": run}
@@ -100,7 +100,7 @@ class _Names:
 
 
 class _PolicyVersion:
-    """Adds the noted version to lines that name none."""
+    """Processor that adds the noted policy version to lines without one."""
 
     noted: int | None = None
 
@@ -111,7 +111,7 @@ class _PolicyVersion:
 
 
 class _TraceIds:
-    """Adds the trace of what a line is about; it follows from the name alone, so no line has to carry it along."""
+    """Processor that adds the trace id, which is derived from the trajectory or train step of a line."""
 
     def __init__(self, run: str, ratio: float) -> None:
         self._run = run

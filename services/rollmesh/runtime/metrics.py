@@ -1,7 +1,7 @@
-"""Prometheus metrics of one process, in a registry of their own.
+"""Prometheus metrics of one process, in a separate registry.
 
 Names are ``rollmesh_<component>_<thing>_<unit>``; counters end in ``_total``; a policy version is a value, never a
-label. Label sets are created at once (``labels`` with values) so that a counter exists at 0 before its first event.
+label. Label sets are created at startup (``labels`` with values), so that a counter is 0 before its first event.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import rollmesh
 _NAME = re.compile(r"^rollmesh_[a-z][a-z0-9]*(_[a-z0-9]+)+$")
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-"""Seconds, from a Redis script to a weight load."""
+"""Bucket limits in seconds, from a Redis script to a weight load."""
 
 STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
-"""Train steps."""
+"""Bucket limits in train steps."""
 
 LENGTH_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
-"""Tokens."""
+"""Bucket limits in tokens."""
 
 
 class Metrics:
@@ -37,23 +37,23 @@ class Metrics:
         build.labels(version=rollmesh.__version__).set(1)
 
     def counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
-        """A counter; the name ends in ``_total``."""
+        """Create a counter; raises ValueError unless the name ends in ``_total``."""
         if not name.endswith("_total"):
             raise ValueError(f"counter {name}: the name must end in _total")
         return Counter(self._checked(name), documentation, labels, registry=self.registry)
 
     def gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
-        """A gauge."""
+        """Create a gauge."""
         return Gauge(self._checked(name), documentation, labels, registry=self.registry)
 
     def histogram(
         self, name: str, documentation: str, buckets: Sequence[float] = LATENCY_BUCKETS, labels: Sequence[str] = ()
     ) -> Histogram:
-        """A histogram."""
+        """Create a histogram."""
         return Histogram(self._checked(name), documentation, labels, registry=self.registry, buckets=buckets)
 
     def exposition(self) -> bytes:
-        """The text that ``/metrics`` answers."""
+        """Return the body of ``/metrics``."""
         return generate_latest(self.registry)
 
     def _checked(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Spans by the OpenTelemetry SDK, sent to a collector in batches (OTLP over HTTP). Needs the extra ``tracing``."""
+"""Spans of the OpenTelemetry SDK, sent to a collector in batches (OTLP over HTTP). Requires the extra ``tracing``."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from rollmesh.runtime.spans import MOST_LINKS, Attribute, Kind, Span
 from rollmesh.runtime.tracecontext import TraceContext
 
 _QUEUE_SPANS = 8192
-"""Spans that wait for the collector; while it is away, older ones are dropped."""
+"""Maximum number of spans that wait for the collector; while it is unreachable, older spans are dropped."""
 _BATCH_SPANS = 512
 _BATCH_MILLISECONDS = 1000
-"""A process that is killed takes at most its last second of spans with it."""
+"""Interval between two exports; a killed process loses at most the spans of its last second."""
 _EXPORT_SECONDS = 5.0
 _SHUTDOWN_SECONDS = 3.0
-"""A collector that is away must not use up the grace period of a service."""
+"""Limit for the last export; an unreachable collector must not use up the grace period of a service."""
 _MOST_EVENTS = 128
-_COMPLAINTS_EVERY_SECONDS = 60.0
+_WARNING_INTERVAL_SECONDS = 60.0
 _KINDS = {
     "internal": api.SpanKind.INTERNAL,
     "client": api.SpanKind.CLIENT,
@@ -52,16 +52,16 @@ class RecordedSpan(Span):
 
     @property
     def traceparent(self) -> str:
-        """What children of this span name as their parent."""
+        """Traceparent for the children of this span."""
         place = self._span.get_span_context()
         return str(TraceContext(trace_id=place.trace_id, span_id=place.span_id))
 
     def set(self, **attributes: Attribute) -> None:
-        """Add facts."""
+        """Add attributes."""
         self._span.set_attributes(_named(attributes))
 
     def event(self, name: str, **attributes: Attribute) -> None:
-        """Note a moment within the span."""
+        """Add an event to the span."""
         self._span.add_event(name, _named(attributes))
 
     def fail(self, message: str) -> None:
@@ -69,51 +69,51 @@ class RecordedSpan(Span):
         self._span.set_status(api.StatusCode.ERROR, message)
 
     def end(self) -> None:
-        """End the span, if it has not ended."""
+        """End the span unless it has ended."""
         if self._span.is_recording():
             self._span.end()
 
 
 class _Ids(IdGenerator):
-    """Random ids, except for a root span: it gets the id that its traceparent has promised to its children."""
+    """Generator of random ids; a root span gets the ids of its traceparent, which its children refer to."""
 
     def __init__(self) -> None:
         self._random = RandomIdGenerator()
-        self._promised = threading.local()
+        self._preset = threading.local()
 
-    def promise(self, place: TraceContext) -> None:
-        self._promised.place = place
+    def preset(self, place: TraceContext) -> None:
+        self._preset.place = place
 
     def generate_trace_id(self) -> int:
-        place: TraceContext | None = getattr(self._promised, "place", None)
+        place: TraceContext | None = getattr(self._preset, "place", None)
         return self._random.generate_trace_id() if place is None else place.trace_id
 
     def generate_span_id(self) -> int:
-        place: TraceContext | None = getattr(self._promised, "place", None)
+        place: TraceContext | None = getattr(self._preset, "place", None)
         if place is None:
             return self._random.generate_span_id()
-        self._promised.place = None
+        self._preset.place = None
         return place.span_id
 
 
-class _Complaints(logging.Handler):
-    """What the SDK complains about (the collector is away, spans are dropped), as lines of our log, a few an hour."""
+class _SdkLogHandler(logging.Handler):
+    """Handler that logs SDK warnings (collector unreachable, spans dropped), each at most once per minute."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._log = get_logger("tracing")
-        self._said_at: dict[str, float] = {}
+        self._logged_at: dict[str, float] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
         now = time.monotonic()
-        if now - self._said_at.get(str(record.msg), -_COMPLAINTS_EVERY_SECONDS) < _COMPLAINTS_EVERY_SECONDS:
+        if now - self._logged_at.get(str(record.msg), -_WARNING_INTERVAL_SECONDS) < _WARNING_INTERVAL_SECONDS:
             return
-        self._said_at[str(record.msg)] = now
+        self._logged_at[str(record.msg)] = now
         self._log.warning("traces_not_delivered", message=record.getMessage())
 
 
 class OtelRecorder:
-    """Records spans through a private tracer provider; the global one of OpenTelemetry is left alone."""
+    """Recorder with a private tracer provider; the global provider of OpenTelemetry stays unchanged."""
 
     def __init__(self, exporter: SpanExporter, *, service: str, instance: str, run: str) -> None:
         self._ids = _Ids()
@@ -127,7 +127,7 @@ class OtelRecorder:
             }
         )
         self._provider = TracerProvider(
-            sampler=ALWAYS_ON,  # the tracer in front of us has chosen
+            sampler=ALWAYS_ON,  # Tracer has sampled already
             resource=resource,
             id_generator=self._ids,
             span_limits=SpanLimits(max_links=MOST_LINKS, max_events=_MOST_EVENTS),
@@ -142,9 +142,9 @@ class OtelRecorder:
             )
         )
         self._tracer = self._provider.get_tracer("rollmesh", rollmesh.__version__)
-        self._complaints = _Complaints()
+        self._log_handler = _SdkLogHandler()
         self._sdk_log = logging.getLogger("opentelemetry")
-        self._sdk_log.addHandler(self._complaints)
+        self._sdk_log.addHandler(self._log_handler)
         self._sdk_log.propagate = False
 
     def start(
@@ -158,10 +158,10 @@ class OtelRecorder:
         start_ns: int | None,
         attributes: dict[str, Any],
     ) -> Span:
-        """A span under ``place``, or the very span that ``place`` names (``root``)."""
+        """Start a child span of ``place``, or with ``root`` the span that ``place`` identifies."""
         parent = otel_context.Context()
         if root:
-            self._ids.promise(place)
+            self._ids.preset(place)
         else:
             parent = api.set_span_in_context(api.NonRecordingSpan(_span_context(place)), parent)
         return RecordedSpan(
@@ -176,19 +176,19 @@ class OtelRecorder:
         )
 
     def shutdown(self) -> None:
-        """Deliver what is left, for at most a few seconds."""
+        """Export the remaining spans, for at most ``_SHUTDOWN_SECONDS``."""
         last = threading.Thread(target=self._provider.shutdown, name="last-spans", daemon=True)
         last.start()
         last.join(_SHUTDOWN_SECONDS)
-        # Whatever a last thread of it still says has no reader: without any handler it would go to standard error.
+        # Later messages of SDK threads are dropped: without any handler they would go to standard error.
         self._sdk_log.addHandler(logging.NullHandler())
-        self._sdk_log.removeHandler(self._complaints)
+        self._sdk_log.removeHandler(self._log_handler)
 
 
 def otlp_recorder(endpoint: str, *, service: str, instance: str, run: str) -> OtelRecorder:
-    """A recorder that sends to the collector at ``endpoint``; a URL without a path gets ``/v1/traces``.
+    """Create a recorder that sends to the collector at ``endpoint``; a URL without a path gets ``/v1/traces``.
 
-    Headers and certificates for the collector come from OpenTelemetry's own variables
+    Headers and certificates for the collector come from the environment variables of OpenTelemetry
     (``OTEL_EXPORTER_OTLP_HEADERS``, ``OTEL_EXPORTER_OTLP_CERTIFICATE``, ...).
     """
     url = endpoint if urlsplit(endpoint).path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"

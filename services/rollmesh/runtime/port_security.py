@@ -1,4 +1,4 @@
-"""What guards the ports of one process: certificates, tokens, both or neither."""
+"""Security of the ports of one process: certificates, tokens, both or neither."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmesh.runtime.tls import TlsFiles
 
 
 class PortSecurity:
-    """Certificates and tokens of one process, for every server and client in it."""
+    """Certificates and tokens of one process, for all its servers and clients."""
 
     def __init__(
         self, tls: TlsFiles | None = None, tokens: Tokens | None = None, *, open_metrics: bool = False
@@ -27,29 +27,29 @@ class PortSecurity:
 
     @classmethod
     def from_config(cls, config: SecurityConfig) -> Self:
-        """What the run file asks for. Raises ConfigError naming a file that cannot be used."""
+        """Create the port security of a run file; raises ConfigError, which names an invalid file."""
         tls, tokens = TlsFiles.from_config(config.tls), Tokens.from_config(config)
         return cls(tls, tokens, open_metrics=config.open_metrics)
 
     @property
     def sent_token(self) -> str | None:
-        """The bearer token that clients send; None when there is none."""
+        """Bearer token that clients send; None without one."""
         return None if self.tokens is None else self.tokens.sent
 
     @property
     def scheme(self) -> str:
-        """``https`` or ``http``."""
+        """URL scheme of the ports: ``https`` or ``http``."""
         return "http" if self.tls is None else "https"
 
     def channel_state(self) -> object:
-        """Changes when channels made before should be made anew: their certificates have been rotated."""
+        """Return an object that changes when the certificates are rotated, after which channels must be recreated."""
         return None if self.tls is None else self.tls.material
 
     def bind(self, server: grpc.aio.Server, address: str) -> int:
-        """Open a gRPC port at host:port (0 picks a free one); returns the port. ConfigError when it is taken."""
+        """Open a gRPC port at host:port (0 picks a free one) and return it; raises ConfigError when it is in use."""
         if self.tokens is not None and self.tls is None and not is_loopback(address):
             get_logger("security").warning(
-                "token_in_the_clear", address=address, message="whoever is on the way reads it: set security.tls"
+                "token_in_the_clear", address=address, message="the token is sent unencrypted: set security.tls"
             )
         try:
             if self.tls is not None:
@@ -59,14 +59,16 @@ class PortSecurity:
             raise ConfigError(f"the gRPC port cannot be bound at {address} (network.grpc_port): {error}") from error
 
     def explain(self, details: str) -> str:
-        """What gRPC says about a failed connection, with what it may mean for certificates."""
+        """Return gRPC's details of a failed connection, with a hint about certificates where one applies."""
         if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
-            hint = f"its certificate is not accepted here: see security.tls.ca, and whether it names {self._name}"
+            hint = f"its certificate is rejected here: check security.tls.ca, and that it names {self._name}"
         elif "WRONG_VERSION_NUMBER" in details:
-            hint = "it speaks no TLS: security.tls is not set there"
+            hint = "it does not use TLS: set security.tls there"
         elif "failed to connect" in details and "Socket closed" in details:
-            ours = "want TLS, and security.tls is not set here" if self.tls is None else "refuse our certificate"
-            hint = f"it closed the connection during the handshake: it may {ours}; its log says more"
+            cause = (
+                "require TLS, and security.tls is not set here" if self.tls is None else "reject the client certificate"
+            )
+            hint = f"it closed the connection during the handshake: it may {cause}; see its log"
         else:
             return details
         return f"{details} ({hint})"
@@ -76,20 +78,20 @@ class PortSecurity:
         return "" if self.tls is None else self.tls.server_name
 
     def http_refusal(self, authorization: str, verified_certificate: bool) -> str:
-        """Why an HTTP request may not see ``/metrics``; empty when it may: a certificate or a token suffices."""
+        """Return the reason to reject an HTTP request; empty with a certificate, a token or open metrics."""
         if self._open_metrics or verified_certificate or (self.tls is None and self.tokens is None):
             return ""
         if self.tokens is not None:
             return self.tokens.refusal(authorization)
-        return "security: this path needs a client certificate of the mesh's authority"
+        return "security: this path requires a client certificate of the mesh's authority"
 
 
 OPEN = PortSecurity()
-"""Ports without protection."""
+"""Port security without certificates and tokens."""
 
 
 class AdminClient:
-    """Asks the admin ports of the services (``/metrics``, ``/readyz``, ...) with this process's identity."""
+    """HTTP client of the services' admin ports (``/metrics``, ``/readyz``, ...) with this process's identity."""
 
     def __init__(self, security: PortSecurity = OPEN, timeout_seconds: float = 2.0) -> None:
         self._security = security
@@ -106,7 +108,7 @@ class AdminClient:
             await client.aclose()
 
     async def get(self, address: str, path: str) -> httpx.Response:
-        """GET ``path`` of the admin port at host:port. Raises httpx.HTTPError."""
+        """Send GET ``path`` to the admin port at host:port. Raises httpx.HTTPError."""
         client = await self._current()
         security = self._security
         headers = {} if security.sent_token is None else {"Authorization": f"Bearer {security.sent_token}"}
@@ -114,11 +116,11 @@ class AdminClient:
         return await client.get(f"{security.scheme}://{address}{path}", headers=headers, extensions=extensions)
 
     async def _current(self) -> httpx.AsyncClient:
-        """The connection pool; a new one when the certificates have been rotated."""
+        """Return the connection pool; creates a new one after a rotation of the certificates."""
         tls, state = self._security.tls, self._security.channel_state()
         if self._client is not None and state is self._state:
             return self._client
-        # The pool before this one may still be asking; those before it have run into their time-out.
+        # The previous pool may have requests in progress; those of older pools have timed out.
         done, self._retired = self._retired, [] if self._client is None else [self._client]
         verify = tls.client_context() if tls is not None else False
         new = self._client = httpx.AsyncClient(verify=verify, timeout=self._timeout_seconds, trust_env=False)
@@ -129,7 +131,7 @@ class AdminClient:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether host:port can be reached from this machine only."""
+    """Tell whether host:port is reachable from this machine only."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

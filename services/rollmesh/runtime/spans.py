@@ -1,4 +1,4 @@
-"""What a span is, recorded or not."""
+"""Spans, recorded or not, and the interface of recorders."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ Kind = Literal["internal", "client", "server", "producer", "consumer"]
 Attribute = str | int | float | bool | Sequence[str] | Sequence[int]
 
 MOST_LINKS = 128
-"""Links of one span; OpenTelemetry drops further ones."""
+"""Maximum number of links of one span; OpenTelemetry drops further links."""
 
 
 class Span:
-    """One piece of work; use it as a context manager. This one is not recorded: the traces are off, or not sampled."""
+    """One unit of work, used as a context manager. This base class records nothing: traces are off or not sampled."""
 
     __slots__ = ()
 
     @property
     def traceparent(self) -> str:
-        """What children of this span name as their parent; empty when it is not recorded."""
+        """Traceparent for the children of this span; empty when the span is not recorded."""
         return ""
 
     def set(self, **attributes: Attribute) -> None:
-        """Add facts."""
+        """Add attributes."""
 
     def event(self, name: str, **attributes: Attribute) -> None:
-        """Note a moment within the span."""
+        """Add an event to the span."""
 
     def fail(self, message: str) -> None:
         """Mark the span as failed."""
 
     def end(self) -> None:
-        """End the span, if it has not ended."""
+        """End the span unless it has ended."""
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +57,7 @@ NOTHING = Span()
 
 
 class Recorder(Protocol):
-    """Where recorded spans go: OpenTelemetry (``otel.py``)."""
+    """Destination of recorded spans: OpenTelemetry (``otel.py``)."""
 
     def start(
         self,
@@ -70,7 +70,7 @@ class Recorder(Protocol):
         start_ns: int | None,
         attributes: dict[str, Any],
     ) -> Span:
-        """A span under ``place``, or the very span that ``place`` names (``root``)."""
+        """Start a child span of ``place``, or with ``root`` the span that ``place`` identifies."""
 
     def shutdown(self) -> None:
-        """Deliver what is left, within a few seconds."""
+        """Export the remaining spans within a few seconds."""

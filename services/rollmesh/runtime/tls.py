@@ -1,4 +1,4 @@
-"""Certificates of this process: read from files, checked at the start, and read again when they are rotated."""
+"""Certificates of this process: read from files, verified at startup, and read again after a rotation."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from rollmesh.errors import ConfigError
 from rollmesh.runtime.file_stamp import Stamp, stamp_of
 from rollmesh.runtime.logging import get_logger
 
-_LOOK_SECONDS = 1.0
-"""The files are looked at no more often, however many connections come."""
+_CHECK_INTERVAL_SECONDS = 1.0
+"""Minimum time between two checks of the files, independent of the number of connections."""
 _HANDSHAKE_TURNS = 10
-_FIRST_TRIES = 5
+_LOAD_ATTEMPTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsMaterial:
-    """What the three files held at one moment, as gRPC and as OpenSSL want it."""
+    """Content of the three files at one time, in the forms that gRPC and OpenSSL require."""
 
     certificate: bytes
     key: bytes
     ca: bytes
     client: ssl.SSLContext
-    """Shows our certificate, and wants one of the authority."""
+    """Context of clients: sends this process's certificate and requires a server certificate of the authority."""
     server: ssl.SSLContext
-    """Shows our certificate; refuses a client's of another authority, but a client need not show one."""
+    """Context of servers: client certificates are optional; one of another authority is rejected."""
     valid_from: float
-    """Start of our certificate's validity (notBefore), in Unix seconds."""
+    """Start of the certificate's validity (notBefore), in Unix seconds."""
     valid_until: float
-    """End of our certificate's validity (notAfter), in Unix seconds. Authorities that signed it may end earlier."""
+    """End of the certificate's validity (notAfter), in Unix seconds. The authorities may expire earlier."""
 
 
 class TlsFiles:
@@ -45,27 +45,30 @@ class TlsFiles:
     def __init__(self, certificate: Path, key: Path, ca: Path, server_name: str) -> None:
         self.server_name = server_name
         self._files = {"certificate": certificate, "key": key, "ca": ca}
-        self._look_at = 0.0
+        self._next_check = 0.0
         self.clock: Callable[[], float] = time.monotonic
-        self._stamp, self._material = self._first()
+        self._stamp, self._material = self._initial()
 
     @classmethod
     def from_config(cls, config: TlsConfig) -> Self | None:
-        """The configured files; None without TLS. ConfigError names a file that cannot be used, and why."""
+        """Read the configured files, None without TLS; raises ConfigError, which names an invalid file."""
         if config.certificate is None or config.key is None or config.ca is None:
             return None
         return cls(Path(config.certificate), Path(config.key), Path(config.ca), config.server_name)
 
     @property
     def material(self) -> TlsMaterial:
-        """The present content; the same object until a file changes."""
-        if self.clock() >= self._look_at:
-            self._look_at = self.clock() + _LOOK_SECONDS
+        """Current content; the same object until a file changes."""
+        if self.clock() >= self._next_check:
+            self._next_check = self.clock() + _CHECK_INTERVAL_SECONDS
             self._refresh()
         return self._material
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For gRPC servers: clients must show a certificate of the authority. Rotated files count from then on."""
+        """Return credentials of gRPC servers, which require client certificates of the authority.
+
+        Rotated files apply to new connections.
+        """
         first = self.material
         served = [first]
 
@@ -76,18 +79,19 @@ class TlsFiles:
             served[0] = now
             return _grpc_certificates(now)
 
-        # None means unchanged, which the type stubs do not know.
+        # None means unchanged; the type stubs do not have it.
         fetch = cast("Callable[[], grpc.ServerCertificateConfiguration]", newer)
         return grpc.dynamic_ssl_server_credentials(_grpc_certificates(first), fetch, require_client_authentication=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For one gRPC channel: it keeps these certificates for as long as it lives."""
+        """Return credentials of one gRPC channel, which keeps these certificates until it is closed."""
         now = self.material
         return grpc.ssl_channel_credentials(now.ca, now.key, now.certificate)
 
     def server_context(self) -> ssl.SSLContext:
-        """For an HTTPS server. A client that shows a certificate must have one of the authority, but it need not show
-        one. Rotated files count for new handshakes.
+        """Return the context of an HTTPS server.
+
+        Client certificates are optional, and must be of the authority. Rotated files apply to new handshakes.
         """
 
         def with_newest_files(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
@@ -98,7 +102,10 @@ class TlsFiles:
         return front
 
     def client_context(self) -> ssl.SSLContext:
-        """For HTTPS clients: shows our certificate, and wants one of the authority for ``server_name``."""
+        """Return the context of HTTPS clients, which sends this process's certificate.
+
+        The server must have a certificate of the authority for ``server_name``.
+        """
         return self.material.client
 
     def _context(self, protocol: int, verify: ssl.VerifyMode) -> ssl.SSLContext:
@@ -111,7 +118,7 @@ class TlsFiles:
         return tuple(_stamp(field, file) for field, file in self._files.items())
 
     def _refresh(self) -> None:
-        """Take files that have changed and fit together; the old ones stay otherwise."""
+        """Load changed files; keep the old content when the new files are invalid."""
         try:
             stamp = self._stamps()
             if stamp == self._stamp:
@@ -123,9 +130,9 @@ class TlsFiles:
         self._stamp, self._material = stamp, material
         get_logger("security").info("certificates_read_again", file=str(self._files["certificate"]))
 
-    def _first(self) -> tuple[tuple[Stamp, ...], TlsMaterial]:
-        """What the process starts with; files that are replaced in this very moment are read again."""
-        for _ in range(_FIRST_TRIES):
+    def _initial(self) -> tuple[tuple[Stamp, ...], TlsMaterial]:
+        """Load the files at startup; retry while they are being replaced."""
+        for _ in range(_LOAD_ATTEMPTS):
             stamp = self._stamps()
             try:
                 return stamp, self._load()
@@ -135,17 +142,17 @@ class TlsFiles:
         return stamp, self._load()
 
     def _load(self) -> TlsMaterial:
-        """The content of the files, all of one moment.
+        """Read and verify a consistent content of all files.
 
-        Raises ConfigError for files that OpenSSL cannot use, or that the rest of the mesh would refuse: better here
-        than when a peer closes the connection, with the reason in its log.
+        Raises ConfigError for files that OpenSSL or the rest of the mesh would reject. Without this check, a peer would
+        close the connection and only its log would have the reason.
         """
         content = self._read()
         try:
             authority = content["ca"].decode("ascii", "replace")
             ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=authority)
         except (ssl.SSLError, ValueError) as error:
-            raise ConfigError(f"security.tls.ca={self._files['ca']}: no PEM certificate: {error}") from error
+            raise ConfigError(f"security.tls.ca={self._files['ca']}: not a PEM certificate: {error}") from error
         try:
             client = self._context(ssl.PROTOCOL_TLS_CLIENT, ssl.CERT_REQUIRED)
             strict = self._context(ssl.PROTOCOL_TLS_SERVER, ssl.CERT_REQUIRED)
@@ -153,25 +160,25 @@ class TlsFiles:
         except (ssl.SSLError, ValueError, OSError) as error:
             raise ConfigError(
                 f"{self._certificate} with security.tls.key={self._files['key']}: {error} (expected PEM files, the key "
-                "without a passphrase and of this very certificate)"
+                "without a passphrase and matching the certificate)"
             ) from error
         try:
-            shown = shake_hands(client, strict, self.server_name)
+            fields = shake_hands(client, strict, self.server_name)
         except ssl.SSLCertVerificationError as error:
             raise ConfigError(
-                f"{self._certificate}: the mesh would refuse it: {error.verify_message} (it must be signed by "
+                f"{self._certificate}: the mesh would reject it: {error.verify_message} (it must be signed by "
                 f"security.tls.ca={self._files['ca']}, be valid now, name security.tls.server_name={self.server_name}, "
-                "and serve for servers and clients)"
+                "and allow server and client authentication)"
             ) from error
         if self._read() != content:
-            # OpenSSL reads files itself, so these bytes may be other ones than it has.
-            raise ConfigError(f"{self._certificate}: replaced while it was read")
+            # OpenSSL reads the files separately, so its content may differ from these bytes.
+            raise ConfigError(f"{self._certificate}: the file was replaced during the read; retry")
         return TlsMaterial(
             **content,
             client=client,
             server=server,
-            valid_from=ssl.cert_time_to_seconds(str(shown["notBefore"])),
-            valid_until=ssl.cert_time_to_seconds(str(shown["notAfter"])),
+            valid_from=ssl.cert_time_to_seconds(str(fields["notBefore"])),
+            valid_until=ssl.cert_time_to_seconds(str(fields["notAfter"])),
         )
 
     @property
@@ -183,13 +190,13 @@ class TlsFiles:
 
 
 def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str) -> Mapping[str, object]:
-    """A TLS handshake in memory; returns the fields of the server's certificate, which the client has verified.
+    """Perform a TLS handshake in memory; returns the fields of the server's certificate, verified by the client.
 
-    Raises SSLCertVerificationError where one side refuses the other's certificate.
+    Raises SSLCertVerificationError when either side rejects the certificate of the other.
     """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    asking = client.wrap_bio(to_client, to_server, server_hostname=server_name)
-    ends = [asking, server.wrap_bio(to_server, to_client, server_side=True)]
+    client_end = client.wrap_bio(to_client, to_server, server_hostname=server_name)
+    ends = [client_end, server.wrap_bio(to_server, to_client, server_side=True)]
     for _ in range(_HANDSHAKE_TURNS):
         for end in tuple(ends):
             try:
@@ -198,9 +205,9 @@ def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, server_name: str
                 continue
             ends.remove(end)
         if not ends:
-            # Not None: it asked for one and has verified it.
-            return cast("Mapping[str, object]", asking.getpeercert())
-    raise ssl.SSLError(f"the handshake did not end within {_HANDSHAKE_TURNS} turns")
+            # Not None: the client requires a certificate and has verified it.
+            return cast("Mapping[str, object]", client_end.getpeercert())
+    raise ssl.SSLError(f"the handshake did not complete within {_HANDSHAKE_TURNS} turns")
 
 
 def _bare_context(protocol: int, verify: ssl.VerifyMode) -> ssl.SSLContext:
@@ -208,7 +215,7 @@ def _bare_context(protocol: int, verify: ssl.VerifyMode) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.verify_mode = verify
     if protocol is ssl.PROTOCOL_TLS_SERVER:
-        # A resumed session is not verified again: a certificate whose authority has gone would still get in.
+        # A resumed session is not verified again, so it would accept a certificate of a removed authority.
         context.options |= ssl.OP_NO_TICKET
         context.num_tickets = 0
     return context
@@ -233,5 +240,5 @@ def _stamp(field: str, file: Path) -> Stamp:
 
 
 def no_passphrase() -> str:
-    """Answers OpenSSL's question for a passphrase, which it would else ask at the terminal."""
+    """Raise ValueError when OpenSSL requires a passphrase, instead of a prompt at the terminal."""
     raise ValueError("the key is protected by a passphrase")

@@ -1,7 +1,7 @@
-"""Which trace a piece of work belongs to: a pure function of the run and a name, so every service knows it by itself.
+"""Trace contexts: a pure function of the run and a name, so that every service derives the same one.
 
-A trajectory and a train step each have one trace. Its id comes from a digest, not from a random number that would have
-to be stored: a worker that takes over a trajectory, or a trainer that replays a step, goes on in the same trace.
+A trajectory and a train step each have one trace. Its id is a digest, not a random number that would have to be stored.
+A worker that resumes a trajectory and a trainer that replays a step therefore continue the same trace.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _LOW_BITS = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceContext:
-    """A place in a trace: what W3C calls a traceparent."""
+    """Position in a trace, the traceparent of W3C Trace Context."""
 
     trace_id: int
-    """128 bits."""
+    """Trace id, 128 bits."""
     span_id: int
-    """64 bits: the span that new spans become children of."""
+    """Id of the parent of new spans, 64 bits."""
 
     @classmethod
     def parse(cls, traceparent: str) -> Self | None:
-        """The place that a traceparent names; None for an empty or malformed one, which starts no trace."""
+        """Parse a traceparent; returns None for an empty or malformed one, which starts no trace."""
         match = _TRACEPARENT.fullmatch(traceparent)
         if match is None:
             return None
@@ -38,12 +38,12 @@ class TraceContext:
 
 
 def traceparent_of(run: str, trajectory_id: str) -> str:
-    """W3C trace context of a trajectory: the same in every service and for every worker that goes on with it."""
+    """Return the W3C traceparent of a trajectory: the same in every service and for every worker of the trajectory."""
     return _derived(f"{run}:{trajectory_id}")
 
 
 def traceparent_of_step(run: str, train_step: int) -> str:
-    """W3C trace context of a train step: cut, claim, training, publication and the loads of its policy."""
+    """Return the W3C traceparent of a train step: cut, claim, training, publication and the loads of its policy."""
     return _derived(f"{run}:train-step:{train_step}")
 
 
@@ -53,8 +53,8 @@ def _derived(name: str) -> str:
 
 
 def is_sampled(trace_id: int, ratio: float) -> bool:
-    """Whether a trace is one of the share that is recorded; every service with the same ratio says the same.
+    """Tell whether a trace is recorded; every service with the same ratio decides the same.
 
-    The rule of OpenTelemetry's TraceIdRatioBased sampler: the low 64 bits below ratio * 2^64.
+    The rule is that of OpenTelemetry's TraceIdRatioBased sampler: the low 64 bits are below ratio * 2^64.
     """
     return (trace_id & _LOW_BITS) < round(ratio * (1 << 64))

@@ -1,8 +1,8 @@
-"""Spans of the mesh: one trace per trajectory, one per train step; nothing, at next to no cost, when not configured.
+"""Spans of the mesh: one trace per trajectory and per train step; almost no cost when tracing is not configured.
 
-There is one tracer per process, like the logging set-up: ``recorded_traces`` installs it for as long as a service
-runs. Spans name their parent by its traceparent. They do not follow the running task: a call may begin in one task and
-end in another, and its parent may live in another process.
+There is one tracer per process, like the logging configuration; ``recorded_traces`` installs it while a service runs.
+Spans refer to their parent by its traceparent. They do not follow the current task: a call may begin in one task and
+end in another, and its parent may be in another process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rollmesh.runtime.tracecontext import TraceContext, is_sampled, traceparent_
 
 
 class Tracer:
-    """Starts spans. Without a recorder each one is ``NOTHING``."""
+    """Factory of spans; without a recorder every span is ``NOTHING``."""
 
     __slots__ = ("_ratio", "_recorder", "_run")
 
@@ -29,7 +29,7 @@ class Tracer:
 
     @property
     def on(self) -> bool:
-        """Whether anything is recorded: ask before computing attributes that cost something."""
+        """True when spans are recorded; check it before computing expensive attributes."""
         return self._recorder is not None
 
     def span(
@@ -43,10 +43,10 @@ class Tracer:
         start_ns: int | None = None,
         **attributes: Attribute,
     ) -> Span:
-        """A span that begins now, or at ``start_ns`` (Unix nanoseconds), as a child of ``traceparent``.
+        """Start a child span of ``traceparent``, now or at ``start_ns`` (Unix nanoseconds).
 
-        ``root``: it is the span that ``traceparent`` itself names. ``links`` are traceparents of related work, of which
-        sampled ones count, up to ``MOST_LINKS``. Without a traceparent nothing is recorded.
+        With ``root``, start the span that ``traceparent`` identifies. ``links`` are traceparents of related work; only
+        sampled ones are recorded, up to ``MOST_LINKS``. Without a traceparent nothing is recorded.
         """
         if self._recorder is None:
             return NOTHING
@@ -64,7 +64,7 @@ class Tracer:
         )
 
     def train_step(self, train_step: int) -> str:
-        """The traceparent of a train step of this run; empty when nothing is recorded."""
+        """Return the traceparent of a train step of this run; empty when nothing is recorded."""
         return "" if self._recorder is None else traceparent_of_step(self._run, train_step)
 
     def _sampled(self, traceparent: str) -> TraceContext | None:
@@ -79,7 +79,7 @@ class _Process:
 
 
 def tracer() -> Tracer:
-    """The tracer of this process; one that records nothing unless ``recorded_traces`` is active."""
+    """Return the tracer of this process, which records nothing unless ``recorded_traces`` is active."""
     return _Process.tracer
 
 
@@ -87,10 +87,10 @@ def tracer() -> Tracer:
 async def recorded_traces(
     config: TelemetryConfig, *, service: str, instance: str, run: str, recorder: Recorder | None = None
 ) -> AsyncIterator[Tracer]:
-    """Record spans of this process while the context lasts, and deliver the last ones at its end.
+    """Record spans of this process inside the context, and export the last ones at its end.
 
     Does nothing without ``telemetry.otlp_endpoint``, unless a ``recorder`` is given (tests). Raises ConfigError when
-    the extra ``tracing`` is not installed or the endpoint is no address.
+    the extra ``tracing`` is not installed or the endpoint is not an http(s) URL.
     """
     if recorder is None:
         recorder = _otlp_recorder(config, service, instance, run)
@@ -115,6 +115,6 @@ def _otlp_recorder(config: TelemetryConfig, service: str, instance: str, run: st
         from rollmesh.runtime.otel import otlp_recorder
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"telemetry.otlp_endpoint={endpoint} needs the package {error.name}: pip install 'rollmesh[tracing]'"
+            f"telemetry.otlp_endpoint={endpoint} requires the package {error.name}: pip install 'rollmesh[tracing]'"
         ) from error
     return otlp_recorder(endpoint, service=service, instance=instance, run=run)

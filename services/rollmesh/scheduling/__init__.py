@@ -1,4 +1,4 @@
-"""Pure scheduling: what the leader does after one look at the mesh. No I/O, no clock, no asyncio."""
+"""Pure scheduling: the leader's decisions for one view of the mesh. No I/O, no clock, no asyncio."""
 
 from rollmesh.scheduling.decide import decide, needs_groups
 from rollmesh.scheduling.presets import expected_staleness, resolve_schedule

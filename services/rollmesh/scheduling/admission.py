@@ -1,4 +1,4 @@
-"""How many groups to open now, and on which weights new trajectories may start."""
+"""Admission of groups, and the oldest weights on which new trajectories may start."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from rollmesh.scheduling.schedule import AdmissionRule, Schedule
 
 
 def capacity(schedule: Schedule, view: MeshView) -> int:
-    """Groups that the staleness bound still admits; negative when over it.
+    """Return the number of groups that the staleness bound still admits; negative above the bound.
 
-    (max_staleness + 1) * B - admitted_unconsumed, less one batch for every trained step whose policy is not announced
-    yet: what is admitted now would start on the older weights. With consumed = trained_step * B this is AReaL's
+    (max_staleness + 1) * B - admitted_unconsumed, minus one batch for every trained step whose policy is not announced
+    yet: groups admitted now would start on the older weights. With consumed = trained_step * B this is AReaL's
     (eta + v + 1) * B - (accepted + running) at the announced version v.
     """
     unannounced = max(0, view.trained_step - view.policy_train_step)
@@ -19,7 +19,10 @@ def capacity(schedule: Schedule, view: MeshView) -> int:
 
 
 def still_needed(schedule: Schedule, view: MeshView) -> int:
-    """Groups that the remaining train steps can use, plus what keeps a pool larger than a batch full at the end."""
+    """Return the number of groups that the remaining train steps can use.
+
+    The pool rule adds the groups that keep a pool larger than a batch full until the end.
+    """
     remaining = (schedule.train_steps - view.trained_step) * schedule.groups_per_batch - view.admitted_unconsumed
     if schedule.admission is AdmissionRule.POOL:
         remaining += max(0, schedule.pool_groups - schedule.groups_per_batch)
@@ -27,12 +30,12 @@ def still_needed(schedule: Schedule, view: MeshView) -> int:
 
 
 def room(schedule: Schedule, view: MeshView) -> int:
-    """Groups that the schedule's own rule leaves room for.
+    """Return the number of groups for which the admission rule of the schedule leaves room.
 
-    The pool may have ceil(N'/n) + B groups' worth of work ahead of the trainer: ready groups, and unfinished
-    trajectories (not open groups: one down to its last straggler must not hide an empty pool). While fewer than B
-    groups are ready, the pool stays full; generators that outrun the trainer are held back here, because groups that
-    wait ready only grow stale.
+    The pool may have ceil(N'/n) + B groups of work ahead of the trainer. Ready groups and unfinished trajectories
+    count, but not open groups: a group with only its last straggler left must not hide an empty pool. While fewer than
+    B groups are ready, the pool stays full. Generators faster than the trainer are held back here, because waiting
+    ready groups only become stale.
     """
     match schedule.admission:
         case AdmissionRule.BATCH:
@@ -46,7 +49,7 @@ def room(schedule: Schedule, view: MeshView) -> int:
 
 
 def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
-    """Groups to open now, and why there are none."""
+    """Return the number of groups to open now, and the reason if it is 0."""
     if view.policy_version < 0:
         return 0, "the first policy"
     if view.memory_ratio >= schedule.memory_limit_ratio:
@@ -55,19 +58,20 @@ def groups_to_admit(schedule: Schedule, view: MeshView) -> tuple[int, str]:
         (capacity(schedule, view), "staleness capacity"),
         (still_needed(schedule, view), "nothing: the remaining steps have their groups"),
         (room(schedule, view), "room in the pool"),
-        (memory_room(schedule, view), "memory of the store: what is in flight may take the rest"),
+        (memory_room(schedule, view), "memory of the store: trajectories in flight may take the rest"),
     )
     count, reason = min(limits)
     return (count, "") if count > 0 else (0, reason)
 
 
 def start_at_version(schedule: Schedule, view: MeshView, admitted: int) -> int:
-    """Oldest policy version on which a trajectory without tokens may start, once ``admitted`` more groups are open.
+    """Return the oldest policy version on which a trajectory without tokens may start.
 
-    Let c be the cut step and T the open and ready groups. In the worst case all T hold tokens of train step u and
-    leave B at a time, the last in the batch c + ceil(T/B), when the trainer is at c + ceil(T/B) - 1. They stay
-    within the bound iff u >= c + ceil(T/B) - 1 - max_staleness. A cut lowers T by B and raises c by one, so the floor
-    holds until more groups are admitted, and those read the new one.
+    ``admitted`` more groups are about to open. Let c be the cut step and T the number of open and ready groups. In the
+    worst case all T groups have tokens of train step u and are cut B at a time. The last ones are then in batch
+    c + ceil(T/B), when the trainer is at c + ceil(T/B) - 1. They stay within the bound iff
+    u >= c + ceil(T/B) - 1 - max_staleness. A cut lowers T by B and raises c by one, so the floor holds until more
+    groups are admitted, and those use the new floor.
     """
     if view.policy_version < 0:
         return 0

@@ -1,10 +1,10 @@
-"""Which groups make the next batch, and what keeps it from being cut.
+"""Choice of the groups of the next batch, and the conditions of a cut.
 
-Every group with tokens has a last batch that may train it: with its oldest token of train step m, batch
-m + max_staleness + 1. Cutting within the bound is therefore earliest-deadline-first scheduling at B groups a batch.
-A cut is safe iff for every k >= 0 it leaves at most k*B groups behind whose last batch is among the next k after this
-one. k = 0 is the familiar pace rule (a group whose last batch is this one must be in it); k > 0 keeps many stragglers
-from falling due at once.
+Every group with tokens has a last batch that may train it: if its oldest token is of train step m, batch
+m + max_staleness + 1. A cut within the bound is therefore earliest-deadline-first scheduling at B groups per batch.
+A cut is safe iff for every k >= 0 it leaves at most k*B groups whose last batch is among the next k after this one.
+k = 0 is the pace rule (a group whose last batch is this one must be in it); k > 0 prevents too many stragglers from
+falling due at once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from rollmesh.scheduling.schedule import OnStale, Schedule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutPlan:
-    """The next batch, or what it waits for."""
+    """Next batch, or the reason that it cannot be cut yet."""
 
     group_ids: tuple[str, ...] | None = None
     waiting_for: str = ""
     blocking: tuple[GroupView, ...] = ()
-    """Open groups that must be in the next batch: they block a cut that has enough ready groups without them."""
+    """Open groups that must be in the next batch and block its cut, although enough other groups are ready."""
 
 
 def stale_groups(schedule: Schedule, view: MeshView) -> tuple[Eviction, ...]:
-    """Open and ready groups that no batch can train any more: already over the bound at the next cut.
+    """Return evictions of the open and ready groups that exceed the staleness bound at the next cut.
 
-    Under ``pace`` there are none, unless someone lowered the bound or rolled the trainer forward.
+    Under ``pace`` there are none, unless an operator lowered the bound or rolled the trainer forward.
     """
     if not any_stale(schedule, view):
         return ()
@@ -38,7 +38,7 @@ def stale_groups(schedule: Schedule, view: MeshView) -> tuple[Eviction, ...]:
 
 
 def any_stale(schedule: Schedule, view: MeshView) -> bool:
-    """Whether some open or ready group is over the bound; its counts tell, without the groups themselves."""
+    """Tell from the counts of the view whether an open or ready group exceeds the staleness bound."""
     steps = view.unclaimed_by_step
     if not steps or schedule.on_stale is OnStale.MASK_OLD_SEGMENTS:
         return False
@@ -46,7 +46,7 @@ def any_stale(schedule: Schedule, view: MeshView) -> bool:
 
 
 def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
-    """Batch cut_step + 1: groups due soonest first, then admission order."""
+    """Plan batch cut_step + 1: groups with the earliest deadline first, then in admission order."""
     batch = schedule.groups_per_batch
     if view.cut_step != view.trained_step:
         return CutPlan(waiting_for=f"the trainer: step {view.cut_step} is cut and not trained yet")
@@ -79,9 +79,9 @@ def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
 
 
 def _quotas(schedule: Schedule, view: MeshView) -> Iterator[tuple[int, int]]:
-    """(train step, least number of groups with tokens that old in the next batch), oldest first.
+    """Yield (train step, least number of groups with tokens that old in the next batch), oldest first.
 
-    The last batch of the run has no quotas: what it leaves behind is not trained anyway.
+    The last batch of the run has no quotas, because the remaining groups are never trained.
     """
     if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS or view.cut_step + 1 >= schedule.train_steps:
         return

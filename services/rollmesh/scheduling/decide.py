@@ -1,7 +1,7 @@
-"""One look at the mesh, one set of decisions.
+"""Decisions of the leader, as a pure function of one view of the mesh.
 
-Level-triggered: ``decide`` remembers nothing, so the leader may change at any moment, decisions may be applied twice,
-late or not at all, and the next look still leads to the same end.
+They are level-triggered: ``decide`` has no memory. The leader may change at any moment, and decisions may be applied
+twice, late or not at all; the next view still leads to the same result.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from rollmesh.scheduling.stragglers import blocking_set, stragglers, timed_out
 
 
 def needs_groups(schedule: Schedule, view: MeshView) -> bool:
-    """Whether ``decide`` has to see single groups: a cut, an eviction or the end of the run is possible.
+    """Tell whether ``decide`` needs single groups: a cut, an eviction or the end of the run is possible.
 
-    It is not while a batch is generated, so that these views cost the same at every batch size.
+    It does not while a batch is being generated, so the cost of these views does not depend on the batch size.
     """
     if view.listed:
         return False
@@ -29,9 +29,9 @@ def needs_groups(schedule: Schedule, view: MeshView) -> bool:
 
 
 def decide(schedule: Schedule, view: MeshView) -> Decisions:
-    """Decide what to admit, cut, evict and desire, given one consistent view.
+    """Decide on admission, cut, evictions and desired state, given one consistent view.
 
-    The caller stores ``desired`` before it admits: new groups must never be leased under an older version floor.
+    The caller must store ``desired`` before it admits: new groups must never be leased under an older version floor.
     Raises ValueError for a view without the groups that the decision depends on (``needs_groups``).
     """
     if needs_groups(schedule, view):
@@ -56,20 +56,22 @@ def decide(schedule: Schedule, view: MeshView) -> Decisions:
 
 
 def _is_winding_down(schedule: Schedule, view: MeshView) -> bool:
-    """Whether the last batch of the run has been cut."""
-    return view.trained_enough or view.cut_step >= schedule.train_steps
+    """Tell whether the last batch of the run has been cut."""
+    return view.is_complete or view.cut_step >= schedule.train_steps
 
 
 def _at_rest(schedule: Schedule, view: MeshView) -> Decisions | None:
-    """What to desire while nothing is cut, evicted or admitted; None while the mesh works."""
+    """Return the decisions of a failed, recovering or paused mesh; None while the mesh works."""
     if fail := _hopeless(schedule, view):
         return Decisions(desired=_desired(schedule, view, 0, "the run has failed"), fail=fail)
     if view.recovering:
         return Decisions(desired=_desired(schedule, view, 0), waiting_for="workers to register again with the store")
     if view.user_paused:
-        return Decisions(desired=_desired(schedule, view, 0, "paused by a person"), waiting_for="a person to resume")
+        return Decisions(
+            desired=_desired(schedule, view, 0, "paused by an operator"), waiting_for="an operator to resume"
+        )
     if view.launcher_paused:
-        reason = "the launcher: it evaluates a policy version"
+        reason = "the launcher, which evaluates a policy version"
         return Decisions(desired=_desired(schedule, view, 0, reason), waiting_for=reason)
     if schedule.barrier and view.cut_step > view.policy_train_step >= 0:
         reason = _barrier(view.cut_step)
@@ -78,19 +80,19 @@ def _at_rest(schedule: Schedule, view: MeshView) -> Decisions | None:
 
 
 def _hopeless(schedule: Schedule, view: MeshView) -> str:
-    """Why going on would use up prompts and never train a step; empty while it would not."""
+    """Return the reason that the run would use up prompts without training a step; empty without one."""
     most = schedule.max_filtered_in_a_row
     if view.filtered_in_a_row >= most:
         return (
             f"{view.filtered_in_a_row} groups in a row had equal rewards for all their answers "
             f"(schedule.max_filtered_in_a_row={most}): the task is far too easy or far too hard for this policy, or "
-            "the verifier does not tell answers apart"
+            "the verifier does not distinguish answers"
         )
     if view.unscored_in_a_row >= most:
         return (
             f"{view.unscored_in_a_row} groups in a row ended with fewer than two scored answers "
             f"(schedule.max_filtered_in_a_row={most}): the verifier, its judge or the environment fails for every "
-            "answer; the dead letters and the logs of rollout and reward say how"
+            "answer; see the dead letters and the logs of rollout and reward"
         )
     return ""
 
@@ -110,20 +112,20 @@ def _barrier(train_step: int) -> str:
 
 
 def _wind_down(schedule: Schedule, view: MeshView) -> Decisions:
-    """Every group ends somewhere: what the last batch of the run left over is evicted and counted."""
+    """Evict the groups that remain after the last batch of the run, so that every group is accounted for."""
     leftover = {g.group_id for g in (*view.ready, *view.stalest_open)}
     return Decisions(
         desired=_desired(schedule, view, 0, f"the batch of train step {schedule.train_steps} was the last one"),
         evict=tuple(Eviction(group_id=group_id, reason="run_complete") for group_id in sorted(leftover)),
-        waiting_for="" if view.trained_enough else f"the trainer: step {view.cut_step} is cut and not trained yet",
+        waiting_for="" if view.is_complete else f"the trainer: step {view.cut_step} is cut and not trained yet",
     )
 
 
 def _waiting(plan: CutPlan, view: MeshView, not_admitted: str) -> str:
     if plan.group_ids is None and view.memory_ratio >= 1:
         return (
-            f"{plan.waiting_for}; the store is full ({view.memory_ratio:.0%} of maxmemory with what is still to be "
-            "written): raise store.maxmemory_bytes (embedded) or the server's maxmemory"
+            f"{plan.waiting_for}; the store is full ({view.memory_ratio:.0%} of maxmemory, including expected "
+            "writes): raise store.maxmemory_bytes (embedded) or the server's maxmemory"
         )
     nothing_runs = view.pending + view.partial + view.leased + view.finished == 0
     if plan.group_ids is None and nothing_runs and not_admitted:

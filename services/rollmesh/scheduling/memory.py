@@ -1,4 +1,4 @@
-"""What trajectories take in the store, and how many more groups it has room for."""
+"""Memory of trajectories in the store, and the number of further groups that fit."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from rollmesh.mesh import MeshView
 from rollmesh.scheduling.schedule import Schedule
 
 BYTES_PER_TOKEN = 8
-"""int32 id and float32 logprob."""
+"""Size of an int32 id and a float32 logprob."""
 _BYTES_PER_SAVE = 90
 _BYTES_PER_TRAJECTORY = 1500
 """Keys, hashes and list overhead in Redis, measured."""
 
 
 def trajectory_bytes(tokens: float, save_tokens: int) -> float:
-    """What a trajectory takes in Redis that got its tokens in partial saves of ``save_tokens``, prompt aside."""
+    """Return the bytes in Redis of a trajectory saved ``save_tokens`` tokens at a time, without its prompt."""
     return tokens * (BYTES_PER_TOKEN + _BYTES_PER_SAVE / save_tokens) + _BYTES_PER_TRAJECTORY
 
 
 def memory_room(schedule: Schedule, view: MeshView) -> int:
-    """Groups that still fit below the limit with everything that they and the unfinished trajectories may write.
+    """Return the number of groups that fit below the limit, with all that they and unfinished trajectories may write.
 
-    The used memory has the prompts of admitted groups, dead letters and present snapshots. A new group is counted with
-    the mean prompt, a trajectory with the bytes that finished ones took, their snapshots included.
+    The used memory includes the prompts of admitted groups, dead letters and current snapshots. A new group counts with
+    the mean prompt, a trajectory with the mean bytes of finished ones, snapshots included.
 
-    A trajectory is counted with the mean of those that have finished, one batch of them at full length taken in: before
-    any has finished nobody knows how long they get, and the first to finish are the short ones. The groups that the
-    next batch lacks are let in all the same: without them nothing is trained, and nothing leaves the store.
+    This mean includes one batch at full length: the lengths are unknown before any trajectory finishes, and the first
+    to finish are short. The groups that the next batch lacks are admitted in any case: without them no step is trained
+    and no memory is freed.
     """
     if not view.max_memory_bytes or not schedule.longest_trajectory_tokens:
         return schedule.capacity_groups

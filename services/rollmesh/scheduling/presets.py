@@ -1,18 +1,18 @@
-"""Named schedules of the literature, resolved into numbers.
+"""Named schedules from the literature, resolved to numbers.
 
 preset        max_staleness  pool_size          admission    barrier  source
 sync          0              B*n                batch        no       GRPO and PPO as usual: generate, wait, train
 one_step_off  1              B*n                batch        no       asynchronous RLHF (arXiv 2410.18252): batch s+1 is
                                                                       generated while the trainer works on batch s
 copris        4              ceil(1.5*B)*n      pool         no       CoPRIS (arXiv 2511.05589) without its stages:
-                                                                      generation goes on during the update
+                                                                      generation continues during the update
 copris_paper  8              2*B*n              pool         yes      CoPRIS as published: its script runs 1024 requests
                                                                       for 64 * 8 samples a step; stages alternate
 areal         4              B*n                concurrency  no       AReaL (arXiv 2505.24298): eta = 4 for code, 8 for
                                                                       maths; max_concurrent defaults to one batch
 
 sync and one_step_off fix max_staleness: another value would be another schedule. CoPRIS itself bounds neither the
-stages of a trajectory nor its staleness; ours always has a bound.
+stages of a trajectory nor its staleness; rollmesh always has a bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Preset:
     admission: AdmissionRule
     max_staleness: int
     pool_batches: float
-    """Default pool_size in batches; rounded up to whole groups."""
+    """Default pool_size in batches, rounded up to whole groups."""
     barrier: bool = False
     fixed_staleness: bool = False
 
@@ -46,8 +46,8 @@ _PRESETS = {
 def resolve_schedule(config: ScheduleConfig, train_steps: int) -> Schedule:
     """Apply the overrides of ``config`` to its preset.
 
-    Raises ConfigError when max_staleness contradicts the preset, or pool_size exceeds what the staleness bound can
-    ever admit: (max_staleness + 1) * groups_per_batch * group_size.
+    Raises ConfigError if max_staleness contradicts the preset, or pool_size exceeds the most that the staleness bound
+    admits: (max_staleness + 1) * groups_per_batch * group_size.
     """
     preset = _PRESETS[config.preset]
     batch, size = config.groups_per_batch, config.group_size
@@ -83,10 +83,10 @@ def resolve_schedule(config: ScheduleConfig, train_steps: int) -> Schedule:
 
 
 def expected_staleness(schedule: Schedule) -> float:
-    """Mean staleness to expect, in train steps.
+    """Return the expected mean staleness, in train steps.
 
-    Little's law: a trajectory stays in the pool for pool_size / (B*n) train steps while the pool is full; never above
-    the bound, and 0 for a schedule that trains nothing until its batch is complete.
+    By Little's law a trajectory stays in a full pool for pool_size / (B*n) train steps. The result is at most the
+    bound, and 0 for max_staleness 0.
     """
     if schedule.max_staleness == 0:
         return 0.0

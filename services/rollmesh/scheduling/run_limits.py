@@ -1,4 +1,4 @@
-"""The fixed limits of a run, from its run file: what every service that may come first writes into Redis."""
+"""Fixed limits of a run, from its run file; the first service that starts writes them to Redis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollmesh.scheduling.schedule import OnStale
 
 
 def run_limits(config: RunConfig) -> RunLimits:
-    """Resolve the schedule and take what the store enforces; ConfigError for an impossible schedule."""
+    """Resolve the schedule and return the limits that the store enforces; ConfigError for an invalid schedule."""
     schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
     return RunLimits(
         group_size=schedule.group_size,

@@ -1,4 +1,4 @@
-"""The resolved schedule: every number and rule that ``decide`` needs, with nothing left to guess."""
+"""Resolved schedule: every number and rule that ``decide`` needs."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from enum import StrEnum
 
 
 class AdmissionRule(StrEnum):
-    """How many groups may be open, within the staleness capacity."""
+    """Limit on open groups, within the staleness capacity."""
 
     BATCH = "batch"
-    """One batch of groups at a time: the next B open once the last B are cut (and, at staleness 0, trained)."""
+    """One batch of groups at a time: the next B open after the last B are cut (and, at staleness 0, trained)."""
     POOL = "pool"
-    """As many as keep the pool full, with at most the pool and one batch of work ahead of the trainer (CoPRIS)."""
+    """Enough groups for a full pool, with at most the pool and one batch of work ahead of the trainer (CoPRIS)."""
     CONCURRENCY = "concurrency"
     """At most pool_size / group_size open groups, no backlog (AReaL)."""
 
 
 class OnStale(StrEnum):
-    """What happens to a group that the next train step would push over the staleness bound."""
+    """Treatment of a group that the next train step would push over the staleness bound."""
 
     PACE = "pace"
-    """It blocks the cut until it finishes, or is evicted after the straggler time-out."""
+    """The group blocks the cut until it finishes or is evicted after the straggler time-out."""
     MASK_OLD_SEGMENTS = "mask_old_segments"
-    """Its old tokens leave the loss; it neither blocks the cut nor is dropped for them."""
+    """Its old tokens leave the loss; the group neither blocks the cut nor is dropped."""
     EVICT = "evict"
-    """It is dropped once it is over the bound: length bias, opt-in."""
+    """The group is dropped once it exceeds the bound. This biases the lengths, so it is opt-in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,26 +41,26 @@ class Schedule:
     max_staleness: int
     """Train steps between the oldest token in the loss and the trainer, at the optimizer step."""
     barrier: bool
-    """Generation stands still from a cut until the policy trained on it is announced."""
+    """True to stop generation from a cut until the policy trained on it is announced."""
     on_stale: OnStale
     straggler_timeout_seconds: float
     max_filtered_in_a_row: int
-    """Zero-variance groups in a row that end the run; likewise groups without two scored answers."""
+    """Zero-variance groups in a row that end the run; also the limit for groups without two scored answers."""
     train_steps: int
     """Batches of the whole run."""
     memory_limit_ratio: float = 0.8
     """Admission stops above this share of Redis's maxmemory."""
     longest_trajectory_tokens: int = 0
-    """Tokens that a trajectory may get beyond its prompt; 0 when nobody knows: ``memory_ratio`` alone counts then."""
+    """Most tokens of a trajectory beyond its prompt; 0 if unknown, and then only ``memory_ratio`` counts."""
     partial_save_tokens: int = 64
-    """Tokens of a partial save: each takes some memory of its own."""
+    """Tokens per partial save; each save takes some memory in addition."""
 
     @property
     def pool_groups(self) -> int:
-        """Groups that fill the pool, rounded up."""
+        """Number of groups that fill the pool, rounded up."""
         return -(-self.pool_size // self.group_size)
 
     @property
     def capacity_groups(self) -> int:
-        """Most groups admitted and not yet trained on: (max_staleness + 1) * B."""
+        """Most groups that may be admitted and not yet trained on: (max_staleness + 1) * B."""
         return (self.max_staleness + 1) * self.groups_per_batch

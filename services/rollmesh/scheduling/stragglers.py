@@ -1,15 +1,16 @@
 """Unfinished groups that block the next batch, and their eviction after the straggler time-out.
 
-A set of groups blocks the batch when nothing but the end of these groups lets it be cut. There are two such sets:
+A set of groups blocks the batch if the cut depends only on these groups. There are two kinds of such sets:
 
-due      B groups are ready, but the batch must also contain unfinished groups (the rule of ``cutting.py``): those.
+due      B groups are ready, but the batch must also contain unfinished groups (the rule of ``cutting.py``). The set is
+         these unfinished groups.
 lacking  Fewer than B groups are ready, no group can be admitted, no trajectory waits for a lease or a reward, and part
-         of the pool is idle: the oldest open groups, as many as the batch lacks. Which set it is follows from the
-         trajectories in progress: it is another set as soon as one of them ends or saves tokens.
+         of the pool is idle. The set is the oldest open groups, as many as the batch lacks. Its name depends on the
+         progress of the trajectories: it changes as soon as one of them ends or saves tokens.
 
-While every slot that the batch can fill is filled, the batch is being generated, however long that takes. The time-out
-counts from the moment since when the same set blocks; the store keeps it beside the name of the set. It does not count
-while no generator is registered.
+While every slot that the batch can fill is filled, the batch is being generated and no set blocks it. The time-out
+starts when a set begins to block; the store keeps this time with the name of the set. No time counts while no generator
+is registered.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rollmesh.scheduling.schedule import Schedule
 
 
 def blocking_set(schedule: Schedule, view: MeshView, plan: CutPlan, admitted: int) -> str:
-    """Name of the set of groups that blocks the cut; empty when none does."""
+    """Return the name of the set of groups that blocks the cut; empty if none does."""
     if plan.group_ids is not None or not view.registered_generators:
         return ""
     if plan.blocking:
@@ -32,7 +33,7 @@ def blocking_set(schedule: Schedule, view: MeshView, plan: CutPlan, admitted: in
 
 
 def stragglers(schedule: Schedule, view: MeshView, plan: CutPlan, blocked_by: str) -> tuple[Eviction, ...]:
-    """Evictions of the groups of the blocking set, once it has blocked the cut for the straggler time-out."""
+    """Return evictions of the blocking set, once it has blocked the cut for the straggler time-out."""
     if not blocked_by or not timed_out(schedule, view, blocked_by):
         return ()
     groups = plan.blocking or view.stalest_open[: schedule.groups_per_batch - view.ready_groups]
@@ -40,7 +41,7 @@ def stragglers(schedule: Schedule, view: MeshView, plan: CutPlan, blocked_by: st
 
 
 def timed_out(schedule: Schedule, view: MeshView, blocked_by: str) -> bool:
-    """Whether this very set has blocked the cut for the straggler time-out."""
+    """Tell whether this set has blocked the cut for the straggler time-out."""
     if view.blocked_by != blocked_by or view.blocked_since is None:
         return False
     return view.now - view.blocked_since >= schedule.straggler_timeout_seconds

@@ -1,8 +1,8 @@
-"""Repairing the append-only file of an embedded server that refuses to load it.
+"""Repair of the append-only file of an embedded server that refuses to load it.
 
-A machine that loses power may leave zeros, or half a record, at the end of a file. The server's own check tool cuts the
-file after its last whole record. A folder that it cannot repair is set aside, and the server starts empty: a run
-continues from either, as after any restart of Redis that forgot its last writes.
+A machine that loses power may leave zeros, or half a record, at the end of a file. The server's check tool truncates
+the file after its last whole record. A folder that it cannot repair is renamed, and the server starts empty. The run
+continues in both cases, as after any restart of Redis that lost its last writes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _DAMAGED = re.compile(
     r"|RDB preamble of the AOF file|rdb file reading failure|Wrong signature|Internal error in RDB"
     r"|AOF manifest(?! file .* for reading)|AOF MANIFEST FILE ERROR"
 )
-"""What the server logs before it ends for the content of its files. A full disk or a taken port reads differently."""
+"""Log lines of a server that exits because of damaged files; a full disk or an occupied port logs other lines."""
 
 
-def names_damage(log: str) -> bool:
-    """Whether the log of a failed start says that the content of a file is at fault."""
+def reports_damage(log: str) -> bool:
+    """Tell whether the log of a failed start reports damaged files."""
     return _DAMAGED.search(log) is not None
 
 
 def cut(files: Path, binary: Path) -> str:
-    """Cut the newest append-only file after its last whole record, and keep a copy of the damaged one.
+    """Truncate the newest append-only file after its last whole record, and keep a copy of the damaged file.
 
-    Returns what was lost; empty when the tool found nothing to cut. Raises OSError.
+    Returns a description of the loss; empty when the tool found nothing to truncate. Raises OSError.
     """
     increments = sorted(files.glob("*.incr.aof"), key=lambda file: int(file.name.split(".")[-3]))
     if not increments:
@@ -41,7 +41,7 @@ def cut(files: Path, binary: Path) -> str:
     kept = file.with_name(f"{file.name}.damaged-{time.time_ns()}")
     shutil.copy2(file, kept)
     before = file.stat().st_size
-    # One binary is server and check tool; its name says which. The tool asks before it cuts.
+    # One binary is both server and check tool, selected by argv[0]. The tool asks for confirmation.
     name = binary.name.replace("server", "check-aof")
     with suppress(subprocess.TimeoutExpired):
         subprocess.run(
@@ -63,11 +63,11 @@ def cut(files: Path, binary: Path) -> str:
 
 
 def set_aside(files: Path) -> str:
-    """Rename the folder of the append-only files; returns what was lost. Raises OSError."""
+    """Rename the folder of the append-only files; returns a description of the loss. Raises OSError."""
     kept = files.with_name(f"{files.name}.damaged-{time.time_ns()}")
     size = sum(file.stat().st_size for file in files.iterdir())
     os.rename(files, kept)
     return (
-        f"the append-only files of the embedded Redis are damaged beyond repair: the queue starts empty, its {size:,} "
-        f"bytes are kept in {kept}; rollouts that were in progress are generated again"
+        f"the append-only files of the embedded Redis cannot be repaired: the queue starts empty and its {size:,} "
+        f"bytes are kept in {kept}; trajectories that were in progress are generated again"
     )

@@ -1,4 +1,4 @@
-"""Dead letters: trajectories that gave up, with their payload, to be looked into and replayed."""
+"""Dead letters: permanently failed trajectories, kept with their payload for inspection and replay."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmesh.store.trajectories import load_chunks
 
 
 class DeadLetters:
-    """List, inspect, replay and delete dead letters."""
+    """Operations on dead letters: list, inspect, replay, delete."""
 
     def __init__(self, connection: Connection, limits: Limits) -> None:
         self._connection = connection
@@ -21,14 +21,14 @@ class DeadLetters:
         self._limits = limits
 
     async def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
-        """Dead letters without their payload, newest first."""
+        """Return dead letters without their payload, newest first."""
         raw = await self._connection.command("ZRANGE", self._keys.single("letters"), 0, limit - 1, "REV")
         ids = [i.decode() for i in raw]
         records = await self._connection.commands([("HGETALL", self._keys.of("letter", i)) for i in ids])
         return [_letter(i, record) for i, record in zip(ids, records, strict=True) if record]
 
     async def dead_letter(self, trajectory_id: str) -> DeadLetter:
-        """One dead letter with prompt and saved segments; Conflict when there is none."""
+        """Return one dead letter with prompt and saved segments; raises Conflict when it does not exist."""
         record, prompt, elements = await self._connection.commands(
             [
                 ("HGETALL", self._keys.of("letter", trajectory_id)),
@@ -51,16 +51,17 @@ class DeadLetters:
         return replace(letter, trajectory=trajectory)
 
     async def replay_dead_letter(self, trajectory_id: str) -> str:
-        """Ask for a new group on the letter's prompt, with replay_of; the same letter always gives the same group.
+        """Request a new group for the letter's prompt (``replay_of``); repeated calls return the same group id.
 
-        It is opened at once where the staleness bound and memory allow it, else by the leader, before new prompts.
+        The group opens immediately if the staleness bound and memory allow it. Otherwise the leader opens it before
+        new prompts.
         """
         limits = await self._limits.get()
         group_id: bytes = await self._connection.run("replay_letter", trajectory_id, limits.group_size)
         return group_id.decode()
 
     async def delete_dead_letter(self, trajectory_id: str) -> bool:
-        """Forget a dead letter and its payload."""
+        """Delete a dead letter and its payload; returns False when it does not exist."""
         return bool(await self._connection.run("delete_letter", trajectory_id))
 
 

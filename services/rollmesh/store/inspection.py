@@ -1,6 +1,6 @@
-"""Looking at single trajectories, for people: pages of the queue, one trajectory, and marks of those in flight.
+"""Reads of single trajectories for display: pages of the queue, one trajectory, and records of trajectories in flight.
 
-Every call reads a bounded part of the queue, whatever its size; nothing is a consistent snapshot.
+Every call reads a bounded part of the queue, independent of its size. No read is a consistent snapshot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SECTIONS = ("open", "ready", "cut")
 _GROUPS_PER_READ = 64
 _RECORDS_PER_READ = 512
 _RECORDS_PER_PAGE = 4096
-"""Records looked at for one page at most: a page of a rare state may come short."""
+"""Maximum number of records read for one page; a page of a rare state may contain fewer than ``limit`` rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,17 @@ class TrajectoryMark:
     birth_version: int | None
     """None before the first lease."""
     newest_version: int | None
-    """Policy version that wrote its newest tokens."""
+    """Policy version of its newest tokens."""
     finish_reason: str | None
     reward: float | None
     session: str
-    """Session that holds it; empty when none does."""
+    """Session that holds it; empty without one."""
     generator: str = ""
     """Instance that wrote its newest saved tokens; empty before the first save."""
     lease_time: float | None = None
-    """When it was first leased, in Unix seconds; None when that is not known."""
+    """Time of the first lease, Unix seconds; None when unknown."""
     train_step: int | None = None
-    """Batch that it was cut into."""
+    """Train step of its batch; None before the cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class InspectedTrajectory:
 
     mark: TrajectoryMark
     trajectory: Trajectory | None
-    """None when its payload has been dropped, after its batch file was written."""
+    """None when its payload has been deleted, after its batch file was written."""
     member_count: int
     """Trajectories launched in its group."""
 
@@ -72,14 +72,14 @@ class Inspection:
         self._keys = connection.keys
 
     async def workers(self) -> dict[str, str]:
-        """Name of the worker by session, of the sessions that are open."""
+        """Return the worker name of every open session, by session."""
         raw = await self._connection.command("ZRANGE", self._keys.single("sessions"), 0, -1)
         sessions = [session.decode() for session in raw]
         names = await self._connection.commands([("HGET", self._keys.of("session", s), "worker") for s in sessions])
         return {s: (name or b"").decode() for s, name in zip(sessions, names, strict=True)}
 
     async def scan_held(self, cursors: Mapping[str, int], count: int) -> tuple[list[str], dict[str, int]]:
-        """About ``count`` ids that each session holds, from its cursor on (0 to begin), and where to go on."""
+        """Return about ``count`` trajectory ids held by each session, and the next cursors (0 starts and ends)."""
         sessions = list(cursors)
         replies = await self._connection.commands(
             [("SSCAN", self._keys.of("held", s), cursors[s], "COUNT", count) for s in sessions]
@@ -88,7 +88,7 @@ class Inspection:
         return ids, {s: int(cursor) for s, (cursor, _) in zip(sessions, replies, strict=True)}
 
     async def marks(self, trajectory_ids: Sequence[str]) -> list[TrajectoryMark | None]:
-        """Records of trajectories; None for those that the queue does not know (pending ones have none either)."""
+        """Return the records of trajectories; None for those without a record, such as pending ones."""
         found: list[TrajectoryMark | None] = []
         for ids in slices(trajectory_ids, _RECORDS_PER_READ):
             replies = await self._connection.commands(
@@ -100,21 +100,24 @@ class Inspection:
     async def trajectory_page(
         self, state: str | None, cursor: str | None, limit: int
     ) -> tuple[list[TrajectoryMark], str | None]:
-        """Up to ``limit`` trajectories in admission order and the cursor of the next page; DataError for a bad one."""
+        """Return up to ``limit`` trajectories in admission order, and the cursor of the next page.
+
+        Raises DataError for an invalid cursor.
+        """
         if state in ("pending", "partial"):
             return await self._queue_page(state, cursor, limit)
         here: _Cursor | None = _parse(cursor, _SECTIONS)
         found: list[TrajectoryMark] = []
-        looked = 0
+        read = 0
         while here is not None:
             marks, here = await self._read_groups(here, limit, state, found)
-            looked += marks
-            if len(found) >= limit or looked >= _RECORDS_PER_PAGE:
+            read += marks
+            if len(found) >= limit or read >= _RECORDS_PER_PAGE:
                 break
         return found, None if here is None else f"{here.section}:{here.at}:{here.member}"
 
     async def inspect(self, trajectory_id: str) -> InspectedTrajectory | None:
-        """A trajectory with its tokens; None when its group is not in the queue."""
+        """Return a trajectory with its tokens; None when its group is not in the queue."""
         group_id = group_of(trajectory_id)
         member = trajectory_id.rpartition(".")[2]
         if not member.isdigit():
@@ -148,7 +151,7 @@ class Inspection:
         return InspectedTrajectory(mark=mark, trajectory=trajectory, member_count=int(launched))
 
     async def gone_at(self, group_id: str) -> int | None:
-        """Train step about which a group left the queue; None when it is in the queue, or forgotten."""
+        """Return the approximate train step at which a group left the queue; None when it is queued or forgotten."""
         score = await self._connection.command("ZSCORE", self._keys.single("tombstones"), group_id)
         return None if score is None else int(float(score))
 
@@ -166,7 +169,7 @@ class Inspection:
     async def _read_groups(
         self, here: _Cursor, limit: int, state: str | None, found: list[TrajectoryMark]
     ) -> tuple[int, _Cursor | None]:
-        """Append what matches among the next groups; returns how many records were read, and where to go on."""
+        """Append the matching rows of the next groups to ``found``; returns the number of records and the cursor."""
         groups, step = await self._groups(here)
         if not groups:
             after = _SECTIONS[_SECTIONS.index(here.section) + 1 :]
@@ -189,7 +192,7 @@ class Inspection:
         return len(members), _Cursor(here.section, groups[-1][1] + 1, 0)
 
     async def _groups(self, here: _Cursor) -> tuple[list[tuple[str, int]], int | None]:
-        """The next groups of a section with their positions; the train step of the cut."""
+        """Return the next groups of a section with their positions, and the train step of the cut."""
         if here.section != "cut":
             reply = await self._connection.command(
                 "ZRANGE", self._keys.single(here.section), here.at, "+inf", "BYSCORE",
@@ -209,7 +212,7 @@ def _parse(cursor: str | None, sections: Sequence[str]) -> _Cursor:
         return _Cursor(sections[0], 0, 0)
     section, at, member = [*cursor.split(":"), "", ""][:3]
     if section not in sections or not at.isdecimal() or not member.isdecimal() or len(at + member) > 20:
-        raise DataError(f"cursor {cursor!r} is none that the same list gave")
+        raise DataError(f"cursor {cursor!r} is not valid here: pass the next cursor of the same list")
     return _Cursor(section, int(at), int(member))
 
 

@@ -1,13 +1,13 @@
-"""Every key name of the trajectory queue, for Python and for Lua.
+"""Key names of the trajectory queue, for Python and for Lua.
 
-All keys of a run share the hash tag ``{run}``. Python asks a ``Keys`` object; Lua scripts get the names from
-``lua_preamble``, so that no name is written anywhere else.
+All keys of a run share the hash tag ``{run}``. Python gets the names from a ``Keys`` object, Lua scripts from
+``lua_preamble``. No name is written anywhere else.
 
     single keys                                      keys per identity
-    meta         run state: steps, cursor, leader    trajectory   one rollout: state, session, tokens, reward
+    meta         run state: steps, cursor, leader    trajectory   state, session, tokens, reward
     limits       RunLimits of the run                segments     its saved segments, protobuf, in order
     counts       counters by state, totals           chunk        a segment over 64 KB, linked from ``segments``
-    dropped      large dropped groups to be swept
+    dropped      large dropped groups to sweep
     drops        dropped groups, wasted tokens       group        counters of a group
     lengths      histogram of finished lengths       prompt       its prompt, protobuf
     pending      trajectories never leased           upload       a prompt over 64 KB before its admission
@@ -17,13 +17,13 @@ All keys of a run share the hash tag ``{run}``. Python asks a ``Keys`` object; L
     open_steps,  groups by the smallest train_step   batch_groups ordered groups of a cut
     ready_steps  of their tokens                     letter       a dead letter
     cut          group -> train step of its cut      letter_segments, letter_prompt   its payload
-    tombstones   groups gone for good, by step       evaluation   request, holder and result
-    scale        wanted replicas by service
+    tombstones   trained, dropped groups, by step    evaluation   request, holder and result
+    scale        requested replicas by service
+    scaler       launcher that applies ``scale``
     generator_*  expiry of generators, and the registry version of their records
-    settings     what an operator or the launcher has set, with its number
+    settings     settings by the operator or the launcher, numbered
     replays      replayed dead letters that wait for room
     reports      newest step reports, by train step
-    scaler       launcher that carries it out
 """
 
 from __future__ import annotations
@@ -98,20 +98,20 @@ class Keys:
         self.prefix = f"{{{run}}}:"
 
     def single(self, name: str) -> str:
-        """Name of a single key; KeyError for a name that does not exist."""
+        """Return the name of a single key; raises KeyError for an unknown name."""
         if name not in _SINGLE:
             raise KeyError(name)
         return self.prefix + name
 
     def of(self, kind: str, identity: str) -> str:
-        """Name of a key per identity; KeyError for a kind that does not exist."""
+        """Return the name of a key per identity; raises KeyError for an unknown kind."""
         return f"{self.prefix}{_PER_IDENTITY[kind]}:{identity}"
 
 
 def lua_preamble(body: str) -> str:
-    """Definitions of the keys that a Lua text uses: ``K.<single>`` and ``<kind>_key(identity)``.
+    """Return definitions of the keys that a Lua text uses: ``K.<single>`` and ``<kind>_key(identity)``.
 
-    KEYS[1] of every script is the run's prefix. KeyError names a key that does not exist.
+    KEYS[1] of every script is the run's prefix. Raises KeyError, which names the unknown keys.
     """
     singles = sorted(set(_SINGLE_IN_LUA.findall(body)))
     unknown = [name for name in singles if name not in _SINGLE]

@@ -1,4 +1,4 @@
-"""The leader's side: the lease on leadership, admission, cuts, evictions, desired state, reaping."""
+"""Queue operations of the leader: the leadership lease, admission, cuts, evictions, desired state, reaping."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rollmesh.store.trajectories import UPLOAD_ATTEMPTS, slices
 from rollmesh.store.worker_sessions import Sessions
 
 _GROUPS_PER_ADMISSION = 128
-"""Groups of one admit script: three keys each at most."""
+"""Groups of one admit script; at most three keys each."""
 _SWEEP_SLICES = 64
 _MEMBERS_PER_SWEEP = 128
 
 
 class Leadership:
-    """What only the leading rollout replica does; every call carries its token and raises SessionLost without it."""
+    """Operations of the leading rollout replica; each takes its token and raises SessionLost when it is not current."""
 
     def __init__(self, connection: Connection, limits: Limits, sessions: Sessions, prompts: PromptCache) -> None:
         self._connection = connection
@@ -32,24 +32,24 @@ class Leadership:
         self._prompts = prompts
 
     async def acquire_leadership(self, candidate: str) -> str | None:
-        """Become the leader: a fresh token, or None while another replica's lease runs (one session TTL)."""
+        """Become the leader: returns a new token, or None while another replica holds the lease (one session TTL)."""
         token = secrets.token_hex(16)
         return token if await self._connection.run("acquire_leadership", token, candidate) else None
 
     async def renew_leadership(self, token: str) -> bool:
-        """Renew the lease; False when another replica leads now."""
+        """Renew the lease; returns False when another replica leads."""
         return bool(await self._connection.run("renew_leadership", token))
 
     async def resign(self, token: str) -> None:
-        """Give the lease up, so that another replica need not wait for its end."""
+        """Release the lease, so that another replica need not wait until it expires."""
         await self._connection.run("resign_leadership", token)
 
     async def admit(self, leader: str, groups: Sequence[NewGroup], cursor_before: Cursor, cursor_after: Cursor) -> int:
-        """Open groups and advance the prompt cursor in one step; returns how many groups were opened.
+        """Open groups and advance the prompt cursor in one step; returns the number of opened groups.
 
-        Groups that are in the queue or were ever trained or dropped are skipped. More than 128 groups are admitted in
-        several steps, each of which leaves the cursor at the first group of the next. Conflict when the cursor is not
-        at ``cursor_before``.
+        Groups that are in the queue, trained or dropped are skipped. More than 128 groups are admitted in several
+        steps; each step leaves the cursor at the first group of the next. Raises Conflict when the cursor is not at
+        ``cursor_before``.
         """
         opened = 0
         parts = slices(groups, _GROUPS_PER_ADMISSION) or [()]
@@ -61,20 +61,20 @@ class Leadership:
         return opened
 
     async def admit_replays(self, leader: str, most: int) -> int:
-        """Open up to ``most`` groups of replayed dead letters that wait for room; returns how many were opened."""
+        """Open up to ``most`` waiting groups of replayed dead letters; returns the number of opened groups."""
         return int(await self._connection.run("admit_replays", leader, min(most, _GROUPS_PER_ADMISSION)))
 
     async def cursor(self) -> Cursor:
-        """Position of the next prompt to admit."""
+        """Return the position of the next prompt to admit."""
         epoch, index = await self._connection.command(
             "HMGET", self._keys.single("meta"), "cursor_epoch", "cursor_index"
         )
         return Cursor(epoch=int(epoch or 0), index=int(index or 0))
 
     async def set_desired(self, leader: str, desired: Desired, blocked_by: str = "") -> None:
-        """Write the desired state, and which set of groups blocks the cut (Decisions.blocked_by).
+        """Write the desired state and the set of groups that blocks the cut (Decisions.blocked_by).
 
-        MeshView.blocked_since starts anew with another set and is cleared without one.
+        MeshView.blocked_since is reset when the set changes and cleared when ``blocked_by`` is empty.
         """
         await self._connection.run(
             "set_desired",
@@ -88,10 +88,11 @@ class Leadership:
         )
 
     async def desired(self) -> Desired:
-        """The desired state; an empty pool before the leader has written one.
+        """Return the desired state; the pool is empty before the leader has written one.
 
-        The version floor of a rollback is added here, not by the leader: one that looked at the mesh just before the
-        rollback may still admit after it, and whoever leases such a group reads the floor after its lease.
+        The version floor of a rollback is added here, not by the leader. A leader that read the mesh just before the
+        rollback may still admit groups after it. The worker that leases one of these groups reads the floor after its
+        lease.
         """
         raw, branch_version = await self._connection.commands(
             [
@@ -110,31 +111,34 @@ class Leadership:
         )
 
     async def report_failure(self, leader: str, text: str) -> None:
-        """Say that the run cannot go on, and why (Decisions.fail); empty text takes it back."""
+        """Record the reason why the run cannot continue (Decisions.fail); an empty text clears it."""
         await self._connection.run("report_failure", leader, text)
 
     async def failure(self) -> str:
-        """Why the current leader says that the run cannot go on; empty while it can."""
+        """Return the reason for which the current leader failed the run; empty while the run can continue."""
         text, reporter, leader = await self._connection.command(
             "HMGET", self._keys.single("meta"), "failure", "failure_leader", "leader"
         )
         return text.decode() if text and reporter == leader else ""
 
     async def cut(self, leader: str, train_step: int, group_ids: Sequence[str]) -> None:
-        """Fix members and order of a batch; Conflict unless the step is next, all are ready and fresh enough."""
+        """Fix the members and order of a batch.
+
+        Raises Conflict unless the step is the next one and all groups are ready and within the staleness bound.
+        """
         await self._connection.run("cut", leader, train_step, *group_ids)
 
     async def evict(self, leader: str, group_ids: Sequence[str], reason: str) -> int:
-        """Drop open or ready groups for a reason that the ledger keeps; returns how many were there."""
+        """Drop open or ready groups, with a reason for the ledger; returns the number of dropped groups."""
         dropped = 0
         for part in slices(group_ids, await self._limits.groups_per_call()):
             dropped += int(await self._connection.run("evict", leader, reason, *part))
         return dropped
 
     async def reap(self, leader: str) -> int:
-        """Give back the work of sessions that have expired; returns how many trajectories went back.
+        """Return the work of expired sessions to the queue; returns the number of trajectories.
 
-        Does nothing within one TTL of a new leader or of a recovery. Also finishes clean-ups that died half-way.
+        Reaps no session within one TTL of a new leader or of a recovery. Also finishes interrupted clean-ups.
         """
         sessions, steps, dropped = await self._connection.run("reap", leader)
         total = 0
@@ -169,7 +173,7 @@ class Leadership:
                 if attempt == UPLOAD_ATTEMPTS:
                     raise
                 continue
-            # A group that was skipped may be in the queue with the prompt that an older data file had.
+            # A skipped group may be in the queue with the prompt of an older data file.
             if opened == len(groups):
                 for group, data in zip(groups, prompts, strict=True):
                     self._prompts.put(group.group_id, decode_prompt(data))
@@ -178,7 +182,7 @@ class Leadership:
 
 
 async def sweep(connection: Connection, limits: Limits, train_step: int, first: int = 0) -> None:
-    """Delete what a confirmed (and, once trained, the whole) batch left in Redis, slice by slice from a group on."""
+    """Delete the records of a confirmed batch, in slices from group ``first`` on; once trained, also the batch."""
     size, groups = await limits.groups_per_call(), first + 1
     while first < groups:
         groups = int(await connection.run("sweep", train_step, first, first + size - 1))

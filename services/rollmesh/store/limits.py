@@ -1,4 +1,4 @@
-"""The fixed limits of a run, written once and read by every client."""
+"""Fixed limits of a run, written once and read by every client."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _SETTINGS = {
     "mask_old_segments": "schedule.on_stale=mask_old_segments",
     "train_steps": "trainer.train_steps",
 }
-"""What people call the limits."""
+"""Run-file field of each limit, for error messages."""
 
 
 class Limits:
-    """Reads and writes RunLimits; remembers them, because they never change."""
+    """The RunLimits of a run, cached after the first read because they never change."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._limits: RunLimits | None = None
 
     async def init_run(self, limits: RunLimits) -> None:
-        """Write the limits of a new run; Conflict when the run exists with other ones."""
+        """Write the limits of a new run; raises Conflict when the run exists with other limits."""
         await self._write(limits, lost=False)
         self._remember(limits)
 
@@ -57,11 +57,11 @@ class Limits:
             raise Conflict(f"{_SETTINGS.get(name, name)}{colon}{rest}") from error
 
     async def get(self) -> RunLimits:
-        """Limits of the run; StoreError before ``init_run``."""
+        """Return the limits of the run; raises StoreError before ``init_run``."""
         if self._limits is None:
             raw = await self._connection.command("HGETALL", self._connection.keys.single("limits"))
             if not raw:
-                raise StoreError("the run has not been initialised: its leader or trainer calls init_run first")
+                raise StoreError("the run has not been initialised: start its leader or trainer, which call init_run")
             values = {name.decode(): int(value) for name, value in raw.items()}
             limits = RunLimits(
                 group_size=values["group_size"],
@@ -78,6 +78,9 @@ class Limits:
         return self._limits
 
     async def groups_per_call(self) -> int:
-        """Groups that one script may take apart: a group has up to 2n members with two keys each, and four more."""
+        """Return the most groups that one script may delete.
+
+        A group of n needed trajectories has up to 2n members with two keys each, and four keys more.
+        """
         limits = await self.get()
         return max(1, MAX_KEYS_PER_SCRIPT // (4 * limits.group_size + 8))

@@ -1,7 +1,7 @@
-"""What an operator has set, remembered by every client that looks, so that a restart of Redis does not undo it.
+"""Operator settings, cached by every client that reads the mesh, so that a restart of Redis does not lose them.
 
-Redis may come back as an earlier state. Each setting carries a number that only rises. A client that has seen a newer
-number than Redis knows writes that setting again; it never repeats an older one.
+Redis may come back with an earlier state. Each setting has a number that only rises. A client that has seen a higher
+number than Redis has writes that setting again. It never writes an older one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rollmesh.store.redis_connection import Connection
 
 
 class Settings:
-    """The newest settings that this client has written or seen, by name; ``lib/settings.lua`` lists the names."""
+    """The newest settings that this client has written or read, by name; ``lib/settings.lua`` lists the names."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -23,12 +23,15 @@ class Settings:
         self.note(name, await self._connection.run("write_setting", name, value), value)
 
     def note(self, name: str, number: bytes | int, value: str | int) -> None:
-        """Remember a setting that a script of its own has written under this number; 0 when it wrote none."""
+        """Cache a setting that another script has written with this number; 0 when it wrote none."""
         if int(number) > self._newest.get(name, (0, ""))[0]:
             self._newest[name] = (int(number), str(value))
 
     async def restore(self, known: Sequence[bytes]) -> bool:
-        """Compare with the settings that Redis knows (name and "number value" each); True when some were written."""
+        """Write the settings that Redis has lost; returns True when any was written.
+
+        ``known`` has the settings of Redis as name, "number value" pairs.
+        """
         numbers: dict[str, int] = {}
         for name, record in zip(known[::2], known[1::2], strict=True):
             number, _, value = record.decode().partition(" ")

@@ -1,4 +1,4 @@
-"""Trajectory payload at rest: protobuf bytes, inline up to 64 KB, digests, and the way back."""
+"""Trajectory payload at rest: protobuf encoding and decoding, inline up to 64 KB, and checksums."""
 
 from __future__ import annotations
 
@@ -19,31 +19,32 @@ from rollmesh.wire.codec import (
 )
 
 INLINE_LIMIT_BYTES = 64 * 1024
-"""Larger segments and prompts are stored under their own key first and linked by the script."""
+"""Size limit in a list element; larger segments and prompts are uploaded under a key first and linked by the script."""
 UPLOAD_SECONDS = 600
-"""Time in which an upload has to be linked before it goes away by itself."""
+"""Expiry of an upload that no script has linked."""
 LINK_MARK = b"@"
-"""First byte of a list element that names a chunk key; no protobuf Segment starts with it (its fields are below 8)."""
+"""First byte of a list element that names a chunk key; no protobuf Segment starts with it (field numbers below 8)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedChunk:
-    """Segments of one write, encoded."""
+    """Encoded segments of one write."""
 
     token_count: int
     versions: str
-    """Policy versions whose tokens are in the loss, comma separated."""
+    """Policy versions whose tokens are in the loss, comma-separated."""
     byte_count: int
     elements: tuple[bytes, ...]
-    """List elements: segment bytes, or a link to an uploaded one."""
+    """List elements: segment bytes, or a link to an uploaded segment."""
     uploads: tuple[tuple[str, bytes], ...]
     """Chunk names and bytes that must be uploaded before the script runs."""
 
 
 def digest_of(*parts: bytes) -> str:
-    """Checksum that tells a retry from another write, hex; it guards against accidents, not attacks.
+    """Return a hex checksum that distinguishes a retry from another write.
 
-    64 bits: CRC-32 of all first halves and of all second halves, which reads every byte once.
+    64 bits: CRC-32 of all first halves and of all second halves, which reads every byte once. It protects against
+    accidents, not against attacks.
     """
     first, second = 0, 0
     for part in parts:
@@ -53,7 +54,7 @@ def digest_of(*parts: bytes) -> str:
 
 
 def encode_segments(segments: Sequence[Segment]) -> SavedChunk:
-    """Encode the segments of one append or finish; DataError names the segment that cannot be kept."""
+    """Encode the segments of one append or finish; raises DataError, which names the invalid segment."""
     elements, uploads, byte_count = [], [], 0
     versions: set[int] = set()
     for segment in segments:
@@ -61,7 +62,7 @@ def encode_segments(segments: Sequence[Segment]) -> SavedChunk:
             continue
         if segment.source is SegmentSource.POLICY:
             if segment.behavior_logprobs is None or len(segment.behavior_logprobs) != len(segment):
-                raise DataError(f"segment of version {segment.policy_version}: needs one behavior_logprob per token")
+                raise DataError(f"segment of version {segment.policy_version}: pass one behavior_logprob per token")
             versions.add(segment.policy_version)
         data = segment_to_pb(segment).SerializeToString(deterministic=True)
         byte_count += len(data)
@@ -81,24 +82,24 @@ def encode_segments(segments: Sequence[Segment]) -> SavedChunk:
 
 
 def decode_segments(elements: Sequence[bytes], chunks: Mapping[bytes, bytes]) -> tuple[Segment, ...]:
-    """Segments from list elements; ``chunks`` holds the linked ones by element."""
+    """Decode list elements into segments; ``chunks`` has the bytes of linked segments by element."""
     return tuple(segment_from_pb(pb.Segment.FromString(chunks.get(element, element))) for element in elements)
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
-    """Prompt bytes as they rest in the queue."""
+    """Encode a prompt for the queue; raises DataError for an empty prompt."""
     if not len(prompt.token_ids):
         raise DataError(f"prompt {prompt.prompt_id!r} is empty")
     return prompt_to_pb(prompt).SerializeToString(deterministic=True)
 
 
 def decode_prompt(data: bytes) -> Prompt:
-    """Prompt from its bytes."""
+    """Decode a prompt of the queue."""
     return prompt_from_pb(pb.Prompt.FromString(data))
 
 
 def group_of(trajectory_id: str) -> str:
-    """Group of a trajectory id ``<group_id>.<member>``."""
+    """Return the group id of a trajectory id ``<group_id>.<member>``."""
     return trajectory_id.rpartition(".")[0]
 
 
@@ -113,7 +114,7 @@ def build_trajectory(
     reward: bytes | None = None,
     run: str = "",
 ) -> Trajectory:
-    """Assemble a trajectory from its record in the queue; ``run`` gives it its trace context."""
+    """Build a trajectory from its record in the queue; its trace context is derived from ``run``."""
     group_id, _, member = trajectory_id.rpartition(".")
     return Trajectory(
         trajectory_id=trajectory_id,

@@ -11,7 +11,7 @@ from rollmesh.types import PolicyRecord
 
 
 class PolicyRegistry:
-    """Policies by version: a stream, so that readers can wait for the next."""
+    """Policies by version, stored as a stream so that readers can wait for the next one."""
 
     def __init__(self, connection: Connection, settings: Settings) -> None:
         self._connection = connection
@@ -19,7 +19,11 @@ class PolicyRegistry:
         self._settings = settings
 
     async def announce_policy(self, trainer_session: str, record: PolicyRecord) -> None:
-        """Make a published policy exist: its version must be the highest plus one (Conflict), session current."""
+        """Register a published policy.
+
+        Raises Conflict unless its version is the highest plus one, and SessionLost unless the trainer session is
+        current. The same announcement again is a no-op.
+        """
         await self._connection.run(
             "announce_policy",
             trainer_session,
@@ -30,19 +34,19 @@ class PolicyRegistry:
         )
 
     async def policies(self, after: int = -1) -> list[PolicyRecord]:
-        """Every announced policy above version ``after``, ascending."""
+        """Return every announced policy above version ``after``, ascending."""
         first = f"{after + 2}-0"
         return _records(await self._connection.command("XRANGE", self._keys.single("policies"), first, "+"))
 
     async def latest_policy(self) -> PolicyRecord | None:
-        """The newest policy; None before the first."""
+        """Return the newest policy; None before the first."""
         found = _records(
             await self._connection.command("XREVRANGE", self._keys.single("policies"), "+", "-", "COUNT", 1)
         )
         return found[0] if found else None
 
     async def policy(self, version: int) -> PolicyRecord | None:
-        """One policy by version."""
+        """Return a policy by version; None when it was never announced."""
         entry = f"{version + 1}-0"
         found = _records(await self._connection.command("XRANGE", self._keys.single("policies"), entry, entry))
         return found[0] if found else None
@@ -55,17 +59,18 @@ class PolicyRegistry:
         return await self.latest_policy()
 
     async def pin_policy(self, version: int | None, owner: str = "", instance_id: str = "") -> None:
-        """Serve this version whatever is newest; None unpins. Conflict when it does not exist.
+        """Make the generators serve this version instead of the newest; None unpins.
 
-        Without an ``owner`` a person pins, and overrides everyone. An evaluation pins as an owner: Conflict while
-        another version is pinned by somebody else, and unpinning takes back only its own pin. With an ``instance_id``
-        only that generator is meant, and the others follow the newest version.
+        Raises Conflict when the version was never announced. A pin without ``owner`` is the operator's and overrides
+        every other pin. An evaluation pins with an ``owner``: raises Conflict while the operator or another owner has
+        pinned another version, and unpinning removes only its own pin. With ``instance_id`` the pin applies to that
+        generator only; the other generators follow the newest version.
         """
         pinned = "" if version is None else str(version)
         self._settings.note("pin", await self._connection.run("pin_policy", pinned, owner, instance_id), pinned)
 
     async def pinned_policy(self, instance_id: str | None = None) -> int | None:
-        """The pinned version; with an ``instance_id`` only a pin that this generator has to follow."""
+        """Return the pinned version, None without a pin; with ``instance_id`` only a pin for that generator."""
         fields = ("pinned", "pin_instance")
         version, instance = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
         if version is None:
@@ -74,7 +79,7 @@ class PolicyRegistry:
         return None if foreign else int(version)
 
     async def effective_policy(self, instance_id: str | None = None) -> PolicyRecord | None:
-        """The pinned policy (see ``pinned_policy``), else the newest."""
+        """Return the pinned policy (see ``pinned_policy``), else the newest."""
         pinned = await self.pinned_policy(instance_id)
         return await self.latest_policy() if pinned is None else await self.policy(pinned)
 

@@ -1,4 +1,4 @@
-"""Prompts of recent groups, kept by the client: those that it admitted itself need no way back from Redis."""
+"""Client-side cache of the prompts of recent groups, so that prompts admitted by this client are not read again."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _KEPT = 512
 
 
 class PromptCache:
-    """The prompts that were met last, by group id; the prompt of a group never changes."""
+    """The most recently added prompts, by group id; the prompt of a group never changes."""
 
     def __init__(self) -> None:
         self._prompts: OrderedDict[str, Prompt] = OrderedDict()
 
     def get(self, group_id: str) -> Prompt | None:
-        """The prompt of a group; None when it has to be read."""
+        """Return the prompt of a group; None when it is not cached."""
         return self._prompts.get(group_id)
 
     def put(self, group_id: str, prompt: Prompt) -> None:
-        """Keep the prompt of a group, in place of the one that came first."""
+        """Cache the prompt of a group; the oldest entry is removed when the cache is full."""
         self._prompts[group_id] = prompt
         if len(self._prompts) > _KEPT:
             self._prompts.popitem(last=False)

@@ -1,4 +1,4 @@
-"""What goes into and comes out of the trajectory queue."""
+"""Arguments and results of the trajectory queue."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ DROP_REASONS = (
     "filtered_all_right",
     "filtered_all_wrong",
 )
-"""Why a group leaves the queue untrained."""
+"""Reasons for which a group leaves the queue untrained."""
 WASTE_REASONS = (*DROP_REASONS, "unscorable", "dead")
-"""Why saved tokens are never trained on: their group was dropped, or they are of a member without a score."""
+"""Reasons for which saved tokens are never trained on: their group was dropped, or their member has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewGroup:
-    """A group to admit: its prompt and how many scored trajectories complete it."""
+    """A group to admit: its prompt, and the number of scored trajectories that complete it."""
 
     group_id: str
-    """``e<epoch>-<index>``: the same prompt position always has the same id."""
+    """``e<epoch>-<index>``; the same prompt position always has the same id."""
     prompt: Prompt
     needed: int
     epoch: int
@@ -37,58 +37,58 @@ class NewGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedTrajectory:
-    """A trajectory that the session now holds."""
+    """A trajectory that the session holds after the call."""
 
     trajectory: Trajectory
-    """Everything saved so far; no segments when it is new."""
+    """Prompt and saved segments; no segments when it is new."""
     attempt: int
-    """Leases without token progress, this one included; of a finished trajectory, leases to score it."""
+    """Leases without token progress, this one included; for a finished trajectory, leases to score it."""
     lease_new: bool
-    """Whether it is the first lease (nothing to resume)."""
+    """True for the first lease (nothing to resume)."""
     first_lease_time: float
-    """When it was first leased, Unix seconds of the server's clock."""
+    """Time of the first lease, Unix seconds of the server's clock."""
     snapshot: bytes | None = None
-    """What ``keep_snapshot`` was given last."""
+    """Newest argument of ``keep_snapshot``."""
     incarnation: int = 0
-    """How often the trajectory has begun again; every write of its tokens states it."""
+    """Number of restarts of the trajectory; every write of its tokens passes it."""
 
 
 class ForkStatus(StrEnum):
-    """Whether a group got one more member."""
+    """Outcome of a request for one more member of a group."""
 
     FORKED = "forked"
     PAUSED = "paused"
-    """Nothing is leased now."""
+    """The run is paused: nothing is leased now."""
     POOL_FULL = "pool_full"
     """The pool has no room now."""
     GROUP_FULL = "group_full"
-    """The group has had all the further members that it may have."""
+    """The group has reached its maximum number of members."""
     LOST = "lost"
     """The session does not hold the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """Answer to ``fork``."""
+    """Result of ``fork``."""
 
     status: ForkStatus
     leased: LeasedTrajectory | None = None
-    """The new member, when there is one."""
+    """The new member; None unless ``status`` is FORKED."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Append:
-    """One partial save: tokens that follow the ``token_offset`` already saved ones."""
+    """One partial save: tokens that follow the ``token_offset`` saved tokens."""
 
     trajectory_id: str
     token_offset: int
     segments: Sequence[Segment]
     generator: str = ""
-    """Instance that wrote the newest ones, for people who watch; empty when it is not known."""
+    """Instance that wrote the newest tokens, for display; empty when unknown."""
     incarnation: int = 0
-    """That of the tokens, as it was leased or as ``restart`` answered."""
+    """Incarnation of the tokens, from the lease or from ``restart``."""
     digest: TokenDigest = NO_TOKENS
-    """Of the ``token_offset`` tokens that these follow: the write is refused when the queue has other ones."""
+    """Digest of the first ``token_offset`` tokens; the write is refused when the queue has other tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,16 +101,16 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """The last tokens of a trajectory (possibly none) and why it ended."""
+    """The last tokens of a trajectory (possibly none) and its finish reason."""
 
     trajectory_id: str
     token_offset: int
     segments: Sequence[Segment]
     finish_reason: FinishReason
     incarnation: int = 0
-    """As in ``Append``."""
+    """Incarnation, as in ``Append``."""
     digest: TokenDigest = NO_TOKENS
-    """As in ``Append``."""
+    """Digest, as in ``Append``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,31 +121,31 @@ class Score:
     outcome: RewardOutcome
     shaped_reward: float
     assigned: bool = False
-    """The run's policy gives ``shaped_reward`` to an outcome without a value (reward.on_timeout: fixed)."""
+    """True when the run file assigns ``shaped_reward`` to an outcome without a value (reward.on_timeout: fixed)."""
 
 
 class WriteStatus(IntEnum):
-    """What a write did to one trajectory."""
+    """Effect of a write on one trajectory."""
 
     SAVED = 1
-    """Written now."""
+    """Written by this call."""
     DUPLICATE = 2
-    """Already there with the same digest: a retry; nothing changed."""
+    """Saved before with the same digest: a retry; nothing changed."""
     REFUSED = 3
-    """Other tokens or another incarnation are there, or tokens in between are missing: send from
-    ``saved_token_count`` on, or let go."""
+    """The queue has other tokens or another incarnation, or tokens in between are missing: send from
+    ``saved_token_count`` on, or drop the trajectory."""
     LOST = 4
-    """The session does not hold the trajectory (reaped, evicted, or its group is gone): let go."""
+    """The session does not hold the trajectory (reaped, evicted, or its group is gone): drop it."""
 
     @property
     def ok(self) -> bool:
-        """Whether the write is in the queue, now or before."""
+        """True when the queue has the write, from this call or an earlier one."""
         return self <= WriteStatus.DUPLICATE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppendResult:
-    """Answer to one append, finish or score."""
+    """Result of one append, finish or score."""
 
     trajectory_id: str
     status: WriteStatus
@@ -154,10 +154,10 @@ class AppendResult:
 
 
 class ReleaseReason(StrEnum):
-    """Why a worker lets a trajectory go unfinished."""
+    """Reason for which a worker releases an unfinished trajectory."""
 
     PAUSED = "paused"
-    """The mesh pauses; does not count as an attempt."""
+    """The mesh is paused; does not count as an attempt."""
     DRAINED = "drained"
     """The worker shuts down; does not count as an attempt."""
     FAILED = "failed"
@@ -166,46 +166,46 @@ class ReleaseReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldTokens:
-    """What a worker states about a trajectory that it holds."""
+    """A worker's tokens of a trajectory that it holds."""
 
     trajectory_id: str
     token_count: Callable[[], int]
-    """Tokens in its memory at the moment of the call, saved or not."""
+    """Current number of tokens in the worker's memory, saved or not."""
     digest_at: Callable[[int], TokenDigest]
-    """Digest of the first tokens of them, for any number up to ``token_count``."""
+    """Digest of the first n tokens, for any n up to ``token_count``."""
     incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReRegistered:
-    """What the restored queue says about a trajectory that a worker holds."""
+    """Result of re-registering one trajectory with a restored queue."""
 
     trajectory_id: str
     kept: bool
-    """False: another worker has it, the queue has other tokens, its group is gone, or the pool is full; drop it."""
+    """False when another worker holds it, the queue has other tokens, its group is gone or the pool is full."""
     saved_token_count: int
-    """Tokens in the queue: re-send what follows."""
+    """Tokens in the queue: send the tokens after them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreCounts:
-    """Sizes of every state, lifetime totals and memory."""
+    """Number of trajectories and groups in every state, lifetime totals and memory."""
 
     trajectories: Mapping[str, int]
-    """pending, partial, leased, finished, scored, unscorable, dead: those with records in the queue."""
+    """Trajectories in the queue by state: pending, partial, leased, finished, scored, unscorable, dead."""
     groups: Mapping[str, int]
-    """open, ready, cut."""
+    """Groups by state: open, ready, cut."""
     totals: Mapping[str, int]
     """Lifetime counters: admitted, ready, consumed, leases, saved_tokens, finished, regenerated, ..."""
     drops: Mapping[str, int]
     """Dropped groups by reason."""
     dropped_tokens: Mapping[str, int]
-    """Saved tokens that are never trained on, by reason (WASTE_REASONS): those of dropped groups, and as
-    ``unscorable`` and ``dead`` those of members without a score, whatever became of their group. Each counts once."""
+    """Saved tokens that are never trained on, by reason (WASTE_REASONS). Tokens of members without a score count as
+    ``unscorable`` or ``dead``, even when their group is dropped or trained. Each token counts once."""
     drop_deciles: Mapping[str, int]
     """Dropped groups by ``<reason>:<length decile>``."""
     scoring_queue: int
-    """Finished trajectories that no worker holds."""
+    """Finished trajectories without a worker, to be scored."""
     sessions: int
     dead_letters: int
     used_memory_bytes: int
@@ -217,21 +217,21 @@ class StoreCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """One entry of the ledger: a group that left without being trained."""
+    """One ledger entry: a group that left the queue untrained."""
 
     entry_id: str
     time_seconds: float
     group_id: str
     reason: str
     token_count: int
-    """Tokens saved in all its trajectories."""
+    """Saved tokens of all its trajectories."""
     length_decile: int
-    """Decile (0 to 9) of its longest trajectory among all finished ones."""
+    """Length decile (0 to 9) of its longest trajectory among all finished trajectories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """A trajectory that gave up, with what is needed to look into it and to replay it."""
+    """A permanently failed trajectory, with the data to inspect and replay it."""
 
     trajectory_id: str
     group_id: str
@@ -240,9 +240,9 @@ class DeadLetter:
     attempts: int
     token_count: int
     replayed_as: str = ""
-    """Group that replays it, once asked for."""
+    """Group that replays it; empty before a replay is requested."""
     trajectory: Trajectory | None = None
-    """Prompt and saved segments; only when asked for one letter."""
+    """Prompt and saved segments; set only by ``dead_letter``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +254,7 @@ class EvalRequest:
     prompt_count: int
     samples_per_prompt: int = 1
     options: Mapping[str, str] = field(default_factory=dict)
-    """Sampling and seed options, for the worker."""
+    """Sampling and seed options for the worker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,14 +266,14 @@ class EvalResult:
     sample_count: int
     """Scores that count."""
     discarded_count: int = 0
-    """Answers that did not count."""
+    """Answers that do not count."""
     details: Mapping[str, float] = field(default_factory=dict)
     """Further numbers by name (mean length, truncated share)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """An evaluation and, once it is there, its result."""
+    """An evaluation request, its state, and its result once finished."""
 
     request: EvalRequest
     claimed: bool
@@ -284,7 +284,7 @@ class EvalRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingState:
-    """What Redis knows about the training, for the trainer's restart."""
+    """Training progress recorded in Redis, for the restart of the trainer."""
 
     trained_step: int
     cut_step: int
@@ -294,7 +294,7 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequest:
-    """A person's wish to go on from an older policy."""
+    """An operator's request to continue from an older policy."""
 
     request_id: str
     policy_version: int

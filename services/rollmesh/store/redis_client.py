@@ -1,4 +1,4 @@
-"""Clients of Redis: plain, over TLS, over a unix socket, or of the master that sentinels name."""
+"""Redis clients: plain, TLS, unix socket, or the master reported by Sentinel."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ _SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 
 
 def create_client(url: str, config: StoreConfig | None = None) -> aioredis.Redis:
-    """A client for ``redis://``, ``rediss://``, ``unix://`` or Sentinel; ``config`` has passwords and certificates.
+    """Create a client for ``redis://``, ``rediss://``, ``unix://`` or Sentinel.
 
-    Sentinel: ``redis+sentinel://[user[:password]@]host:port[,host:port...]/service[/database]``, with ``rediss`` for
-    TLS; the port defaults to 26379. Connections follow the master that the sentinels name. Raises ConfigError for a URL
-    or a certificate that cannot be used.
+    ``config`` has the passwords and certificates. Sentinel URLs have the form
+    ``redis+sentinel://[user[:password]@]host:port[,host:port...]/service[/database]``, with ``rediss`` for TLS; the
+    port defaults to 26379. Connections follow the master that the sentinels report. Raises ConfigError for an invalid
+    URL or certificate.
     """
     config = config or StoreConfig()
-    # With a socket_timeout, redis-py sends through asyncio.wait_for: a task a call, and before Python 3.12 a swallowed
-    # cancellation when it arrives with the result. The connection limits the time of a call instead.
+    # With a socket_timeout, redis-py sends through asyncio.wait_for. That creates a task per call, and before Python
+    # 3.12 it swallows a cancellation that arrives with the result. Connection limits the time of a call instead.
     options: dict[str, Any] = {
         "socket_timeout": None,
         "protocol": 3,
@@ -57,24 +58,28 @@ def create_client(url: str, config: StoreConfig | None = None) -> aioredis.Redis
     return aioredis.Redis.from_pool(pool)
 
 
-def tls_trouble(error: BaseException) -> str | None:
-    """What to mend when a TLS handshake failed over certificates, which trying again does not change; else None."""
+def tls_failure(error: BaseException) -> str | None:
+    """Describe a TLS handshake that failed because of certificates, with the remedy; None for other errors.
+
+    A retry cannot succeed after such a failure.
+    """
     text = str(error)
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return (
             f"the certificate of Redis is not trusted ({text}): set store.tls.ca to the authority that signed it, and "
-            "dial a name that is in it"
+            "use a host name of the certificate in store.url"
         )
     refused = ("ALERT_CERTIFICATE_REQUIRED", "ALERT_UNKNOWN_CA", "ALERT_CERTIFICATE_EXPIRED", "ALERT_BAD_CERTIFICATE")
     if any(alert in text for alert in refused):
-        return f"Redis does not accept our certificate ({text}): set store.tls.certificate and store.tls.key"
+        return f"Redis rejects the client certificate ({text}): set store.tls.certificate and store.tls.key"
     return None
 
 
 class _Tls:
-    """Makes a context for each new connection from the files as they are then, so that they may be rotated.
+    """Factory of TLS contexts; reads the files for each new connection, so that they can be rotated.
 
-    The context of redis-py trusts the system's authorities beside the one that was named; ours trusts that one alone.
+    The context of redis-py trusts the system's authorities in addition to ``store.tls.ca``. This one trusts only
+    ``store.tls.ca`` when it is set.
     """
 
     def __init__(self, config: StoreTlsConfig) -> None:
@@ -87,7 +92,7 @@ class _Tls:
             raise ConfigError(f"store.tls: {error} ({files})") from error
 
     def get(self) -> ssl.SSLContext:
-        """A context for one connection (the name that redis-py calls)."""
+        """Return a context for one connection; redis-py calls this method."""
         config = self._config
         context = ssl.create_default_context(cafile=config.ca)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -110,26 +115,26 @@ class _MasterTlsConnection(SentinelManagedSSLConnection):
 
 
 class _Sentinels(Sentinel):
-    """Says why no sentinel named a master: certificates, a password, or nobody there."""
+    """Sentinel discovery whose error states the reason of every sentinel: certificates, password, unreachable."""
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
         try:
             return cast("tuple[str, int]", await super().discover_master(service_name))
         except MasterNotFoundError as error:
-            reasons = [await _complaint(sentinel) for sentinel in self.sentinels]
+            reasons = [await _failure_reason(sentinel) for sentinel in self.sentinels]
             raise RedisConnectionError(
-                f"no sentinel names a master of {service_name!r}: {'; '.join(reasons)}"
+                f"no sentinel reports a master of {service_name!r}: {'; '.join(reasons)}"
             ) from error
 
 
-async def _complaint(sentinel: aioredis.Redis) -> str:
-    where = sentinel.connection_pool.connection_kwargs
+async def _failure_reason(sentinel: aioredis.Redis) -> str:
+    address = sentinel.connection_pool.connection_kwargs
     try:
         known = ", ".join(str(name) for name in await sentinel.sentinel_masters())
-        reason = f"knows {known or 'none'}, or none that is up"
+        reason = f"monitors {known or 'no master'}, but reports no running master of that name"
     except (RedisError, OSError) as error:
         reason = str(error) or type(error).__name__
-    return f"{where['host']}:{where['port']}: {reason}"
+    return f"{address['host']}:{address['port']}: {reason}"
 
 
 def _sentinel_client(url: str, config: StoreConfig, options: dict[str, Any], tls: _Tls | None) -> aioredis.Redis:
@@ -147,7 +152,7 @@ def _sentinel_client(url: str, config: StoreConfig, options: dict[str, Any], tls
         options["password"] = unquote(password)
     if len(path) > 1:
         if not path[1].isdigit():
-            raise ConfigError(f"store.url: database {path[1]!r} is no number (got {_without_password(url)})")
+            raise ConfigError(f"store.url: database {path[1]!r} is not a number (got {_without_password(url)})")
         options["db"] = int(path[1])
     manager = _Sentinels([])  # type: ignore[no-untyped-call]
     manager.sentinels = [_sentinel(host, url, config, tls) for host in hosts.split(",")]
@@ -157,10 +162,10 @@ def _sentinel_client(url: str, config: StoreConfig, options: dict[str, Any], tls
 
 
 def _sentinel(host: str, url: str, config: StoreConfig, tls: _Tls | None) -> aioredis.Redis:
-    """A client of one sentinel."""
+    """Create a client of one sentinel."""
     name, _, port = host.rpartition(":") if ":" in host else (host, "", str(_SENTINEL_PORT))
     if not port.isdigit():
-        raise ConfigError(f"store.url: {host!r} is no host:port (got {_without_password(url)})")
+        raise ConfigError(f"store.url: {host!r} is not host:port (got {_without_password(url)})")
     options: dict[str, Any] = {"socket_timeout": _SENTINEL_SECONDS, "retry": Retry(NoBackoff(), 0)}
     if config.sentinel_password is not None:
         options["password"] = config.sentinel_password.get_secret_value()

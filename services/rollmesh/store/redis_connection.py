@@ -1,6 +1,6 @@
-"""One connection pool to Redis: server checks, retries with back-off, scripts by digest, errors as ours.
+"""Connection pool to Redis: server checks, retries with back-off, scripts by digest, errors of ``errors.py``.
 
-Every script is idempotent, so a call that got no answer is simply sent again.
+Every script is idempotent, so a call without an answer is sent again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store.keys import Keys
-from rollmesh.store.redis_client import tls_trouble
+from rollmesh.store.redis_client import tls_failure
 from rollmesh.store.scripts import RunUnknown, Script, load_scripts, refuses_credentials, store_error
 from rollmesh.store.store_metrics import CallObserver
 
@@ -29,15 +29,15 @@ Reply = Any
 
 _TRANSIENT = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ReadOnlyError, OSError)
 _MINIMUM_VERSION = (7, 0)
-_FIRST_PAUSE_SECONDS = 0.02
-_LONGEST_PAUSE_SECONDS = 1.0
+_MINIMUM_DELAY_SECONDS = 0.02
+_MAXIMUM_DELAY_SECONDS = 1.0
 _CALL_SECONDS = 15.0
-"""Limit of one try; redis-py closes the connection of a call that is cancelled half-way."""
+"""Time limit of one attempt; redis-py closes the connection of a call that is cancelled while in progress."""
 _LONGEST_BLOCK_SECONDS = 5.0
 
 
 class Connection:
-    """Runs scripts and pipelines of one run; used by every part of the store."""
+    """Executor of the scripts and commands of one run; shared by every part of the store."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Connection:
         self._scripts = scripts
         self._retry_seconds = retry_seconds
         self.write_limits_again: Callable[[], Awaitable[None]] | None = None
-        """Brings back a run that Redis has forgotten; set once the limits of the run are known."""
+        """Restores the limits of a run that Redis has lost; set once they are known."""
         self._idle: list[AbstractConnection] = []
         self._execute = cast("Callable[..., Awaitable[Reply]]", client.execute_command)
 
@@ -65,7 +65,7 @@ class Connection:
         retry_seconds: float = 20.0,
         observer: CallObserver | None = None,
     ) -> Connection:
-        """Connect, wait up to ``retry_seconds`` for the server, and check that it can be trusted with the queue."""
+        """Connect, wait up to ``retry_seconds`` for the server, and check its version and settings."""
         connection = cls(client, run, load_scripts(), retry_seconds, observer)
         try:
             await connection.check_server()
@@ -76,7 +76,7 @@ class Connection:
         return connection
 
     async def aclose(self) -> None:
-        """Close the pool, and the connections to the sentinels that it asks for the master."""
+        """Close the pool and its connections to the sentinels."""
         pool = self.client.connection_pool
         await self.client.aclose()
         await pool.disconnect()
@@ -85,13 +85,13 @@ class Connection:
                 await sentinel.aclose()
 
     async def check_server(self) -> None:
-        """Raise StoreUnavailable for a server that is too old or that may drop keys; warn without AOF."""
+        """Raise StoreUnavailable for a server that is too old or may evict keys; warn without AOF."""
         info = cast("dict[str, Any]", await self.command("INFO"))
         check_version(str(info.get("redis_version", "")))
         policy = str(info.get("maxmemory_policy", "noeviction"))
         if policy != "noeviction":
             raise StoreUnavailable(
-                f"Redis has maxmemory-policy {policy}, which may drop keys of the queue: set it to noeviction"
+                f"Redis has maxmemory-policy {policy}, which may evict keys of the queue: set it to noeviction"
             )
         if not int(info.get("aof_enabled", 0)):
             get_logger("store").warning(
@@ -103,7 +103,7 @@ class Connection:
         try:
             return await self._run(name, *arguments)
         except RunUnknown:
-            # Redis came back empty, and this client knows the limits of the run.
+            # Redis came back empty: restore the limits of the run, if this client has them.
             if self.write_limits_again is None:
                 raise
             await self.write_limits_again()
@@ -126,21 +126,21 @@ class Connection:
         call = functools.partial(self._execute, *arguments)
         return await self._retrying(call, str(arguments[0]), self._observer)
 
-    async def commands(self, commands: Sequence[Sequence[Argument]], what: str = "") -> list[Reply]:
-        """Run plain commands in one round trip; ``what`` opens the error messages."""
+    async def commands(self, commands: Sequence[Sequence[Argument]], label: str = "") -> list[Reply]:
+        """Run plain commands in one round trip; ``label`` begins the error messages."""
         if not commands:
             return []
 
         async def call() -> list[Reply]:
             return await self._exchange(commands)
 
-        replies = await self._retrying(call, what or str(commands[0][0]), self._observer)
+        replies = await self._retrying(call, label or str(commands[0][0]), self._observer)
         return cast("list[Reply]", replies)
 
     async def _exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Reply]:
-        """Send commands packed by hiredis and read their replies as they come (RESP 3).
+        """Send commands packed by hiredis and read their raw replies (RESP 3).
 
-        The hot path: the client's own call spends several times as long on packing, hooks and reply callbacks.
+        This is the hot path: the method of redis-py spends several times as long on packing, hooks and callbacks.
         """
         packed = b"".join([hiredis.pack_command(tuple(command)) for command in commands])  # type: ignore[arg-type]
         connection = await self._checkout()
@@ -162,7 +162,7 @@ class Connection:
         return replies
 
     async def _checkout(self) -> AbstractConnection:
-        """A connection nobody uses; the pool's own check-out asks the socket each time whether it still lives."""
+        """Return an idle connection; the pool's own check-out tests the socket on every call."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_connected:
@@ -172,7 +172,7 @@ class Connection:
         return cast("AbstractConnection", connection)
 
     async def _discard(self, connection: AbstractConnection) -> None:
-        """Close a connection that failed half-way, and the idle ones: their server has probably gone with it."""
+        """Close a connection that failed in progress, and the idle ones: their server is probably down too."""
         idle, self._idle = self._idle, []
         for each in (connection, *idle):
             await each.disconnect(nowait=True)
@@ -183,10 +183,10 @@ class Connection:
         deadline = time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
-            # Below the limit of one try, so that a lost connection is noticed.
+            # Below the time limit of one attempt, so that a lost connection is noticed.
             milliseconds = max(1, int(1000 * min(left, _LONGEST_BLOCK_SECONDS)))
             words = ("XREAD", "COUNT", 1, "BLOCK", milliseconds, "STREAMS", stream, after)
-            # Not observed: it waits on purpose.
+            # Not observed: it blocks on purpose.
             if await self._retrying(functools.partial(self._execute, *words), "XREAD", observer=None):
                 return True
             if time.monotonic() >= deadline:
@@ -195,50 +195,50 @@ class Connection:
     async def _load_all(self) -> None:
         await self.commands([("SCRIPT", "LOAD", script.text) for script in self._scripts.values()])
 
-    async def _retrying(self, call: Callable[[], Awaitable[Reply]], what: str, observer: CallObserver | None) -> Reply:
-        began = time.monotonic()
-        deadline = began + self._retry_seconds
-        pause = _FIRST_PAUSE_SECONDS
+    async def _retrying(self, call: Callable[[], Awaitable[Reply]], label: str, observer: CallObserver | None) -> Reply:
+        start = time.monotonic()
+        deadline = start + self._retry_seconds
+        delay = _MINIMUM_DELAY_SECONDS
         while True:
             try:
                 async with asyncio.timeout(_CALL_SECONDS):
                     reply = await call()
                 if observer is not None:
-                    observer.answered(time.monotonic() - began)
+                    observer.answered(time.monotonic() - start)
                 return reply
             except _TRANSIENT as error:
                 if observer is not None:
                     observer.failed()
                 if isinstance(error, redis_errors.RedisError) and refuses_credentials(error):
-                    raise store_error(error, what) from error
-                if (trouble := tls_trouble(error)) is not None:
-                    raise StoreUnavailable(f"{what}: {trouble}") from error
-                if time.monotonic() + pause > deadline:
+                    raise store_error(error, label) from error
+                if (failure := tls_failure(error)) is not None:
+                    raise StoreUnavailable(f"{label}: {failure}") from error
+                if time.monotonic() + delay > deadline:
                     raise StoreUnavailable(
-                        f"{what}: Redis cannot be reached for {self._retry_seconds:g} s: {_reason(error)}"
+                        f"{label}: Redis was unreachable for {self._retry_seconds:g} s: {_reason(error)}"
                     ) from error
             except redis_errors.RedisError as error:
-                said = store_error(error, what)
-                # A refusal by a script is an answer; a server that is full, or that cannot write, is a failure.
-                if observer is not None and isinstance(said, StoreUnavailable):
+                converted = store_error(error, label)
+                # A rejection by a script is an answer; a server that is full or cannot write is a failure.
+                if observer is not None and isinstance(converted, StoreUnavailable):
                     observer.failed()
-                raise said from error
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+                raise converted from error
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _MAXIMUM_DELAY_SECONDS)
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says; a time-out of ours says nothing by itself."""
+    """Return the text of an error; the time-out of ``asyncio.timeout`` has none."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"no answer within {_CALL_SECONDS:g} s"
     return str(error) or type(error).__name__
 
 
 def check_version(version: str) -> None:
-    """Raise StoreUnavailable for a Redis below 7.0; ``version`` is redis_version of INFO (Valkey reports it too)."""
+    """Raise StoreUnavailable for a Redis below 7.0; ``version`` is redis_version of INFO, which Valkey reports too."""
     try:
         numbers = tuple(int(part) for part in version.split(".")[:2])
     except ValueError as error:
-        raise StoreUnavailable(f"Redis reports version {version!r}, which cannot be read") from error
+        raise StoreUnavailable(f"Redis reports version {version!r}, which is not a version number") from error
     if numbers < _MINIMUM_VERSION:
-        raise StoreUnavailable(f"Redis {version} is too old: rollmesh needs Redis >= 7.0 or Valkey")
+        raise StoreUnavailable(f"Redis {version} is too old: install Redis >= 7.0 or Valkey")

@@ -1,4 +1,4 @@
-"""The trainer's newest step reports, for whoever cannot read its run folder."""
+"""Newest step reports of the trainer, for services without access to its run folder."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rollmesh.store.redis_connection import Connection
 from rollmesh.store.trajectories import slices
 
 KEPT_REPORTS = 2_000
-"""The newest ones stay."""
+"""Number of step reports that are kept, the newest ones."""
 _REPORTS_PER_CALL = 500
 
 
 class StepReports:
-    """Reports by train step: JSON objects with at least a ``train_step``."""
+    """Step reports by train step: JSON objects with at least a ``train_step``."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._key = connection.keys.single("reports")
 
     async def report_steps(self, trainer_session: str, after: int, records: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Put ``records``, ascending and all above train step ``after``, in the place of every report above it.
+        """Replace every report above train step ``after`` by ``records``, which are ascending and all above it.
 
-        Repeats are no-ops; a step that is trained again takes the place of itself and all that followed. SessionLost
-        when a newer trainer session is open.
+        Repeats are no-ops. A step that is trained again replaces its report and all later ones. Raises SessionLost when
+        a newer trainer session is open.
         """
         for part in slices(records, _REPORTS_PER_CALL) or [()]:
             words: list[str | int] = []
@@ -35,6 +35,6 @@ class StepReports:
             after = int(part[-1]["train_step"]) if part else after
 
     async def step_reports(self, first_step: int, limit: int) -> list[dict[str, Any]]:
-        """At most ``limit`` reports from a train step on, ascending."""
+        """Return at most ``limit`` reports from ``first_step`` on, ascending."""
         members = await self._connection.command("ZRANGE", self._key, first_step, "+inf", "BYSCORE", "LIMIT", 0, limit)
         return [json.loads(member) for member in members]

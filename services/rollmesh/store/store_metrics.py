@@ -1,4 +1,4 @@
-"""How the calls of a process to the store go, for its ``/metrics``."""
+"""Prometheus metrics of the store calls of a process."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ _BUCKETS = (0.00025, 0.0005, *LATENCY_BUCKETS)
 
 
 class CallObserver(Protocol):
-    """Hears how calls to the store end."""
+    """Observer of the outcome of store calls."""
 
     def answered(self, seconds: float) -> None:
-        """A call was answered, so many seconds after it began, tries before it included."""
+        """Record an answered call and its duration, failed attempts included."""
 
     def failed(self) -> None:
-        """A try got no answer, or the server could not carry it out."""
+        """Record an attempt without an answer, or one that the server could not execute."""
 
 
 class StoreCallMetrics:
-    """Counts the store calls of one service."""
+    """Store call metrics of one service."""
 
     def __init__(self, metrics: Metrics) -> None:
         service = metrics.component
         self._seconds = metrics.histogram(
-            f"rollmesh_{service}_store_call_seconds", "Calls to the store until their answer, tries included.", _BUCKETS
+            f"rollmesh_{service}_store_call_seconds", "Duration of store calls, retries included.", _BUCKETS
         )
         self._failures = metrics.counter(
-            f"rollmesh_{service}_store_call_failures_total", "Tries of store calls that got no answer or no room."
+            f"rollmesh_{service}_store_call_failures_total",
+            "Attempts of store calls that got no answer or that the server could not execute.",
         )
 
     def answered(self, seconds: float) -> None:
-        """A call was answered."""
+        """Record an answered call."""
         self._seconds.observe(seconds)
 
     def failed(self) -> None:
-        """A try failed."""
+        """Record a failed attempt."""
         self._failures.inc()

@@ -1,4 +1,4 @@
-"""The trainer's side: session, claim, batch file, trained, committed, and the re-assertion after a restart."""
+"""Queue operations of the trainer: session, claim, batch file, trained, committed, re-assertion after a restart."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rollmesh.store.trajectories import load_chunks, slices
 from rollmesh.types import Batch, Group, PolicyRecord, Prompt, Segment, Trajectory
 
 _TOMBSTONE_STEPS = 256
-"""Train steps for which consumed and dropped groups are remembered one by one; older ones lie below the floor."""
+"""Train steps for which consumed and dropped groups are stored individually; older groups are below the floor."""
 _TOKENS_PER_CLAIM = 32_768
-"""Tokens whose payload comes along with one claim call, a quarter of a megabyte; more is read by plain commands."""
+"""Tokens whose payload is part of the reply to claim (a quarter of a megabyte); plain commands read the rest."""
 _UNKNOWN_DIGEST = "unknown"
-"""Digest of a re-asserted batch file whose digest was not given; the next confirmation brings it."""
+"""Digest of a re-asserted batch file without a given digest; the next confirmation sets it."""
 
 
 class Training:
-    """What rank 0 of the trainer does with the queue."""
+    """Queue operations of rank 0 of the trainer."""
 
     def __init__(self, connection: Connection, limits: Limits) -> None:
         self._connection = connection
@@ -33,10 +33,10 @@ class Training:
         self._claimed: dict[int, tuple[str, ...]] = {}
 
     async def open_trainer_session(self, name: str, token: str | None = None, *, lineage: str = "") -> str:
-        """A new trainer session; older ones are refused (SessionLost) from now on.
+        """Open a new trainer session; calls of older sessions raise SessionLost from now on.
 
-        ``token`` opens a session again that a restored Redis has forgotten; SessionLost if it was fenced. ``lineage``
-        names the checkpoint store; Conflict when this queue was filled for another one.
+        ``token`` opens a session again that a restored Redis has lost; raises SessionLost if that session was fenced.
+        ``lineage`` names the checkpoint store; raises Conflict when this queue belongs to another one.
         """
         token = token or secrets.token_hex(16)
         await self._connection.run("open_trainer_session", token, name, lineage)
@@ -47,7 +47,7 @@ class Training:
         await self._connection.run("close_trainer_session", trainer_session)
 
     async def training_state(self) -> TrainingState:
-        """Steps as Redis knows them."""
+        """Return the training progress recorded in Redis."""
         recovering, _ = await self._connection.run("begin_recovery")
         fields = ("trained_step", "cut_step", "committed_step")
         values = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
@@ -55,9 +55,10 @@ class Training:
         return TrainingState(trained_step=trained, cut_step=cut, committed_step=committed, recovering=bool(recovering))
 
     async def claim(self, trainer_session: str, train_step: int, timeout: float) -> Batch | None:
-        """Read the batch of a train step, waiting up to ``timeout`` seconds for its cut; None without one.
+        """Read the batch of a train step; waits up to ``timeout`` seconds for its cut and returns None without one.
 
-        Reads only: it may be repeated until ``confirm_batch_file``. Conflict when the batch file exists already.
+        A claim only reads and may be repeated until ``confirm_batch_file``. Raises Conflict when the batch file exists
+        already.
         """
         size = await self._limits.groups_per_call()
         rows = await self._claim_rows(trainer_session, train_step, 0, size)
@@ -81,10 +82,10 @@ class Training:
     async def confirm_batch_file(
         self, trainer_session: str, train_step: int, digest: str, group_ids: Sequence[str] | None = None
     ) -> None:
-        """The batch file is on disk and fsynced: Redis may drop the payloads.
+        """Confirm that the batch file is on disk and fsynced, so that Redis deletes the payloads.
 
-        The file must hold the groups of the cut as it is now (``group_ids``, by default those of the last claim);
-        Conflict when Redis came back with another cut meanwhile: re-assert the file instead.
+        The file must contain the groups of the current cut (``group_ids``, by default those of the last claim). Raises
+        Conflict when Redis came back with another cut in between: re-assert the file instead.
         """
         ids = self._claimed.get(train_step, ()) if group_ids is None else group_ids
         swept = await self._limits.groups_per_call()
@@ -93,12 +94,12 @@ class Training:
             await sweep(self._connection, self._limits, train_step, first=swept)
 
     async def report_trained(self, trainer_session: str, train_step: int) -> None:
-        """cut(s) -> consumed(s): refunds the capacity of the batch and advances trained_step. Repeats are no-ops."""
+        """Consume a batch, cut(s) -> consumed(s): free its capacity and advance trained_step. Repeats are no-ops."""
         await self._connection.run("report_trained", trainer_session, train_step, _TOMBSTONE_STEPS)
         self._claimed.pop(train_step, None)
 
     async def report_committed(self, trainer_session: str, train_step: int) -> None:
-        """The trainer state of this step is committed on disk."""
+        """Record that the trainer state of this step is committed on disk."""
         await self._connection.run("report_committed", trainer_session, train_step)
 
     async def reassert_training(
@@ -113,23 +114,25 @@ class Training:
         *,
         known_step: int = 0,
     ) -> TrainingState:
-        """Tell Redis what the checkpoint store knows, at every start and when the server's run_id has changed.
+        """Write the state of the checkpoint store to Redis, at every start and when the server's run_id has changed.
 
         ``batches`` are the batch files as (train_step, group ids in order). Groups of steps up to ``trained_step``
-        become consumed, later ones cut and confirmed, even if the restored Redis shows them open, ready or never
-        admitted. Steps, versions and cursor never go back. Steps that Redis knows as trained are skipped: its own
-        state covers them. Ends a recovery once its TTL has passed. A session that was opened in the part that Redis
-        has lost is taken as the newest; SessionLost for one that was ever fenced.
+        become consumed, groups of later steps cut and confirmed, even if the restored Redis has them as open, ready or
+        never admitted. Steps, versions and cursor never decrease. Steps that Redis has as trained are skipped. A
+        recovery ends once its TTL has passed. A session that Redis has lost becomes the newest; raises SessionLost for
+        a session that was ever fenced.
 
-        ``batches`` may begin after ``known_step``, a trained step that ``training_state`` has given. StoreUnavailable
-        when Redis has forgotten it since: it came back as an earlier state in between, and needs more of them.
+        ``batches`` may begin after ``known_step``, a trained step returned by ``training_state``. Raises
+        StoreUnavailable when Redis has lost that step: it came back with an earlier state and needs more batches.
 
-        A Redis that has forgotten a rollback drops its unclaimed work again before it learns the rollback's version:
-        all of it is older than that. A rollback whose trainer died half-way is finished.
+        If Redis has lost a rollback, its unclaimed work is dropped again before the rollback's version is announced,
+        because all of that work is older. A rollback whose trainer died before its end is finished.
         """
         known = (await self.training_state()).trained_step
         if known < known_step:
-            raise StoreUnavailable(f"the server knew train step {known_step} as trained and now knows {known} only")
+            raise StoreUnavailable(
+                f"Redis came back with an earlier state: its trained step was {known_step} and is now {known}; retry"
+            )
         size = await self._limits.groups_per_call()
         for at, (step, group_ids) in enumerate(batches):
             if step <= known:
@@ -145,7 +148,7 @@ class Training:
             for p in sorted(policies, key=lambda record: record.policy_version)
             for word in (p.policy_version, p.train_step, p.path, p.manifest_digest)
         ]
-        if await self._owes_rollback(policies):
+        if await self._needs_rollback(policies):
             await self.rollback(trainer_session)
         await self._connection.run(
             "reassert_done", trainer_session, committed_step, trained_step, newest, cursor.epoch, cursor.index, *words
@@ -153,10 +156,11 @@ class Training:
         return await self.training_state()
 
     async def rollback(self, trainer_session: str) -> int:
-        """Drop all unclaimed work (``rolled_back``) before training goes on from an older policy.
+        """Drop all unclaimed groups (``rolled_back``) before training continues from an older policy.
 
-        A cut without a confirmed batch file is taken back first, and nothing is cut until the last group is dropped. If
-        the trainer dies in between, the next one finishes it (``reassert_training``). Returns how many were dropped.
+        A cut without a confirmed batch file is reverted first, and nothing is cut until the last group is dropped. If
+        the trainer dies in between, the next trainer finishes the rollback (``reassert_training``). Returns the number
+        of dropped groups.
         """
         size, nonce, total, left = await self._limits.groups_per_call(), secrets.token_hex(8), 0, True
         while left:
@@ -164,10 +168,10 @@ class Training:
             total += dropped
         return total
 
-    async def _owes_rollback(self, policies: Sequence[PolicyRecord]) -> bool:
-        """Whether a rollback stopped half-way, or one of the policies is of a rollback that Redis has forgotten.
+    async def _needs_rollback(self, policies: Sequence[PolicyRecord]) -> bool:
+        """Tell whether a rollback is unfinished, or a policy belongs to a rollback that Redis has lost.
 
-        Such a policy is the second of its train step, and not announced there.
+        Such a policy is the second of its train step and is not announced in Redis.
         """
         fields = ("abandoned_to", "policy_version", "policy_train_step")
         begun, *newest = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
@@ -182,13 +186,13 @@ class Training:
         return False
 
     async def _claim_rows(self, trainer_session: str, train_step: int, first: int, size: int) -> list[Reply]:
-        """Some groups of a batch, as (group id, admission index, scored members, payload)."""
+        """Return groups of a batch as (group id, admission index, scored members, payload)."""
         last = first + size - 1
         reply = await self._connection.run("claim", trainer_session, train_step, first, last, _TOKENS_PER_CLAIM)
         return [reply[at : at + 4] for at in range(0, len(reply), 4)]
 
     async def _load_groups(self, rows: Sequence[Reply]) -> list[Group]:
-        """Groups with prompt and tokens: those that did not come along take a round trip (linked chunks another)."""
+        """Return groups with prompt and tokens; a missing payload takes one round trip, linked chunks another."""
         missing: list[tuple[str | int, ...]] = []
         for group_id, _, members, payload in rows:
             if not payload:
@@ -202,7 +206,7 @@ class Training:
         for group_id, _, members, payload in rows:
             prompt, *segments = payload or [next(read) for _ in range(1 + len(members))]
             if prompt is None:
-                raise Conflict(f"group {group_id.decode()} was cut, but its payload is gone: its batch file has it")
+                raise Conflict(f"group {group_id.decode()} was cut and its payload is deleted: read its batch file")
             prompts.append(decode_prompt(prompt))
             elements |= {_member_id(group_id, m): part for m, part in zip(members, segments, strict=True)}
         chunks = await load_chunks(self._connection, elements)

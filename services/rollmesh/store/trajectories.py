@@ -1,4 +1,4 @@
-"""What rollout workers do: lease, save, finish, score, and let go."""
+"""Queue operations of rollout workers: lease, save, finish, score, release."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from rollmesh.wire.codec import outcome_to_pb
 T = TypeVar("T")
 
 _ITEMS_PER_CALL = 64
-"""Items of one script call: bounded keys (two or three each) and bounded time in the server."""
+"""Items of one script call, which bounds its keys (two or three per item) and its time in the server."""
 _RELEASES_PER_CALL = 128
 UPLOAD_ATTEMPTS = 3
-"""An upload is lost only when the server dies between it and its script."""
+"""Attempts of an upload and its script; an upload is lost only when the server crashes in between."""
 
 
 class TrajectoryQueue:
-    """The rollout side of the queue. All methods may be called from many tasks at once."""
+    """Leases and writes of rollout workers. All methods may be called concurrently."""
 
     def __init__(self, connection: Connection, limits: Limits, prompts: PromptCache) -> None:
         self._connection = connection
@@ -57,39 +57,40 @@ class TrajectoryQueue:
         self._limits = limits
         self._lease_locks: dict[str, asyncio.Lock] = {}
         self._unanswered: dict[tuple[str, str], str] = {}
-        """Nonce of the last lease by script and session, until its trajectories have arrived here."""
+        """Nonce of the last lease by script and session, until the reply has arrived."""
         self._prompts = prompts
 
     async def lease(self, session: str, limit: int, new_limit: int | None = None) -> list[LeasedTrajectory]:
-        """Take up to ``limit`` unfinished trajectories; partials of the oldest group first.
+        """Lease up to ``limit`` unfinished trajectories; partial trajectories of the oldest group come first.
 
-        At most ``new_limit`` of them are taken from those without tokens; None is no limit of its own.
+        At most ``new_limit`` of them are trajectories without tokens; None means ``limit``.
 
-        Empty when nothing waits, the pool is full, the mesh is paused, or Redis is recovering. SessionLost.
+        Returns an empty list when nothing waits, the pool is full, the mesh is paused, or Redis is recovering. Raises
+        SessionLost.
         """
         most = min(limit, _ITEMS_PER_CALL)
         return await self._lease("lease", session, most, most if new_limit is None else new_limit)
 
     async def lease_scoring(self, session: str, limit: int) -> list[LeasedTrajectory]:
-        """Take finished trajectories whose worker died, to score them; serve these before new work.
+        """Lease up to ``limit`` finished trajectories without a worker, to score them before new work.
 
-        One that was taken ``max_attempts`` times without a score becomes a dead letter.
+        A trajectory without a score after ``max_attempts`` of these leases becomes a dead letter.
         """
         return await self._lease("lease_scoring", session, min(limit, _ITEMS_PER_CALL))
 
     async def append(self, session: str, items: Sequence[Append]) -> list[AppendResult]:
-        """Save tokens of held trajectories; one result per item, in order.
+        """Save tokens of leased trajectories; returns one result per item, in order.
 
-        Conflict when a policy version was never announced, StoreUnavailable when Redis is full or away: in both
-        cases the items may be sent again unchanged.
+        Raises Conflict when a policy version was never announced, and StoreUnavailable when Redis is full or
+        unreachable. In both cases the same items may be sent again.
         """
         return await self._write("append", session, items, [""] * len(items))
 
     async def report_first_tokens(self, session: str, items: Sequence[FirstToken]) -> list[AppendResult]:
-        """Let the groups of held trajectories be as old as the first tokens, which are saved later.
+        """Report the policy versions of first tokens that are saved later, and age the groups accordingly.
 
-        Until then nothing but this report tells the scheduler that the staleness bound applies to them. They are
-        forgotten when the trajectory goes back without saved tokens. Errors as in ``append``.
+        Until the tokens are saved, only this report applies the staleness bound to them. The report is dropped when
+        the trajectory is released without saved tokens. Errors as in ``append``.
         """
         ids = [item.trajectory_id for item in items]
         arguments = [(item.trajectory_id, item.policy_version) for item in items]
@@ -100,38 +101,38 @@ class TrajectoryQueue:
         return await self._write("finish", session, items, [item.finish_reason.value for item in items])
 
     async def score(self, session: str, items: Sequence[Score]) -> list[AppendResult]:
-        """Record outcomes: finished -> scored | unscorable, and with the last one the group's next state."""
+        """Record outcomes: finished -> scored | unscorable. The last outcome of a group changes the group's state."""
         arguments = [_score_arguments(item) for item in items]
-        # The last score of a group may take the whole group apart.
+        # The last score of a group may delete the whole group.
         parts = by_groups([item.trajectory_id for item in items], await self._limits.groups_per_call())
         return await self._sliced("score", session, parts, arguments)
 
     async def release(self, session: str, trajectory_ids: Sequence[str], reason: str = ReleaseReason.FAILED) -> int:
-        """Let held trajectories go: unfinished ones become partial or pending, finished ones wait for scoring.
+        """Release leased trajectories: unfinished ones become partial or pending, finished ones wait for scoring.
 
-        ``paused`` and ``drained`` do not count as attempts. Returns how many were held.
+        ``paused`` and ``drained`` do not count as attempts. Returns the number of trajectories that were held.
         """
-        free = int(reason in (ReleaseReason.PAUSED, ReleaseReason.DRAINED))
+        uncounted = int(reason in (ReleaseReason.PAUSED, ReleaseReason.DRAINED))
         released = 0
-        waiting = list(trajectory_ids)
-        while waiting:
-            held, seen = await self._connection.run("release", session, free, *waiting[:_RELEASES_PER_CALL])
+        remaining = list(trajectory_ids)
+        while remaining:
+            held, processed = await self._connection.run("release", session, uncounted, *remaining[:_RELEASES_PER_CALL])
             released += int(held)
-            del waiting[: int(seen)]
+            del remaining[: int(processed)]
         return released
 
     async def keep_snapshot(self, session: str, trajectory_id: str, snapshot: bytes) -> bool:
-        """Keep the state of a held trajectory's environment, in place of an older one; False when it is not held.
+        """Save the environment state of a leased trajectory, replacing the older one; False when it is not held.
 
-        Not one step with ``append``: a snapshot says itself which turns it covers.
+        The snapshot is not atomic with ``append``: it contains the turns that it covers.
         """
         return bool(await self._connection.run("keep_snapshot", session, trajectory_id, snapshot))
 
     async def restart(self, session: str, trajectory_ids: Sequence[str]) -> list[int | None]:
-        """Drop the saved tokens of held trajectories that can only begin again (their environment was lost).
+        """Drop the saved tokens of leased trajectories that have to restart, because their environment was lost.
 
-        Returns the incarnation that each has from now on, None for one that the session does not hold. What they write
-        after it is no progress to the next lease: one that always begins again becomes a dead letter.
+        Returns the new incarnation of each, None for a trajectory that the session does not hold. Tokens saved after a
+        restart do not count as progress at the next lease, so a trajectory that always restarts becomes a dead letter.
         """
         incarnations: list[int | None] = []
         for ids in slices(trajectory_ids, _ITEMS_PER_CALL):
@@ -140,8 +141,8 @@ class TrajectoryQueue:
         return incarnations
 
     async def fail(self, session: str, items: Sequence[tuple[str, str]]) -> int:
-        """Make dead letters of held trajectories, with (trajectory_id, reason); returns how many were held."""
-        # A burial may take the whole group apart.
+        """Turn leased trajectories into dead letters, as (trajectory_id, reason); returns how many were held."""
+        # A dead letter may delete the whole group of its trajectory.
         parts = by_groups([trajectory_id for trajectory_id, _ in items], await self._limits.groups_per_call(), 16)
         failed, reasons = 0, iter(items)
         for ids in parts:
@@ -150,9 +151,9 @@ class TrajectoryQueue:
         return failed
 
     async def fork(self, session: str, trajectory_id: str, nonce: str) -> Fork:
-        """Open one more member of a held trajectory's group and lease it; the same ``nonce`` gets the same one.
+        """Add a member to the group of a leased trajectory and lease it; the same ``nonce`` returns the same member.
 
-        For an agent that goes on under a context that the trajectory does not hold. SessionLost.
+        For an agent that continues with a context that the trajectory does not contain. Raises SessionLost.
         """
         status, *words = await self._connection.run("fork", session, trajectory_id, nonce)
         if not words:
@@ -160,7 +161,7 @@ class TrajectoryQueue:
         name = words[0].decode()
         prompt = (await self._load_prompts({group_of(name)})).get(group_of(name))
         if prompt is None:
-            return Fork(status=ForkStatus.LOST)  # its group was evicted in between; the lease went with it
+            return Fork(status=ForkStatus.LOST)  # its group was evicted in between, with the lease
         trajectory = build_trajectory(name, prompt, birth_version=int(words[1]), run=self._keys.run)
         leased = LeasedTrajectory(
             trajectory=trajectory, attempt=1, lease_new=True, first_lease_time=int(words[2]) / 1000
@@ -170,9 +171,9 @@ class TrajectoryQueue:
     async def _lease(self, script: str, session: str, limit: int, *more: int) -> list[LeasedTrajectory]:
         if limit < 1:
             return []
-        # The script remembers the last lease of a session to answer a retry, so leases of a session take turns. A call
-        # that failed for good may have leased all the same: the next one asks for the same answer again, or those
-        # trajectories would be held by a session that does not know of them for as long as it lives.
+        # The script stores the last lease of a session to answer a retry, so leases of a session are serialized. A call
+        # that failed may still have leased trajectories. The next call reuses its nonce and gets the same answer;
+        # otherwise the session would hold trajectories that the worker does not have.
         async with self._lease_locks.setdefault(session, asyncio.Lock()):
             nonce = self._unanswered.setdefault((script, session), secrets.token_hex(8))
             try:
@@ -196,7 +197,7 @@ class TrajectoryQueue:
         for trajectory_id, attempt, birth_version, tokens, lease_new, first_lease_ms, incarnation in rows:
             prompt = prompts.get(group_of(trajectory_id))
             if prompt is None or (tokens and trajectory_id not in saved):
-                continue  # its group was evicted in between; the lease went with it
+                continue  # its group was evicted in between, with the lease
             trajectory = build_trajectory(
                 trajectory_id,
                 prompt,
@@ -265,7 +266,7 @@ class TrajectoryQueue:
         raise AssertionError("unreachable")
 
     async def _upload(self, ids: Sequence[str], chunks: Sequence[SavedChunk]) -> None:
-        # NX: a retry must not put a time limit on a chunk that the first attempt has linked already.
+        # NX: a retry must not set an expiry on a chunk that the first attempt has linked.
         await self._connection.commands(
             [
                 ("SET", self._keys.of("chunk", f"{trajectory_id}:{name}"), data, "EX", UPLOAD_SECONDS, "NX")
@@ -277,7 +278,7 @@ class TrajectoryQueue:
     async def _sliced(
         self, script: str, session: str, parts: Sequence[Sequence[str]], arguments: Sequence[Sequence[Argument]]
     ) -> list[AppendResult]:
-        """Run a script on every part of the trajectory ids; ``arguments`` are those of all items, in order."""
+        """Run a script for every part of the trajectory ids; ``arguments`` has one entry per item, in order."""
         results: list[AppendResult] = []
         for ids in parts:
             items = arguments[len(results) : len(results) + len(ids)]
@@ -291,7 +292,7 @@ class TrajectoryQueue:
 
 
 async def load_chunks(connection: Connection, elements: dict[str, list[bytes]]) -> dict[str, dict[bytes, bytes]]:
-    """Linked chunks of trajectories, by trajectory id and list element."""
+    """Read the linked chunks of trajectories, by trajectory id and list element."""
     links = [(i, e) for i, parts in elements.items() for e in parts if e.startswith(LINK_MARK)]
     commands = [("GET", connection.keys.of("chunk", f"{i}:{e[1:].decode()}")) for i, e in links]
     found: dict[str, dict[bytes, bytes]] = {i: {} for i in elements}
@@ -301,11 +302,11 @@ async def load_chunks(connection: Connection, elements: dict[str, list[bytes]]) 
 
 
 def _head(item: Append | Finish, chunk: SavedChunk, finish: str) -> str:
-    """The head of an item, as lib/save.lua reads it."""
+    """Format the head of an item for lib/save.lua."""
     if item.digest.token_count != item.token_offset:
         raise DataError(
-            f"{item.trajectory_id}: token_offset {item.token_offset} with a digest of {item.digest.token_count} tokens"
-            ": state the digest of the tokens before the offset"
+            f"{item.trajectory_id}: token_offset is {item.token_offset}, but digest covers {item.digest.token_count} "
+            "tokens: pass the digest of the tokens before the offset"
         )
     after = item.digest.extended(item.segments)
     return (
@@ -315,7 +316,7 @@ def _head(item: Append | Finish, chunk: SavedChunk, finish: str) -> str:
 
 
 def _one_word(item: Append | Finish) -> str:
-    """The generator of a save as a word of its head; '-' for none."""
+    """Return the generator of a save without spaces; '-' when unknown."""
     name = item.generator if isinstance(item, Append) else ""
     return "".join(name.split()) or "-"
 
@@ -330,7 +331,7 @@ def _score_arguments(item: Score) -> Sequence[Argument]:
 
 
 def by_groups(trajectory_ids: Sequence[str], groups: int, size: int = _ITEMS_PER_CALL) -> list[list[str]]:
-    """Cut trajectory ids into parts of at most ``size`` that come from at most ``groups`` different groups."""
+    """Split trajectory ids into parts of at most ``size`` ids from at most ``groups`` different groups."""
     parts: list[list[str]] = []
     seen: set[str] = set()
     for trajectory_id in trajectory_ids:
@@ -343,5 +344,5 @@ def by_groups(trajectory_ids: Sequence[str], groups: int, size: int = _ITEMS_PER
 
 
 def slices(items: Sequence[T], size: int) -> list[Sequence[T]]:
-    """Cut a sequence into parts of at most ``size``."""
+    """Split a sequence into parts of at most ``size`` items."""
     return [items[at : at + size] for at in range(0, len(items), size)]

@@ -1,4 +1,4 @@
-"""One object with the whole queue: the parts share a connection and stay small."""
+"""Facade of the trajectory queue: one object over the parts that share a connection."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ from rollmesh.store.worker_sessions import Sessions
 class TrajectoryStore:
     """The trajectory queue of one run.
 
-    Every call may raise StoreUnavailable (Redis is away, full or recovering: call again later, nothing was lost),
-    SessionLost (the caller's session, trainer session or leadership has passed) and Conflict (the state is not the one
-    the caller assumed). Calls are idempotent and retried here while Redis is away, up to ``retry_seconds``.
+    Every call may raise StoreUnavailable (Redis is unreachable, full or recovering: retry later, nothing is lost),
+    SessionLost (the caller's session, trainer session or leadership is not current) and Conflict (the queue is not in
+    the expected state). Calls are idempotent, and are retried here for up to ``retry_seconds`` while Redis is
+    unreachable.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -47,7 +48,7 @@ class TrajectoryStore:
         self._for_generators(PolicyRegistry(connection, settings), GeneratorRegistry(connection))
         self._for_trainers(Training(connection, self._limits), Rollbacks(connection, settings), Unclaimed(connection))
         view = View(connection, self._limits, settings)
-        self._for_people(view, Evaluations(connection), DeadLetters(connection, self._limits))
+        self._for_operators(view, Evaluations(connection), DeadLetters(connection, self._limits))
         self._for_viewers(Inspection(connection))
         self._for_curves(StepReports(connection))
         self._for_launchers(Scaling(connection, settings))
@@ -117,7 +118,7 @@ class TrajectoryStore:
         self.finish_rollback = rollbacks.finish_rollback
         self.unclaimed_trajectories = unclaimed.unclaimed_trajectories
 
-    def _for_people(self, view: View, evaluations: Evaluations, letters: DeadLetters) -> None:
+    def _for_operators(self, view: View, evaluations: Evaluations, letters: DeadLetters) -> None:
         self.view = view.view
         self.counts = view.counts
         self.ledger = view.ledger
@@ -164,16 +165,16 @@ class TrajectoryStore:
         retry_seconds: float = 20.0,
         observer: CallObserver | None = None,
     ) -> Self:
-        """Connect to the run's queue; ``url`` (the embedded server's) wins over ``config.url``.
+        """Connect to the run's queue; ``url`` (of the embedded server) takes precedence over ``config.url``.
 
-        ``observer`` hears how long every call takes and which fail, for metrics.
+        ``observer`` receives the duration and failures of every call, for metrics.
 
-        StoreUnavailable when the server does not answer within ``retry_seconds``, refuses the password, is older than
-        Redis 7.0 or may evict keys.
+        Raises ConfigError without a URL, and StoreUnavailable when the server does not answer within
+        ``retry_seconds``, rejects the password, is older than Redis 7.0 or may evict keys.
         """
         target = url or config.url
         if target is None:
-            raise ConfigError("store.url is null and no embedded server was named: start one or set store.url")
+            raise ConfigError("store.url is null and no embedded server was given: start one or set store.url")
         return cls(await Connection.open(create_client(target, config), run, retry_seconds, observer))
 
     async def aclose(self) -> None:
@@ -189,9 +190,9 @@ class TrajectoryStore:
         await self.aclose()
 
     async def init_run(self, limits: RunLimits) -> None:
-        """Write the fixed limits of the run once; Conflict when it was started with other ones."""
+        """Write the fixed limits of the run once; raises Conflict when it was started with other limits."""
         await self._limits.init_run(limits)
 
     async def limits(self) -> RunLimits:
-        """The fixed limits of the run."""
+        """Return the fixed limits of the run."""
         return await self._limits.get()

@@ -1,4 +1,4 @@
-"""Reading what has been generated and is in no batch yet, for a trainer that looks at it between two stages."""
+"""Reads of generated trajectories without a batch, for a trainer that scores them between two stages."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _IN_FLIGHT = frozenset({b"leased", b"partial", b"finished", b"scored"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTokens:
-    """A trajectory as one read found it."""
+    """Saved tokens of a trajectory at the time of one read."""
 
     trajectory: Trajectory
     elements: int
-    """List elements that hold its tokens."""
+    """Number of list elements that contain its tokens."""
     digests: Mapping[str, bytes]
-    """Fields of its record that hold the digests of its saves: equal ones mean the same tokens."""
+    """Record fields with the digests of its saves; equal digests mean equal tokens."""
 
 
 class Unclaimed:
@@ -35,13 +35,13 @@ class Unclaimed:
         self._keys = connection.keys
 
     async def unclaimed_trajectories(self, seen: Mapping[str, SavedTokens]) -> dict[str, SavedTokens]:
-        """Every trajectory with saved tokens whose group is open or ready: open ones first, in admission order.
+        """Return every trajectory with saved tokens in open and ready groups; open first, in admission order.
 
-        One without new tokens is the very object of ``seen``, the result of an earlier read. Only tokens that ``seen``
-        lacks are read: all of them where the digests of earlier saves differ (the trajectory has begun again). Not a
-        consistent snapshot, a group may move on meanwhile.
+        ``seen`` is the result of an earlier read. A trajectory without new tokens is the same object as in ``seen``.
+        Only missing tokens are read, or all tokens when the digests of earlier saves differ (after a restart of the
+        trajectory). The result is not a consistent snapshot: a group may change state in between.
         """
-        # Open ones first: a group that becomes ready between the two reads is seen twice then, instead of never.
+        # Open groups first: a group that becomes ready between the two reads is found twice instead of never.
         queues = [("ZRANGE", self._keys.single(name), 0, -1) for name in ("open", "ready")]
         replies = await self._connection.commands(queues)
         group_ids = list(dict.fromkeys(group_id.decode() for reply in replies for group_id in reply))
@@ -65,7 +65,7 @@ class Unclaimed:
         return {i: kept.get(i) or fresh[i] for i in live if i in kept or i in fresh}
 
     async def _load(self, wanted: Mapping[str, tuple[Reply, SavedTokens | None]]) -> dict[str, SavedTokens]:
-        """Trajectories by id from their records; those with an earlier part need only what came after it."""
+        """Load trajectories by id from their records; with an earlier read, only the elements after it."""
         starts = {i: before.elements if before else 0 for i, (_, before) in wanted.items()}
         lists = await self._connection.commands(
             [("LRANGE", self._keys.of("segments", i), start, -1) for i, start in starts.items()]
@@ -98,7 +98,7 @@ class Unclaimed:
     async def _with_digests(
         self, found: Mapping[str, SavedTokens], offsets: Mapping[str, Sequence[int]]
     ) -> dict[str, SavedTokens]:
-        """Add the digests of the saves between these token offsets: of one that begins, of all up to one that ends."""
+        """Add the digests of the saves between these token offsets: record fields ``c<start>`` and ``d<end>``."""
         names = {i: [*(f"c{n}" for n in offsets[i][:-1]), *(f"d{n}" for n in offsets[i][1:])] for i in found}
         replies = await self._connection.commands([("HMGET", self._keys.of("trajectory", i), *names[i]) for i in found])
         return {

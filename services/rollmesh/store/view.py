@@ -1,4 +1,4 @@
-"""The mesh as the scheduler sees it, sizes for people, and the ledger of drops."""
+"""Reads of the whole queue: the scheduler's view, sizes for operators, and the ledger of drops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIVE = ("leased", "finished", "scored", "unscorable", "dead")
 
 
 class View:
-    """Reads of the whole queue, and the switches that pause it."""
+    """Reads of the whole queue, and its pause switches."""
 
     def __init__(self, connection: Connection, limits: Limits, settings: Settings) -> None:
         self._connection = connection
@@ -24,20 +24,20 @@ class View:
         self._settings = settings
 
     async def view(self, *, groups: bool = True) -> MeshView:
-        """Read the mesh consistently, in O(groups_per_batch); without single groups in O(1).
+        """Read a consistent view of the mesh in O(groups_per_batch), or in O(1) without single groups.
 
-        Settings that this client has seen and Redis has forgotten are written again here.
+        Also writes the settings again that this client has read and Redis has lost.
         """
-        seen, settings = await self._look(groups)
-        return (await self._look(groups))[0] if await self._settings.restore(settings) else seen
+        view, settings = await self._read(groups)
+        return (await self._read(groups))[0] if await self._settings.restore(settings) else view
 
-    async def _look(self, groups: bool) -> tuple[MeshView, Sequence[bytes]]:
+    async def _read(self, groups: bool) -> tuple[MeshView, Sequence[bytes]]:
         limits = await self._limits.get()
         raw = await self._connection.run("view", 2 * limits.groups_per_batch if groups else 0)
         now, trained_step = float(raw[0]) / 1000, int(raw[1])
         blocked_by, blocked_since = _blocked(raw[14], now)
         oldest_in_loss = trained_step - limits.max_staleness if limits.mask_old_segments else None
-        seen = MeshView(
+        view = MeshView(
             now=now,
             trained_step=trained_step,
             cut_step=int(raw[2]),
@@ -70,12 +70,12 @@ class View:
             ready=_groups(raw[17], oldest_in_loss),
             stalest_open=_groups(raw[18], oldest_in_loss),
             unclaimed_by_step=tuple((int(raw[19][at]), int(raw[19][at + 1])) for at in range(0, len(raw[19]), 2)),
-            trained_enough=trained_step >= limits.train_steps,
+            is_complete=trained_step >= limits.train_steps,
         )
-        return seen, raw[33]
+        return view, raw[33]
 
     async def counts(self) -> StoreCounts:
-        """Sizes of every state, lifetime totals, drops by reason, memory."""
+        """Return the size of every state, lifetime totals, drops by reason, and memory."""
         raw = await self._connection.run("counts")
         counters, drops = _pairs(raw[0]), _pairs(raw[1])
         trajectories = {name: counters.get(name, 0) for name in _LIVE}
@@ -96,7 +96,7 @@ class View:
         )
 
     async def ledger(self, after: str = "", limit: int = 1000) -> list[Drop]:
-        """Groups that left without being trained, oldest first, after an entry id (about the last 100,000 are kept)."""
+        """Return the groups that left untrained, oldest first, after an entry id; about 100,000 entries are kept."""
         start = f"({after}" if after else "-"
         entries = await self._connection.command("XRANGE", self._keys.single("ledger"), start, "+", "COUNT", limit)
         return [
@@ -112,7 +112,7 @@ class View:
         ]
 
     async def live_groups(self) -> list[str]:
-        """Ids of every open, ready or cut group, of replays that wait for room and of drops not swept; O(groups)."""
+        """Return the ids of open, ready and cut groups, of waiting replays, and of drops not swept yet; O(groups)."""
         queues = await self._connection.commands(
             [
                 ("ZRANGE", self._keys.single("open"), 0, -1),
@@ -125,7 +125,7 @@ class View:
         return list(dict.fromkeys(group_id.decode() for queue in queues for group_id in queue))
 
     async def dropped_groups(self) -> dict[str, str]:
-        """Reason of every group in the ledger, by group id; O(ledger), for audits."""
+        """Return the drop reason of every group in the ledger, by group id; O(ledger), for audits."""
         found: dict[str, str] = {}
         after = ""
         while page := await self.ledger(after):
@@ -134,7 +134,7 @@ class View:
         return found
 
     async def forgotten_drops(self) -> int:
-        """How many entries the ledger has let go: such groups are counted by reason, but no longer named."""
+        """Return the number of entries trimmed from the ledger; their groups are only counted by reason."""
         ledger = self._keys.single("ledger")
         if not await self._connection.command("EXISTS", ledger):
             return 0
@@ -143,16 +143,16 @@ class View:
         return int(pairs[b"entries-added"]) - int(pairs[b"length"])
 
     async def set_user_paused(self, paused: bool) -> None:
-        """Pause or resume the run for an operator: no new leases while it is paused."""
+        """Pause or resume the run for an operator; a paused run gives no new leases."""
         await self._settings.write("pause", int(paused))
 
     async def set_launcher_paused(self, paused: bool) -> None:
-        """Pause or resume the run for its launcher; an operator's pause holds beside it."""
+        """Pause or resume the run for its launcher; an operator's pause is independent of it."""
         await self._settings.write("hold", int(paused))
 
 
 def _blocked(stored: bytes, now: float) -> tuple[str, float | None]:
-    """Name of the blocking set and since when it blocks; nothing for a time that the server's clock has not reached."""
+    """Return the name of the blocking set and its start time; ("", None) when that time is ahead of the clock."""
     since, _, name = stored.partition(b" ")
     if not name or int(since) / 1000 > now:
         return "", None
@@ -176,7 +176,7 @@ def _groups(rows: Sequence[Reply], oldest_in_loss: int | None) -> tuple[GroupVie
         step = float(rows[at + 2])
         lowest = None if math.isinf(step) else int(step)
         if lowest is not None and oldest_in_loss is not None:
-            # Tokens older than the bound leave the loss, so they do not count.
+            # Tokens older than the bound are masked out of the loss, so they do not count.
             lowest = max(lowest, oldest_in_loss)
         views.append(GroupView(group_id=rows[at].decode(), admission_index=int(rows[at + 1]), min_train_step=lowest))
     return tuple(views)

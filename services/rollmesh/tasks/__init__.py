@@ -1,1 +1,1 @@
-"""What a run trains on: prompt sources, verifiers and environments. No service state, no network but the judge."""
+"""Prompt sources, verifiers and environments of a run: no service state; only the HTTP judge uses the network."""

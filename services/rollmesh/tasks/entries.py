@@ -1,4 +1,4 @@
-"""reasoning-gym entries as text: JSON that keeps tuples, sets and non-text keys, which some tasks score by."""
+"""reasoning-gym entries as JSON text. Tuples, sets and non-text keys are kept, because some tasks score by them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _TAG = "$type"
 
 
 def entry_to_text(entry: Mapping[str, Any]) -> str:
-    """Encode one entry; raises DataError naming the type of a value that has no JSON form."""
+    """Encode one entry. Raises DataError with the type of a value that has no JSON form."""
     return json.dumps(_plain(entry), ensure_ascii=False)
 
 
 def entry_from_text(text: str) -> dict[str, Any]:
-    """Decode one entry; raises DataError when the text is not one."""
+    """Decode one entry. Raises DataError if the text is not an encoded entry."""
     try:
         value = _rich(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:

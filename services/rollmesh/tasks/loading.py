@@ -1,4 +1,4 @@
-"""Load what a run file names as ``module:attribute``."""
+"""Loading of the objects that a run file names as ``module:attribute``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rollmesh.errors import ConfigError
 
 
 def load_target(target: str, field: str) -> Any:
-    """Import ``module:attribute``; ``field`` is the place in the run file, for the message.
+    """Import ``module:attribute``; error messages name ``field``, its field in the run file.
 
-    A module that is not installed is looked for in the working directory, where ``rollmesh up`` was started.
-    Raises ConfigError when the module or the attribute does not exist; errors inside the module propagate.
+    The working directory, where ``rollmesh up`` was started, is searched for modules that are not installed.
+    Raises ConfigError if the module or the attribute does not exist. Errors inside the module propagate.
     """
     module_name, separator, attribute = target.partition(":")
     if not separator or not module_name or not attribute:
-        raise ConfigError(f"{field}: {target!r} is not of the form module:name")
+        raise ConfigError(f"{field}: {target!r} must have the form module:name")
     try:
         module = _import(module_name)
     except ModuleNotFoundError as error:

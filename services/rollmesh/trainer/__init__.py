@@ -1,1 +1,1 @@
-"""The trainer service: claims batches, corrects for staleness, steps the optimizer, publishes policies."""
+"""The trainer service, which claims batches, corrects for staleness, steps the optimizer and publishes policies."""

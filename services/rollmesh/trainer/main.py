@@ -1,4 +1,4 @@
-"""The trainer service: one process, or the ranks that torchrun starts."""
+"""Entry point of the trainer service: one process, or the ranks that torchrun starts."""
 
 from __future__ import annotations
 
@@ -53,39 +53,39 @@ _REDIS_RETRY_SECONDS = 5.0
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     """Train the run to its last step, or until ``shutdown``; under torchrun, ranks above 0 follow rank 0.
 
-    Raises SessionLost when a newer trainer has taken over, CheckpointError or ConfigError for what cannot work.
+    Raises SessionLost if a newer trainer has taken over, and CheckpointError or ConfigError for permanent errors.
     """
     checkpoints = CheckpointStore.from_config(config)
     with ThreadPoolExecutor(1, thread_name_prefix="torch") as executor:
         loop = asyncio.get_running_loop()
-        crew = await loop.run_in_executor(executor, build_crew, config, checkpoints)
-        if crew.gang.leads:
-            await _lead(config, index, shutdown, checkpoints, crew, executor)
-            await loop.run_in_executor(executor, crew.dismiss)
+        ranks = await loop.run_in_executor(executor, build_ranks, config, checkpoints)
+        if ranks.world.leads:
+            await _lead(config, index, shutdown, checkpoints, ranks, executor)
+            await loop.run_in_executor(executor, ranks.dismiss)
         else:
-            async with _answering_probes(config, crew.gang):
-                await loop.run_in_executor(executor, crew.follow, checkpoints.root)
+            async with _answering_probes(config, ranks.world):
+                await loop.run_in_executor(executor, ranks.follow, checkpoints.root)
         await loop.run_in_executor(executor, leave_world)
 
 
-def build_crew(config: RunConfig, checkpoints: CheckpointStore) -> RankCoordinator:
-    """Join the gang and load the initial model."""
-    gang = join_world(pick_device(config.trainer.device).type)
-    shelf = PolicyCatalog(checkpoints)
+def build_ranks(config: RunConfig, checkpoints: CheckpointStore) -> RankCoordinator:
+    """Join the process group and load the initial model."""
+    world = join_world(pick_device(config.trainer.device).type)
+    catalog = PolicyCatalog(checkpoints)
     schedule = resolve_schedule(config.schedule, config.trainer.train_steps)
     try:
         trainer = PolicyTrainer.from_folder(
             resolve_model(config.model.path),
             config.trainer,
             dtype=config.model.dtype,
-            gang=gang,
+            world=world,
             max_token_staleness=schedule.max_staleness if schedule.on_stale is OnStale.MASK_OLD_SEGMENTS else None,
-            policy_folder=shelf.folder,
+            policy_folder=catalog.folder,
             longest=config.generator.max_context_tokens,
         )
     except CheckpointError as error:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
-    return RankCoordinator(trainer, gang, checkpoints, shelf)
+    return RankCoordinator(trainer, world, checkpoints, catalog)
 
 
 async def _lead(
@@ -93,7 +93,7 @@ async def _lead(
     index: int,
     shutdown: Shutdown,
     checkpoints: CheckpointStore,
-    crew: RankCoordinator,
+    ranks: RankCoordinator,
     executor: ThreadPoolExecutor,
 ) -> None:
     health, metrics, security = Health(), Metrics("trainer"), PortSecurity.from_config(config.security)
@@ -114,52 +114,52 @@ async def _lead(
                 config.store, run=config.name, retry_seconds=_REDIS_RETRY_SECONDS, observer=StoreCallMetrics(metrics)
             )
         )
-        session = TrainingSession(store, checkpoints, crew.shelf, trainer_metrics, shutdown)
-        patience = Retry(trainer_metrics, health, shutdown)
+        session = TrainingSession(store, checkpoints, ranks.catalog, trainer_metrics, shutdown)
+        retry = Retry(trainer_metrics, health, shutdown)
         with contextlib.suppress(Stopped):
-            progress = await _take_over(config, session, checkpoints, crew, executor)
+            progress = await _take_over(config, session, checkpoints, ranks, executor)
             algorithm = config.trainer.algorithm
             model = resolve_model(config.model.path)
             vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
             publisher = Publisher(
                 config,
-                crew,
+                ranks,
                 session,
                 checkpoints,
-                patience,
+                retry,
                 trainer_metrics,
                 executor,
                 canary_sequences(vocab_size),
                 progress,
-                await asyncio.to_thread(references_in_use, algorithm, checkpoints, crew.trainer.train_step),
+                await asyncio.to_thread(references_in_use, algorithm, checkpoints, ranks.trainer.train_step),
             )
             stage_end = algorithm.old_logprobs == "stage_end"
-            place = TrainerDeps(
+            deps = TrainerDeps(
                 config=config,
-                crew=crew,
+                ranks=ranks,
                 session=session,
-                claims=BatchSource(session, checkpoints, crew.shelf, patience, crew.trainer.settings),
+                batch_source=BatchSource(session, checkpoints, ranks.catalog, retry, ranks.trainer.settings),
                 publisher=publisher,
-                rollbacks=RollbackRunner(crew, session, publisher, checkpoints, progress, executor),
+                rollbacks=RollbackRunner(ranks, session, publisher, checkpoints, progress, executor),
                 progress=progress,
                 checkpoints=checkpoints,
-                patience=patience,
+                retry=retry,
                 metrics=trainer_metrics,
                 records=StepRecords(Path(config.folder)),
                 trackers=build_trackers(config),
                 decode=decoder(model),
                 health=health,
-                stages=StageEnds(crew, session, executor, shutdown) if stage_end else None,
+                stages=StageEnds(ranks, session, executor, shutdown) if stage_end else None,
                 executor=executor,
             )
             health.set_ready(True)
-            await _run(TrainingLoop(place, shutdown), place)
+            await _run(TrainingLoop(deps, shutdown), deps)
 
 
 @contextlib.asynccontextmanager
-async def _answering_probes(config: RunConfig, gang: World) -> AsyncIterator[None]:
-    """Serve the admin port on a node that rank 0 is not on: its pod is probed like the others."""
-    if gang.local_rank:
+async def _answering_probes(config: RunConfig, world: World) -> AsyncIterator[None]:
+    """Serve the admin port on a node without rank 0, because its pod is probed too."""
+    if world.local_rank:
         yield
         return
     health, security = Health(), PortSecurity.from_config(config.security)
@@ -172,28 +172,28 @@ async def _take_over(
     config: RunConfig,
     session: TrainingSession,
     checkpoints: CheckpointStore,
-    crew: RankCoordinator,
+    ranks: RankCoordinator,
     executor: ThreadPoolExecutor,
 ) -> Progress:
-    """Fence older trainers, then continue from what the checkpoint store holds."""
+    """Fence older trainers, then continue from the newest state in the checkpoint store."""
     await session.open(f"{socket.gethostname()}-{os.getpid()}", run_limits(config))
     leftovers = await asyncio.to_thread(checkpoints.remove_unfinished_batches)
-    progress = await asyncio.get_running_loop().run_in_executor(executor, load_newest_state, crew, checkpoints)
-    await session.begin(crew.trainer.train_step)
-    await asyncio.to_thread(check_reference, config.trainer.algorithm, crew.shelf)
+    progress = await asyncio.get_running_loop().run_in_executor(executor, load_newest_state, ranks, checkpoints)
+    await session.begin(ranks.trainer.train_step)
+    await asyncio.to_thread(check_reference, config.trainer.algorithm, ranks.catalog)
     get_logger("trainer").info(
         "trainer_takes_over",
-        train_step=crew.trainer.train_step,
-        parameters=crew.trainer.parameter_count,
-        ranks=crew.gang.world,
+        train_step=ranks.trainer.train_step,
+        parameters=ranks.trainer.parameter_count,
+        ranks=ranks.world.size,
         unfinished_batch_files=leftovers,
     )
     return progress
 
 
-async def _run(training: TrainingLoop, place: TrainerDeps) -> None:
-    """Train, and meanwhile watch for a restarted Redis and for a newer trainer."""
-    watch = asyncio.create_task(place.session.watch(place.config.store.heartbeat_seconds), name="watch-session")
+async def _run(training: TrainingLoop, deps: TrainerDeps) -> None:
+    """Train, and watch for a Redis restart and a newer trainer meanwhile."""
+    watch = asyncio.create_task(deps.session.watch(deps.config.store.heartbeat_seconds), name="watch-session")
     train = asyncio.create_task(training.run(), name="train")
     train.add_done_callback(lambda _: watch.cancel())
     try:
@@ -202,25 +202,25 @@ async def _run(training: TrainingLoop, place: TrainerDeps) -> None:
             if task.done() and not task.cancelled():
                 task.result()
     except SessionLost as error:
-        raise _superseded(training, place) from error
+        raise _superseded(training, deps) from error
     except (CheckpointError, OSError) as error:
-        # A newer trainer tidies away what an older one was writing; then this is no trouble with the disk.
+        # A newer trainer deletes unfinished files of an older one. In that case the disk is not the problem.
         try:
-            await place.session.check()
+            await deps.session.check()
         except SessionLost:
-            raise _superseded(training, place) from error
+            raise _superseded(training, deps) from error
         raise
     finally:
         watch.cancel()
         train.cancel()
         await asyncio.gather(watch, train, return_exceptions=True)
-        for tracker in place.trackers:
+        for tracker in deps.trackers:
             tracker.close()
-    await place.session.close()
+    await deps.session.close()
 
 
-def _superseded(training: TrainingLoop, place: TrainerDeps) -> SessionLost:
+def _superseded(training: TrainingLoop, deps: TrainerDeps) -> SessionLost:
     return SessionLost(
-        f"another trainer has taken over run {place.config.name}, so this one stops at train step "
-        f"{training.train_step}: two trainers on one run"
+        f"another trainer has taken over run {deps.config.name}, so this trainer stops at train step "
+        f"{training.train_step}: two trainers on one run; stop one of them"
     )

@@ -1,7 +1,8 @@
-"""torchrun for the ranks of a trainer, with an exit status that says whether starting them again is of use.
+"""torchrun for the ranks of a trainer, with an exit status that tells whether a restart can help.
 
-``python -m rollmesh.trainer.torchrun`` takes the flags and ``PET_*`` variables of torchrun, which itself ends with 1
-whatever its ranks ended with; what starts a gang (a Job, ``rollmesh up``) would try a wrong setting again and again.
+``python -m rollmesh.trainer.torchrun`` takes the flags and ``PET_*`` variables of torchrun. torchrun itself exits with
+1 for every status of its ranks, so the supervisor of the ranks (a Job, ``rollmesh up``) would restart them repeatedly
+with a wrong setting.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from rollmesh.runtime.lifecycle import EXIT_CONFIG
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run torchrun; SystemExit with ``EXIT_CONFIG`` when a rank of this node ended with that."""
+    """Run torchrun. Exits with ``EXIT_CONFIG`` if a rank of this node exited with it."""
     try:
         run.main(arguments)
     except ChildFailedError as error:
-        # Any rank, not the first one: the others fail with their connection to the rank that was refused, and which
-        # of them torchrun saw first is chance.
+        # Check every rank: the others fail when the rejected rank closes its connection, and torchrun may report any
+        # of them first.
         if any(failure.exitcode == EXIT_CONFIG for failure in error.failures.values()):
             print(error, file=sys.stderr)
             raise SystemExit(EXIT_CONFIG) from error

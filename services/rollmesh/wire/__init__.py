@@ -1,1 +1,1 @@
-"""Between dataclasses and protobuf, and the gRPC clients of the mesh."""
+"""Conversion between dataclasses and protobuf, and the gRPC clients of the mesh."""

@@ -1,7 +1,7 @@
-"""Dataclasses to protobuf and back; arrays travel as little-endian bytes with a dtype tag.
+"""Conversion between dataclasses and protobuf; arrays are little-endian bytes with a dtype tag.
 
-Packed protobuf lists cost about a hundred times more than ``np.frombuffer`` on raw bytes, so no list of tokens
-ever exists on this path.
+Packed protobuf lists are about a hundred times slower than ``np.frombuffer`` on raw bytes, so tokens are never
+converted to lists here.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tensor_to_pb(array: npt.NDArray[Any]) -> pb.Tensor:
 
 
 def _fill_tensor(message: pb.Tensor, array: npt.NDArray[Any]) -> None:
-    # In place: a tensor that is made apart is copied once more into its message.
+    # In place: a separate tensor would be copied once more into its message.
     if array.ndim != 1:
         raise DataError(f"tensor: expected one dimension, got shape {array.shape}")
     if array.dtype.kind == "i":
@@ -67,17 +67,17 @@ def _array(message: pb.Tensor, expected: int, field: str) -> npt.NDArray[Any]:
         raise DataError(f"{field}: dtype tag {message.dtype}, expected {pb.Dtype.Name(expected)}")
     dtype = _DTYPES[expected]
     if len(message.data) % dtype.itemsize:
-        raise DataError(f"{field}: {len(message.data)} bytes is no multiple of {dtype.itemsize}")
+        raise DataError(f"{field}: {len(message.data)} bytes, expected a multiple of {dtype.itemsize}")
     return np.frombuffer(message.data, dtype)
 
 
 def ids_from_pb(message: pb.Tensor, field: str = "token_ids") -> Int32Array:
-    """Decode int32 token ids; read-only view on the message's bytes, [tokens]."""
+    """Decode int32 token ids as a read-only view of the message's bytes, [tokens]."""
     return _array(message, pb.DTYPE_INT32, field)
 
 
 def floats_from_pb(message: pb.Tensor, field: str = "behavior_logprobs") -> Float32Array:
-    """Decode float32 values; read-only view on the message's bytes, [tokens]."""
+    """Decode float32 values as a read-only view of the message's bytes, [tokens]."""
     return _array(message, pb.DTYPE_FLOAT32, field)
 
 
@@ -87,7 +87,7 @@ def finish_to_pb(reason: FinishReason | None) -> Any:
 
 
 def finish_from_pb(value: Any) -> FinishReason | None:
-    """Decode a finish reason."""
+    """Decode a finish reason; UNSPECIFIED and unknown values are None."""
     return _FINISH_BACK.get(value)
 
 
@@ -131,7 +131,7 @@ def segment_from_pb(message: pb.Segment) -> Segment:
     """Decode a segment; policy segments must carry one logprob per token."""
     source = _SOURCE_BACK.get(message.source)
     if source is None:
-        raise DataError("segment.source: not set")
+        raise DataError(f"segment.source={message.source}: expected a known source")
     ids = ids_from_pb(message.token_ids, "segment.token_ids")
     logprobs: Float32Array | None = None
     if source is SegmentSource.POLICY:
@@ -149,7 +149,7 @@ def segment_from_pb(message: pb.Segment) -> Segment:
 
 
 def prompt_to_pb(prompt: Prompt) -> pb.Prompt:
-    """Encode a prompt; metadata must consist of JSON values."""
+    """Encode a prompt; its metadata must be JSON values."""
     metadata = struct_pb2.Struct()
     json_format.ParseDict(dict(prompt.metadata), metadata)
     return pb.Prompt(
@@ -161,7 +161,7 @@ def prompt_to_pb(prompt: Prompt) -> pb.Prompt:
 
 
 def prompt_from_pb(message: pb.Prompt) -> Prompt:
-    """Decode a prompt; whole numbers of the metadata are integers again."""
+    """Decode a prompt; whole numbers in the metadata become integers."""
     return Prompt(
         prompt_id=message.prompt_id,
         token_ids=ids_from_pb(message.token_ids, "prompt.token_ids"),
@@ -171,7 +171,7 @@ def prompt_from_pb(message: pb.Prompt) -> Prompt:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    # A protobuf Struct knows only doubles; verifiers and environments were promised the JSON that the data set has.
+    # A protobuf Struct stores only doubles; verifiers and environments receive the JSON of the data set.
     if isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT_INTEGER:
         return int(value)
     if isinstance(value, dict):
@@ -192,7 +192,7 @@ def outcome_from_pb(message: pb.RewardOutcome) -> RewardOutcome:
     """Decode an outcome."""
     kind = _OUTCOME_BACK.get(message.kind)
     if kind is None:
-        raise DataError("outcome.kind: not set")
+        raise DataError(f"outcome.kind={message.kind}: expected a known kind")
     return RewardOutcome(kind=kind, value=message.value, parts=dict(message.parts), message=message.message)
 
 

@@ -1,7 +1,7 @@
-"""Read single fields of an encoded protobuf message without decoding it.
+"""Reader of single fields of an encoded protobuf message, without decoding the message.
 
-A decoded message can be forty times as large as its bytes: two bytes are an empty message of 80. Whoever only passes
-messages on does not pay that.
+A decoded message can be forty times larger than its bytes: two bytes decode to an empty message of 80 bytes. A service
+that only forwards messages avoids this cost.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _LONGEST_VARINT_BYTES = 10
 
 
 def bytes_fields(data: bytes, most: int) -> Iterator[tuple[int, bytes]]:
-    """Number and content of each length-delimited field, in order; other fields are passed over.
+    """Yield number and content of each length-delimited field, in order; other fields are skipped.
 
-    Raises DataError for bytes that are no message, or one of more than ``most`` fields of any kind.
+    Raises DataError for malformed bytes, or for a message of more than ``most`` fields of any type.
     """
     at = count = 0
     while at < len(data):
@@ -42,7 +42,7 @@ def bytes_fields(data: bytes, most: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at ``at``, and where it ends."""
+    """Read the number at ``at``; return it and the position after it."""
     value = 0
     for length, byte in enumerate(data[at : at + _LONGEST_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * length)

@@ -1,4 +1,4 @@
-"""The caller's side of GenerationService: one channel per generator, errors of rollmesh instead of gRPC codes."""
+"""Client of GenerationService: one channel per generator, and rollmesh errors instead of gRPC codes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 from rollmesh.wire.generation_messages import VersionNeed, chunk_from_pb, error_from_rpc, request_to_pb
 
-_CHANNELS = 256
-"""Channels kept; generators come and go, and idle channels to dead ones would pile up."""
+_MAX_CHANNELS = 256
+"""Maximum number of open channels; surplus idle channels are closed because generators are replaced over time."""
 
 
-class _Line:
-    """A channel to one address."""
+class _Connection:
+    """Channel and stub of one address."""
 
     def __init__(self, address: str, security: PortSecurity) -> None:
         self.certificates = security.channel_state()
@@ -32,11 +32,11 @@ class _Line:
 
 
 class GenerationClient:
-    """Calls generators by their records; safe for any number of concurrent calls in one loop."""
+    """Client of all generators of a mesh; safe for any number of concurrent calls in one loop."""
 
     def __init__(self, security: PortSecurity = OPEN) -> None:
         self._security = security
-        self._lines: OrderedDict[str, _Line] = OrderedDict()
+        self._connections: OrderedDict[str, _Connection] = OrderedDict()
 
     async def __aenter__(self) -> Self:
         return self
@@ -47,10 +47,10 @@ class GenerationClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Close every channel; running calls end with an EngineError."""
-        for line in self._lines.values():
-            await line.channel.close()
-        self._lines.clear()
+        """Close every channel; calls in progress fail with an EngineError."""
+        for connection in self._connections.values():
+            await connection.channel.close()
+        self._connections.clear()
 
     async def generate(
         self,
@@ -63,21 +63,22 @@ class GenerationClient:
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of one call; the last one carries a finish reason.
 
-        A call with an ``unacknowledged_token_limit`` is held while ``acknowledge`` is behind, and ends as
-        ``interrupted`` when it stays behind.
-        Raises GenerationRefused (not now, not here), EngineError (the generator or the way to it is broken) or
-        DataError (the call can never work). Closing the generator cancels the call; its undelivered tokens are lost.
+        A call with an ``unacknowledged_token_limit`` is held until ``acknowledge`` reports enough tokens, and ends as
+        ``interrupted`` if that takes too long.
+        Raises GenerationRefused (retry later or at another generator), EngineError (the generator failed or is
+        unreachable) or DataError (the call is invalid). Closing the stream cancels the call; its undelivered tokens
+        are lost.
         """
         need = VersionNeed(
             instance_id=record.instance_id,
             min_policy_version=min_policy_version,
             pinned_policy_version=pinned_policy_version,
         )
-        line = await self._line(record.address)
+        connection = await self._connection(record.address)
         metadata = call_metadata(traceparent=traceparent, token=self._security.sent_token)
-        stream = line.stub.Generate(request_to_pb(call, need), metadata=metadata)
+        stream = connection.stub.Generate(request_to_pb(call, need), metadata=metadata)
         received = False
-        line.calls += 1
+        connection.calls += 1
         try:
             async for response in stream:
                 yield chunk_from_pb(response)
@@ -85,14 +86,14 @@ class GenerationClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, record.address, received, self._security.explain) from error
         finally:
-            line.calls -= 1
+            connection.calls -= 1
             stream.cancel()
 
     async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
-        """End these calls (none named: all) as ``interrupted`` with the tokens they have; returns how many."""
-        line = await self._line(record.address)
+        """End these calls (empty: all) as ``interrupted`` with their current tokens; returns the number ended."""
+        connection = await self._connection(record.address)
         try:
-            response = await line.stub.Interrupt(
+            response = await connection.stub.Interrupt(
                 pb.InterruptRequest(trajectory_ids=trajectory_ids), metadata=self._metadata()
             )
         except grpc.aio.AioRpcError as error:
@@ -100,8 +101,8 @@ class GenerationClient:
         return int(response.interrupted_count)
 
     async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
-        """Tell the generator how much of each trajectory, prompt included, is durable."""
-        line = await self._line(record.address)
+        """Report the durable tokens of each trajectory, prompt included, to the generator."""
+        connection = await self._connection(record.address)
         request = pb.AcknowledgeRequest(
             instance_id=record.instance_id,
             acknowledgements=[
@@ -110,15 +111,17 @@ class GenerationClient:
             ],
         )
         try:
-            await line.stub.Acknowledge(request, metadata=self._metadata())
+            await connection.stub.Acknowledge(request, metadata=self._metadata())
         except grpc.aio.AioRpcError as error:
             raise self._error(error, record.address) from error
 
     async def status(self, record: GeneratorRecord) -> pb.GetStatusResponse:
-        """Version, load and capacity of a generator."""
-        line = await self._line(record.address)
+        """Return policy version, load and capacity of a generator."""
+        connection = await self._connection(record.address)
         try:
-            response: pb.GetStatusResponse = await line.stub.GetStatus(pb.GetStatusRequest(), metadata=self._metadata())
+            response: pb.GetStatusResponse = await connection.stub.GetStatus(
+                pb.GetStatusRequest(), metadata=self._metadata()
+            )
         except grpc.aio.AioRpcError as error:
             raise self._error(error, record.address) from error
         return response
@@ -129,16 +132,20 @@ class GenerationClient:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return call_metadata(token=self._security.sent_token)
 
-    async def _line(self, address: str) -> _Line:
-        line = self._lines.get(address)
-        if line is not None and not line.calls and line.certificates is not self._security.channel_state():
-            # Its certificates have been rotated: the next connection would be made with the old ones.
-            await self._lines.pop(address).channel.close()
-            line = self._lines.get(address)
-        if line is None:
-            line = self._lines[address] = _Line(address, self._security)
-        self._lines.move_to_end(address)
-        idle = [a for a, other in self._lines.items() if not other.calls and other is not line]
-        for surplus in idle[: max(0, len(self._lines) - _CHANNELS)]:
-            await self._lines.pop(surplus).channel.close()
-        return line
+    async def _connection(self, address: str) -> _Connection:
+        connection = self._connections.get(address)
+        if (
+            connection is not None
+            and not connection.calls
+            and connection.certificates is not self._security.channel_state()
+        ):
+            # The certificates have been rotated: a reconnect of this channel would use the old ones.
+            await self._connections.pop(address).channel.close()
+            connection = self._connections.get(address)
+        if connection is None:
+            connection = self._connections[address] = _Connection(address, self._security)
+        self._connections.move_to_end(address)
+        idle = [a for a, other in self._connections.items() if not other.calls and other is not connection]
+        for surplus in idle[: max(0, len(self._connections) - _MAX_CHANNELS)]:
+            await self._connections.pop(surplus).channel.close()
+        return connection

@@ -1,4 +1,4 @@
-"""Generation calls, chunks and refusals to protobuf and gRPC status, and back."""
+"""Conversion of generation calls, chunks and errors to protobuf and gRPC status, and back."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rollmesh.wire.codec import (
 )
 
 ERROR_KEY = "rollmesh-error"
-"""Trailing metadata with the error's class: a refusal on purpose and a broken connection share gRPC codes."""
+"""Trailing metadata key of the error's class: a rejection and a broken connection have the same gRPC codes."""
 
 MOST_ID_CHARACTERS = 512
 MOST_IDS = 16_384
-"""Ids in one request."""
+"""Maximum number of ids in one request."""
 MOST_VERSION = 2**53 - 1
-"""Largest integer that Redis scripts keep exact."""
+"""Largest integer that is exact in Redis scripts."""
 
 _ERRORS: dict[str, type[DataError | EngineError | GenerationRefused]] = {
     e.__name__: e for e in (DataError, EngineError, GenerationRefused)
@@ -37,7 +37,7 @@ _ERRORS: dict[str, type[DataError | EngineError | GenerationRefused]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionNeed:
-    """Which generator and which policy versions may serve a call."""
+    """Generator and policy versions that may serve a call."""
 
     instance_id: str
     min_policy_version: int = 0
@@ -45,7 +45,7 @@ class VersionNeed:
 
 
 def request_to_pb(call: GenerationCall, need: VersionNeed) -> pb.GenerateRequest:
-    """Encode a call."""
+    """Encode a generation call."""
     pinned = need.pinned_policy_version
     return pb.GenerateRequest(
         trajectory_id=call.trajectory_id,
@@ -63,7 +63,7 @@ def request_to_pb(call: GenerationCall, need: VersionNeed) -> pb.GenerateRequest
 
 
 def request_from_pb(request: pb.GenerateRequest) -> tuple[GenerationCall, VersionNeed]:
-    """Decode a call; DataError names the field that is wrong."""
+    """Decode a generation call; DataError names the invalid field."""
     for name in ("trajectory_id", "group_id", "instance_id"):
         check_id(getattr(request, name), name)
     for name in ("min_policy_version", "pinned_policy_version_plus_one", "unacknowledged_token_limit"):
@@ -89,7 +89,7 @@ def request_from_pb(request: pb.GenerateRequest) -> tuple[GenerationCall, Versio
 
 
 def check_id(value: str, name: str) -> None:
-    """Raise DataError for an id that is longer than any that the mesh makes."""
+    """Raise DataError for an id that is longer than any id of the mesh."""
     if len(value) > MOST_ID_CHARACTERS:
         raise DataError(f"{name}: {len(value)} characters, expected at most {MOST_ID_CHARACTERS}")
 
@@ -103,7 +103,7 @@ def check_ids(values: Sequence[str], name: str) -> None:
 
 
 def check_version(version: int) -> None:
-    """Raise DataError for a number that is no policy version."""
+    """Raise DataError for a number that is not a valid policy version."""
     if not 0 <= version <= MOST_VERSION:
         raise DataError(f"policy_version={version}: expected 0 to {MOST_VERSION}")
 
@@ -121,7 +121,7 @@ def chunk_to_pb(chunk: Chunk) -> pb.GenerateResponse:
 
 
 def chunk_from_pb(response: pb.GenerateResponse) -> Chunk:
-    """Decode a chunk; EngineError when the message is no chunk."""
+    """Decode a chunk; EngineError if the message is malformed."""
     try:
         return Chunk(
             token_ids=ids_from_pb(response.token_ids),
@@ -136,7 +136,7 @@ def chunk_from_pb(response: pb.GenerateResponse) -> Chunk:
 
 
 def status_of(error: DataError | EngineError | GenerationRefused) -> grpc.StatusCode:
-    """The canonical code of an error that no more special one fits."""
+    """Return the default gRPC code of an error."""
     if isinstance(error, DataError):
         return grpc.StatusCode.INVALID_ARGUMENT
     if isinstance(error, GenerationRefused):
@@ -147,10 +147,10 @@ def status_of(error: DataError | EngineError | GenerationRefused) -> grpc.Status
 def error_from_rpc(
     error: grpc.aio.AioRpcError, address: str, received: bool, explain: Callable[[str], str] = str
 ) -> DataError | EngineError | GenerationRefused:
-    """What a failed call means to the caller.
+    """Convert the gRPC error of a failed call into a rollmesh error.
 
-    Only an error that the generator raised on purpose, before its first token, is a refusal or a wrong call; a lost
-    connection, a time-out or anything after a token is an EngineError.
+    An error that the generator reported before the first token keeps its class. A lost connection, a time-out and any
+    error after a token are an EngineError.
     """
     text = explain(error.details() or error.code().name)
     name = dict(error.trailing_metadata() or ()).get(ERROR_KEY)

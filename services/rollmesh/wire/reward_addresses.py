@@ -1,4 +1,4 @@
-"""Where the reward services of a run are: by a DNS name, or by the files of a shared run folder."""
+"""Discovery of a run's reward services, by a DNS name or by the files of a shared run folder."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.logging import get_logger
 
 Addresses = Callable[[], Sequence[str]]
-"""host:port of every service there is now; may block."""
+"""Function that returns the host:port of every running service; may block."""
 
 
 def reward_addresses(config: RunConfig) -> Addresses:
-    """How this run's reward services are found.
+    """Return the function that finds this run's reward services.
 
-    Raises ConfigError when there is no way to find them.
+    Raises ConfigError if the run file gives neither an address nor a shared folder.
     """
     if config.reward.address is not None:
         return ResolvedName(config.reward.address)
     if not config.network.shared_folder:
         raise ConfigError(
-            "reward.address is missing: services that share no run folder (network.shared_folder=false) find reward "
-            "services by the host:port of a headless service, for example by ROLLMESH_REWARD__ADDRESS"
+            "reward.address is missing: without a shared run folder (network.shared_folder=false), set it to the "
+            "host:port of a headless service, for example by ROLLMESH_REWARD__ADDRESS"
         )
     folder = Path(config.folder)
     return lambda: [endpoint.grpc for endpoint in read_endpoints(folder, "reward")]
 
 
 class ResolvedName:
-    """All addresses behind one ``host:port``; while the name cannot be resolved, those known before."""
+    """All addresses behind one ``host:port``; the last known ones while the name cannot be resolved."""
 
     def __init__(self, address: str) -> None:
         host, _, port = address.rpartition(":")
@@ -42,7 +42,7 @@ class ResolvedName:
         self._failing = False
 
     def __call__(self) -> Sequence[str]:
-        """Look the name up; blocks as long as the system's resolver does."""
+        """Resolve the name; blocks until the system's resolver returns."""
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""The caller's side of RewardService: coalesced calls, a deadline, and patience with a service that is away."""
+"""Client of RewardService: coalesced calls, a deadline, and retries while a service is unreachable."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ MOST_ITEMS_PER_CALL = 64
 MOST_BYTES_PER_CALL = 8 << 20
 _FIRST_PAUSE_SECONDS = 0.05
 _LONGEST_PAUSE_SECONDS = 2.0
-_ADDRESSES_FRESH_SECONDS = 5.0
-_COMPLAIN_SECONDS = 30.0
-_AGAIN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
-"""Codes after which the same call may succeed, here or at another replica; scoring twice is harmless."""
+_ADDRESS_REFRESH_SECONDS = 5.0
+_LOG_SECONDS = 30.0
+_RETRIED_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
+"""Codes that are retried at the same or another replica; scoring twice is harmless."""
 
 
 @dataclass(slots=True)
-class _Line:
+class _Connection:
     channel: grpc.aio.Channel
     stub: stubs.RewardServiceStub
     address: str
     item_count: int = 0
-    """Items in calls under way."""
+    """Number of items in calls in progress."""
     failed: bool = False
-    """Whether it is to be closed once idle: a new channel connects at once, an old one backs off for minutes."""
+    """True if the channel must be closed once idle: a new one connects at once, an old one backs off for minutes."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,7 @@ class _Waiting:
 
 
 class RewardClient:
-    """Scores trajectories at the least busy reward service of a run; any number of concurrent calls in one loop."""
+    """Client of the least busy reward service of a run; safe for any number of concurrent calls in one loop."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class RewardClient:
         security: PortSecurity = OPEN,
         deadline_seconds: float = 300.0,
     ) -> None:
-        """``addresses`` gives the host:port of the services; by default they are found as the run file says.
+        """``addresses`` returns the host:port of the services; the default uses the run file.
 
-        ``deadline_seconds`` bounds a call with all its retries, the waiting behind other answers included.
+        ``deadline_seconds`` limits a call with all its retries and its waiting time in the service.
         """
         self._addresses = addresses or reward_addresses(config)
         self._security = security
         self._deadline_seconds = deadline_seconds
-        self._lines: dict[str, _Line] = {}
-        self._read_at = -_ADDRESSES_FRESH_SECONDS
-        self._complain_at = 0.0
+        self._connections: dict[str, _Connection] = {}
+        self._read_at = -_ADDRESS_REFRESH_SECONDS
+        self._log_retry_at = 0.0
         self._pending: list[_Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._closing: set[asyncio.Future[None]] = set()
@@ -87,20 +87,20 @@ class RewardClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel the calls under way (they raise RewardUnavailable) and close the channels."""
+        """Cancel the calls in progress, which raise RewardUnavailable, and close the channels."""
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
         _fail(self._pending, RewardUnavailable("reward: the client has been closed"))
         self._pending = []
-        await asyncio.gather(*self._closing, *(line.channel.close() for line in self._lines.values()))
-        self._lines.clear()
+        await asyncio.gather(*self._closing, *(connection.channel.close() for connection in self._connections.values()))
+        self._connections.clear()
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[RewardOutcome]:
-        """One outcome per finished trajectory, in order.
+        """Score finished trajectories; returns one outcome per trajectory, in order.
 
-        Calls of one loop tick travel together, and each returns as soon as its own outcomes are there. Raises
-        RewardUnavailable when no service answers before the deadline, DataError when a prompt's metadata cannot travel.
+        Calls in the same iteration of the event loop share a request, and each returns as soon as its outcomes arrive.
+        Raises RewardUnavailable if no service answers before the deadline.
         """
         loop = asyncio.get_running_loop()
         waiting = [
@@ -141,30 +141,30 @@ class RewardClient:
             _fail(batch, error)
 
     async def _call(self, batch: list[_Waiting], deadline: float) -> None:
-        """Outcomes reach their callers as they come; what a broken call left open goes into the next one."""
+        """Send a batch until every item has an outcome; retries contain only the items without one."""
         pause, reason = _FIRST_PAUSE_SECONDS, ""
         while (remaining := deadline - time.monotonic()) > 0:
-            line = await self._least_busy()
-            if line is not None:
-                line.item_count += len(batch)
-                # Made for each try: the token may have been changed since the last one.
+            connection = await self._least_busy()
+            if connection is not None:
+                connection.item_count += len(batch)
+                # Built for each attempt: the token may have changed since the previous one.
                 metadata = call_metadata(traceparent=batch[0].traceparent, token=self._security.sent_token)
                 try:
-                    await _receive(line.stub, batch, remaining, metadata)
+                    await _receive(connection.stub, batch, remaining, metadata)
                     return
                 except grpc.aio.AioRpcError as error:
                     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                        # The time is up; why an earlier try failed says more than that.
-                        reason = reason or f"DEADLINE_EXCEEDED: {line.address} is silent"
+                        # The error of an earlier attempt is more useful than the expired deadline.
+                        reason = reason or f"DEADLINE_EXCEEDED: {connection.address} did not answer"
                         break
                     reason = f"{error.code().name}: {self._security.explain(error.details() or '')}"
-                    if error.code() not in _AGAIN:
+                    if error.code() not in _RETRIED_CODES:
                         raise RewardUnavailable(f"reward: {reason}") from error
-                    line.failed = True
-                    self._complain(reason)
+                    connection.failed = True
+                    self._log_retry(reason)
                 finally:
-                    line.item_count -= len(batch)
-                    self._retire(line)
+                    connection.item_count -= len(batch)
+                    self._retire(connection)
                 batch = [waiting for waiting in batch if not waiting.result.done()]
                 if not batch:
                     return
@@ -173,36 +173,40 @@ class RewardClient:
         reason = reason or "none is registered"
         raise RewardUnavailable(f"reward: no service answered within {self._deadline_seconds:g} s; {reason}")
 
-    def _complain(self, reason: str) -> None:
-        """Say now and then what is being waited out: the deadline of a call may be minutes away."""
-        if time.monotonic() >= self._complain_at:
-            self._complain_at = time.monotonic() + _COMPLAIN_SECONDS
+    def _log_retry(self, reason: str) -> None:
+        """Log the reason of a retry, rate-limited, because the deadline of a call may be minutes later."""
+        if time.monotonic() >= self._log_retry_at:
+            self._log_retry_at = time.monotonic() + _LOG_SECONDS
             get_logger("reward").warning("reward_service_not_reached", message=reason)
 
-    async def _least_busy(self) -> _Line | None:
-        if not self._usable() or time.monotonic() - self._read_at >= _ADDRESSES_FRESH_SECONDS:
+    async def _least_busy(self) -> _Connection | None:
+        if not self._usable() or time.monotonic() - self._read_at >= _ADDRESS_REFRESH_SECONDS:
             self._read_at = time.monotonic()
-            # In a thread: a name server may be slow, and everything else of the worker runs in this loop.
+            # In a thread: a name server may be slow, and the worker's other tasks run in this loop.
             self._refresh(set(await asyncio.to_thread(self._addresses)))
-        return min(self._usable(), key=lambda line: line.item_count, default=None)
+        return min(self._usable(), key=lambda connection: connection.item_count, default=None)
 
-    def _usable(self) -> list[_Line]:
-        return [line for line in self._lines.values() if not line.failed]
+    def _usable(self) -> list[_Connection]:
+        return [connection for connection in self._connections.values() if not connection.failed]
 
     def _refresh(self, addresses: set[str]) -> None:
-        for address in addresses - self._lines.keys():
+        for address in addresses - self._connections.keys():
             channel = create_channel(address, self._security)
             stub = stubs.RewardServiceStub(channel)  # type: ignore[no-untyped-call]
-            self._lines[address] = _Line(channel=channel, stub=stub, address=address)
-        for address in self._lines.keys() - addresses:
-            self._lines[address].failed = True
-            self._retire(self._lines[address])
+            self._connections[address] = _Connection(channel=channel, stub=stub, address=address)
+        for address in self._connections.keys() - addresses:
+            self._connections[address].failed = True
+            self._retire(self._connections[address])
 
-    def _retire(self, line: _Line) -> None:
-        if not line.failed or line.item_count or self._lines.get(line.address) is not line:
+    def _retire(self, connection: _Connection) -> None:
+        if (
+            not connection.failed
+            or connection.item_count
+            or self._connections.get(connection.address) is not connection
+        ):
             return
-        del self._lines[line.address]
-        closing = asyncio.ensure_future(line.channel.close())
+        del self._connections[connection.address]
+        closing = asyncio.ensure_future(connection.channel.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
@@ -223,7 +227,7 @@ async def _receive(
     finally:
         call.cancel()
     if any(not waiting.result.done() for waiting in batch):
-        raise RewardUnavailable(f"reward: the service gave {count} outcomes for {len(batch)} answers")
+        raise RewardUnavailable(f"reward: the service returned {count} outcomes for {len(batch)} answers")
 
 
 def _fail(batch: Sequence[_Waiting], error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Trajectories to the messages of RewardService, and back to what a verifier is given."""
+"""Conversion of trajectories to the messages of RewardService, and of these to the input of a verifier."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROMPT = pb.ScoreItem.PROMPT_FIELD_NUMBER
 _TRACEPARENT = pb.ScoreItem.TRACEPARENT_FIELD_NUMBER
 _VERIFIER = trajectory_pb2.Prompt.VERIFIER_FIELD_NUMBER
 _MOST_FIELDS = 64
-"""Fields of one item, and of one prompt; our own encoder writes each field once."""
+"""Maximum number of fields of one item and of one prompt; this module's encoder writes each field once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ScoreItem:
 
 
 def score_item_to_pb(trajectory: Trajectory) -> pb.ScoreItem:
-    """What a reward service needs of a finished trajectory."""
+    """Encode the parts of a finished trajectory that a reward service needs."""
     return pb.ScoreItem(
         trajectory_id=trajectory.trajectory_id,
         prompt=prompt_to_pb(trajectory.prompt),
@@ -53,7 +53,7 @@ def score_item_to_pb(trajectory: Trajectory) -> pb.ScoreItem:
 
 
 def score_item_from_bytes(data: bytes) -> ScoreItem:
-    """Decode one item; raises DataError naming the field that is wrong."""
+    """Decode one item; DataError names the invalid field."""
     try:
         message = pb.ScoreItem.FromString(data)
     except DecodeError as error:
@@ -68,7 +68,7 @@ def score_item_from_bytes(data: bytes) -> ScoreItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreItemHead:
-    """The fields of an encoded item that decide where it is scored."""
+    """Fields of an encoded item that the reward service reads to route and trace it."""
 
     trajectory_id: str
     verifier: str
@@ -76,12 +76,12 @@ class ScoreItemHead:
 
 
 def score_items(request: bytes, most: int) -> list[bytes]:
-    """The encoded items of a ScoreRequest; raises DataError when it is none, or has more than ``most`` fields."""
+    """Split a ScoreRequest into encoded items; raises DataError if it is malformed or has more than ``most`` fields."""
     return [content for number, content in bytes_fields(request, most) if number == _ITEMS]
 
 
 def score_item_head(item: bytes) -> ScoreItemHead:
-    """Read the head of one encoded item; raises DataError when it is none."""
+    """Read the head of one encoded item; raises DataError if it is malformed."""
     found = {_TRAJECTORY_ID: b"", _TRACEPARENT: b""}
     verifier = b""
     for number, content in bytes_fields(item, _MOST_FIELDS):
@@ -104,7 +104,7 @@ def outcome_to_bytes(outcome: RewardOutcome) -> bytes:
 
 
 def outcome_from_bytes(data: bytes) -> RewardOutcome:
-    """Decode an outcome; raises DataError when the bytes are none."""
+    """Decode an outcome; raises DataError if the bytes are malformed."""
     try:
         return outcome_from_pb(trajectory_pb2.RewardOutcome.FromString(data))
     except DecodeError as error:

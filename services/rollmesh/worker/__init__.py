@@ -1,4 +1,4 @@
-"""Holding trajectories: the session with the queue, what is saved, and the generation calls that continue them.
+"""Worker of leased trajectories: session with the queue, saves, generation calls, rollout programs and scoring.
 
-Shared by every process that leases trajectories: the rollout workers and the gateway.
+Every process that leases trajectories uses it: the rollout workers and the gateway.
 """

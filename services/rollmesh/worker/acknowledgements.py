@@ -1,4 +1,7 @@
-"""Telling generators what is saved: they stream only so far ahead of it (``CallLimits.unacknowledged_token_limit``)."""
+"""Acknowledgement of saved tokens to the generators.
+
+A generator samples at most ``SaveLimits.unacknowledged_token_limit`` tokens beyond the acknowledged ones.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ _LIMIT_SECONDS = 5.0
 
 
 class Acknowledger:
-    """Reports travel in the background, one call at a time per generator; what comes up meanwhile travels together.
+    """Background sender of acknowledgements: one call at a time per generator, later ones wait and are sent together.
 
-    A report that is lost is no error: the generator holds the call for a while and ends it as interrupted, and the next
-    one begins where the queue's tokens end.
+    A lost acknowledgement is not an error. The generator holds the call for a while and ends it as interrupted; the
+    next call continues from the tokens in the queue.
     """
 
     def __init__(self, client: GenerationPort) -> None:
@@ -26,7 +29,7 @@ class Acknowledger:
         self._log = get_logger("acknowledging")
 
     def saved(self, record: GeneratorRecord, trajectory_id: str, context_token_count: int) -> None:
-        """Report the durable length of a trajectory, prompt included, to the generator that continues it."""
+        """Acknowledge the durable length of a trajectory, prompt included, to the generator that continues it."""
         name = record.instance_id
         self._waiting.setdefault(name, {})[trajectory_id] = context_token_count
         if name not in self._tasks:

@@ -1,4 +1,4 @@
-"""A trajectory in the hands of this worker: what was sampled, what is saved, and whether it has to be let go."""
+"""Leased trajectory in progress: its sampled tokens, its saved tokens and the requests to stop it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.spans import NOTHING, Span
-from rollmesh.segments import join_segments, part_of
+from rollmesh.segments import join_segments, slice_segment
 from rollmesh.store.digest import TokenDigest
 from rollmesh.store.queue_types import HeldTokens, ReleaseReason
 from rollmesh.types import FinishReason, Int32Array, Segment, SegmentSource, Trajectory
 
 
 class Parked(RollmeshError):
-    """The trajectory comes to rest as a partial one: its tokens are saved and the lease goes back."""
+    """Signal that the trajectory must stop and become partial: its tokens are saved and its lease is released."""
 
     def __init__(self, reason: ReleaseReason) -> None:
         super().__init__(reason)
@@ -24,25 +24,25 @@ class Parked(RollmeshError):
 
 
 class LetGo(RollmeshError):
-    """The queue no longer wants this worker to continue the trajectory."""
+    """Signal that this worker no longer holds the lease of the trajectory."""
 
 
 class ActiveTrajectory:
-    """One trajectory while a worker holds it. Tokens are only ever appended."""
+    """One trajectory while a worker holds its lease."""
 
     def __init__(
         self, trajectory: Trajectory, attempt: int = 1, snapshot: bytes | None = None, incarnation: int = 0
     ) -> None:
         self.incarnation = incarnation
-        """How often it has begun again; every write states it."""
+        """Number of restarts; every write carries it."""
         self.snapshot = snapshot
-        """State of its environment after a completed turn, as it was saved last."""
+        """Newest saved state of the environment, taken after a completed turn."""
         self.attempt = attempt
         """Leases without token progress, this one included."""
         self.failed_calls = 0
-        """Generation calls in a row that broke without a token."""
+        """Generation calls in a row that failed without a token."""
         self.trajectory = trajectory
-        """As it was leased: prompt, saved segments, trace."""
+        """State at the lease: prompt, saved segments, trace."""
         self.segments: list[Segment] = list(trajectory.segments)
         self.token_count = trajectory.response_token_count
         self.saved_token_count = self.token_count
@@ -53,29 +53,29 @@ class ActiveTrajectory:
         """Oldest policy version for any call (Desired.interrupt_below_version)."""
         self.finish_reason = trajectory.finish_reason
         self.generator = ""
-        """Instance of the generator whose call is under way, or was the last."""
+        """Generator instance of the current or the last call."""
         self.first_lease_time = 0.0
-        """When it was first leased, by whomever, in Unix seconds; 0 for one that is not leased (evaluation)."""
+        """Time of the first lease by any worker, Unix seconds; 0 without a lease (evaluation)."""
         self.span: Span = NOTHING
-        """What this worker does with it, in the trajectory's trace."""
+        """Span of this lease in the trajectory's trace."""
         self.changed: Callable[[], None] = _nothing
-        """Called when tokens arrive, when it is to come to rest or to go on, is lost, or is no longer held."""
+        """Callback for new tokens, a stop request or its withdrawal, a lost lease and the end of the work."""
         self.first_token_reported = False
-        """Whether the queue knows the policy version of the first token although it is not saved."""
-        self.enough = False
-        """Whoever reads the answer needs no more of it: a call under way ends with the chunk at hand."""
-        self.over = False
-        """The worker has ended its work on it."""
+        """True once the queue stores the policy version of a first token that is not saved yet."""
+        self.stop_requested = False
+        """True once the reader of the answer needs no more tokens: the current call ends with the current chunk."""
+        self.closed = False
+        """True once the worker has ended its work on the trajectory."""
         self.recorded = False
-        """The queue has its outcome, or its dead letter."""
+        """True once the queue stores the outcome or the dead letter."""
         self._park: ReleaseReason | None = None
         self._lost = ""
         self._digest = TokenDigest()
-        """Of the tokens that were asked about last: the next question is mostly about a few more."""
+        """Digest of the prefix requested last; the next request usually extends it by a few tokens."""
 
     @property
     def finished(self) -> bool:
-        """Whether the queue has its last token; what is left is the reward."""
+        """True once the queue stores the last token; only the reward is missing."""
         return self.finish_reason is not None
 
     @property
@@ -85,12 +85,12 @@ class ActiveTrajectory:
 
     @property
     def traceparent(self) -> str:
-        """Where further spans of this attempt belong; empty when there is no trace."""
+        """Parent of further spans of this attempt; empty without a trace."""
         return self.span.traceparent or self.trajectory.traceparent
 
     @property
     def min_version(self) -> int:
-        """Oldest policy version that may write the next token."""
+        """Oldest policy version that may sample the next token."""
         own = self.start_floor if self.newest_version < 0 else self.newest_version
         return max(own, self.call_floor, 0)
 
@@ -100,7 +100,7 @@ class ActiveTrajectory:
         return len(self.trajectory.prompt.token_ids)
 
     def context_ids(self) -> Int32Array:
-        """Prompt and everything since, int32 [prompt_tokens + token_count]."""
+        """Return the prompt and all later tokens, int32 [prompt_tokens + token_count]."""
         parts = [self.trajectory.prompt.token_ids, *(s.token_ids for s in self.segments)]
         return np.concatenate(parts).astype(np.int32, copy=False)
 
@@ -115,36 +115,36 @@ class ActiveTrajectory:
         self.changed()
 
     def trim(self, token_count: int) -> None:
-        """Forget the tokens after the first ``token_count``; those that are saved stay."""
+        """Drop the tokens after the first ``token_count``, but no saved ones."""
         kept = max(token_count, self.saved_token_count)
         self._digest = TokenDigest()
         while self.token_count > kept:
             last = self.segments.pop()
             self.token_count -= len(last)
             if self.token_count < kept:
-                self.segments.append(part_of(last, 0, kept - self.token_count))
+                self.segments.append(slice_segment(last, 0, kept - self.token_count))
                 self.token_count = kept
         written = [s.policy_version for s in self.segments if s.source is SegmentSource.POLICY]
         self.newest_version = max(written, default=-1)
 
     @property
     def first_version(self) -> int | None:
-        """Policy version of the first token; None before it."""
+        """Policy version of the first sampled token; None without one."""
         return next((s.policy_version for s in self.segments if s.source is SegmentSource.POLICY), None)
 
     def unsaved(self) -> list[Segment]:
-        """Segments after the saved tokens; the first one is sliced where the saved part ends inside it."""
+        """Return the segments after the saved tokens; the first one is sliced if it is partly saved."""
         return list(join_segments(self._between(self.saved_token_count, self.token_count)))
 
     def digest_at(self, token_count: int) -> TokenDigest:
-        """Digest of the first ``token_count`` tokens."""
+        """Return the digest of the first ``token_count`` tokens."""
         if token_count < self._digest.token_count:
             self._digest = TokenDigest()
         self._digest = self._digest.extended(self._between(self._digest.token_count, token_count))
         return self._digest
 
-    def stated(self) -> HeldTokens:
-        """What the queue is told of it when everything held is registered again."""
+    def held_tokens(self) -> HeldTokens:
+        """Return the state that the worker sends when it registers its trajectories again."""
         return HeldTokens(
             trajectory_id=self.trajectory_id,
             incarnation=self.incarnation,
@@ -153,16 +153,16 @@ class ActiveTrajectory:
         )
 
     def _between(self, first: int, last: int) -> Iterator[Segment]:
-        """The tokens from ``first`` up to ``last``; segments are cut where they end inside one."""
+        """Yield the segments of the tokens from ``first`` up to ``last``, sliced at both ends."""
         start = 0
         for segment in self.segments:
             end = start + len(segment)
             if end > first and start < last:
-                yield part_of(segment, max(0, first - start), last - start)
+                yield slice_segment(segment, max(0, first - start), last - start)
             start = end
 
     def restart(self) -> None:
-        """Forget every token; the queue has none either."""
+        """Drop every token; the queue must have none either."""
         self.segments.clear()
         self.token_count = self.saved_token_count = 0
         self.first_token_reported = False
@@ -171,47 +171,47 @@ class ActiveTrajectory:
         self.snapshot = None
 
     def result(self, reason: FinishReason) -> Trajectory:
-        """The trajectory as it ended, for scoring."""
+        """Return the finished trajectory, for scoring."""
         return replace(self.trajectory, segments=join_segments(self.segments), finish_reason=reason)
 
     def park(self, reason: ReleaseReason) -> None:
-        """Ask the trajectory to come to rest at its next step; a shutdown outweighs a pause."""
+        """Request that the trajectory stop at its next step and become partial; a shutdown overrides a pause."""
         if self._park is None or reason is ReleaseReason.DRAINED:
             self._park = reason
         self.changed()
 
     def unpark(self) -> None:
-        """The pause ended before the trajectory came to rest."""
+        """Withdraw a pause that has not stopped the trajectory yet."""
         if self._park is ReleaseReason.PAUSED:
             self._park = None
         self.changed()
 
     def lose(self, reason: str) -> None:
-        """The queue does not hold the trajectory for this worker any more."""
+        """Mark the lease as lost; the next check raises LetGo."""
         self._lost = reason
         self.changed()
 
     @property
-    def parking(self) -> ReleaseReason | None:
-        """Why it is to come to rest; None when it is not."""
+    def park_reason(self) -> ReleaseReason | None:
+        """Reason of the pending stop request; None without one."""
         return self._park
 
     @property
     def wanted(self) -> bool:
-        """Whether the trajectory should go on."""
+        """True while the trajectory should continue."""
         return self._park is None and not self._lost
 
     def check_lost(self) -> None:
-        """Raise LetGo when the queue has given the trajectory up; a call under way ends for that reason only."""
+        """Raise LetGo if the lease is lost: the only reason to end a call in progress."""
         if self._lost:
             raise LetGo(self._lost)
 
     def check(self) -> None:
-        """Raise LetGo or Parked when the trajectory must not go on."""
+        """Raise LetGo or Parked if the trajectory must stop."""
         self.check_lost()
         if self._park is not None:
             raise Parked(self._park)
 
 
 def _nothing() -> None:
-    """Nobody looks."""
+    """Default of ``changed``."""

@@ -1,7 +1,7 @@
-"""What is kept beside the tokens of a trajectory that an outside agent works on, in place of a snapshot.
+"""State of an agent's trajectory, stored beside its tokens in place of an environment snapshot.
 
-A gateway that comes back finds the agent's session and the place in its conversation by it; a worker that finds a
-finished trajectory without a score finds the reward that the agent had posted.
+A restarted gateway restores the agent's session and its position in the conversation from it. A worker that scores the
+finished trajectory of a dead gateway reads the posted reward from it.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from rollmesh.types import OutcomeKind, RewardOutcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentMark:
-    """One trajectory's place in an agent's session."""
+    """Place of one trajectory in an agent's session."""
 
     session_id: str
-    part: int
-    """Number of the trajectory in its session: a context that drifted opened the next one."""
+    trajectory_index: int
+    """Index of the trajectory in its session; a context that drifted opens the next trajectory."""
     start_time: float
-    """When the session began, Unix seconds."""
+    """Start of the session, Unix seconds."""
     drift_count: int = 0
     """Drifts of the session before this trajectory."""
     turn: dict[str, int | str] = field(default_factory=dict)
     """The gateway's mark of the newest turn; empty before the first."""
     outcome: RewardOutcome | None = None
-    """The reward, once it is posted."""
+    """Posted reward; None before it is posted."""
     ask_verifier: bool = False
-    """The agent asked for the run's verifier instead of posting a reward."""
+    """True if the agent requested the run's verifier instead of posting a reward."""
     finish_reason: str = ""
-    """How the trajectory ends, once the reward is posted."""
+    """Finish reason of the trajectory; empty before the reward is posted."""
 
     @property
     def ended(self) -> bool:
-        """Whether the agent has had its last word."""
+        """True once the agent has posted a reward or requested the verifier."""
         return self.outcome is not None or self.ask_verifier
 
     def to_bytes(self) -> bytes:
-        """Encode."""
+        """Encode as JSON."""
         record: dict[str, object] = {
             "session": self.session_id,
-            "part": self.part,
+            "part": self.trajectory_index,
             "start_time": self.start_time,
             "drifts": self.drift_count,
             "turn": self.turn,
@@ -60,13 +60,13 @@ class AgentMark:
 
     @staticmethod
     def from_bytes(data: bytes) -> AgentMark:
-        """Decode; DataError when the bytes are no mark."""
+        """Decode; raises DataError if the bytes are not a mark."""
         try:
             record = json.loads(data)
             outcome = record.get("outcome")
             return AgentMark(
                 session_id=record["session"],
-                part=record["part"],
+                trajectory_index=record["part"],
                 start_time=record["start_time"],
                 drift_count=record["drifts"],
                 turn=record["turn"],
@@ -86,10 +86,10 @@ class AgentMark:
 
 
 def posted_outcome(snapshot: bytes | None) -> RewardOutcome | None:
-    """The outcome of a trajectory that ended without a score: what was posted; None asks the verifier."""
+    """Return the posted outcome of a trajectory that finished without a score; None requests the verifier."""
     if snapshot is not None:
         mark = AgentMark.from_bytes(snapshot)
         if mark.ask_verifier or mark.outcome is not None:
             return mark.outcome
-    message = "its gateway died before the score, and the agent's reward had not been kept"
+    message = "the gateway died before the trajectory was scored, and no reward of the agent was saved"
     return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)

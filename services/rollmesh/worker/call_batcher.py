@@ -1,7 +1,7 @@
-"""Group commit for asyncio: many callers, one batched call at a time per lane.
+"""Group commit for asyncio: many callers share one batched call at a time.
 
-While a batch is under way, what arrives next waits and travels together: batches grow by themselves when the other
-side is slow, and a lone item pays no delay.
+Items that arrive during a call wait and form the next batch. Batches therefore grow while the callee is slow, and a
+single item is not delayed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 class CallBatcher(Generic[T, R]):
-    """Coalesces items into calls of at most ``limit``; ``runners`` calls may be under way at once."""
+    """Batcher that sends items in calls of at most ``limit`` items, with at most ``runners`` calls in progress."""
 
     def __init__(self, call: Callable[[list[T]], Awaitable[Sequence[R]]], *, limit: int, runners: int = 1) -> None:
         self._call = call
@@ -26,19 +26,19 @@ class CallBatcher(Generic[T, R]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, item: T) -> R:
-        """The result of one item; whatever the batched call raises, every item of the batch raises."""
+        """Return the result of one item; an error of the batched call is raised for every item of its batch."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[R] = loop.create_future()
         self._items.append((item, future))
         if self._running < self._runners:
             self._running += 1
-            # One loop tick later: everything that becomes ready in this tick joins the first batch.
+            # Start one loop tick later: every item submitted in this tick joins the first batch.
             loop.call_soon(self._start)
         return await future
 
     @property
     def waiting(self) -> int:
-        """Items that no call has taken yet."""
+        """Number of items that are not part of a call yet."""
         return len(self._items)
 
     def _start(self) -> None:
@@ -59,7 +59,7 @@ class CallBatcher(Generic[T, R]):
                 if wanted:
                     await self._run([item for item, _ in wanted], [future for _, future in wanted])
         finally:
-            # In the same step as the last look at the items: whoever submits next must start a runner again.
+            # In the same step as the last check of the items: the next submit must start a runner again.
             self._running -= 1
 
     async def _run(self, items: list[T], futures: list[asyncio.Future[R]]) -> None:

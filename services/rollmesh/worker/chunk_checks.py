@@ -1,4 +1,4 @@
-"""What a generator may answer: every chunk is checked before a token of it is kept."""
+"""Checks of every chunk from a generator, before any of its tokens is kept."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rollmesh.errors import RollmeshError
 from rollmesh.types import Chunk, FinishReason
 
 LOGPROB_SLACK = 1e-4
-"""A log-probability may exceed 0 by rounding."""
+"""Largest log-probability accepted: rounding may push it above 0."""
 
 
 class GarbageAnswer(RollmeshError, RuntimeError):
-    """A generator sent a chunk that cannot be true; ``reason`` is short and bounded, fit for a metric label."""
+    """A generator sent an impossible chunk; ``reason`` is one of few short strings, for use as a metric label."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -24,12 +24,12 @@ class GarbageAnswer(RollmeshError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What the call asked for."""
+    """Limits of a call that its chunks must satisfy."""
 
     vocab_size: int
     min_version: int
     newest_version: int
-    """Newest announced policy version: nobody can sample from a later one."""
+    """Newest announced policy version; no generator can sample from a later one."""
     pinned_version: int | None
     stop_token_ids: Collection[int]
     max_context_tokens: int
@@ -38,7 +38,7 @@ class Expected:
 def check_chunk(chunk: Chunk, expected: Expected, *, remaining: int, context_tokens: int) -> None:
     """Raise GarbageAnswer unless the chunk is a possible continuation.
 
-    ``remaining`` tokens of the call's budget and ``context_tokens`` tokens of context precede the chunk.
+    Before the chunk, ``remaining`` tokens of the call's budget are left and the context has ``context_tokens`` tokens.
     """
     count = len(chunk.token_ids)
     if len(chunk.behavior_logprobs) != count:

@@ -1,4 +1,4 @@
-"""What holding a trajectory needs of its neighbours; ``wire/`` implements both over gRPC."""
+"""Protocols of the generator and reward clients; ``wire/`` implements both over gRPC."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class GenerationPort(Protocol):
 
         A call with an ``unacknowledged_token_limit`` is held while ``acknowledge`` is behind, and ends as
         ``interrupted`` when it stays behind.
-        Raises GenerationRefused (not now, not here), EngineError (the generator or the way to it is broken) or
-        DataError (the call can never work).
+        Raises GenerationRefused (this generator cannot take the call now), EngineError (the generator or the
+        connection to it fails) or DataError (the call can never work).
         """
 
     async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
-        """End these calls as ``interrupted`` with the tokens they have; returns how many were running."""
+        """End these calls as ``interrupted`` with their tokens so far; returns how many of them ran."""
 
     async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
-        """Tell a generator how much of each trajectory, prompt included, is durable."""
+        """Send a generator the durable token count of each trajectory, prompt included."""
 
 
 class RewardPort(Protocol):
     """Calls on reward services."""
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[RewardOutcome]:
-        """One outcome per finished trajectory, in order; many calls at once travel together.
+        """Return one outcome per finished trajectory, in order; simultaneous calls are batched.
 
-        Raises RewardUnavailable when no service answers, DataError for a trajectory that cannot travel.
+        Raises RewardUnavailable if no service answers, DataError for a trajectory that cannot be sent.
         """

@@ -1,11 +1,11 @@
-"""Generation calls of one trajectory: as many as it takes, on whichever generators can continue it.
+"""Generation calls that continue one trajectory, on any generator able to serve it.
 
-A call ends because the answer is complete, its budget is used up, the generator was interrupted, or something went
-wrong. Whatever it was, tokens that arrived and passed the checks are kept, saved, and the next call goes on from there.
+A call ends when the answer is complete, its budget is used up, the generator is interrupted, or an error occurs. In
+every case the tokens that arrived and passed the checks are kept and saved, and the next call continues from them.
 
-A generator samples on while its chunks are saved. So that a killed worker loses at most ``partial_save_tokens`` of each
-rollout, every save is acknowledged to the generator, which holds a call before it gets further ahead (``SaveLimits``);
-and no call begins before everything that came before it is saved.
+A generator keeps sampling while its chunks are saved. To limit the loss of a killed worker to ``partial_save_tokens``
+per trajectory, the worker acknowledges every save, and the generator holds a call that gets further ahead
+(``SaveLimits``). No call begins before all earlier tokens are saved.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from rollmesh.worker.newest_policy import NewestPolicy
 from rollmesh.worker.trajectory_metrics import TrajectoryMetrics
 
 GARBAGE_AVOID_SECONDS = 5.0
-"""How long a generator that answered nonsense, hung or broke is left alone at first."""
+"""Seconds to avoid a generator after its first invalid chunk, hang or failure."""
 
 MOST_FAILED_CALLS = 16
-"""Calls in a row that broke without a token, on whichever generator, before the attempt counts as failed."""
+"""Calls in a row that may fail without a token, on any generator, before the attempt fails."""
 
 SaveTokens = Callable[[ActiveTrajectory], Awaitable[None]]
 
 _LEAST_CHUNK_TOKENS = 16
-"""Chunks below this size cost more than they bring: messages and saves of a few tokens each."""
+"""Smallest useful chunk: below it, messages and saves cost too much per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveLimits:
-    """How far the calls of a trajectory that is saved as it grows may be ahead of its saved tokens."""
+    """Limits on the unsaved tokens of a trajectory that is saved while it grows."""
 
     chunk_token_count: int
     unacknowledged_token_limit: int
@@ -51,8 +51,8 @@ class SaveLimits:
     def of(cls, partial_save_tokens: int) -> Self:
         """Return the limits under which at most ``partial_save_tokens`` of a trajectory are unsaved.
 
-        Two chunks: the second one is sampled while the first is saved, and the call continues beyond it only once the
-        first is acknowledged. Smaller chunks would leave saves more time, and cost more of them.
+        The limit covers two chunks. The second is sampled while the first is saved, and the call continues beyond it
+        only once the first is acknowledged. Smaller chunks would leave more time for a save, but need more saves.
         """
         chunk = min(partial_save_tokens, max(_LEAST_CHUNK_TOKENS, partial_save_tokens // 2))
         return cls(chunk_token_count=chunk, unacknowledged_token_limit=partial_save_tokens)
@@ -60,17 +60,17 @@ class SaveLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLimits:
-    """What every call of a run shares."""
+    """Limits shared by all calls of a run."""
 
     vocab_size: int
     max_context_tokens: int
     saving: SaveLimits
     chunk_timeout_seconds: float
-    """A generator that sends no chunk for so long has hung."""
+    """Longest wait for a chunk; a generator that takes longer has hung."""
 
 
 class Caller:
-    """Samples tokens for trajectories; used by programs and by evaluation."""
+    """Client that samples tokens for trajectories, for programs and evaluations."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Caller:
 
     async def sample(
         self,
-        held: ActiveTrajectory,
+        active: ActiveTrajectory,
         budget: int,
         params: SamplingParams,
         *,
@@ -100,67 +100,67 @@ class Caller:
     ) -> FinishReason:
         """Append up to ``budget`` tokens to the trajectory; returns STOP or LENGTH.
 
-        ``save`` is called before every call and after every chunk but a call's last; None when the queue learns nothing
-        before the end. Without ``durable`` it does not make the tokens durable: then no call is held back. Raises
-        Parked or LetGo (``held.check``), DataError when the generator refuses the request itself as wrong, and
-        EngineError when call after call breaks without a token.
+        ``save`` is called before every call and after every chunk except a call's last; None saves nothing before the
+        end. With ``durable`` False, ``save`` does not make tokens durable and generators hold no call back. Raises
+        Parked or LetGo (``active.check``), DataError if the generator rejects the request as invalid, and EngineError
+        after too many calls in a row without a token.
         """
-        goal = held.token_count + budget
+        goal = active.token_count + budget
         durable = durable and save is not None
-        while held.token_count < goal:
+        while active.token_count < goal:
             if save is not None:
-                await save(held)
-            with await self._generators.acquire(held, pinned_version) as seat:
-                reason = await self._call(seat, goal, params, save, durable)
-            if held.failed_calls >= MOST_FAILED_CALLS:
-                raise EngineError(f"{held.failed_calls} generation calls in a row broke without a token")
+                await save(active)
+            with await self._generators.acquire(active, pinned_version) as slot:
+                reason = await self._call(slot, goal, params, save, durable)
+            if active.failed_calls >= MOST_FAILED_CALLS:
+                raise EngineError(f"{active.failed_calls} generation calls in a row failed without a token")
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 return reason
         return FinishReason.LENGTH
 
     async def _call(
-        self, seat: GeneratorSlot, goal: int, params: SamplingParams, save: SaveTokens | None, durable: bool
+        self, slot: GeneratorSlot, goal: int, params: SamplingParams, save: SaveTokens | None, durable: bool
     ) -> FinishReason | None:
-        """One call; None when it was given up."""
-        held, before = seat.held, seat.held.token_count
+        """Make one call; returns None if it failed."""
+        active, before = slot.active, slot.active.token_count
         try:
             with tracer().span(
-                "generate", held.traceparent, kind="client", generator=seat.record.instance_id, kept_tokens=before
+                "generate", active.traceparent, kind="client", generator=slot.record.instance_id, kept_tokens=before
             ) as span:
-                traceparent = span.traceparent or held.traceparent
-                reason = await self._stream(seat, goal, params, save, durable, traceparent)
-                span.set(tokens=held.token_count - before, ended=reason.value if reason is not None else "")
-            held.failed_calls = 0
+                traceparent = span.traceparent or active.traceparent
+                reason = await self._stream(slot, goal, params, save, durable, traceparent)
+                span.set(tokens=active.token_count - before, ended=reason.value if reason is not None else "")
+            active.failed_calls = 0
             return reason
         except GenerationRefused as error:
-            # Not a fault: it drains, reloads or is full. A moment later the registry knows.
-            self._generators.avoid(seat.record.instance_id)
+            # Not a fault: the generator drains, loads a policy or is full. Its record shows that a moment later.
+            self._generators.avoid(slot.record.instance_id)
             self._metrics.call_ended("refused")
-            self._log.debug("call_refused", generator=seat.record.instance_id, message=str(error))
+            self._log.debug("call_refused", generator=slot.record.instance_id, message=str(error))
         except GarbageAnswer as error:
-            self._misbehaved(seat, error.reason, str(error))
+            self._misbehaved(slot, error.reason, str(error))
         except EngineError as error:
-            self._misbehaved(seat, "broken", str(error))
+            self._misbehaved(slot, "broken", str(error))
         except TimeoutError:
-            if seat.aborted:
+            if slot.aborted:
                 self._metrics.call_ended("cut_off")
             else:
-                self._misbehaved(seat, "hung", f"no chunk for {self._limits.chunk_timeout_seconds:g} s")
-        if held.token_count > before:
-            held.failed_calls = 0
+                self._misbehaved(slot, "hung", f"no chunk for {self._limits.chunk_timeout_seconds:g} s")
+        if active.token_count > before:
+            active.failed_calls = 0
         else:
             self._metrics.fruitless_call()
         return None
 
-    def _misbehaved(self, seat: GeneratorSlot, reason: str, message: str) -> None:
-        seat.held.failed_calls += 1
-        seconds = self._generators.avoid(seat.record.instance_id, GARBAGE_AVOID_SECONDS)
+    def _misbehaved(self, slot: GeneratorSlot, reason: str, message: str) -> None:
+        slot.active.failed_calls += 1
+        seconds = self._generators.avoid(slot.record.instance_id, GARBAGE_AVOID_SECONDS)
         self._metrics.call_ended(reason)
         self._log.warning(
             "generator_misbehaved",
-            generator=seat.record.instance_id,
-            address=seat.record.address,
-            trajectory=seat.held.trajectory_id,
+            generator=slot.record.instance_id,
+            address=slot.record.address,
+            trajectory=slot.active.trajectory_id,
             reason=reason,
             message=message,
             avoided_seconds=round(seconds, 1),
@@ -168,71 +168,71 @@ class Caller:
 
     async def _stream(
         self,
-        seat: GeneratorSlot,
+        slot: GeneratorSlot,
         goal: int,
         params: SamplingParams,
         save: SaveTokens | None,
         durable: bool,
         traceparent: str,
     ) -> FinishReason | None:
-        held = seat.held
+        active = slot.active
         call = GenerationCall(
-            trajectory_id=held.trajectory_id,
-            context_ids=held.context_ids(),
-            prompt_token_count=held.prompt_token_count,
-            max_new_token_count=goal - held.token_count,
+            trajectory_id=active.trajectory_id,
+            context_ids=active.context_ids(),
+            prompt_token_count=active.prompt_token_count,
+            max_new_token_count=goal - active.token_count,
             sampling=params,
             chunk_token_count=self._limits.saving.chunk_token_count,
-            group_id=held.trajectory.group_id,
+            group_id=active.trajectory.group_id,
             unacknowledged_token_limit=self._limits.saving.unacknowledged_token_limit if durable else 0,
         )
         chunks = self._client.generate(
-            seat.record,
+            slot.record,
             call,
-            min_policy_version=seat.need.min_version,
-            pinned_policy_version=seat.need.pinned_version,
+            min_policy_version=slot.need.min_version,
+            pinned_policy_version=slot.need.pinned_version,
             traceparent=traceparent,
         )
         try:
             while True:
                 async with asyncio.timeout(self._limits.chunk_timeout_seconds) as deadline:
-                    seat.waiting_until(deadline)
+                    slot.set_deadline(deadline)
                     chunk = await anext(chunks, None)
-                seat.waiting_until(None)
+                slot.set_deadline(None)
                 if chunk is None:
                     raise GarbageAnswer("no_finish_reason", "the stream ended without a finish reason")
-                await self._keep(seat, chunk, goal, params)
-                self._generators.answered_well(seat.record.instance_id)
-                if held.enough:
+                await self._keep(slot, chunk, goal, params)
+                self._generators.clear_avoidance(slot.record.instance_id)
+                if active.stop_requested:
                     self._metrics.call_ended("enough")
                     return FinishReason.STOP
                 if chunk.finish_reason is not None:
                     self._metrics.call_ended(chunk.finish_reason.value)
                     return chunk.finish_reason
                 if save is not None:
-                    await save(held)
+                    await save(active)
                 if durable:
-                    saved = held.prompt_token_count + held.saved_token_count
-                    self._acknowledger.saved(seat.record, held.trajectory_id, saved)
-                held.check_lost()
+                    saved = active.prompt_token_count + active.saved_token_count
+                    self._acknowledger.saved(slot.record, active.trajectory_id, saved)
+                active.check_lost()
         finally:
             await chunks.aclose()
 
-    async def _keep(self, seat: GeneratorSlot, chunk: Chunk, goal: int, params: SamplingParams) -> None:
-        held, need = seat.held, seat.need
+    async def _keep(self, slot: GeneratorSlot, chunk: Chunk, goal: int, params: SamplingParams) -> None:
+        active, need = slot.active, slot.need
         if need.pinned_version is not None and chunk.policy_version > need.pinned_version:
-            raise GenerationRefused(f"swapped to policy version {chunk.policy_version} under the call")
+            raise GenerationRefused(f"switched to policy version {chunk.policy_version} during the call")
         expected = Expected(
             vocab_size=self._limits.vocab_size,
-            min_version=max(need.min_version, held.newest_version),
+            min_version=max(need.min_version, active.newest_version),
             newest_version=await self._policies.newest_at_least(chunk.policy_version),
             pinned_version=need.pinned_version,
             stop_token_ids=params.stop_token_ids,
             max_context_tokens=self._limits.max_context_tokens,
         )
-        context = held.prompt_token_count + held.token_count
-        check_chunk(chunk, expected, remaining=goal - held.token_count, context_tokens=context)
-        held.add(
+        context = active.prompt_token_count + active.token_count
+        check_chunk(chunk, expected, remaining=goal - active.token_count, context_tokens=context)
+        active.add(
             Segment(
                 token_ids=chunk.token_ids,
                 behavior_logprobs=chunk.behavior_logprobs,

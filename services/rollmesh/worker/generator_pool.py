@@ -1,4 +1,4 @@
-"""The generators this worker may call: who is there, how busy, whom to avoid."""
+"""Generators that this worker may call: their records, their load and the ones to avoid."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FIRST_AVOID_SECONDS = 0.1
 LONGEST_AVOID_SECONDS = 30.0
 _REMEMBERED_GROUPS = 65_536
 _REREAD_SECONDS = 2.0
-"""How often records are read although the registry has not changed: one may have expired."""
+"""Longest interval between two reads of an unchanged registry: a record may have expired."""
 
 
-def _need_of(held: ActiveTrajectory, pinned_version: int | None) -> Need:
-    return Need(min_version=held.min_version, pinned_version=pinned_version, group_id=held.trajectory.group_id)
+def _need_of(active: ActiveTrajectory, pinned_version: int | None) -> Need:
+    return Need(min_version=active.min_version, pinned_version=pinned_version, group_id=active.trajectory.group_id)
 
 
 @dataclass(slots=True)
@@ -36,32 +36,32 @@ class _Avoided:
 class _Waiter:
     """A trajectory that waits for a generator able to take its next call."""
 
-    held: ActiveTrajectory
+    active: ActiveTrajectory
     pinned_version: int | None
     woken: asyncio.Future[None]
 
     @property
     def need(self) -> Need:
-        """What the call needs now: the version floors may have risen since it began to wait."""
-        return _need_of(self.held, self.pinned_version)
+        """Current requirements of the call; the version floors may rise while it waits."""
+        return _need_of(self.active, self.pinned_version)
 
 
 @dataclass(slots=True, eq=False)
 class GeneratorSlot:
-    """One call on one generator, from the choice to the end of its stream."""
+    """Slot taken by one call on one generator, from the choice of the generator to the end of the stream."""
 
     record: GeneratorRecord
-    held: ActiveTrajectory
+    active: ActiveTrajectory
     need: Need
-    """What the call needed of its generator when this one was chosen."""
+    """Requirements of the call when the generator was chosen."""
     _generators: GeneratorPool
     aborted: bool = False
-    """Whether the call was cut off from this side."""
+    """True once this worker has cut off the call."""
     _deadline: asyncio.Timeout | None = field(default=None)
 
     def __enter__(self) -> GeneratorSlot:
         self._generators.occupy(self)
-        self.held.generator = self.record.instance_id
+        self.active.generator = self.record.instance_id
         return self
 
     def __exit__(
@@ -69,21 +69,21 @@ class GeneratorSlot:
     ) -> None:
         self._generators.leave(self)
 
-    def waiting_until(self, deadline: asyncio.Timeout | None) -> None:
-        """Register the time-out that guards the next chunk; ``abort`` fires it early."""
+    def set_deadline(self, deadline: asyncio.Timeout | None) -> None:
+        """Register the time-out of the next chunk; ``abort`` triggers it early."""
         self._deadline = deadline
         if deadline is not None and self.aborted:
             self.abort()
 
     def abort(self) -> None:
-        """End the call now: tokens after the last chunk are given up."""
+        """End the call now; tokens after the last chunk are lost."""
         self.aborted = True
         if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
 
 class GeneratorPool:
-    """Records from the registry, this worker's own calls, and time-outs for generators that misbehaved."""
+    """Records from the registry, this worker's own calls, and generators to avoid after an error."""
 
     def __init__(self, store: TrajectoryStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -92,11 +92,11 @@ class GeneratorPool:
         self._version = 0
         self._read_at = -math.inf
         self._serving_slots = 0
-        self._seats: set[GeneratorSlot] = set()
+        self._slots: set[GeneratorSlot] = set()
         self._avoided: dict[str, _Avoided] = {}
         self._homes: OrderedDict[str, str] = OrderedDict()
         self._waiters: dict[_Waiter, None] = {}
-        """In the order in which they came."""
+        """Waiters in order of arrival."""
         self._wake_due = False
 
     @property
@@ -106,26 +106,26 @@ class GeneratorPool:
 
     @property
     def waiting_count(self) -> int:
-        """Trajectories that wait for a generator able to take them."""
+        """Number of trajectories that wait for a generator."""
         return len(self._waiters)
 
     @property
-    def seats(self) -> frozenset[GeneratorSlot]:
-        """Calls under way."""
-        return frozenset(self._seats)
+    def occupied_slots(self) -> frozenset[GeneratorSlot]:
+        """Slots of the calls in progress."""
+        return frozenset(self._slots)
 
     @property
     def serving_slots(self) -> int:
-        """Slots of the generators that serve."""
+        """Total slots of the serving generators."""
         return self._serving_slots
 
     def avoided_count(self) -> int:
-        """Generators avoided right now."""
+        """Return the number of generators avoided now."""
         now = self._clock()
         return sum(1 for a in self._avoided.values() if a.until > now)
 
     async def follow(self, version: int) -> None:
-        """Read the registry if its version (``Desired.registry_version``) is another one than at the last read."""
+        """Read the registry if its version (``Desired.registry_version``) has changed or the last read is too old."""
         now = self._clock()
         if version and version == self._version and now < self._read_at + _REREAD_SECONDS:
             self.wake()
@@ -134,7 +134,7 @@ class GeneratorPool:
         self._version, self._read_at = version, now
 
     async def refresh(self) -> None:
-        """Read the registry. Calls on a generator that has left it go on: it may be draining, with tokens to send."""
+        """Read the registry; calls on a generator that has left it continue, because it may be draining."""
         found = {record.instance_id: record for record in await self._store.generators()}
         self._candidates.update(found)
         self._serving_slots = sum(r.slot_count for r in found.values() if r.serving)
@@ -142,61 +142,61 @@ class GeneratorPool:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the waiters that have to stop, and as many others as generators that can take them have free slots."""
+        """Wake the waiters that must stop, and as many others as there are free slots for them."""
         self._wake_due = False
         if not self._waiters:
             return
-        for waiter in [waiter for waiter in self._waiters if not waiter.held.wanted]:
+        for waiter in [waiter for waiter in self._waiters if not waiter.active.wanted]:
             self._wake(waiter)
         avoided = self._avoided_now()
         self._wake_able(lambda need: max(1, self._candidates.free_slots(need, avoided)))
 
-    async def acquire(self, held: ActiveTrajectory, pinned_version: int | None = None) -> GeneratorSlot:
-        """A seat for the next call of a trajectory, once a generator can take it; use it as a context manager.
+    async def acquire(self, active: ActiveTrajectory, pinned_version: int | None = None) -> GeneratorSlot:
+        """Wait for a generator for the next call of a trajectory; returns a slot to use as a context manager.
 
-        What the call needs is read at every try: the version floors may rise while it waits. Raises Parked or LetGo
-        when the trajectory has to stop while it waits.
+        The requirements are read at every attempt, because the version floors may rise during the wait. Raises Parked
+        or LetGo if the trajectory must stop.
         """
         while True:
-            held.check()
-            need = _need_of(held, pinned_version)
+            active.check()
+            need = _need_of(active, pinned_version)
             record = self._choose(need)
             if record is not None:
-                return GeneratorSlot(record=record, held=held, need=need, _generators=self)
-            waiter = _Waiter(held, pinned_version, asyncio.get_running_loop().create_future())
+                return GeneratorSlot(record=record, active=active, need=need, _generators=self)
+            waiter = _Waiter(active, pinned_version, asyncio.get_running_loop().create_future())
             self._waiters[waiter] = None
             try:
                 await waiter.woken
             finally:
                 self._waiters.pop(waiter, None)
 
-    def occupy(self, seat: GeneratorSlot) -> None:
-        """Count a call; seats do so themselves."""
-        self._seats.add(seat)
-        name = seat.record.instance_id
+    def occupy(self, slot: GeneratorSlot) -> None:
+        """Count a call; called by ``GeneratorSlot``."""
+        self._slots.add(slot)
+        name = slot.record.instance_id
         self._candidates.occupy(name)
-        group = seat.held.trajectory.group_id
+        group = slot.active.trajectory.group_id
         self._homes[group] = name
         self._homes.move_to_end(group)
         if len(self._homes) > _REMEMBERED_GROUPS:
             self._homes.popitem(last=False)
 
-    def leave(self, seat: GeneratorSlot) -> None:
-        """The call is over."""
-        self._seats.discard(seat)
-        self._candidates.leave(seat.record.instance_id)
+    def leave(self, slot: GeneratorSlot) -> None:
+        """Stop counting a call; called by ``GeneratorSlot``."""
+        self._slots.discard(slot)
+        self._candidates.leave(slot.record.instance_id)
         if self._waiters and not self._wake_due:
-            # Once for all calls that end together: a new version may end every call of the worker at once.
+            # Wake once for all calls that end together: a new version may end every call of the worker at once.
             self._wake_due = True
             asyncio.get_running_loop().call_soon(self.wake)
 
-    def answered_well(self, instance_id: str) -> None:
-        """A good chunk came: earlier trouble is forgiven."""
+    def clear_avoidance(self, instance_id: str) -> None:
+        """Stop avoiding a generator, after a valid chunk."""
         if self._avoided:
             self._avoided.pop(instance_id, None)
 
     def avoid(self, instance_id: str, at_least: float = FIRST_AVOID_SECONDS) -> float:
-        """Send nothing to a generator for a while, twice as long each time in a row; returns the seconds."""
+        """Avoid a generator for a while, doubled for each failure in a row; returns the seconds left."""
         before = self._avoided.get(instance_id)
         now = self._clock()
         if before is not None and before.until > now:
@@ -215,11 +215,11 @@ class GeneratorPool:
         return {name for name, a in self._avoided.items() if a.until > now}
 
     def _wake_able(self, most: Callable[[Need], int]) -> None:
-        """Wake the first waiters that a generator can take; ``most`` says how many with such a need there may be."""
+        """Wake the first waiters that a generator can take, at most ``most(need)`` per kind of requirement."""
         left: dict[tuple[int, int | None], int] = {}
         able: list[_Waiter] = []
         for waiter in self._waiters:
-            kind = (waiter.held.min_version, waiter.pinned_version)
+            kind = (waiter.active.min_version, waiter.pinned_version)
             if kind not in left:
                 need = waiter.need
                 left[kind] = most(need) if self._choose(need) is not None else 0

@@ -1,4 +1,4 @@
-"""Ending calls early without losing their tokens: generators are asked to, and cut off only if they do not answer."""
+"""Interruption of calls without loss of tokens; a call that still runs after a grace period is cut off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
 
 
 class Interrupter:
-    """Interrupts calls under way; their streams end as ``interrupted`` with every token that was sampled."""
+    """Interrupter of calls in progress; their streams end as ``interrupted`` with every sampled token."""
 
     def __init__(self, client: GenerationPort, generators: GeneratorPool, grace_seconds: float) -> None:
         self._client = client
@@ -22,24 +22,24 @@ class Interrupter:
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = get_logger("interrupts")
 
-    def start(self, seats: Collection[GeneratorSlot]) -> None:
-        """Interrupt these calls in the background; one that still runs after the grace period is cut off."""
-        if seats:
-            task = asyncio.create_task(self._interrupt(list(seats)), name="interrupt")
+    def start(self, slots: Collection[GeneratorSlot]) -> None:
+        """Interrupt these calls in the background; cut off those that must stop and run beyond the grace period."""
+        if slots:
+            task = asyncio.create_task(self._interrupt(list(slots)), name="interrupt")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _interrupt(self, seats: list[GeneratorSlot]) -> None:
+    async def _interrupt(self, slots: list[GeneratorSlot]) -> None:
         calls: dict[str, tuple[GeneratorRecord, list[str]]] = {}
-        for seat in seats:
-            calls.setdefault(seat.record.instance_id, (seat.record, []))[1].append(seat.held.trajectory_id)
-        await asyncio.gather(*(self._ask(record, ids) for record, ids in calls.values()))
+        for slot in slots:
+            calls.setdefault(slot.record.instance_id, (slot.record, []))[1].append(slot.active.trajectory_id)
+        await asyncio.gather(*(self._request(record, ids) for record, ids in calls.values()))
         await asyncio.sleep(self._grace_seconds)
-        for seat in self._generators.seats.intersection(seats):
-            if not seat.held.wanted:
-                seat.abort()
+        for slot in self._generators.occupied_slots.intersection(slots):
+            if not slot.active.wanted:
+                slot.abort()
 
-    async def _ask(self, record: GeneratorRecord, trajectory_ids: list[str]) -> None:
+    async def _request(self, record: GeneratorRecord, trajectory_ids: list[str]) -> None:
         try:
             async with asyncio.timeout(self._grace_seconds):
                 await self._client.interrupt(record, trajectory_ids)

@@ -1,4 +1,4 @@
-"""The newest announced policy version, as this process knows it."""
+"""Cache of the newest announced policy version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAUSE_SECONDS = 0.5
 
 
 class NewestPolicy:
-    """Caches the newest version; a generator may know a newer one first, so doubts are settled by the store."""
+    """Newest announced version seen by this process; a generator may serve a newer one before this process reads it."""
 
     def __init__(self, store: TrajectoryStore) -> None:
         self._store = store
@@ -20,18 +20,21 @@ class NewestPolicy:
 
     @property
     def newest(self) -> int:
-        """Newest version seen so far; -1 before the first."""
+        """Newest version read so far; -1 before the first."""
         return self._newest
 
     async def refresh(self) -> None:
-        """Ask the store."""
+        """Read the newest version from the store."""
         latest = await self._store.latest_policy()
         if latest is not None:
             self._newest = max(self._newest, latest.policy_version)
             note_policy_version(self._newest)
 
     async def newest_at_least(self, version: int) -> int:
-        """The newest version; asks the store when ``version`` is newer than what is known here, and waits for it."""
+        """Return the newest version; if ``version`` is newer than the cached one, read the store first.
+
+        Retries until the store answers.
+        """
         while version > self._newest:
             try:
                 await self.refresh()

@@ -1,4 +1,4 @@
-"""What a rollout program is."""
+"""Contract of rollout programs."""
 
 from __future__ import annotations
 
@@ -10,66 +10,68 @@ from rollmesh.types import FinishReason, RewardOutcome, SamplingParams, Trajecto
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller
 
-HeldWrite = Callable[[ActiveTrajectory], Awaitable[None]]
+TrajectoryWrite = Callable[[ActiveTrajectory], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """How a trajectory ended."""
+    """End of a trajectory: its finish reason and, if the program has one, its reward."""
 
     reason: FinishReason
     outcome: RewardOutcome | None = None
-    """Reward that the program itself knows; None asks the verifier."""
+    """Reward given by the program itself; None requests the verifier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """One trajectory and the means to continue it."""
+    """One trajectory and the operations that continue it."""
 
-    held: ActiveTrajectory
+    active: ActiveTrajectory
     caller: Caller
     params: SamplingParams
     budget: int
-    """Tokens of the whole response, environment tokens included."""
-    save: HeldWrite
-    """Make the tokens so far durable."""
-    report_first_token: HeldWrite
-    """Let the queue know how old the tokens are, while none is durable."""
-    restart: HeldWrite
-    """Drop all tokens, saved ones too."""
+    """Most tokens of the whole response, environment tokens included."""
+    save: TrajectoryWrite
+    """Operation that makes the tokens so far durable."""
+    report_first_token: TrajectoryWrite
+    """Operation that reports the policy version of the first token while no token is durable."""
+    restart: TrajectoryWrite
+    """Operation that drops all tokens, including saved ones."""
     keep_snapshot: Callable[[ActiveTrajectory, bytes], Awaitable[None]]
-    """Make the state of the trajectory's environment durable."""
+    """Operation that makes the state of the environment durable."""
     pinned_version: int | None = None
 
     @property
-    def left(self) -> int:
+    def remaining_tokens(self) -> int:
         """Tokens left of the budget."""
-        return max(0, self.budget - self.held.token_count)
+        return max(0, self.budget - self.active.token_count)
 
     async def sample(self, *, durable: bool = True) -> FinishReason:
-        """Let the policy continue until a stop token (STOP) or the end of the budget (LENGTH).
+        """Sample from the policy until a stop token (STOP) or the end of the budget (LENGTH).
 
-        ``durable`` saves partial tokens on the way, unless it is an evaluation; else the first token is reported.
-        Raises Parked or LetGo.
+        With ``durable``, partial tokens are saved on the way; otherwise only the version of the first token is
+        reported. An evaluation does neither. Raises Parked or LetGo.
         """
         if self.pinned_version is not None:
             version = self.pinned_version
-            return await self.caller.sample(self.held, self.left, self.params, save=None, pinned_version=version)
+            return await self.caller.sample(
+                self.active, self.remaining_tokens, self.params, save=None, pinned_version=version
+            )
         save = self.save if durable else self.report_first_token
-        return await self.caller.sample(self.held, self.left, self.params, save=save, durable=durable)
+        return await self.caller.sample(self.active, self.remaining_tokens, self.params, save=save, durable=durable)
 
 
 class Program(Protocol):
-    """Turns a leased trajectory, new or partial, into a finished one."""
+    """Program that turns a leased trajectory, new or partial, into a finished one."""
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:
         """Continue the trajectory to its end.
 
-        Raises Parked when it comes to rest, LetGo when the queue gave it up, DataError when it can never work.
+        Raises Parked if it must become partial, LetGo if its lease is lost, DataError if it can never work.
         """
 
     async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
-        """Reward of a finished trajectory whose worker died before it was scored; None asks the verifier.
+        """Return the reward of a finished trajectory whose worker died before the score; None requests the verifier.
 
-        ``snapshot`` is what was kept of its environment.
+        ``snapshot`` is the saved state of its environment.
         """

@@ -1,4 +1,4 @@
-"""Which generator takes the next call: a choice over the registered generators, without I/O."""
+"""Choice of the generator for the next call, over the registered generators, without I/O."""
 
 from __future__ import annotations
 
@@ -9,35 +9,38 @@ from dataclasses import dataclass
 from rollmesh.types import GeneratorRecord
 
 AFFINITY_SLACK = 0.125
-"""How much fuller, as a share of its slots, a generator may be and still be preferred for the sake of its cache."""
+"""Extra load, as a share of its slots, at which a generator is still preferred because of its cache."""
 
 _FEW_ENTRIES = 64
 
 _Entry = tuple[float, float, str]
-"""Own calls per slot, reported calls per slot, instance."""
+"""Own calls per slot, reported calls per slot, instance id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a call needs of its generator."""
+    """Requirements of a call on its generator."""
 
     min_version: int = 0
-    """Oldest policy version that may serve the call: not older than the newest segment."""
+    """Oldest policy version that may serve the call; not older than the newest segment."""
     pinned_version: int | None = None
-    """The one version that may serve it (evaluation)."""
+    """Only version that may serve the call (evaluation); None for any version from ``min_version`` on."""
     group_id: str = ""
 
 
-def able(record: GeneratorRecord, need: Need) -> bool:
-    """Whether a generator may serve the call at all."""
+def can_serve(record: GeneratorRecord, need: Need) -> bool:
+    """Tell whether a generator may serve the call."""
     if not record.serving or record.policy_version < need.min_version:
         return False
     return need.pinned_version is None or record.policy_version == need.pinned_version
 
 
-def choose_keeper(records: Sequence[GeneratorRecord], version: int, current: str = "") -> GeneratorRecord | None:
-    """The generator to hold back on one version: the current one while it is there, else one that serves the version
-    already, else the least busy one; None without any that serves."""
+def choose_pinned(records: Sequence[GeneratorRecord], version: int, current: str = "") -> GeneratorRecord | None:
+    """Choose the generator to pin to one version.
+
+    The order is: the current one while it is registered, one that already serves the version, the least busy one.
+    Returns None if no generator serves.
+    """
     for record in records:
         if record.instance_id == current:
             return record
@@ -50,10 +53,10 @@ def choose_keeper(records: Sequence[GeneratorRecord], version: int, current: str
 
 
 class Candidates:
-    """Registered generators with this worker's own calls on them, least loaded first.
+    """Registered generators and this worker's own calls on them, ordered by load.
 
-    One heap for each policy version that is served. An entry is outdated once its generator has a newer one; it is
-    dropped when it is met, or when outdated ones outnumber the others.
+    There is one heap per served policy version. An entry is outdated once its generator has a newer entry. It is
+    removed when it reaches the top of a heap, or when outdated entries outnumber the others.
     """
 
     def __init__(self) -> None:
@@ -61,12 +64,12 @@ class Candidates:
         """Registered generators by instance."""
         self._calls: dict[str, int] = {}
         self._entries: dict[str, _Entry] = {}
-        """The newest entry of each generator that serves."""
+        """Newest entry of each serving generator."""
         self._heaps: dict[int, list[_Entry]] = {}
         self._pushed = 0
 
     def update(self, records: Mapping[str, GeneratorRecord]) -> None:
-        """Take in the records of now; one that is the same object as before has not changed."""
+        """Replace the records; a record that is the same object as before has not changed."""
         before, self.records = self.records, dict(records)
         for name in before.keys() - records.keys():
             self._entries.pop(name, None)
@@ -80,25 +83,25 @@ class Candidates:
         self._push(name)
 
     def leave(self, name: str) -> None:
-        """The call is over."""
+        """Stop counting a call of this worker."""
         self._calls[name] -= 1
         if not self._calls[name]:
             del self._calls[name]
         self._push(name)
 
     def free_slots(self, need: Need, avoided: Collection[str] = ()) -> int:
-        """Slots for such a call that none of this worker's calls takes."""
+        """Return the slots for a call with this need that no call of this worker takes."""
         records = (self.records[name] for name in self._entries if name not in avoided)
-        return sum(max(0, r.slot_count - self._calls.get(r.instance_id, 0)) for r in records if able(r, need))
+        return sum(max(0, r.slot_count - self._calls.get(r.instance_id, 0)) for r in records if can_serve(r, need))
 
     def choose(
         self, need: Need, *, avoided: Collection[str] = (), preferred: str | None = None
     ) -> GeneratorRecord | None:
-        """The generator for one call, or None while no one can take it.
+        """Return the generator for one call, or None while no generator can take it.
 
-        Least loaded first, by this worker's own calls per slot: they are exact, the counts in the records are as old as
-        the last heartbeat and only break ties. ``preferred`` (where the group's prompt is already cached) wins while it
-        has a free slot and is at most ``AFFINITY_SLACK`` fuller than the best one.
+        The least loaded generator wins, by this worker's own calls per slot. These are exact; the counts in the records
+        are as old as the last heartbeat and only break ties. ``preferred``, which has the group's prompt in its cache,
+        wins while it has a free slot and its load exceeds the lowest by at most ``AFFINITY_SLACK``.
         """
         pinned = need.pinned_version
         versions = [v for v in self._heaps if v >= need.min_version and (pinned is None or v == pinned)]
@@ -108,7 +111,7 @@ class Candidates:
         home = self._entries.get(preferred) if preferred is not None and preferred not in avoided else None
         if home is not None and home[0] < 1 and home[0] <= best[0] + AFFINITY_SLACK:
             record = self.records[home[2]]
-            if able(record, need):
+            if can_serve(record, need):
                 return record
         return self.records[best[2]]
 

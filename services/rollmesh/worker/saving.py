@@ -1,4 +1,4 @@
-"""Writes of many trajectories travel together: partial saves, last tokens, scores, releases."""
+"""Batched writes to the queue: partial saves, last tokens, scores, releases, failures, restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _ITEMS_PER_WRITE = 256
 _RESENDS = 4
-"""Times a write may be told to start from another offset before the trajectory is let go."""
+"""Attempts of a write, for example from different offsets, before the worker drops the trajectory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class _Release:
 
 
 class Saver:
-    """Saves, finishes, scores and releases held trajectories; every method returns once the queue has answered."""
+    """Writer of the worker's trajectories; every method returns once the queue has answered."""
 
     def __init__(self, store: TrajectoryStore, session: WorkerSession) -> None:
         self._store = store
@@ -42,117 +42,119 @@ class Saver:
         self._failures = CallBatcher(self._fail, limit=_ITEMS_PER_WRITE)
         self._restarts = CallBatcher(self._restart, limit=_ITEMS_PER_WRITE)
 
-    async def save(self, held: ActiveTrajectory) -> None:
-        """Append what is not saved yet. Raises LetGo when the queue does not want it."""
-        if held.saved_token_count == held.token_count:
+    async def save(self, active: ActiveTrajectory) -> None:
+        """Append the unsaved tokens; raises LetGo if the lease is lost."""
+        if active.saved_token_count == active.token_count:
             return
 
         def item(offset: int) -> Append:
             return Append(
-                trajectory_id=held.trajectory_id,
+                trajectory_id=active.trajectory_id,
                 token_offset=offset,
-                segments=held.unsaved(),
-                generator=held.generator,
-                incarnation=held.incarnation,
-                digest=held.digest_at(offset),
+                segments=active.unsaved(),
+                generator=active.generator,
+                incarnation=active.incarnation,
+                digest=active.digest_at(offset),
             )
 
         with tracer().span(
-            "queue.append", held.traceparent, kind="client", token_offset=held.saved_token_count
+            "queue.append", active.traceparent, kind="client", token_offset=active.saved_token_count
         ) as span:
-            await self._write(held, self._appends, item)
-            span.set(saved_tokens=held.saved_token_count)
+            await self._write(active, self._appends, item)
+            span.set(saved_tokens=active.saved_token_count)
 
-    async def report_first_token(self, held: ActiveTrajectory) -> None:
-        """Tell the queue, once, the policy version of a first token that is saved later. Raises LetGo as ``save``."""
-        version = held.first_version
-        if version is None or held.saved_token_count or held.first_token_reported:
+    async def report_first_token(self, active: ActiveTrajectory) -> None:
+        """Report the policy version of an unsaved first token, once; raises LetGo if the lease is lost."""
+        version = active.first_version
+        if version is None or active.saved_token_count or active.first_token_reported:
             return
-        item = FirstToken(trajectory_id=held.trajectory_id, policy_version=version)
+        item = FirstToken(trajectory_id=active.trajectory_id, policy_version=version)
         for _ in range(2):
-            held.check_lost()
+            active.check_lost()
             if (await self._first_tokens.submit(item)).status.ok:
-                held.first_token_reported = True
+                active.first_token_reported = True
                 return
             await self._session.confirm()
-        held.lose("the queue does not hold the trajectory for this worker any more")
-        raise LetGo(held.trajectory_id)
+        active.lose("this worker no longer holds the lease of the trajectory")
+        raise LetGo(active.trajectory_id)
 
-    async def finish(self, held: ActiveTrajectory, reason: FinishReason) -> None:
-        """Save the rest and the finish reason. Raises LetGo when the queue does not want it."""
+    async def finish(self, active: ActiveTrajectory, reason: FinishReason) -> None:
+        """Save the remaining tokens and the finish reason; raises LetGo if the lease is lost."""
 
         def item(offset: int) -> Finish:
             return Finish(
-                trajectory_id=held.trajectory_id,
+                trajectory_id=active.trajectory_id,
                 token_offset=offset,
-                segments=held.unsaved(),
+                segments=active.unsaved(),
                 finish_reason=reason,
-                incarnation=held.incarnation,
-                digest=held.digest_at(offset),
+                incarnation=active.incarnation,
+                digest=active.digest_at(offset),
             )
 
-        with tracer().span("queue.finish", held.traceparent, kind="client", finish_reason=reason.value):
-            await self._write(held, self._finishes, item)
-        held.finish_reason = reason
+        with tracer().span("queue.finish", active.traceparent, kind="client", finish_reason=reason.value):
+            await self._write(active, self._finishes, item)
+        active.finish_reason = reason
 
     async def score(
-        self, held: ActiveTrajectory, outcome: RewardOutcome, shaped_reward: float, *, assigned: bool
+        self, active: ActiveTrajectory, outcome: RewardOutcome, shaped_reward: float, *, assigned: bool
     ) -> None:
-        """Record the outcome of a finished trajectory. Raises LetGo when the queue does not want it."""
-        score = Score(trajectory_id=held.trajectory_id, outcome=outcome, shaped_reward=shaped_reward, assigned=assigned)
-        with tracer().span("queue.score", held.traceparent, kind="client", outcome=outcome.kind.value):
-            await self._record(held, score)
+        """Record the outcome of a finished trajectory; raises LetGo if the queue rejects it."""
+        score = Score(
+            trajectory_id=active.trajectory_id, outcome=outcome, shaped_reward=shaped_reward, assigned=assigned
+        )
+        with tracer().span("queue.score", active.traceparent, kind="client", outcome=outcome.kind.value):
+            await self._record(active, score)
 
-    async def _record(self, held: ActiveTrajectory, score: Score) -> None:
+    async def _record(self, active: ActiveTrajectory, score: Score) -> None:
         for _ in range(_RESENDS):
-            held.check_lost()
+            active.check_lost()
             status = (await self._scores.submit(score)).status
             if status.ok:
                 return
             await self._session.confirm()
-            if status is WriteStatus.REFUSED and held.finish_reason is not None:
-                # Redis came back from before the end of the trajectory: end it again.
-                await self.finish(held, held.finish_reason)
-        raise LetGo("its score is not wanted")
+            if status is WriteStatus.REFUSED and active.finish_reason is not None:
+                # Redis was restored to a state before the end of the trajectory: finish it again.
+                await self.finish(active, active.finish_reason)
+        raise LetGo("the queue rejects the score of the trajectory")
 
     async def release(self, trajectory_id: str, reason: ReleaseReason) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         await self._releases.submit(_Release(trajectory_id=trajectory_id, reason=reason))
 
     async def fail(self, trajectory_id: str, reason: str) -> None:
-        """Make a dead letter of the trajectory."""
+        """Turn the trajectory into a dead letter."""
         await self._failures.submit((trajectory_id, reason))
 
-    async def keep_snapshot(self, held: ActiveTrajectory, snapshot: bytes) -> None:
-        """Keep the state of the trajectory's environment; whether it is still ours, the next save finds out."""
-        held.snapshot = snapshot
-        await self._session.call(lambda session: self._store.keep_snapshot(session, held.trajectory_id, snapshot))
+    async def keep_snapshot(self, active: ActiveTrajectory, snapshot: bytes) -> None:
+        """Store the state of the trajectory's environment; a lost lease is only detected by the next save."""
+        active.snapshot = snapshot
+        await self._session.call(lambda session: self._store.keep_snapshot(session, active.trajectory_id, snapshot))
 
-    async def restart(self, held: ActiveTrajectory) -> None:
-        """Drop the saved tokens: the trajectory begins again under the same lease.
+    async def restart(self, active: ActiveTrajectory) -> None:
+        """Drop the saved tokens: the trajectory restarts under the same lease.
 
-        Raises LetGo when the queue does not hold it for this worker.
+        Raises LetGo if the lease is lost.
         """
         for _ in range(_RESENDS):
-            held.check_lost()
-            incarnation = await self._restarts.submit(held.trajectory_id)
+            active.check_lost()
+            incarnation = await self._restarts.submit(active.trajectory_id)
             if incarnation is not None:
-                held.restart()
-                held.incarnation = incarnation
+                active.restart()
+                active.incarnation = incarnation
                 return
             await self._session.confirm()
-        raise LetGo("the queue does not hold the trajectory for this worker any more")
+        raise LetGo("this worker no longer holds the lease of the trajectory")
 
     async def _write(
-        self, held: ActiveTrajectory, lane: CallBatcher[T, AppendResult], item: Callable[[int], T]
+        self, active: ActiveTrajectory, batcher: CallBatcher[T, AppendResult], item: Callable[[int], T]
     ) -> None:
         confirmed = False
         for _ in range(_RESENDS):
-            held.check_lost()
-            offset, end = held.saved_token_count, held.token_count
-            result = await lane.submit(item(offset))
+            active.check_lost()
+            offset, end = active.saved_token_count, active.token_count
+            result = await batcher.submit(item(offset))
             if result.status.ok:
-                held.saved_token_count = end
+                active.saved_token_count = end
                 return
             if result.status is WriteStatus.LOST:
                 if confirmed:
@@ -161,10 +163,10 @@ class Saver:
                 confirmed = True
                 continue
             if result.saved_token_count >= offset:
-                break  # other tokens are there: ours were written after others, and must not be joined to these
-            held.saved_token_count = result.saved_token_count  # Redis came back from before the last save
-        held.lose("the queue does not hold the trajectory for this worker any more")
-        raise LetGo(held.trajectory_id)
+                break  # the queue stores other tokens at this offset: these must not be appended to them
+            active.saved_token_count = result.saved_token_count  # Redis was restored to a state before the last save
+        active.lose("this worker no longer holds the lease of the trajectory")
+        raise LetGo(active.trajectory_id)
 
     async def _append(self, items: list[Append]) -> Sequence[AppendResult]:
         return await self._split_on_conflict(items, self._store.append)
@@ -181,7 +183,7 @@ class Saver:
     async def _split_on_conflict(
         self, items: list[T], write: Callable[[str, list[T]], Awaitable[list[AppendResult]]]
     ) -> Sequence[AppendResult]:
-        """A policy version that nobody announced makes the whole call fail: only its own trajectory may suffer."""
+        """Write the items, halved on each Conflict, so that an unannounced policy version fails only its own item."""
         try:
             return await self._session.call(lambda session: write(session, items))
         except Conflict:

@@ -1,4 +1,4 @@
-"""What a process that holds trajectories counts; the services name their own metrics."""
+"""Protocol of the counters of calls and sessions; each service names its own metrics."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class TrajectoryMetrics(Protocol):
     """Worker sessions that expired."""
 
     def sampled(self, count: int, age: int) -> None:
-        """``count`` tokens arrived from a version ``age`` announcements old."""
+        """Count ``count`` tokens of a policy version that is ``age`` announcements old."""
 
     def call_ended(self, reason: str) -> None:
-        """A generation call ended."""
+        """Count the end of a generation call."""
 
     def fruitless_call(self) -> None:
-        """A call was given up without a token."""
+        """Count a call that failed without a token."""

@@ -1,4 +1,4 @@
-"""From a finished trajectory to its score: verifier, the run's policy for missing values, shaping."""
+"""Scoring of finished trajectories: verifier, the run's policy for missing values, reward shaping."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _LONGEST_PAUSE_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredResult:
-    """What the queue is told."""
+    """Score to write to the queue."""
 
     outcome: RewardOutcome
     shaped_reward: float
     assigned: bool
-    """The value comes from reward.fixed_value, not from a verifier."""
+    """True if the value comes from reward.fixed_value instead of a verifier."""
     dead: bool = False
-    """The run wants to look into trajectories that end like this: a dead letter instead of a score."""
+    """True if the run file requests a dead letter instead of a score, for inspection."""
 
 
 def shape(outcome: RewardOutcome, token_count: int, config: RewardConfig, budget: int) -> ScoredResult:
     """Apply the run's policy to an outcome and add the overlong penalty.
 
-    A time-out or an error is ``unscorable`` (no value, the queue replaces the member), or a dead letter on top of
-    that, unless the policy assigns ``reward.fixed_value``; the outcome keeps its kind either way.
+    A time-out or an error is ``unscorable`` (no value, the queue replaces the member), and also a dead letter if the
+    policy says so, unless the policy assigns ``reward.fixed_value``. The outcome keeps its kind in every case.
     """
     policy = "" if outcome.kind is OutcomeKind.SCORED else policy_of(outcome, config)
     assigned = policy == "fixed"
@@ -48,12 +48,12 @@ def shape(outcome: RewardOutcome, token_count: int, config: RewardConfig, budget
 
 
 def policy_of(outcome: RewardOutcome, config: RewardConfig) -> str:
-    """The run's policy for an outcome without a value: retry, unscorable, dead_letter or fixed."""
+    """Return the run's policy for an outcome without a value: retry, unscorable, dead_letter or fixed."""
     return config.on_timeout if outcome.kind is OutcomeKind.TIMED_OUT else config.on_error
 
 
 class TrajectoryScorer:
-    """Asks the reward service (its client batches) and waits it out while it is away."""
+    """Client of the reward service that retries with exponential back-off while the service is unavailable."""
 
     def __init__(self, service: RewardPort, config: RewardConfig, budget: int, metrics: WorkerMetrics) -> None:
         self._service = service
@@ -63,11 +63,11 @@ class TrajectoryScorer:
         self._log = get_logger("scoring")
 
     async def score(self, trajectory: Trajectory, known: RewardOutcome | None = None) -> ScoredResult:
-        """Outcome and shaped reward; ``known`` is an outcome that needs no verifier (the environment's)."""
+        """Return outcome and shaped reward; ``known`` is an outcome that needs no verifier (the environment's)."""
         started = time.monotonic()
-        outcome = known if known is not None else await self._ask(trajectory)
+        outcome = known if known is not None else await self._request(trajectory)
         if outcome.kind is not OutcomeKind.SCORED and policy_of(outcome, self._config) == "retry" and known is None:
-            outcome = await self._ask(trajectory)
+            outcome = await self._request(trajectory)
         self._metrics.scored(outcome.kind.value, time.monotonic() - started)
         if outcome.kind is not OutcomeKind.SCORED:
             self._log.info(
@@ -78,7 +78,7 @@ class TrajectoryScorer:
             )
         return shape(outcome, trajectory.response_token_count, self._config, self._budget)
 
-    async def _ask(self, trajectory: Trajectory) -> RewardOutcome:
+    async def _request(self, trajectory: Trajectory) -> RewardOutcome:
         pause = _FIRST_PAUSE_SECONDS
         while True:
             try:

@@ -1,7 +1,7 @@
-"""The spans of a trajectory while a worker holds it.
+"""Trace spans of a leased trajectory.
 
-The root span, from the first lease to the outcome, is sent by the worker that records the outcome: whoever was killed
-before, the trace has its root then. Each lease is an ``attempt`` under it.
+The root span lasts from the first lease to the outcome. The worker that records the outcome sends it, so the trace has
+its root even if earlier workers were killed. Each lease is an ``attempt`` span under it.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from rollmesh.worker.active_trajectory import ActiveTrajectory
 
 
 @contextmanager
-def attempt_on(held: ActiveTrajectory) -> Iterator[None]:
-    """The span of one lease, and the trajectory's name on the lines that are logged meanwhile."""
+def attempt_on(active: ActiveTrajectory) -> Iterator[None]:
+    """Open the span of one lease and add the trajectory's id to the log lines within it."""
     span = tracer().span(
         "attempt",
-        held.trajectory.traceparent,
-        trajectory=held.trajectory_id,
-        attempt=held.attempt,
-        resumed_tokens=held.saved_token_count,
+        active.trajectory.traceparent,
+        trajectory=active.trajectory_id,
+        attempt=active.attempt,
+        resumed_tokens=active.saved_token_count,
     )
-    held.span = span
-    with lines_about(held.trajectory_id), span:
+    active.span = span
+    with lines_about(active.trajectory_id), span:
         yield
 
 
-def end_of_trajectory(held: ActiveTrajectory, outcome: str, reward: float) -> None:
-    """Send the root span: what became of the trajectory."""
+def end_of_trajectory(active: ActiveTrajectory, outcome: str, reward: float) -> None:
+    """Send the root span, with the outcome of the trajectory."""
     if not tracer().on:
         return
-    trajectory = held.trajectory
-    start_ns = min(int(held.first_lease_time * 1e9), time.time_ns()) if held.first_lease_time else None
+    trajectory = active.trajectory
+    start_ns = min(int(active.first_lease_time * 1e9), time.time_ns()) if active.first_lease_time else None
     tracer().span(
         "trajectory",
         trajectory.traceparent,
@@ -44,9 +44,9 @@ def end_of_trajectory(held: ActiveTrajectory, outcome: str, reward: float) -> No
         trajectory=trajectory.trajectory_id,
         group=trajectory.group_id,
         birth_version=trajectory.birth_version,
-        newest_version=held.newest_version,
-        tokens=held.token_count,
-        finish_reason=held.finish_reason.value if held.finish_reason is not None else "",
+        newest_version=active.newest_version,
+        tokens=active.token_count,
+        finish_reason=active.finish_reason.value if active.finish_reason is not None else "",
         outcome=outcome,
         reward=reward,
     ).end()

@@ -1,4 +1,4 @@
-"""What a worker exports, in whichever process it runs."""
+"""Metrics of a worker, the same in every process that runs one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _OUTCOMES = ("scored", "timed_out", "verifier_error")
 
 
 class WorkerMetrics:
-    """Counters of one worker: its calls, its trajectories, how they ended.
+    """Counters of one worker: its calls, its trajectories and their ends.
 
-    They carry the name of the rollout service in the gateway of an agent run, too: it is the same work.
+    Their names start with the name of the rollout service in the gateway of an agent run, too.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -42,18 +42,18 @@ class WorkerMetrics:
     def _count_calls(self, metrics: Metrics) -> None:
         self._tokens = metrics.counter(
             "rollmesh_rollout_sampled_tokens_total",
-            "Tokens kept for training, by version age on arrival.",
+            "Tokens kept for training, by age of their policy version on arrival.",
             ("age",),
         )
         for age in (*map(str, range(4)), "4+"):
             self._tokens.labels(age=age)
         self._calls = metrics.counter(
-            "rollmesh_rollout_calls_ended_total", "Generation calls, by what ended them.", ("reason",)
+            "rollmesh_rollout_calls_ended_total", "Generation calls, by the reason of their end.", ("reason",)
         )
         for reason in CALL_ENDS:
             self._calls.labels(reason=reason)
         self._fruitless = metrics.counter(
-            "rollmesh_rollout_calls_fruitless_total", "Generation calls that were given up without a token."
+            "rollmesh_rollout_calls_fruitless_total", "Generation calls that failed without a token."
         )
         self.evaluation_tokens = metrics.counter(
             "rollmesh_rollout_evaluation_tokens_total", "Tokens sampled for evaluations."
@@ -61,12 +61,12 @@ class WorkerMetrics:
 
     def _count_ends(self, metrics: Metrics) -> None:
         self._drops = metrics.counter(
-            "rollmesh_rollout_trajectories_dropped_total", "Trajectories this worker gave up, by reason.", ("reason",)
+            "rollmesh_rollout_trajectories_dropped_total", "Trajectories this worker dropped, by reason.", ("reason",)
         )
         for reason in _DROPS:
             self._drops.labels(reason=reason)
         self._parked = metrics.counter(
-            "rollmesh_rollout_trajectories_parked_total", "Trajectories put to rest as partial, by reason.", ("reason",)
+            "rollmesh_rollout_trajectories_parked_total", "Trajectories released as partial, by reason.", ("reason",)
         )
         for reason in ReleaseReason:
             self._parked.labels(reason=reason.value)
@@ -79,7 +79,7 @@ class WorkerMetrics:
             "rollmesh_rollout_response_tokens", "Tokens of finished responses.", buckets=LENGTH_BUCKETS
         )
         self._last_finished = metrics.gauge(
-            "rollmesh_rollout_last_finished_timestamp_seconds", "When a trajectory was last finished here."
+            "rollmesh_rollout_last_finished_timestamp_seconds", "Time of the last finished trajectory of this worker."
         )
         self._span = metrics.histogram(
             "rollmesh_rollout_version_span",
@@ -87,7 +87,7 @@ class WorkerMetrics:
             buckets=STALENESS_BUCKETS,
         )
         self._reward_seconds = metrics.histogram(
-            "rollmesh_rollout_reward_seconds", "From the last token to the outcome, queueing included."
+            "rollmesh_rollout_reward_seconds", "Time from the last token to the outcome, queueing included."
         )
         self._outcomes = metrics.counter(
             "rollmesh_rollout_reward_outcomes_total", "Reward outcomes by kind.", ("kind",)
@@ -102,48 +102,51 @@ class WorkerMetrics:
         )
         self.restarted = metrics.counter(
             "rollmesh_rollout_trajectories_restarted_total",
-            "Multi-turn trajectories that began again because their environment cannot be resumed.",
+            "Multi-turn trajectories restarted because their environment cannot be resumed.",
         )
         self.sessions_lost = metrics.counter("rollmesh_rollout_sessions_lost_total", "Worker sessions that expired.")
-        self.in_flight = metrics.gauge("rollmesh_rollout_in_flight_trajectories", "Unfinished trajectories held here.")
+        self.in_flight = metrics.gauge(
+            "rollmesh_rollout_in_flight_trajectories", "Unfinished trajectories leased by this worker."
+        )
         self.awaiting_reward = metrics.gauge(
-            "rollmesh_rollout_awaiting_reward_trajectories", "Finished trajectories that wait for an outcome here."
+            "rollmesh_rollout_awaiting_reward_trajectories",
+            "Finished trajectories of this worker that wait for an outcome.",
         )
         self.awaiting_generator = metrics.gauge(
-            "rollmesh_rollout_awaiting_generator_trajectories", "Trajectories that wait for a generator here."
+            "rollmesh_rollout_awaiting_generator_trajectories", "Trajectories of this worker that wait for a generator."
         )
         self.generators_avoided = metrics.gauge(
-            "rollmesh_rollout_generators_avoided", "Generators this worker leaves alone after misbehaviour."
+            "rollmesh_rollout_generators_avoided", "Generators that this worker avoids after an error."
         )
 
     def sampled(self, count: int, age: int) -> None:
-        """``count`` tokens arrived from a version ``age`` announcements old."""
+        """Count ``count`` tokens of a policy version that is ``age`` announcements old."""
         self._tokens.labels(age=str(age) if age < 4 else "4+").inc(count)
 
     def call_ended(self, reason: str) -> None:
-        """A generation call ended."""
+        """Count the end of a generation call."""
         self._calls.labels(reason=reason).inc()
 
     def fruitless_call(self) -> None:
-        """A call was given up without a token."""
+        """Count a call that failed without a token."""
         self._fruitless.inc()
 
     def dropped(self, reason: str) -> None:
-        """A trajectory is not continued here."""
+        """Count a trajectory that this worker dropped."""
         self._drops.labels(reason=reason).inc()
 
     def parked(self, reason: str) -> None:
-        """A trajectory was put to rest."""
+        """Count a trajectory released as partial."""
         self._parked.labels(reason=reason).inc()
 
     def finished(self, reason: str, tokens: int, version_span: int) -> None:
-        """A trajectory is complete."""
+        """Count a finished trajectory."""
         self._finished.labels(reason=reason).inc()
         self._last_finished.set_to_current_time()
         self._length.observe(tokens)
         self._span.observe(version_span)
 
     def scored(self, kind: str, seconds: float) -> None:
-        """An outcome arrived."""
+        """Count a reward outcome."""
         self._outcomes.labels(kind=kind).inc()
         self._reward_seconds.observe(seconds)

@@ -1,4 +1,4 @@
-"""The worker's session with the trajectory queue: opened, kept alive, and replaced without losing what is held."""
+"""Session of a worker with the trajectory queue: heartbeat, and recovery without loss of trajectories."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from rollmesh.worker.trajectory_metrics import TrajectoryMetrics
 
 R = TypeVar("R")
 Beat = Callable[[], None]
-"""Tells the watch of one loop that it is alive. Only what that loop itself waits for may call it."""
+"""Callback that reports one loop as alive; only operations that this loop awaits may call it."""
 
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 2.0
 
 
 class WorkerSession:
-    """Current session id, heartbeat, and recovery.
+    """Current session id, heartbeat and recovery.
 
-    A session ends when its heartbeat was late (a stalled process) and is void when Redis came back as an earlier
-    state. Either way the worker states what it holds; the queue says what it may keep and from which token on to save.
+    A session expires when its heartbeat is late (a stalled process) and becomes invalid when Redis is restored to an
+    earlier state. In both cases the worker registers its trajectories again. The queue answers which of them it may
+    keep and from which token on to save.
     """
 
     def __init__(
@@ -39,16 +40,16 @@ class WorkerSession:
         self._log = get_logger("session")
         self._lock = asyncio.Lock()
         self._differing: set[str] = set()
-        """Trajectories that only one of the queue and this worker counted as held here at the last heartbeat."""
+        """Trajectories that only the queue or only this worker counted as leased at the last heartbeat."""
         self.leasing = asyncio.Lock()
-        """Taken from asking for a lease until its trajectories are in ``held``; nothing is compared meanwhile."""
+        """Lock held from a lease request until its trajectories are in ``trajectories``; it suspends comparisons."""
         self._session = ""
         self._server = ""
-        self.held: dict[str, ActiveTrajectory] = {}
-        """Everything this worker holds, finished ones that wait for their reward included."""
+        self.trajectories: dict[str, ActiveTrajectory] = {}
+        """Trajectories leased by this worker, including finished ones that wait for their reward."""
         self.registrations = 0
-        """How often everything held was registered; what was leased before a registration and is not in ``held`` yet
-        has been given back by it."""
+        """Number of registrations. A registration releases trajectories that were leased before it and are not in
+        ``trajectories`` yet."""
         self._waiting: list[Beat] = []
         """Beats of the loops that wait for the recovery in progress."""
 
@@ -63,13 +64,13 @@ class WorkerSession:
         self._server = await self._store.heartbeat(self._session)
 
     async def close(self) -> None:
-        """Give back whatever is still held."""
+        """Close the session; the queue releases the remaining leases."""
         if self._session:
             await self._store.close_session(self._session)
             self._session = ""
 
     async def keep_alive(self, beat: Beat) -> None:
-        """Heartbeat until cancelled; ``beat`` is called after each round, and during an outage that it waits out."""
+        """Send heartbeats until cancelled; ``beat`` is called after each round and at every retry of a recovery."""
         while True:
             started = time.monotonic()
             session = self._session
@@ -87,9 +88,9 @@ class WorkerSession:
             await asyncio.sleep(max(0.0, self._heartbeat_seconds - (time.monotonic() - started)))
 
     async def call(self, operation: Callable[[str], Awaitable[R]], beat: Beat | None = None) -> R:
-        """Run a store operation under the current session until it gets an answer.
+        """Run a store operation under the current session, with retries until the store answers.
 
-        A lost session is replaced, an outage is waited out: tokens stay in memory meanwhile.
+        A lost session is replaced. During an outage, tokens stay in memory.
         """
         pause = _FIRST_PAUSE_SECONDS
         while True:
@@ -102,13 +103,13 @@ class WorkerSession:
                 pause = await self._outlast(error, pause, [beat] if beat else [])
 
     async def confirm(self) -> None:
-        """Make sure that the session lives: a write that was refused may mean that it does not."""
+        """Check that the session is valid, and recover it if not; call it after a rejected write."""
         server = await self.call(self._store.heartbeat)
         if server != self._server:
             await self.recover(self._session, server)
 
     async def recover(self, lost: str, server: str | None = None, *, beat: Beat | None = None) -> None:
-        """Replace session ``lost`` (or confirm it to a new server) and register everything held."""
+        """Replace session ``lost`` (or confirm it to a restored server) and register all trajectories again."""
         async with self._recovery(beat):
             if self._session != lost or (server is not None and server == self._server):
                 return  # another task has done it
@@ -119,15 +120,15 @@ class WorkerSession:
             await self._retrying(lambda: self._register(session))
 
     async def _compare(self, session: str, beat: Beat) -> None:
-        """Register everything again when the queue has differed about a trajectory at two heartbeats in a row.
+        """Register all trajectories again if the queue disagrees about one at two heartbeats in a row.
 
-        At a single heartbeat they may differ: a release or a score that the queue has done is not answered yet.
+        A difference at a single heartbeat is normal: the answer to a completed release or score may be on its way.
         """
         if self.leasing.locked():
             return
         async with self.leasing:
             before = self._differing
-            self._differing = await self._store.held_by(session) ^ self.held.keys()
+            self._differing = await self._store.held_by(session) ^ self.trajectories.keys()
             if not before & self._differing:
                 return
             async with self._recovery(beat):
@@ -137,7 +138,7 @@ class WorkerSession:
 
     @asynccontextmanager
     async def _recovery(self, beat: Beat | None) -> AsyncIterator[None]:
-        """Recover alone; ``beat`` is called in outages, also while another task recovers."""
+        """Hold the recovery lock; ``beat`` is called at every retry, also while another task recovers."""
         beats = [beat] if beat else []
         self._waiting += beats
         try:
@@ -148,34 +149,36 @@ class WorkerSession:
                 self._waiting.remove(each)
 
     async def _register(self, session: str) -> None:
-        """Take everything held along into ``session``, which is nobody's before: a lease under it could bring a
-        trajectory that a task here is still writing."""
+        """Register all trajectories under ``session``, then make it current.
+
+        Not before: a lease under the new session could return a trajectory that a task of this worker still writes.
+        """
         self.registrations += 1
-        saved_before = {held.trajectory_id: held.saved_token_count for held in self.held.values()}
-        stated = [held.stated() for held in self.held.values()]
+        saved_before = {active.trajectory_id: active.saved_token_count for active in self.trajectories.values()}
+        held_tokens = [active.held_tokens() for active in self.trajectories.values()]
         try:
-            answers = await self._store.reregister(session, stated, self._worker)
+            answers = await self._store.reregister(session, held_tokens, self._worker)
         except SessionLost:
             session = await self._store.open_session(self._worker)
-            answers = await self._store.reregister(session, stated, self._worker)
+            answers = await self._store.reregister(session, held_tokens, self._worker)
         self._server = await self._store.heartbeat(session)
         self._session = session
         self._differing = set()
         kept = 0
         for answer in answers:
-            held = self.held.get(answer.trajectory_id)
-            if held is None:
+            active = self.trajectories.get(answer.trajectory_id)
+            if active is None:
                 continue
             if answer.kept:
                 kept += 1
-                held.first_token_reported = False  # Redis may have come back from before the report
+                active.first_token_reported = False  # Redis may have been restored to a state before the report
                 saved = answer.saved_token_count
-                if held.saved_token_count > saved_before[answer.trajectory_id]:
-                    saved = max(saved, held.saved_token_count)  # a save was answered between the two
-                held.saved_token_count = min(saved, held.token_count)
+                if active.saved_token_count > saved_before[answer.trajectory_id]:
+                    saved = max(saved, active.saved_token_count)  # a save was answered during the registration
+                active.saved_token_count = min(saved, active.token_count)
             else:
-                held.lose("the queue has other tokens of the trajectory, or has given it to another worker")
-        self._log.warning("session_registered_again", held=len(stated), kept=kept)
+                active.lose("the queue stores other tokens of the trajectory, or another worker has leased it")
+        self._log.warning("session_registered_again", held=len(held_tokens), kept=kept)
 
     async def _retrying(self, operation: Callable[[], Awaitable[R]]) -> R:
         pause = _FIRST_PAUSE_SECONDS

@@ -30,7 +30,7 @@ def test_without_the_token_nothing_can_be_pressed_and_a_wrong_one_is_refused(win
         assert page.locator(button).first.is_disabled(), button
     page.fill("#token", "not-the-token")
     page.press("#token", "Enter")
-    page.locator("#action-error", has_text="the token is wrong").wait_for()
+    page.locator("#action-error", has_text="the token is invalid").wait_for()
     assert page.locator("#pause").is_disabled()
     assert page.evaluate("[sessionStorage.length, localStorage.length]") == [0, 0]
 
@@ -54,7 +54,7 @@ def test_a_run_that_hides_itself_is_shown_to_whoever_has_the_token(window: Open,
     shown.expect("401", "net::ERR_")  # refused first, and unanswered in the end
     page = shown.page
     page.goto(shown.url)
-    page.locator("#connection", has_text="token needed").wait_for()
+    page.locator("#connection", has_text="token required").wait_for()
     assert "only to holders of its token" in (page.locator("#banner").text_content() or "")
     assert page.locator("#facts > div").count() == 0
     page.fill("#token", TOKEN)
@@ -106,7 +106,7 @@ def test_a_rollback_is_asked_for_only_after_a_yes(window: Open, scene: Scene) ->
     page.locator("#action-result", has_text="Done").wait_for()
     request = scene.in_store(lambda store: store.rollback_request())
     assert request is not None and request.policy_version == 0
-    page.locator("#facts", has_text="going back to v0").wait_for()
+    page.locator("#facts", has_text="rolling back to v0").wait_for()
 
 
 def test_a_dead_letter_is_replayed_and_another_one_deleted(window: Open, scene: Scene) -> None:

@@ -96,7 +96,7 @@ def test_a_redis_that_is_killed_with_zeros_at_the_end_of_its_file_says_what_the_
         fault.inject(attacked)
         attacked.redis.start()
         (note,) = notes
-        assert fault.ending.says in note
+        assert fault.expected_end.output_contains in note
         assert "its last 4,096 of " in note
     finally:
         attacked.redis.kill()

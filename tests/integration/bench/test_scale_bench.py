@@ -64,7 +64,7 @@ def test_the_consumer_sees_every_token_that_is_not_the_answers(broken: str) -> N
             for part, logprob in ((ids[:cut], logprobs[:cut]), (ids[cut:], logprobs[cut:]))
         ),
     )
-    assert answers.wrote(trajectory) == (broken == "nothing")
+    assert answers.matches(trajectory) == (broken == "nothing")
 
 
 def test_a_continued_answer_goes_on_where_it_was_left() -> None:

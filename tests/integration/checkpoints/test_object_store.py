@@ -339,7 +339,7 @@ def test_nodes_agree_on_the_identity_of_the_store(node: Node) -> None:
 def test_a_store_that_is_away_is_waited_for_and_then_named(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url}, patience_seconds=20.0)
+    store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url}, retry_seconds=20.0)
     tries, pipe = [], store._files.pipe_file
 
     def fails_twice(path: str, data: bytes) -> None:
@@ -352,7 +352,7 @@ def test_a_store_that_is_away_is_waited_for_and_then_named(
     store.write("key", b"value")
     assert len(tries) == 3 and store.read("key", 100) == b"value"
 
-    away = ObjectStore("s3://nowhere/x", {"endpoint_url": bucket.url}, patience_seconds=0.5)
+    away = ObjectStore("s3://nowhere/x", {"endpoint_url": bucket.url}, retry_seconds=0.5)
     with pytest.raises(CheckpointError, match="s3://nowhere/x: writing key failed") as caught:
         away.write("key", b"value")
     assert caught.value.reason == Reason.UNREACHABLE

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from rollmesh.cli.main import app
-from rollmesh.cli.top_view import lane, screen, sparkline
+from rollmesh.cli.top_view import rollout_line, screen, sparkline
 from rollmesh.gateway.models import (
     DropView,
     GeneratorView,
@@ -94,28 +94,28 @@ def test_the_screen_tells_what_the_page_tells() -> None:
     curve = Series(
         name="reward_mean", unit="reward", axis="train_step", x=[1, 2], mean=[0.1, 0.9], low=[0, 0], high=[1, 1]
     )
-    text = drawn(screen(overview(), timeline(span("e0-3.1"), in_flight=20), [curve], lanes=5, note="q leaves"))
+    text = drawn(screen(overview(), timeline(span("e0-3.1"), in_flight=20), [curve], rollouts=5, note="q quits"))
     for part in (
         "rollmesh demo", "running", "2 more ready groups of 4", "7 of 40", "7, pinned to 5", "4,321 tokens/s",
         "12 MB, 25.0% of its limit", "20 of 24", "dropped: straggler timeout", "dead letters", "127.0.0.1:7000",
-        "loading [version 7]", "and 39 more", "reward mean", "0.9 reward", "▁█", "e0-3.1", "and 19 more", "q leaves",
+        "loading [version 7]", "and 39 more", "reward mean", "0.9 reward", "▁█", "e0-3.1", "and 19 more", "q quits",
     ):  # fmt: skip
         assert part in text, part
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_no_line_is_wider_than_the_terminal(width: int) -> None:
-    text = drawn(screen(overview(), timeline(span("e0-3.1")), [], lanes=5), width)
+    text = drawn(screen(overview(), timeline(span("e0-3.1")), [], rollouts=5), width)
     assert max(map(len, text.splitlines())) <= width
 
 
 def test_numbers_from_before_an_outage_say_how_old_they_are() -> None:
-    text = drawn(screen(overview(state="unreachable", age_seconds=42.0), timeline(), [], lanes=0))
+    text = drawn(screen(overview(state="unreachable", age_seconds=42.0), timeline(), [], rollouts=0))
     assert "unreachable, as of 42 s ago" in text
 
 
 def test_a_lane_is_coloured_by_version_from_its_start_to_now() -> None:
-    text = lane(span("a.0"), -20.0, 100.0)
+    text = rollout_line(span("a.0"), -20.0, 100.0)
     assert len(text.plain) == 60
     assert text.plain[:20].strip() == ""
     assert set(text.plain[20:]) == {"━"}
@@ -127,8 +127,8 @@ def test_a_lane_is_coloured_by_version_from_its_start_to_now() -> None:
 
 def test_a_lane_outside_of_the_window_is_empty_and_a_window_of_nothing_is_drawn() -> None:
     gone = span("a.0", start=-100.0, end=-60.0, intervals=[])
-    assert lane(gone, -20.0, 100.0).plain[1:].strip() == ""
-    assert lane(span("a.0"), 100.0, 100.0).plain.strip() == ""
+    assert rollout_line(gone, -20.0, 100.0).plain[1:].strip() == ""
+    assert rollout_line(span("a.0"), 100.0, 100.0).plain.strip() == ""
 
 
 def test_a_sparkline_shows_the_newest_values_and_needs_no_range() -> None:
@@ -157,7 +157,7 @@ def test_words_of_others_reach_the_terminal_as_words() -> None:
             )
         ],
     )  # fmt: skip
-    text = drawn(screen(shown, timeline(span(evil)), [], lanes=5, note=evil), 300)
+    text = drawn(screen(shown, timeline(span(evil)), [], rollouts=5, note=evil), 300)
     assert not {"\x1b", "\x07", "\x9b"} & set(text)
     assert text.count("[bold]gone") == 7
 

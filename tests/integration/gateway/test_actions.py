@@ -61,7 +61,7 @@ async def test_pause_and_resume_reach_the_queue(client: httpx.AsyncClient, scene
     assert (await scene.store.view()).user_paused
     overview = await until(client, "api/v1/overview", lambda body: body["state"] == "paused")
     assert overview["paused_by_person"]
-    assert overview["waiting_for"] == "a person to resume"
+    assert overview["waiting_for"] == "an operator to resume"
     assert (await client.post("api/v1/resume")).status_code == 200
     await until(client, "api/v1/overview", lambda body: body["state"] == "running")
 

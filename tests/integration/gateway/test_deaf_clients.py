@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
-from rollmesh.gateway.listening import listen_to_hearers
+from rollmesh.gateway.listening import listen_with_timeout
 from rollmesh.runtime.admin_http import http_server
 
 
@@ -33,7 +33,7 @@ async def test_a_client_that_never_reads_loses_its_place_and_a_slow_one_keeps_it
 
     app.get("/endless")(lambda: StreamingResponse(endless()))
     app.get("/slow")(lambda: StreamingResponse(now_and_then()))
-    listener = listen_to_hearers("127.0.0.1", 0, "gateway.port", deaf_seconds=1.0)
+    listener = listen_with_timeout("127.0.0.1", 0, "gateway.port", unread_seconds=1.0)
     async with http_server(app, listener, grace_seconds=1) as port:
         slow_reader, slow_writer = await asyncio.open_connection("127.0.0.1", port)
         slow_writer.write(b"GET /slow HTTP/1.0\r\nHost: a\r\n\r\n")

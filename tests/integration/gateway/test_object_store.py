@@ -98,7 +98,7 @@ async def test_a_bucket_that_does_not_answer_costs_the_viewer_alone(
         assert "unreachable" not in states
         answers = [await task for task in asked]
         assert {answer.status_code for answer in answers} == {503}
-        assert all(answer.json()["hint"] == "ask again in a moment" for answer in answers)
+        assert all(answer.json()["hint"] == "retry in a moment" for answer in answers)
         bucket.process.send_signal(signal.SIGCONT)
 
         async def there() -> bool:

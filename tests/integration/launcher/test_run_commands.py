@@ -78,7 +78,7 @@ def test_a_dead_letter_is_listed_inspected_replayed_once_and_deleted(folder: Pat
     for _ in range(2):
         assert (
             printed("dead-letters", "replay", str(folder), "e0-0.0")
-            == "e0-0.0 replayed as group e0-0r1, once the run has room for it\n"
+            == "e0-0.0 replayed as group e0-0r1, when the run has capacity for it\n"
         )
     status = json.loads(printed("status", str(folder), "--json"))
     assert status["view"]["open_groups"] == 2

@@ -111,7 +111,7 @@ async def test_a_child_that_names_a_wrong_setting_fails_the_run_at_once(tmp_path
     script = f"import json; print('loading'); print(json.dumps({line})); raise SystemExit({EXIT_CONFIG})"
     supervisor.start(spec(tmp_path, script))
     reason = await asyncio.wait_for(supervisor.failed, 20)
-    assert "worker-0 cannot go on: DataError: rows.jsonl:2: field 'prompt' is missing" in reason
+    assert "worker-0 cannot continue: DataError: rows.jsonl:2: field 'prompt' is missing" in reason
     assert "loading" not in reason
     assert str(tmp_path / "worker-0.log") in reason
     assert supervisor.restart_counts() == {"worker-0": 0}
@@ -169,7 +169,7 @@ async def test_an_error_after_which_no_start_helps_is_found_behind_other_lines_a
     script = f"import json; print(json.dumps({FAILURE})); print('rank 0 failed, sending SIGTERM'); raise SystemExit(1)"
     supervisor.start(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
     reason = await asyncio.wait_for(supervisor.failed, 20)
-    assert "worker-0 cannot go on: SessionLost: another trainer has taken over run demo" in reason
+    assert "worker-0 cannot continue: SessionLost: another trainer has taken over run demo" in reason
     assert supervisor.restart_counts() == {"worker-0": 0}
 
 
@@ -202,7 +202,7 @@ raise SystemExit(run_service(main))
         supervisor = Supervisor(restart_limit=20)
         supervisor.start(spec(tmp_path, script.format(reason=reason)))
         failure = await asyncio.wait_for(supervisor.failed, 20)
-        assert "worker-0 cannot go on: CheckpointError: batches/3.pb: sha256 differs" in failure
+        assert "worker-0 cannot continue: CheckpointError: batches/3.pb: sha256 differs" in failure
     notes: list[str] = []
     supervisor = Supervisor(restart_limit=1, note=notes.append)
     supervisor.start(spec(tmp_path, script.format(reason="missing")))
@@ -228,5 +228,5 @@ raise SystemExit(run_service(main))
     supervisor = Supervisor(restart_limit=20)
     supervisor.start(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))
     reason = await asyncio.wait_for(supervisor.failed, 20)
-    assert "worker-0 cannot go on: SessionLost" in reason
+    assert "worker-0 cannot continue: SessionLost" in reason
     assert "another trainer has taken over run demo" in reason

@@ -151,7 +151,7 @@ def test_a_truncated_batch_file_is_refused_with_the_reason(audited: Any) -> None
     file.write_bytes(file.read_bytes()[:-20])
     result = audit_run(audited.folder)
     assert list(result.damaged) == [3]
-    assert any("train step 3 has no sound batch file" in problem for problem in result.problems)
+    assert any("train step 3 has no valid batch file" in problem for problem in result.problems)
 
 
 def test_a_trajectory_over_the_staleness_bound_is_a_violation(audited: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_version_whose_train_step_nothing_names_cannot_be_vouched_for(audited:
     shutil.rmtree(audited.folder / "checkpoints" / "policies" / "00000001-s1")
     result = audit_run(audited.folder)
     assert result.staleness_unknown > 0
-    assert any("nothing names" in problem for problem in result.problems)
+    assert any("train step is unknown" in problem for problem in result.problems)
 
 
 def test_a_tampered_checkpoint_is_refused_and_not_called_pruned(audited: Any) -> None:
@@ -227,7 +227,7 @@ def test_without_a_committed_state_there_is_nothing_to_vouch_for(audited: Any) -
 def test_without_the_queue_lost_groups_are_not_claimed(audited: Any) -> None:
     result = audit_run(audited.folder)
     assert result.lost is None
-    assert result.lost_note == "queue not reachable"
+    assert result.lost_note == "queue unreachable"
 
 
 def test_a_group_that_vanished_is_lost_and_one_with_a_reason_is_not(audited: Any) -> None:
@@ -258,7 +258,7 @@ def test_dropped_groups_that_the_ledger_no_longer_names_are_not_taken_for_lost(a
     account = QueueAccount(live={"e0-15"}, dropped={"e0-14": "filtered"}, forgotten_drops=2, cursor=cursor)
     result = audit_run(audited.folder, account)
     assert result.green and result.lost == ()
-    assert "no longer names 2 groups" in result.lost_note
+    assert "no longer lists 2 groups" in result.lost_note
     one_more = QueueAccount(live=(), dropped={"e0-14": "filtered"}, forgotten_drops=2, cursor=cursor)
     result = audit_run(audited.folder, one_more)
     assert not result.green and result.lost == ("e0-15",)
@@ -378,7 +378,7 @@ def test_a_doubted_trajectory_is_judged_in_float64_with_what_the_last_bit_of_the
 
 
 def test_an_audit_of_a_broken_file_is_never_green() -> None:
-    with pytest.raises(DataError, match="not an audit"):
+    with pytest.raises(DataError, match="not an audit result"):
         AuditResult.from_json("[]")
 
 
@@ -398,7 +398,7 @@ def test_a_run_whose_checkpoints_are_all_gone_is_not_vouched_for(audited: Any) -
     assert result.staleness_unknown == 0
     assert result.verdict is AuditVerdict.INCOMPLETE and result.problems == ()
     assert len(result.unchecked) == 1 and "0 of 210 policy tokens were scored again" in result.unchecked[0]
-    assert "37 segments, 100.0%, name a checkpoint that is gone" in audit_claims(result)[-1]
+    assert "37 segments, 100.0%, have no checkpoint any more" in audit_claims(result)[-1]
 
 
 def test_a_queue_that_forgot_admissions_says_so_beside_its_count_of_lost_groups(audited: Any) -> None:
@@ -406,5 +406,5 @@ def test_a_queue_that_forgot_admissions_says_so_beside_its_count_of_lost_groups(
     behind = audit_run(audited.folder, QueueAccount(live=(), dropped={}, cursor=Cursor(epoch=0, index=12)))
     assert behind.green and behind.lost == () and behind.forgotten
     (claim,) = [claim for claim in audit_claims(behind) if claim.startswith("lost 0")]
-    assert "a batch file knows of epoch 0, index 40" in claim
+    assert "a batch file records epoch 0, index 40" in claim
     assert read_audit(audited.folder) == behind

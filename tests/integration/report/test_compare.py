@@ -14,7 +14,7 @@ from rollmesh.config import RunConfig
 from rollmesh.report.audit_result import AuditResult
 from rollmesh.report.compare import (
     compare,
-    difference_words,
+    describe_difference,
     equality_verdict,
     print_comparison,
     spread_of,
@@ -53,7 +53,7 @@ def test_differences_are_paired_by_seed(arms: Arms) -> None:
     assert (difference.label, difference.baseline, difference.pairs) == ("copris", "sync", 3)
     assert difference.spread.mean == pytest.approx(0.03)
     assert difference.spread.standard_error == pytest.approx(0.01 / np.sqrt(3))
-    assert "beyond 2 standard errors" in difference_words(difference, "accuracy")
+    assert "beyond 2 standard errors" in describe_difference(difference, "accuracy")
 
 
 def test_without_common_seeds_the_means_are_compared_and_their_errors_added(
@@ -67,13 +67,13 @@ def test_without_common_seeds_the_means_are_compared_and_their_errors_added(
     assert difference.pairs == 0
     assert difference.spread.mean == pytest.approx(0.0)
     assert difference.spread.standard_error == pytest.approx(np.hypot(0.05, 0.05))
-    assert "within 2 standard errors" in difference_words(difference, "accuracy")
+    assert "within 2 standard errors" in describe_difference(difference, "accuracy")
 
 
 def test_one_seed_says_nothing_about_noise(arms: Arms) -> None:
     (difference,) = compare({label: folders[:1] for label, folders in arms.items()}).differences
     assert difference.spread.standard_error is None
-    assert "says nothing about noise" in difference_words(difference, "accuracy")
+    assert "the noise of a single pair is unknown" in describe_difference(difference, "accuracy")
 
 
 def test_unequal_updates_missing_audits_and_evaluations_are_noted(

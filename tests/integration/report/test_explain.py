@@ -68,7 +68,7 @@ def test_json_holds_every_token_with_its_text(audited: Any) -> None:
     ("step", "options", "message"),
     [
         (9, {}, "no batch file .steps 1 to 6 have one."),
-        (2, {"trajectory_id": "e0-99.0"}, "e0-99.0' is not in batch 2; it holds e0-2.0"),
+        (2, {"trajectory_id": "e0-99.0"}, "e0-99.0' is not in batch 2; it contains e0-2.0"),
     ],
 )
 def test_what_is_not_there_is_a_clear_error(audited: Any, step: int, options: dict[str, Any], message: str) -> None:
@@ -97,7 +97,7 @@ def test_old_logprobs_that_the_training_had_and_explain_has_not_are_counted_and_
     text = printed(audited.folder, 4, trajectory_id="e0-6.1")
     for note in data["notes"]:
         assert f"note: {note}" in text
-    assert "stage_not_recorded: 10 token(s)" in text and "is not kept" in text
+    assert "stage_not_recorded: 10 token(s)" in text and "are not kept" in text
     assert text.count(f"{tokens[0]['old_logprob']:.3f}~") >= 1, "the token itself is marked"
 
 
@@ -105,7 +105,7 @@ def test_several_minibatches_are_said_to_have_moved_the_weights_that_are_shown(a
     audited.change_config(trainer={"minibatches": 2})
     data = json.loads(printed(audited.folder, 2, as_json=True))
     assert (data["minibatches"], len(data["notes"])) == (2, 1)
-    assert "trainer.minibatches=2: every token is shown with the weights that the step began with" in data["notes"][0]
+    assert "trainer.minibatches=2: every token is shown with the weights at the start of the step" in data["notes"][0]
     assert data["notes"][0] in printed(audited.folder, 2)
 
 

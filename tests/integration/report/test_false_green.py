@@ -118,7 +118,7 @@ def test_a_run_of_which_no_token_was_scored_again_is_not_green(audited: Any) -> 
     result = audit_run(audited.folder)
     assert not result.green
     assert result.verdict == "incomplete"
-    assert any("no batch file holds a token that a policy wrote" in reason for reason in result.unchecked)
+    assert any("no batch file contains a sampled token" in reason for reason in result.unchecked)
 
 
 def last_line(result: AuditResult) -> str:
@@ -137,7 +137,7 @@ def test_tokens_of_policies_that_are_gone_are_in_the_verdict_line_and_over_half_
     assert "40 of 210 policy tokens were scored again (without the pruned ones), less than 50%" in result.unchecked[0]
     assert last_line(result) == (
         "audit INCOMPLETE: 19.0% of 210 policy tokens were scored again; "
-        "145 tokens, 69.0%, name a checkpoint that is gone, 0 of them pruned as checkpoints.keep_last has it"
+        "145 tokens, 69.0%, have no checkpoint any more, 0 of them pruned according to checkpoints.keep_last"
     )
 
 
@@ -148,7 +148,7 @@ def test_a_long_run_whose_older_policies_are_pruned_as_its_settings_have_it_is_g
     assert (result.verdict, result.problems, result.unchecked) == ("green", (), ())
     assert last_line(result) == (
         "audit green: 19.0% of 210 policy tokens were scored again; "
-        "145 tokens, 69.0%, name a checkpoint that is gone, 145 of them pruned as checkpoints.keep_last has it"
+        "145 tokens, 69.0%, have no checkpoint any more, 145 of them pruned according to checkpoints.keep_last"
     )
 
 
@@ -159,7 +159,7 @@ def test_a_policy_that_is_gone_although_it_is_among_those_that_are_kept_makes_th
     forget_versions(audited, 4)
     result = audit_run(audited.folder)
     assert (result.verdict, result.problems) == ("incomplete", ())
-    assert "policy versions that checkpoints.keep_last keeps and that are gone: 4." in result.unchecked[0]
+    assert "missing although checkpoints.keep_last retains them: 4." in result.unchecked[0]
 
 
 def test_a_run_that_is_pruned_so_far_that_no_token_can_be_scored_is_incomplete(audited: Any) -> None:
@@ -174,7 +174,7 @@ def test_a_run_that_is_pruned_so_far_that_no_token_can_be_scored_is_incomplete(a
     assert any("0 of 0 policy tokens" in reason for reason in result.unchecked)
 
 
-@pytest.mark.parametrize(("logprob", "told"), [(-40.0, "nats from its checkpoint"), (float("nan"), "no finite number")])
+@pytest.mark.parametrize(("logprob", "told"), [(-40.0, "nats from its checkpoint"), (float("nan"), "are not finite")])
 def test_a_bfloat16_token_that_is_30_nats_off_or_no_number_is_red(audited: Any, logprob: float, told: str) -> None:
     audited.change_config(model={"dtype": "bfloat16"})
     audited.replace_batch(4, with_every_segment(with_one_logprob(logprob)))
@@ -239,7 +239,7 @@ def test_another_folder_in_the_place_of_the_announced_one_is_red(audited: Any) -
     the_policy(audited, 2).rename(the_policy(audited, 2).with_name("00000002-another"))
     result = audit_run(audited.folder, account_of(audited, policies=announced))
     assert not result.green
-    assert any("the registry announced policies/00000002-s2, which is gone" in p for p in result.problems)
+    assert any("the registry announced policies/00000002-s2, which is missing" in p for p in result.problems)
 
 
 def cut_committed(state: Path) -> None:
@@ -290,7 +290,7 @@ def test_a_lost_newest_state_beside_a_flipped_byte_of_its_batch_file_is_red(
     assert not result.green
     assert (result.committed_step, result.announced_step) == (STEPS - 1, STEPS)
     assert any("train step 5 is the newest that is committed" in problem for problem in result.problems)
-    assert any("train step 6 has no sound batch file" in problem for problem in result.problems)
+    assert any("train step 6 has no valid batch file" in problem for problem in result.problems)
 
 
 def test_states_of_every_third_step_lag_behind_the_announced_policy_and_are_green(audited: Any) -> None:

@@ -186,7 +186,7 @@ def test_a_file_that_is_no_audit_is_reported_not_raised(run_folder: Path) -> Non
     (run_folder / "audit.json").write_text('{"something": "else"}', encoding="utf-8")
     summary = summarise(run_folder)
     assert summary.audit is None
-    assert any("not an audit" in item for item in summary.missing)
+    assert any("not an audit result" in item for item in summary.missing)
 
 
 def test_audit_counts_reach_the_words_with_what_was_skipped(run_folder: Path) -> None:
@@ -194,7 +194,7 @@ def test_audit_counts_reach_the_words_with_what_was_skipped(run_folder: Path) ->
     text = words_of(run_folder)
     assert "audit is green" in text
     assert "trained twice 1" in text and "lost 0" in text
-    assert "2 keep_kv segments" in text and "1 segments, 2.4%, name a checkpoint that is gone" in text
+    assert "2 keep_kv segments" in text and "1 segments, 2.4%, have no checkpoint any more" in text
     assert summarise(run_folder).off_policy_share == 0.123
 
 

@@ -247,7 +247,7 @@ async def scoring_bench(config: RunConfig) -> AsyncIterator[ScoringBench]:
                 metrics,
                 default_verifier=config.reward.verifier,
                 timeout_seconds=seconds,
-                on_hopeless=failures.append,
+                on_unusable_verifier=failures.append,
             )
             for seconds in (config.reward.timeout_seconds, PATIENCE_SECONDS)
         )

@@ -79,4 +79,4 @@ def test_what_remains_open_is_logged_when_the_run_file_allows_it(folder: Path) -
     assert "code_is_confined_in_part" in said, "".join(lines)
     assert "use every folder and socket that its uid or all users may" in said
     assert "the ports of this run on loopback" in said
-    assert "each with the memory limit for itself" not in said, "the filter of system calls needs no namespace"
+    assert "each with its own memory limit" not in said, "the filter of system calls needs no namespace"

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from rollmesh.errors import ConfigError
-from rollmesh.reward.scoring import HOPELESS_ANSWERS
+from rollmesh.reward.scoring import UNSCORED_ANSWER_LIMIT
 from rollmesh.types import OutcomeKind
 
 from .reward_bench import PATIENCE_SECONDS, Gate, ScoringBench, gate, make_config, scoring_bench
@@ -29,12 +29,12 @@ POISON = [
     ("sleep 1000", TIMED_OUT, "no answer within 1 s"),
     ("daemon", TIMED_OUT, "no answer within 1 s"),
     pytest.param("fork", TIMED_OUT, "no answer within 1 s", marks=as_root),
-    ("memory", ERROR, "MemoryError: over the memory limit"),
+    ("memory", ERROR, "MemoryError: the verifier process exceeded"),
     ("crash", ERROR, "ended twice; the last time: killed by signal 11"),
     ("kill", ERROR, "ended twice; the last time: killed by signal 9"),
     ("hard_exit", ERROR, "ended twice; the last time: ended with status 0"),
     ("close", ERROR, "ended twice; the last time: "),
-    ("garbage", ERROR, "ended twice; the last time: the worker sent what is no answer"),
+    ("garbage", ERROR, "ended twice; the last time: the worker sent an invalid answer"),
     ("exit", ERROR, "poisonous:verify: SystemExit"),
     ("deep", ERROR, "poisonous:verify: RecursionError"),
     ("raise \x00 oh", ERROR, "poisonous:verify: RuntimeError: on purpose"),
@@ -118,9 +118,9 @@ async def test_nothing_that_a_killed_worker_started_lives_on(tmp_path: Path, ans
 
 
 @as_root
-@pytest.mark.parametrize(("answer", "watchman_dies"), [("daemon", False), ("fork", False), ("daemon", True)])
+@pytest.mark.parametrize(("answer", "reaper_dies"), [("daemon", False), ("fork", False), ("daemon", True)])
 async def test_what_the_workers_of_a_killed_template_have_started_ends_too(
-    tmp_path: Path, answer: str, watchman_dies: bool
+    tmp_path: Path, answer: str, reaper_dies: bool
 ) -> None:
     config = make_config(tmp_path, verifier="poisonous:verify", workers=1, timeout_seconds=PATIENCE_SECONDS)
     async with scoring_bench(config) as bench:
@@ -128,10 +128,10 @@ async def test_what_the_workers_of_a_killed_template_have_started_ends_too(
         (worker,) = _of(uid)
         template = worker.parent()
         assert template is not None
-        if watchman_dies:
-            (watchman,) = set(template.children()) - {worker}
-            watchman.kill()
-            await _until(lambda: len(set(template.children()) - {worker, watchman}) == 1, "another watchman")
+        if reaper_dies:
+            (reaper,) = set(template.children()) - {worker}
+            reaper.kill()
+            await _until(lambda: len(set(template.children()) - {worker, reaper}) == 1, "another orphan reaper")
         poison = asyncio.create_task(bench.score(answer))
         await _until(lambda: len(_of(uid)) >= 3, "the worker's children")
         template.kill()
@@ -237,7 +237,7 @@ async def test_a_verifier_that_never_scores_an_answer_is_a_wrong_setting_and_one
     tmp_path: Path,
 ) -> None:
     async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify")) as bench:
-        await bench.score_all(["string"] * (HOPELESS_ANSWERS - 1))
+        await bench.score_all(["string"] * (UNSCORED_ANSWER_LIMIT - 1))
         assert not bench.failures
         await bench.score_all(["string"] * 2)
         (failure,) = bench.failures
@@ -247,5 +247,5 @@ async def test_a_verifier_that_never_scores_an_answer_is_a_wrong_setting_and_one
         )
     async with scoring_bench(make_config(tmp_path, verifier="poisonous:verify")) as bench:
         await bench.score("value 1")
-        await bench.score_all(["string"] * (HOPELESS_ANSWERS + 1))
+        await bench.score_all(["string"] * (UNSCORED_ANSWER_LIMIT + 1))
         assert not bench.failures

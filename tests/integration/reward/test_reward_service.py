@@ -249,10 +249,13 @@ async def test_a_service_that_is_away_or_full_is_tried_again(tmp_path: Path) -> 
     ("service", "message"),
     [
         (CountingService([grpc.StatusCode.INVALID_ARGUMENT]), "INVALID_ARGUMENT: told to fail"),
-        (CountingService(answer_count=0), "gave 0 outcomes for 1 answers"),
+        (CountingService(answer_count=0), "returned 0 outcomes for 1 answers"),
         (CountingService([grpc.StatusCode.UNAVAILABLE] * 99), "no service answered within 4 s; UNAVAILABLE"),
         (CountingService([grpc.StatusCode.UNAVAILABLE], hangs_after=0), "no service answered within .*; UNAVAILABLE"),
-        (CountingService(hangs_after=0), "no service answered within 4 s; DEADLINE_EXCEEDED: 127.0.0.1:.* is silent"),
+        (
+            CountingService(hangs_after=0),
+            "no service answered within 4 s; DEADLINE_EXCEEDED: 127.0.0.1:.* did not answer",
+        ),
     ],
 )
 async def test_a_service_that_cannot_answer_is_an_error_of_rollmesh(
@@ -347,7 +350,7 @@ async def test_health_and_metrics_tell_what_happened(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"verifier": "nonsense"}, "reward.verifier: 'nonsense' is none of exact"),
+        ({"verifier": "nonsense"}, "reward.verifier: 'nonsense' is not one of exact"),
         ({"verifier": "no_such_module_w:f"}, "reward.verifier: no module 'no_such_module_w'"),
         ({"verifier": "numeric", "options": {"tolerance": -1}}, "reward.options.tolerance"),
         ({"verifier": "poisonous:missing"}, "has no 'missing'"),

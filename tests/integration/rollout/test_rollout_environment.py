@@ -275,7 +275,7 @@ async def test_a_snapshot_covers_whatever_the_worker_left(tokenizer, segments, s
         snapshots.append(Snapshot.from_bytes(data).turn_count)
 
     rollout = RolloutContext(
-        held=held,
+        active=held,
         caller=TurnCaller(),
         params=SamplingParams(stop_token_ids=(STOP,)),
         budget=100,

@@ -171,7 +171,7 @@ async def test_data_that_shrank_below_the_cursor_ends_the_run_with_an_error_that
     async with leading(store, plan, open_prompts=lambda _: Shrunken()):
         failure = await until(store.failure)
     assert failure == (
-        "prompt (epoch 0, index 9): data.source has 5 training prompts, and this run has admitted more of the epoch: "
+        "prompt (epoch 0, index 9): data.source has 5 training prompts, but this run has admitted more of the epoch: "
         "the data has shrunk since; restore it and restart the run, or start another run"
     )
 

@@ -97,7 +97,7 @@ async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_aske
 async def test_a_leader_whose_queue_was_lost_asks_for_no_version_that_may_be_pruned(store) -> None:
     config = EvalConfig(every_versions=3, prompt_count=2)
     # Version 3 is due; of versions 0 to 5 the two, or three, newest are kept.
-    await PeriodicEvaluations(store, config, keep_last=2).look(5)
+    await PeriodicEvaluations(store, config, keep_last=2).request_due(5)
     assert await store.evaluations() == []
-    await PeriodicEvaluations(store, config, keep_last=3).look(5)
+    await PeriodicEvaluations(store, config, keep_last=3).request_due(5)
     assert [r.request.policy_version for r in await store.evaluations()] == [3]

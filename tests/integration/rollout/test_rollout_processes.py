@@ -45,7 +45,7 @@ async def test_batches_survive_a_killed_generator_and_a_killed_worker_token_for_
 
         async def ended():
             view = await run.store.view()
-            return view.trained_enough and view.open_groups == view.ready_groups == view.leased == 0
+            return view.is_complete and view.open_groups == view.ready_groups == view.leased == 0
 
         await run.until("the end of every group", ended)
         counts = await run.store.counts()

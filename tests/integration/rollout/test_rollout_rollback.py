@@ -61,4 +61,4 @@ async def test_a_generator_that_lags_behind_a_rollback_starts_nothing(store):
 
 
 async def _finished(store):
-    return (await store.view()).trained_enough
+    return (await store.view()).is_complete

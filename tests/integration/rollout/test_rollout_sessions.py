@@ -106,7 +106,7 @@ async def test_tokens_are_never_joined_to_tokens_that_somebody_else_has_saved(st
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.03))
     async with running(store, cluster, ScriptedReward(), plan, chunk=16) as run:
-        longest = await until(lambda: next((i for i in run.session.held if len(answer_of(i, 40)) > 20), None))
+        longest = await until(lambda: next((i for i in run.session.trajectories if len(answer_of(i, 40)) > 20), None))
         ids = np.array(answer_of(longest, 40)[:3], np.int32)
         other = Segment(
             token_ids=ids,
@@ -146,7 +146,9 @@ async def test_a_worker_that_stalls_past_its_ttl_does_not_join_its_tokens_to_tho
     ):
         session = run.session
         longest = await until(
-            lambda: next((i for i, h in session.held.items() if h.saved_token_count >= 8 and not h.finished), None)
+            lambda: next(
+                (i for i, h in session.trajectories.items() if h.saved_token_count >= 8 and not h.finished), None
+            )
         )
         awake.clear()
         await b.close_session(session.current)

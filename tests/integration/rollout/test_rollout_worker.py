@@ -14,7 +14,7 @@ from .waiting import until
 
 async def store_is_empty(store):
     view = await store.view()
-    return view.trained_enough and view.open_groups == view.ready_groups == view.leased == 0
+    return view.is_complete and view.open_groups == view.ready_groups == view.leased == 0
 
 
 async def paused(store):
@@ -113,10 +113,10 @@ async def test_a_fork_opened_just_before_a_pause_or_a_drain_comes_to_rest_too(st
     cluster, _ = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4, concurrency=4) as run:
         await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 8)
-        parent = next(held for held in run.session.held.values() if not held.finished)
+        parent = next(held for held in run.session.trajectories.values() if not held.finished)
         answer = await run.replica._worker.fork(parent, "nonce")
         child = answer.leased.trajectory.trajectory_id
-        await until(lambda: child not in run.session.held)
+        await until(lambda: child not in run.session.trajectories)
         await asyncio.gather(*draining)
         assert child not in cluster.contexts, "no generator was called for it"
         assert run.value("rollmesh_rollout_trajectories_parked_total", reason=stops) >= 1

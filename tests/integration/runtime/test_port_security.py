@@ -110,10 +110,10 @@ async def test_each_wrong_certificate_of_a_client_is_refused_before_the_call(
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call(address, client)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "it may refuse our certificate; its log says more" in client.explain(refused.value.details())
+            assert "it may reject the client certificate; see its log" in client.explain(refused.value.details())
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call(address, OPEN)
-        assert "it may want TLS, and security.tls is not set here" in OPEN.explain(refused.value.details())
+        assert "it may require TLS, and security.tls is not set here" in OPEN.explain(refused.value.details())
 
 
 async def test_a_server_that_is_not_of_the_mesh_is_refused_by_its_clients(authority: Authority, tmp_path: Path) -> None:
@@ -125,12 +125,12 @@ async def test_a_server_that_is_not_of_the_mesh_is_refused_by_its_clients(author
         async with foreign_service(certificate) as address:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call(address, client)
-            hint = "its certificate is not accepted here: see security.tls.ca, and whether it names rollmesh"
+            hint = "its certificate is rejected here: check security.tls.ca, and that it names rollmesh"
             assert hint in client.explain(refused.value.details())
     async with grpc_service(OPEN) as address:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call(address, client)
-        assert "it speaks no TLS: security.tls is not set there" in client.explain(refused.value.details())
+        assert "it does not use TLS: set security.tls there" in client.explain(refused.value.details())
 
 
 @contextlib.asynccontextmanager
@@ -321,11 +321,11 @@ def test_files_that_cannot_be_used_are_named_at_the_start(authority: Authority, 
     empty.write_text("")
     for change, message in [
         ({"certificate": str(tmp_path / "none.crt")}, "security.tls.certificate=.*none.crt: cannot be read: No such"),
-        ({"ca": str(empty)}, "security.tls.ca=.*empty.pem: no PEM certificate"),
+        ({"ca": str(empty)}, "security.tls.ca=.*empty.pem: not a PEM certificate"),
         ({"key": str(other.key)}, "security.tls.key=.*(?i:mismatch)"),
-        (authority.issue("late", expired=True).section(), "late.*the mesh would refuse it: certificate has expired"),
+        (authority.issue("late", expired=True).section(), "late.*the mesh would reject it: certificate has expired"),
         (authority.issue("alias", dns=("a.example",)).section(), "alias.*Hostname mismatch"),
-        ({"ca": str(Authority(tmp_path / "theirs").file)}, "would refuse it: unable to get local issuer certificate"),
+        ({"ca": str(Authority(tmp_path / "theirs").file)}, "would reject it: unable to get local issuer certificate"),
     ]:
         with pytest.raises(ConfigError, match=message):
             PortSecurity.from_config(SecurityConfig.model_validate({"tls": good.section() | change}))
@@ -354,7 +354,7 @@ def test_a_token_file_is_read_again_and_its_further_lines_are_accepted(tmp_path:
     assert tokens.refusal("new") == WRONG_TOKEN
     file.write_text("\n")
     assert tokens.sent == "new", "an empty file shuts nobody out"
-    with pytest.raises(ConfigError, match=r"security.token_file=.*: holds no token"):
+    with pytest.raises(ConfigError, match=r"security.token_file=.*: contains no token"):
         Tokens((), file)
     with pytest.raises(ConfigError, match=r"security.token_file=.*gone: cannot be read"):
         Tokens((), tmp_path / "gone")

@@ -14,7 +14,7 @@ import pytest
 
 from rollmesh.errors import ConfigError, EngineError
 from rollmesh.generator.engines.engine_protocol import EngineLost
-from rollmesh.generator.engines.sglang.server_process import ServerProcess, telling_lines
+from rollmesh.generator.engines.sglang.server_process import ServerProcess, relevant_lines
 from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 
@@ -51,9 +51,9 @@ def command(process: psutil.Process) -> str:
 
 
 def server_of(generator: int) -> psutil.Process:
-    """The main process of the server below a generator (the keeper is between them)."""
-    (keeper,) = (p for p in psutil.Process(generator).children() if "keeper.py" in command(p))
-    (server,) = keeper.children()
+    """The main process of the server below a generator (the guard is between them)."""
+    (guard,) = (p for p in psutil.Process(generator).children() if "orphan_guard.py" in command(p))
+    (server,) = guard.children()
     return server
 
 
@@ -72,21 +72,21 @@ async def test_the_end_of_a_program_is_told_with_its_status_and_its_last_lines(t
     command = [sys.executable, "-c", "print('line\\n' * 50 + 'out of memory'); raise SystemExit(3)"]
     process = ServerProcess(command, {}, tmp_path / "server.log")
     assert await process.ended() == 3
-    assert process.last_words().endswith("out of memory")
-    assert str(tmp_path / "server.log") in process.last_words()
-    assert process.last_words().count("line\n") < 20
+    assert process.log_tail().endswith("out of memory")
+    assert str(tmp_path / "server.log") in process.log_tail()
+    assert process.log_tail().count("line\n") < 20
     assert (tmp_path / "server.log").stat().st_mode & 0o077 == 0
     missing = ServerProcess([str(tmp_path / "nothing")], {}, tmp_path / "server.log")
     assert await missing.ended() == 127
-    assert "cannot be started" in missing.last_words() and "out of memory" not in missing.last_words()
+    assert "cannot be started" in missing.log_tail() and "out of memory" not in missing.log_tail()
 
 
 def test_an_exception_tells_more_than_the_noise_after_it():
     trace = ["Traceback (most recent call last):", "  File x", "RuntimeError: index out of range"]
     log = ["start", "Scheduler hit an exception: rank 0", *trace, *[f" - leaked {i}" for i in range(30)], "bye"]
-    assert telling_lines("\n".join(log)).splitlines() == [log[1], *trace, "bye"]
-    assert telling_lines("\n".join(str(i) for i in range(50))).splitlines() == [str(i) for i in range(38, 50)]
-    assert telling_lines("") == ""
+    assert relevant_lines("\n".join(log)).splitlines() == [log[1], *trace, "bye"]
+    assert relevant_lines("\n".join(str(i) for i in range(50))).splitlines() == [str(i) for i in range(38, 50)]
+    assert relevant_lines("") == ""
 
 
 async def test_a_killed_owner_leaves_no_process_behind(tmp_path):
@@ -261,7 +261,7 @@ async def test_a_wrong_key_is_told_and_nothing_is_served(tmp_path, kit, stand_in
         stranger = SglangEngine(
             SglangOptions(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=60.0)
         )
-        with pytest.raises(ConfigError, match=r"generator\.sglang\.admin_key: .* refuses it: .*HTTP 401"):
+        with pytest.raises(ConfigError, match=r"generator\.sglang\.admin_key: .* rejects it: .*HTTP 401"):
             await stranger.start(tmp_path / "model", 0)
         await stranger.aclose()
     finally:

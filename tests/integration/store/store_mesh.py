@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollmesh.mesh import Cursor, Desired, RunLimits
-from rollmesh.segments import part_of
+from rollmesh.segments import slice_segment
 from rollmesh.store import Append, Finish, HeldTokens, LeasedTrajectory, NewGroup, Score, TokenDigest, TrajectoryStore
 from rollmesh.types import FinishReason, OutcomeKind, PolicyRecord, Prompt, RewardOutcome, Segment, SegmentSource
 
@@ -76,7 +76,7 @@ def digest_of(segments: Iterable[Segment], token_count: int) -> TokenDigest:
     digest = TokenDigest()
     for part in segments:
         if token_count > digest.token_count:
-            digest = digest.extended([part_of(part, 0, token_count - digest.token_count)])
+            digest = digest.extended([slice_segment(part, 0, token_count - digest.token_count)])
     return digest
 
 

@@ -231,7 +231,7 @@ async def test_a_redis_that_forgets_steps_while_it_is_told_of_later_ones_only_is
     await store.reassert_training(mesh.trainer, 1, 2, later, [], Cursor(index=4), known_step=known)
     assert (await store.training_state()).trained_step == 2
     await store.connection.command("HSET", store.connection.keys.single("meta"), "trained_step", 0)
-    with pytest.raises(StoreUnavailable, match="knew train step 1 as trained and now knows 0 only"):
+    with pytest.raises(StoreUnavailable, match="its trained step was 1 and is now 0"):
         await store.reassert_training(mesh.trainer, 1, 2, later, [], Cursor(index=4), known_step=known)
 
 

@@ -25,7 +25,7 @@ async def connect(url: str, password: str | None = None, *, retry_seconds: float
 
 
 async def test_no_server_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match="cannot be reached"):
+    with pytest.raises(StoreUnavailable, match="was unreachable"):
         await connect(f"unix://{tmp_path}/nothing.sock")
     with pytest.raises(ConfigError, match=r"store\.url is null"):
         await TrajectoryStore.connect(StoreConfig(), run="servers")
@@ -36,7 +36,7 @@ async def test_a_wrong_password_is_a_clear_error(tmp_path: Path) -> None:
     server.start()
     try:
         for password in (None, "wrong"):
-            with pytest.raises(StoreUnavailable, match="refuses the credentials"):
+            with pytest.raises(StoreUnavailable, match="rejects the credentials"):
                 await connect(server.url, password)
         async with await connect(server.url, "right") as store:
             await Mesh.start(store)
@@ -48,7 +48,7 @@ async def test_a_server_that_refuses_writes_for_now_is_an_outage_not_an_error(ow
     async with await connect(own_server.url) as store:
         mesh = await Mesh.start(store)
         await store.connection.command("CONFIG", "SET", "min-replicas-to-write", 1)
-        with pytest.raises(StoreUnavailable, match="refuses for now: NOREPLICAS"):
+        with pytest.raises(StoreUnavailable, match="temporary error: NOREPLICAS"):
             await mesh.admit(1)
         await store.connection.command("CONFIG", "SET", "min-replicas-to-write", 0)
         assert await mesh.admit(1) == 1
@@ -82,7 +82,7 @@ async def test_a_password_may_hold_any_character(tmp_path: Path) -> None:
 async def test_an_eviction_policy_that_may_drop_keys_is_refused(own_server: EmbeddedServer) -> None:
     async with await connect(own_server.url) as store:
         await store.connection.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-    with pytest.raises(StoreUnavailable, match="allkeys-lru, which may drop keys"):
+    with pytest.raises(StoreUnavailable, match="allkeys-lru, which may evict keys"):
         await connect(own_server.url)
 
 
@@ -228,7 +228,7 @@ def test_a_start_that_fails_for_another_reason_touches_no_file(tmp_path: Path) -
         server.stop()
         server.options = EmbeddedOptions(port=port)
         before = sorted(path.name for path in (tmp_path / "run" / "appendonlydir").iterdir())
-        with pytest.raises(StoreUnavailable, match="stopped at start"):
+        with pytest.raises(StoreUnavailable, match="exited at startup"):
             server.start()
         assert sorted(path.name for path in (tmp_path / "run" / "appendonlydir").iterdir()) == before
     finally:

@@ -196,5 +196,5 @@ async def test_a_queue_of_the_version_before_goes_on_by_the_number_of_its_tokens
 
 async def test_an_offset_without_the_digest_of_the_tokens_before_it_is_a_clear_error(store: TrajectoryStore) -> None:
     item = Append(trajectory_id=NAME, token_offset=4, segments=[segment(2)], digest=TokenDigest())
-    with pytest.raises(DataError, match="token_offset 4 with a digest of 0 tokens"):
+    with pytest.raises(DataError, match="token_offset is 4, but digest covers 0 tokens"):
         await store.append("session", [item])

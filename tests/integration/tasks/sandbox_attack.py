@@ -30,12 +30,12 @@ def main(uid: int, job: dict[str, object]) -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-    from rollmesh.tasks.sandbox.enter import strongest_walls
+    from rollmesh.tasks.sandbox.enter import strongest_isolation
 
     limits = ResourceLimits(
         address_space_bytes=128 << 20, cpu_seconds=60, process_count=16, file_bytes=16 << 20, open_file_count=64
     )
-    walls = strongest_walls(identity.own_uid(0) if os.geteuid() == 0 else None)
+    walls = strongest_isolation(identity.own_uid(0) if os.geteuid() == 0 else None)
     result = Sandbox(limits=limits).run(str(job["script"]).encode(), json.dumps(job["input"]).encode(), 60.0)
     print(json.dumps({"walls": walls.name, "may_mount": may_mount(), "output": result.stdout.decode()}))
     print(result.stderr.decode("utf-8", "replace"), file=sys.stderr)

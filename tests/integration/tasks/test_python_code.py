@@ -16,7 +16,7 @@ import pytest
 from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.sandbox import command, identity, kernel
 from rollmesh.tasks.sandbox.command import Sandbox
-from rollmesh.tasks.sandbox.enter import Walls
+from rollmesh.tasks.sandbox.enter import Isolation
 from rollmesh.tasks.sandbox.identity import own_uid
 from rollmesh.tasks.verifiers.code_tests import same_output, same_value
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier, extract_code
@@ -38,8 +38,8 @@ PATIENCE_SECONDS = 60.0
 @pytest.fixture
 def code_may_run() -> None:
     """Skip where code is refused: an ordinary user on a machine without user namespaces."""
-    if danger := Sandbox.danger():
-        pytest.skip(f"code is refused here: {danger}")
+    if reason := Sandbox.unsafe_reason():
+        pytest.skip(f"code is refused here: {reason}")
 
 
 def run(code: str, metadata: dict[str, Any], **options: Any) -> RewardParts:
@@ -252,10 +252,10 @@ def test_what_code_can_see_and_use_is_little(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({}, "needs a list 'tests', got NoneType"),
         ({"tests": []}, "needs a list 'tests'"),
-        ({"tests": "[1"}, "field 'tests' is no JSON"),
+        ({"tests": "[1"}, "field 'tests' is not valid JSON"),
         ({"tests": [7]}, r"tests\[0\]: expected a text with asserts"),
         ({"tests": [{"input": "1"}]}, r"tests\[0\]: expected a text with asserts"),
-        ({"tests": ["import math"]}, "no text of field 'tests' holds an assert"),
+        ({"tests": ["import math"]}, "no text in the field 'tests' contains an assert"),
         ({"tests": ["assert f(1) == 1", "assert f(1) == g(1)"]}, r"tests\[1\]: 'f\(1\) == g\(1\)' compares values"),
         ({"tests": [{"input": 1, "output": "2"}]}, r"tests\[0\]: input and output must be text"),
         ({"tests": [{"args": [1], "expected": 2}]}, "need the field 'entry_point'"),
@@ -305,7 +305,7 @@ def test_printed_text_is_compared_without_trailing_space() -> None:
 @pytest.fixture
 def no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that allows no user namespaces, as in most containers."""
-    monkeypatch.setattr(command, "strongest_walls", lambda uid: Walls.NONE)
+    monkeypatch.setattr(command, "strongest_isolation", lambda uid: Isolation.NONE)
 
 
 @pytest.mark.usefixtures("no_namespaces")

@@ -21,7 +21,7 @@ import pytest
 
 from rollmesh.errors import ConfigError
 from rollmesh.tasks.sandbox import command, identity
-from rollmesh.tasks.sandbox.enter import Walls, strongest_walls
+from rollmesh.tasks.sandbox.enter import Isolation, strongest_isolation
 from rollmesh.tasks.sandbox.probe import SandboxLevel, probe_sandbox
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier
 
@@ -43,9 +43,9 @@ def attack(uid: int, script: str, **values: Any) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stderr.decode()
     report = json.loads(done.stdout)
-    if report["walls"] != Walls.SEALED.name:
+    if report["walls"] != Isolation.SEALED.name:
         assert not report["may_mount"], "this machine allows the walls, and they were not built"
-        pytest.skip(f"uid {uid} gets no root folder of its own on this machine: {Walls[report['walls']].value}")
+        pytest.skip(f"uid {uid} gets no root folder of its own on this machine: {Isolation[report['walls']].value}")
     found: dict[str, Any] = json.loads(report["output"] or "null")
     assert found is not None, done.stderr
     return found
@@ -196,15 +196,15 @@ def test_answers_still_use_threads_and_files_and_every_stream() -> None:
 
 
 def test_the_level_says_what_this_machine_leaves_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    walls = strongest_walls(identity.own_uid(0) if os.geteuid() == 0 else None)
+    walls = strongest_isolation(identity.own_uid(0) if os.geteuid() == 0 else None)
     level = probe_sandbox()
     print(walls, level)
     assert level.available
-    sealed = walls is Walls.SEALED
+    sealed = walls is Isolation.SEALED
     if sealed:
         assert level.own_files and level.own_network and level.own_processes and level.own_scratch
     assert (level.remaining() == []) == sealed
-    monkeypatch.setattr(command, "strongest_walls", lambda uid: Walls.NONE)
+    monkeypatch.setattr(command, "strongest_isolation", lambda uid: Isolation.NONE)
     bare = probe_sandbox()
     assert not (bare.own_files or bare.own_network or bare.own_processes or bare.own_scratch)
     said = "; ".join(bare.remaining())
@@ -216,15 +216,18 @@ def test_the_level_says_what_this_machine_leaves_open(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("walls", "message"),
     [
-        (Walls.NONE, "this user's files, checkpoints and Redis included, and this machine allows no user namespaces"),
-        (Walls.NAMESPACES, "no root folder of its own"),
+        (
+            Isolation.NONE,
+            "this user's files, checkpoints and Redis included, and this machine allows no user namespaces",
+        ),
+        (Isolation.NAMESPACES, "no separate root folder"),
     ],
 )
 def test_an_ordinary_user_without_walls_is_refused_and_told_what_is_open(
-    monkeypatch: pytest.MonkeyPatch, walls: Walls, message: str
+    monkeypatch: pytest.MonkeyPatch, walls: Isolation, message: str
 ) -> None:
     monkeypatch.delenv(identity.OWN_UID_VARIABLE, raising=False)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(command, "strongest_walls", lambda uid: walls)
+    monkeypatch.setattr(command, "strongest_isolation", lambda uid: walls)
     with pytest.raises(ConfigError, match=message):
         PythonCodeVerifier()

@@ -28,10 +28,10 @@ FULL_AT = ("rank-00001.json", "rank-00000.json", "COMMITTED")
 
 def main(model: Path, root: Path) -> None:
     torch.set_num_threads(1)
-    gang = join_world("cpu")
+    world = join_world("cpu")
     checkpoints = CheckpointStore(root, SECRET)
-    trainer = PolicyTrainer.from_folder(model, TrainerConfig(), gang=gang)
-    crew = RankCoordinator(trainer, gang, checkpoints, PolicyCatalog(checkpoints))
+    trainer = PolicyTrainer.from_folder(model, TrainerConfig(), world=world)
+    ranks = RankCoordinator(trainer, world, checkpoints, PolicyCatalog(checkpoints))
     saves = 0
 
     def write_new_file(path: Path, data: bytes) -> None:
@@ -43,20 +43,20 @@ def main(model: Path, root: Path) -> None:
         durable.write_new_file(path, data)
 
     states.write_new_file = committed.write_new_file = write_new_file
-    if gang.leads:
+    if world.leads:
         for place in FULL_AT:
             try:
-                crew.save("s", 0, {})
+                ranks.save("s", 0, {})
             except CheckpointError as error:
                 assert error.reason == Reason.DISK_FULL, error
                 assert not list(root.glob("states/*")), place
                 print("full", place)
-        state = crew.save("s", 0, {})
-        crew.load(state)
+        state = ranks.save("s", 0, {})
+        ranks.load(state)
         print("saved", state.folder.name)
-        crew.dismiss()
+        ranks.dismiss()
     else:
-        crew.follow(root)
+        ranks.follow(root)
         print("followed to the end")
     leave_world()
 

@@ -23,7 +23,7 @@ VERSIONS = {v: v for v in range(8)}
 SECRET = b"secret"
 
 
-def make_trainer(folder: Path, old_logprobs: str, gang: World, versions: Path) -> PolicyTrainer:
+def make_trainer(folder: Path, old_logprobs: str, world: World, versions: Path) -> PolicyTrainer:
     """A float64 trainer with small micro-batches, a KL term and two minibatches; version 0 is ``folder``."""
     algorithm = AlgorithmConfig(old_logprobs=old_logprobs, kl_coefficient=0.05, kl_reference_version=0)
     config = TrainerConfig(
@@ -39,7 +39,7 @@ def make_trainer(folder: Path, old_logprobs: str, gang: World, versions: Path) -
         folder,
         config,
         dtype="float64",
-        gang=gang,
+        world=world,
         compute_dtype=torch.float64,
         policy_folder=lambda version: folder if version == 0 else versions / str(version),
     )
@@ -58,9 +58,9 @@ def run(trainer: PolicyTrainer, out: Path) -> list[object]:
 
 def main(model: Path, out: Path, source: str) -> None:
     torch.set_num_threads(1)
-    gang = join_world("cpu")
-    text = broadcast_bytes(source.encode() if gang.leads else None, gang).decode()
-    trainer = make_trainer(model, text, gang, out)
+    world = join_world("cpu")
+    text = broadcast_bytes(source.encode() if world.leads else None, world).decode()
+    trainer = make_trainer(model, text, world, out)
     reports = run(trainer, out)
     state = save_state(
         out,
@@ -71,11 +71,11 @@ def main(model: Path, out: Path, source: str) -> None:
         tensors=trainer.state_tensors(),
         extra=trainer.state_extra(),
     )
-    fresh = make_trainer(model, text, gang, out)
+    fresh = make_trainer(model, text, world, out)
     fresh.restore_extra(load_state(state, fresh.state_tensors()))
     fresh.train(random_batch(9, groups=5, train_step=STEPS + 1), VERSIONS)
     fresh.export(out / "continued")
-    if gang.leads:
+    if world.leads:
         (out / "reports.json").write_text(json.dumps(reports))
     leave_world()
 

@@ -26,9 +26,9 @@ VERSIONS = {v: v for v in range(STEPS + 1)}
 
 def main(model: Path, out: Path) -> None:
     torch.set_num_threads(1)
-    gang = join_world("cpu")
+    world = join_world("cpu")
     config = TrainerConfig(learning_rate=1e-2, algorithm=AlgorithmConfig(old_logprobs="current"))
-    trainer = PolicyTrainer.from_folder(model, config, gang=gang, mixed_precision=True)
+    trainer = PolicyTrainer.from_folder(model, config, world=world, mixed_precision=True)
     canary = canary_sequences(VOCAB)
     found = []
     for step in range(STEPS + 1):
@@ -36,7 +36,7 @@ def main(model: Path, out: Path) -> None:
         trainer.export(out / str(step))
         scores = trainer.logprobs(canary, 0.7)
         trained = {(t.trajectory_id, t.position): t.logprob for t in trainer.explain(batch, VERSIONS)}
-        if gang.leads:
+        if world.leads:
             alone = PolicyScorer.from_folder(out / str(step), device="cpu")
             canary_gap = np.abs(np.concatenate(scores) - np.concatenate(alone.logprobs(canary, 0.7))).max()
             other = PolicyTrainer.from_folder(out / str(step), config, mixed_precision=False)
@@ -46,7 +46,7 @@ def main(model: Path, out: Path) -> None:
             found.append({"canary": float(canary_gap), "pass": float(pass_gap)})
         if step < STEPS:
             trainer.train(batch, VERSIONS)
-    if gang.leads:
+    if world.leads:
         (out / "gaps.json").write_text(json.dumps(found))
     leave_world()
 

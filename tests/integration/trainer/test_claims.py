@@ -37,11 +37,11 @@ async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
         run.kill()
         await run.store.cut(run.leader, 1, run.cuts[0])
 
-        shutdown, metrics, shelf = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
-        session = TrainingSession(run.store, run.checkpoints, shelf, metrics, shutdown)
+        shutdown, metrics, catalog = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
+        session = TrainingSession(run.store, run.checkpoints, catalog, metrics, shutdown)
         await session.open("trainer", run_limits(config))
         await session.begin(0)
-        claims = BatchSource(session, run.checkpoints, shelf, Retry(metrics, Health(), shutdown), _settings)
+        batch_source = BatchSource(session, run.checkpoints, catalog, Retry(metrics, Health(), shutdown), _settings)
         found = await run.store.claim(session.token, 1, 5.0)
         assert found is not None
         written = replace(found, groups=tuple(_with_other_tokens(group) for group in found.groups))
@@ -53,7 +53,7 @@ async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
 
         # A trainer asks for the cursor when it has its batch and before it writes the file.
         monkeypatch.setattr(run.store, "cursor", cursor)
-        claimed = await claims.next(1, 5.0)
+        claimed = await batch_source.next(1, 5.0)
         assert claimed is not None and claimed.settings == _settings(1)
         elsewhere = run.checkpoints.at(tmp_path / "elsewhere")
         assert elsewhere.write_batch(claimed.batch, Cursor()) == run.checkpoints.batch_footer(1).payload_sha256
@@ -70,11 +70,11 @@ async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file
             pass
         await run.store.cut(run.leader, 1, run.cuts[0])
 
-        shutdown, metrics, shelf = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
-        older = TrainingSession(run.store, run.checkpoints, shelf, metrics, shutdown)
+        shutdown, metrics, catalog = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
+        older = TrainingSession(run.store, run.checkpoints, catalog, metrics, shutdown)
         await older.open("older", run_limits(config))
         await older.begin(0)
-        claims = BatchSource(older, run.checkpoints, shelf, Retry(metrics, Health(), shutdown), _settings)
+        batch_source = BatchSource(older, run.checkpoints, catalog, Retry(metrics, Health(), shutdown), _settings)
         read_cursor = run.store.cursor
 
         async def cursor() -> Cursor:
@@ -84,7 +84,7 @@ async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file
         # A trainer asks for the cursor when it has its batch and before it writes the file.
         monkeypatch.setattr(run.store, "cursor", cursor)
         with pytest.raises(SessionLost):
-            await claims.next(1, 5.0)
+            await batch_source.next(1, 5.0)
         assert run.checkpoints.batch_steps() == []
 
 

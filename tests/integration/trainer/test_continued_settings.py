@@ -67,7 +67,7 @@ async def test_a_kl_reference_that_does_not_exist_is_refused_before_anything_is_
     config = write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1, **kl(2)})
     async with opened_run(config) as run:
         assert run.start().wait(120) == EXIT_CONFIG
-        assert "trainer.algorithm.kl_reference_version=2: no such policy version is published yet" in run.log()
+        assert "trainer.algorithm.kl_reference_version=2: this policy version is not published yet" in run.log()
         assert run.checkpoints.batch_steps() == []
         write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 1, **kl(0)})
         run.start()
@@ -87,7 +87,7 @@ async def test_a_kl_reference_that_is_pruned_is_refused_with_what_is_kept(
         write_run_file(tmp_path / "run", tiny_model, server, trainer={"train_steps": 4, **kl(1)}, **options)
         assert run.start().wait(120) == EXIT_CONFIG
         assert "trainer.algorithm.kl_reference_version=1: " in run.log()
-        assert "kept are version 0, the newest (checkpoints.keep_last)" in run.log()
+        assert "the kept versions are version 0, the newest versions (checkpoints.keep_last)" in run.log()
 
 
 async def _announced(run: TrainerRun, step: int) -> bool:

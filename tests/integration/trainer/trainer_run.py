@@ -22,7 +22,7 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import Conflict, RollmeshError
 from rollmesh.mesh import Cursor, Desired
 from rollmesh.scheduling.run_limits import run_limits
-from rollmesh.segments import part_of
+from rollmesh.segments import slice_segment
 from rollmesh.store import EmbeddedServer, Finish, NewGroup, Score, TrajectoryStore
 from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
 
@@ -235,7 +235,7 @@ def _finish(trajectory_id: str) -> Finish:
         policy_version=0,
         kv_min_version=0,
     )
-    chunks = [part_of(segment, 0, 2), part_of(segment, 2)]
+    chunks = [slice_segment(segment, 0, 2), slice_segment(segment, 2)]
     return Finish(trajectory_id=trajectory_id, token_offset=0, segments=chunks, finish_reason=FinishReason.STOP)
 
 

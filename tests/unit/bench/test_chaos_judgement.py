@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rollmesh.bench.attack import AttackedRun, Cost, Ending, Victim
+from rollmesh.bench.attack import AttackedRun, Cost, ExpectedEnd, Victim
 from rollmesh.bench.chaos import FAULTS, _regeneration, faults_named, round_config
 from rollmesh.bench.faults import KillService
 from rollmesh.bench.measure import missed
-from rollmesh.bench.rounds import Round, regenerated, regenerated_bound, round_of, rounds_table
+from rollmesh.bench.rounds import Round, read_round, regenerated, regenerated_bound, rounds_table
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import Endpoint
@@ -26,7 +26,7 @@ from rollmesh.store.embedded import EmbeddedServer
 
 GOOD = Round(
     fault="kill -9 generator",
-    ending=Ending(),
+    expected_end=ExpectedEnd(),
     injected=True,
     exit_statuses=(0,),
     trainer_ends=0,
@@ -35,7 +35,7 @@ GOOD = Round(
     trained_twice=0,
     staleness_violations=0,
     green=True,
-    judged=(),
+    judge_problems=(),
     in_flight=1,
     regenerated_tokens=5,
     regenerated_bound=5,
@@ -49,8 +49,8 @@ GOOD = Round(
         {"injected": False},
         {"exit_statuses": (1,)},
         {"green": False},
-        {"judged": ("1 trajectory(s) were trained more than once: e0-1.0",)},
-        {"green": False, "judged": ("a step is missing",)},
+        {"judge_problems": ("1 trajectory(s) were trained more than once: e0-1.0",)},
+        {"green": False, "judge_problems": ("a step is missing",)},
         {"lost": 1},
         {"trained_twice": -1},
         {"staleness_violations": 1},
@@ -66,14 +66,14 @@ def test_a_round_fails_for_each_broken_promise(change: dict[str, Any]) -> None:
 DAMAGED = replace(
     GOOD,
     fault="flip a byte of a batch file, kill -9 trainer",
-    ending=Ending(exit_statuses=(2, 1), green=False, says="cannot go on: CheckpointError"),
+    expected_end=ExpectedEnd(exit_statuses=(2, 1), green=False, output_contains="cannot continue: CheckpointError"),
     exit_statuses=(2, 1),
     trainer_ends=1,
     green=False,
-    judged=("batch file 00000004.pb: Damaged",),
+    judge_problems=("batch file 00000004.pb: Damaged",),
     lost=-1,
     regenerated_bound=None,
-    output="error: trainer-0 cannot go on:\nCheckpointError: tampered",
+    output="error: trainer-0 cannot continue:\nCheckpointError: tampered",
 )
 
 
@@ -84,8 +84,8 @@ DAMAGED = replace(
         {"exit_statuses": (0, 1)},
         {"exit_statuses": (2, 0)},
         {"green": True},
-        {"green": True, "judged": ()},
-        {"judged": ()},
+        {"green": True, "judge_problems": ()},
+        {"judge_problems": ()},
         {"trainer_ends": 11},
         {"output": "error: trainer-0 ended with status 1, 21 times"},
     ],
@@ -158,7 +158,7 @@ def test_rollouts_of_a_killed_generator_are_those_whose_calls_broke_there_and_no
     )
     scene.strike_holder(Victim(endpoint=killed, rollouts=6), signal.SIGKILL)
     data = round_config(Path("run"), 1)
-    result = round_of(folder, data, KillService("generator"), scene, (0,), 1.0, "")
+    result = read_round(folder, data, KillService("generator"), scene, (0,), 1.0, "")
     assert (result.in_flight, result.regenerated_tokens, result.regenerated_bound) == (11, 169, 11 * 16)
 
 
@@ -188,7 +188,7 @@ def test_the_table_says_which_rounds_have_no_bound_and_why() -> None:
     text = shown(GOOD, exempt)
     (line,) = [line for line in text.splitlines() if "cut 4 KiB" in line]
     assert "no bound" in line
-    assert "no bound: a killed Redis forgets" in text
+    assert "no bound: a killed Redis loses data" in text
     assert "no bound" not in shown(GOOD)
     assert "no bound" in _regeneration(3, exempt).name and _regeneration(3, exempt).baseline is None
     assert missed([_regeneration(2, GOOD)]) == []
@@ -207,11 +207,11 @@ def test_the_first_four_rounds_hit_the_trainer_a_generator_redis_and_a_worker() 
 def test_a_fault_is_picked_by_its_name_and_an_unknown_one_is_refused_with_all_names() -> None:
     assert [fault.name for fault in faults_named("kill -9 generator")] == ["kill -9 generator"]
     assert faults_named(None) == list(FAULTS)
-    with pytest.raises(ConfigError, match="there are: .*kill -9 generator; .*flip a byte of the newest policy"):
+    with pytest.raises(ConfigError, match="choose one of: .*kill -9 generator; .*flip a byte of the newest policy"):
         faults_named("kill -9 generators")
 
 
 def test_only_damaged_files_that_nothing_can_replace_end_a_run_and_their_names_are_on_the_console() -> None:
-    not_green = {fault.name: fault.ending for fault in FAULTS if not fault.ending.green}
+    not_green = {fault.name: fault.expected_end for fault in FAULTS if not fault.expected_end.green}
     assert [ending.exit_statuses for ending in not_green.values()] == [(2, 1), (2, 1), (0, 1)]
-    assert [bool(ending.says) for ending in not_green.values()] == [True, True, False]
+    assert [bool(ending.output_contains) for ending in not_green.values()] == [True, True, False]

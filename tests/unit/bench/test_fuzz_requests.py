@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rollmesh.bench.fuzz_ports import may_be_asked, may_be_sent
+from rollmesh.bench.fuzz_ports import may_send_grpc, may_send_http
 from rollmesh.bench.fuzz_values import Values
 from rollmesh.v1 import generation_service_pb2 as generation
 from rollmesh.v1 import reward_service_pb2 as reward
@@ -29,7 +29,7 @@ def test_messages_are_equal_for_equal_seeds_and_cover_every_field() -> None:
 @pytest.mark.parametrize("data", [b"", b"\xff", b"\x08\x01"])
 def test_a_drain_is_never_sent_with_the_right_token(data: bytes) -> None:
     kind = generation.DrainRequest.DESCRIPTOR
-    assert not any(may_be_sent("Drain", kind, data, random.Random(seed)) for seed in range(200))
+    assert not any(may_send_grpc("Drain", kind, data, random.Random(seed)) for seed in range(200))
 
 
 @pytest.mark.parametrize(
@@ -42,10 +42,10 @@ def test_a_drain_is_never_sent_with_the_right_token(data: bytes) -> None:
     ],
 )
 def test_a_rollback_or_scaling_that_could_be_carried_out_is_never_asked(path: str, target: str, body: bytes) -> None:
-    assert not any(may_be_asked("POST", path, target, body, random.Random(seed)) for seed in range(200))
+    assert not any(may_send_http("POST", path, target, body, random.Random(seed)) for seed in range(200))
 
 
 def test_refusable_orders_are_asked() -> None:
     rng = random.Random(0)
-    assert may_be_asked("POST", "/api/v1/policies/{version}/rollback", f"/api/v1/policies/{2**62}/rollback", b"", rng)
-    assert may_be_asked("POST", "/api/v1/scale", "/api/v1/scale", b'{"service": "redis"}', rng)
+    assert may_send_http("POST", "/api/v1/policies/{version}/rollback", f"/api/v1/policies/{2**62}/rollback", b"", rng)
+    assert may_send_http("POST", "/api/v1/scale", "/api/v1/scale", b'{"service": "redis"}', rng)

@@ -156,6 +156,6 @@ def test_the_queue_leases_partials_of_the_oldest_groups_first():
     for member in reversed(first):
         if member.trajectory_id != "0.1":
             member.add([one])
-        queue.give_back(member)
+        queue.release(member)
     assert [m.trajectory_id for m in queue.lease(6)] == ["0.0", "0.2", "0.3", "1.0", "1.1", "0.1"]
     assert queue.lease(6) == []

@@ -35,8 +35,8 @@ def test_services_without_a_shared_run_folder_are_told_what_they_must_share(tmp_
     ("section", "text"),
     [
         ({"folder": "ftp://host/x"}, "checkpoints.folder=ftp://host/x: expected a folder, or one of s3://, gs://"),
-        ({"object_store": {"endpoint_url": "http://a"}}, "checkpoints.object_store is for an object store"),
-        ({"folder": "s3://b", "object_store": {"secret": "x"}}, "credentials are no part of a run file"),
+        ({"object_store": {"endpoint_url": "http://a"}}, "checkpoints.object_store is for object stores only"),
+        ({"folder": "s3://b", "object_store": {"secret": "x"}}, "credentials do not belong in a run file"),
     ],
 )
 def test_a_location_that_cannot_be_is_refused_with_the_reason(

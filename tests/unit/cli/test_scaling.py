@@ -24,7 +24,7 @@ def test_words_name_services_and_their_replicas(tmp_path: Path) -> None:
         ("generator=-1", "expected SERVICE=N"),
         ("generator=two", "expected SERVICE=N"),
         ("trainer=2", "launcher.trainer_processes"),
-        ("gateway=2", "gateway is no service that can be scaled"),
+        ("gateway=2", "gateway cannot be scaled"),
         ("generator=1000", "generator=1000: expected 0 to 256"),
     ],
 )

@@ -48,7 +48,7 @@ def test_environment_overrides_the_file_and_set_overrides_both(run_file) -> None
                 "trainer": {"algorithm": {"old_logprobs": "stage_end"}},
                 "checkpoints": {"state_every_steps": 2},
             },
-            ["checkpoints.state_every_steps=2", "old_logprobs=stage_end", "only 1"],
+            ["checkpoints.state_every_steps=2", "old_logprobs=stage_end", "set 1"],
         ),
         (
             {"trainer": {"algorithm": {"loss": "tis"}}},

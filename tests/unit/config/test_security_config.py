@@ -45,12 +45,12 @@ def test_a_missing_file_of_the_three_is_named(run_file, missing: str) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"security": {"token": "a", "token_file": "b"}}, "two sources of one token"),
+        ({"security": {"token": "a", "token_file": "b"}}, "set only one of them"),
         ({"security": {"token": "  "}}, "security.token is empty"),
         ({"store": {"url": "redis://host", "tls": {"ca": "ca.crt"}}}, "store.tls is for rediss://"),
         ({"store": {"tls": {"ca": "ca.crt"}}}, "store.tls is for rediss://"),
-        ({"store": {"url": "rediss://host", "tls": {"key": "k"}}}, "certificate and store.tls.key are set together"),
-        ({"store": {"url": "rediss://host", "tls": {"check_hostname": False}}}, "any server passes"),
+        ({"store": {"url": "rediss://host", "tls": {"key": "k"}}}, "store.tls.key must be set together"),
+        ({"store": {"url": "rediss://host", "tls": {"check_hostname": False}}}, "any server is accepted"),
         ({"telemetry": {"trace_ratio": 1.5}}, "telemetry.trace_ratio"),
     ],
 )

@@ -81,7 +81,7 @@ def view(**changes: Any) -> MeshView:
         "registered_generators": 1,
         "recovering": False,
         "user_paused": False,
-        "trained_enough": False,
+        "is_complete": False,
     }
     return MeshView(**{**values, **changes})
 

@@ -68,8 +68,8 @@ def test_reports_that_are_written_anew_are_taken_back_from_the_first_of_them_on(
     curves = Curves()
     for step in (1, 2, 3):
         curves.add_report(report(step, batch={"trajectory_staleness": {"histogram": {"0": step}}}))
-    curves.forget_reports(4)
+    curves.remove_reports(4)
     assert curves.report is not None
-    curves.forget_reports(2)
+    curves.remove_reports(2)
     assert (curves.report, curves.trained_staleness) == (None, [])
     assert curves.answer(["reward_mean"], 10).series[0].x == [1.0]

@@ -84,7 +84,7 @@ async def test_clients_are_counted_and_too_many_are_refused(hub: EventHub) -> No
     streams = [hub.follow(None), hub.follow(None)]
     for stream in streams:
         await anext(stream)
-    with pytest.raises(Busy, match="2 clients follow"):
+    with pytest.raises(Busy, match="2 clients already follow"):
         hub.follow(None)
     await streams[0].aclose()  # type: ignore[attr-defined]
     assert hub.clients == 1

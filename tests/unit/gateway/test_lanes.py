@@ -31,7 +31,7 @@ def mark(trajectory_id: str, tokens: int = 0, version: int | None = None, **chan
 
 def look(lanes: TimelineTracker, now: float, *marks: TrajectoryMark, gone: tuple[str, ...] = ()) -> TimelineDelta:
     found: dict[str, TrajectoryMark | None] = {m.trajectory_id: m for m in marks} | dict.fromkeys(gone)
-    return lanes.look(now, found, WORKERS, in_flight=sum(m.state == "leased" for m in marks))
+    return lanes.update(now, found, WORKERS, in_flight=sum(m.state == "leased" for m in marks))
 
 
 def only(spans: list[RolloutSpan]) -> RolloutSpan:
@@ -97,10 +97,10 @@ def test_a_full_timeline_says_how_many_are_left_out_and_keeps_room_for_those_tha
     lanes = TimelineTracker(16, 120.0)
     ids = [f"g.{i}" for i in range(100)]
     taken = new_ids(ids, lanes)
-    delta = lanes.look(1.0, {i: mark(i) for i in taken}, WORKERS, in_flight=100)
+    delta = lanes.update(1.0, {i: mark(i) for i in taken}, WORKERS, in_flight=100)
     assert (len(delta.changed), delta.left_out) == (12, 88)
     assert new_ids(ids, lanes) == []
-    lanes.look(2.0, {i: mark(i, 3, 0, state="finished") for i in taken}, WORKERS, in_flight=88)
+    lanes.update(2.0, {i: mark(i, 3, 0, state="finished") for i in taken}, WORKERS, in_flight=88)
     assert len(lanes.timeline().rollouts) == 12
     assert lanes.room == 12
 
@@ -119,7 +119,7 @@ def test_a_client_that_applies_every_delta_has_the_timeline(steps: list[tuple[in
     for now, (number, state) in enumerate(steps, start=1):
         trajectory_id = f"g.{number}"
         found = None if state == "gone" else mark(trajectory_id, now, now // 4, state=state)
-        delta = lanes.look(float(now), {trajectory_id: found}, WORKERS, in_flight=3)
+        delta = lanes.update(float(now), {trajectory_id: found}, WORKERS, in_flight=3)
         for span in delta.changed:
             mirror[span.id] = span
         for removed in delta.removed:

@@ -39,17 +39,19 @@ def built(one: MeshSnapshot, **changes: Any) -> Overview:
         (look(), "running", "more ready groups of 4"),
         (look(generators=[generator(serving=False)]), "running", "a generator that serves"),
         (look(view=view(policy_version=-1)), "starting", "the trainer to publish the initial policy"),
-        (look(view=view(user_paused=True)), "paused", "a person to resume"),
+        (look(view=view(user_paused=True)), "paused", "an operator to resume"),
         (look(desired=Desired(pool_size=24, paused=True, reason="batch 4 is cut")), "paused", "batch 4 is cut"),
         (
-            look(view=view(user_paused=True), desired=Desired(pool_size=24, paused=True, reason="paused by a person")),
+            look(
+                view=view(user_paused=True), desired=Desired(pool_size=24, paused=True, reason="paused by an operator")
+            ),
             "paused",
-            "a person to resume",
+            "an operator to resume",
         ),
         (look(view=view(recovering=True)), "recovering", "workers to register again"),
         (look(failure="the verifier fails"), "failed", "the verifier fails"),
-        (look(view=view(trained_step=40, cut_step=40, trained_enough=True, policy_train_step=40)), "complete", ""),
-        (look(view=view(trained_step=40, cut_step=40, trained_enough=True, policy_train_step=39)), "running", ""),
+        (look(view=view(trained_step=40, cut_step=40, is_complete=True, policy_train_step=40)), "complete", ""),
+        (look(view=view(trained_step=40, cut_step=40, is_complete=True, policy_train_step=39)), "running", ""),
     ],
 )
 def test_the_state_says_what_the_run_does_and_waits_for(one: MeshSnapshot, state: str, waiting_for: str) -> None:

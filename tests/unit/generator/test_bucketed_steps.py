@@ -207,7 +207,7 @@ async def test_a_padded_engine_takes_new_weights_under_running_calls(engine_of, 
 
 
 def test_the_static_steps_kept_are_bounded(bench_of, monkeypatch):
-    monkeypatch.setattr("rollmesh.generator.engines.torch.stepper._MOST_STEPS", 2)
+    monkeypatch.setattr("rollmesh.generator.engines.torch.stepper._MAX_STEPS", 2)
     bench = bench_of()
     stepper = BucketedStepper(bench.model, bench.cache, SLOTS, as_it_is)
     lengths: list[int] = [5, 5, 5, 5, 5, 5, 5, 5]

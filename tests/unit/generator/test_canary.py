@@ -46,11 +46,13 @@ async def test_the_canary_lets_own_weights_pass_and_refuses_others(tmp_path: Pat
 def scores(version: int, own: float, theirs: float, weights: str = "") -> CanaryScores:
     tokens = np.array([-1.0, -2.0, -3.0])
     digests = frozenset({weights or str(version)})
-    return CanaryScores(policy_version=version, own=tokens + own, theirs=tokens + theirs, weights=digests)
+    return CanaryScores(
+        policy_version=version, engine_logprobs=tokens + own, trainer_logprobs=tokens + theirs, weights=digests
+    )
 
 
 def test_an_engine_that_stays_where_the_trainer_moved_is_refused_though_it_is_near_enough() -> None:
-    canary = Canary(threshold=0.5, least_move=0.02)
+    canary = Canary(threshold=0.5, min_change=0.02)
     canary.check(scores(0, 0.0, 0.0))
     canary.check(scores(1, 0.0, 0.015))  # lost in rounding
     with pytest.raises(CanaryFailed, match="policy version 2: its weights were not delivered .* from version 0 on"):
@@ -62,7 +64,7 @@ def test_an_engine_that_stays_where_the_trainer_moved_is_refused_though_it_is_ne
 
 
 def test_the_same_weights_published_again_pass_though_the_trainer_rounds_otherwise() -> None:
-    canary = Canary(threshold=5e-3, least_move=1e-6)
+    canary = Canary(threshold=5e-3, min_change=1e-6)
     canary.check(scores(3, 0.0, 0.0, "same"))
     canary.check(scores(4, 0.0, 1e-5, "same"))
     with pytest.raises(CanaryFailed, match="from version 3 on"):

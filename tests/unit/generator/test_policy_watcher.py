@@ -89,18 +89,18 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def rotation() -> ServingState:
+def serving_state() -> ServingState:
     return ServingState()
 
 
 @pytest.fixture
-def watcher(engine: Engine, rotation: ServingState) -> PolicyWatcher:
-    parts: tuple[Any, ...] = (engine, Store(), Checkpoints(), rotation, GeneratorMetrics(Metrics("generator")))
-    limits: dict[str, Any] = {"canary": Canary(threshold=0.1, least_move=1e-6), "max_context_tokens": 64}
+def watcher(engine: Engine, serving_state: ServingState) -> PolicyWatcher:
+    parts: tuple[Any, ...] = (engine, Store(), Checkpoints(), serving_state, GeneratorMetrics(Metrics("generator")))
+    limits: dict[str, Any] = {"canary": Canary(threshold=0.1, min_change=1e-6), "max_context_tokens": 64}
     return PolicyWatcher(*parts, Health(), mode=OnNewVersion.INTERRUPT, **limits)
 
 
-async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(watcher, engine, rotation):
+async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(watcher, engine, serving_state):
     await watcher.load_version(0)
     asked = asyncio.create_task(watcher.load_version(1))
     async with asyncio.timeout(5):
@@ -113,50 +113,50 @@ async def test_a_caller_that_hangs_up_does_not_stop_the_load_that_it_asked_for(w
     engine.may_load.set()
     await watcher.load_version(1)  # waits for the one under way, and finds nothing left to do
     assert engine.told == ["start 0", "load 1", "resume"]
-    assert not rotation.reason
+    assert not serving_state.reason
 
 
 async def test_a_version_is_known_to_be_in_use_from_before_it_is_read_until_it_serves_or_is_refused(
-    watcher, engine, rotation, monkeypatch
+    watcher, engine, serving_state, monkeypatch
 ):
     in_use: list[int | None] = []
     whole = Checkpoints.open
 
     def open_policy(checkpoints: Checkpoints, record: PolicyRecord, like: Any = None) -> Any:
-        in_use.append(rotation.loading_version if rotation.changed.is_set() else None)
+        in_use.append(serving_state.loading_version if serving_state.changed.is_set() else None)
         if record.policy_version == 2:
             raise CheckpointError("torn", reason=Reason.TORN)
         return whole(checkpoints, record, like)
 
     monkeypatch.setattr(Checkpoints, "open", open_policy)
     await watcher.load_version(0)
-    rotation.changed.clear()
+    serving_state.changed.clear()
     slow = asyncio.create_task(watcher.load_version(1))
     async with asyncio.timeout(5):
         while not engine.paused:
             await asyncio.sleep(0.001)
-    assert rotation.loading_version == 1
+    assert serving_state.loading_version == 1
     engine.may_load.set()
     await slow
-    assert rotation.loading_version is None and rotation.changed.is_set()
+    assert serving_state.loading_version is None and serving_state.changed.is_set()
     with pytest.raises(CheckpointError):
         await watcher.load_version(2)
-    assert rotation.loading_version is None
+    assert serving_state.loading_version is None
     assert in_use == [0, 1, 2]
 
 
 async def test_a_first_canary_that_cannot_be_scored_leaves_an_engine_that_the_next_version_can_use(
-    watcher, engine, rotation
+    watcher, engine, serving_state
 ):
     engine.score_error = EngineError("out of memory")
     with pytest.raises(EngineError, match="out of memory"):
         await watcher.load_version(0)
-    assert "out of memory" in rotation.reason
+    assert "out of memory" in serving_state.reason
     engine.score_error = None
     engine.may_load.set()
     await watcher.load_version(1)
     assert engine.told == ["start 0", "load 1", "resume"]
-    assert not rotation.reason
+    assert not serving_state.reason
 
 
 @pytest.mark.parametrize(

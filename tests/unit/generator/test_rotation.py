@@ -11,9 +11,9 @@ from rollmesh.generator.serving_state import ServingState
 
 
 def serving() -> ServingState:
-    rotation = ServingState()
-    rotation.put_in()
-    return rotation
+    serving_state = ServingState()
+    serving_state.put_in_service()
+    return serving_state
 
 
 def test_nothing_is_let_in_before_a_policy_is_in_the_engine():
@@ -26,33 +26,33 @@ def test_nothing_is_let_in_before_a_policy_is_in_the_engine():
     [
         (ServingState.drain, "draining"),
         (lambda r: r.set_reloading(True), "waiting for running calls"),
-        (lambda r: r.take_out("canary off by 3"), "canary off by 3"),
+        (lambda r: r.take_out_of_service("canary off by 3"), "canary off by 3"),
     ],
 )
 def test_a_closed_door_says_why_and_tells_the_registry(close, message):
-    rotation = serving()
-    rotation.changed.clear()
-    close(rotation)
-    assert rotation.changed.is_set()
-    with pytest.raises(GenerationRefused, match=message), rotation.admitted():
+    serving_state = serving()
+    serving_state.changed.clear()
+    close(serving_state)
+    assert serving_state.changed.is_set()
+    with pytest.raises(GenerationRefused, match=message), serving_state.admitted():
         pass
-    assert rotation.call_count == 0
+    assert serving_state.call_count == 0
 
 
 def test_draining_is_for_good():
-    rotation = serving()
-    rotation.drain()
-    rotation.put_in()
-    rotation.set_reloading(False)
-    assert rotation.reason == "draining"
+    serving_state = serving()
+    serving_state.drain()
+    serving_state.put_in_service()
+    serving_state.set_reloading(False)
+    assert serving_state.reason == "draining"
 
 
 async def test_idle_means_that_every_admitted_call_has_ended():
-    rotation = serving()
-    await rotation.until_idle()
-    with rotation.admitted():
-        waiting = asyncio.create_task(rotation.until_idle())
-        with rotation.admitted():
+    serving_state = serving()
+    await serving_state.until_idle()
+    with serving_state.admitted():
+        waiting = asyncio.create_task(serving_state.until_idle())
+        with serving_state.admitted():
             await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -64,17 +64,21 @@ def test_every_instance_has_its_own_identity():
 
 
 def test_refused_versions_count_once_each_until_one_is_served_and_not_while_they_are_retried():
-    rotation = serving()
-    rotation.refuse(1, "torn", retried=True)
-    assert (rotation.refused_version, rotation.refused_count) == (1, 0)
+    serving_state = serving()
+    serving_state.refuse(1, "torn", retried=True)
+    assert (serving_state.refused_version, serving_state.refused_count) == (1, 0)
     for _ in range(2):
-        rotation.refuse(1, "tampered", retried=False)
-    rotation.refuse(3, "canary", retried=False)
-    assert (rotation.refused_version, rotation.refused_count, rotation.refused_reason) == (3, 2, "canary")
-    rotation.refuse(4, "torn", retried=True)
-    assert (rotation.refused_version, rotation.refused_count) == (4, 0)
-    rotation.refuse(4, "tampered", retried=False)
-    rotation.accept(2)
-    assert rotation.refused_count == 3
-    rotation.accept(4)
-    assert (rotation.refused_version, rotation.refused_count) == (None, 0)
+        serving_state.refuse(1, "tampered", retried=False)
+    serving_state.refuse(3, "canary", retried=False)
+    assert (serving_state.refused_version, serving_state.refused_count, serving_state.refused_reason) == (
+        3,
+        2,
+        "canary",
+    )
+    serving_state.refuse(4, "torn", retried=True)
+    assert (serving_state.refused_version, serving_state.refused_count) == (4, 0)
+    serving_state.refuse(4, "tampered", retried=False)
+    serving_state.accept(2)
+    assert serving_state.refused_count == 3
+    serving_state.accept(4)
+    assert (serving_state.refused_version, serving_state.refused_count) == (None, 0)

@@ -36,7 +36,7 @@ def slow_steps(engine: TorchEngine, when: Callable[[], bool]) -> threading.Event
 
     Without it these calls need 50 ms for all of their tokens, which is less than a busy machine may hold up a test.
     """
-    batch, at_full_speed = engine._worker.batch, threading.Event()
+    batch, at_full_speed = engine._thread.batch, threading.Event()
     step = batch.step
 
     def slow_step() -> None:
@@ -307,7 +307,7 @@ async def test_a_preempted_call_survives_a_kept_kv_swap_with_honest_stamps(engin
     calls = [make_call(f"t{i}", prompt_ids(i, 8), max_new_token_count=180) for i in range(4)]
 
     def preempted() -> bool:
-        return any(sequence.started for sequence in list(engine._worker.waiting))
+        return any(sequence.started for sequence in list(engine._thread.waiting))
 
     at_full_speed = slow_steps(engine, preempted)
     tasks = [asyncio.create_task(collect(engine, call)) for call in calls]
@@ -390,7 +390,7 @@ async def test_a_failure_of_the_model_thread_reaches_every_caller(engine_of):
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    engine._worker.post(fail)
+    engine._thread.post(fail)
     for task in tasks:
         with pytest.raises(EngineError, match="out of memory"):
             await task
@@ -424,7 +424,7 @@ async def test_a_swap_that_breaks_the_engine_is_told_to_whoever_asked_for_it(eng
     def broken(_weights: object) -> None:
         raise RuntimeError("no such device")
 
-    engine._worker.batch.model.swap = broken
+    engine._thread.batch.model.swap = broken
     async with asyncio.timeout(10):
         with pytest.raises(EngineError, match="no such device"):
             await engine.load(model_folder(), 1, OnNewVersion.INTERRUPT)

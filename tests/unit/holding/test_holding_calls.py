@@ -216,7 +216,7 @@ async def test_a_call_ends_with_the_chunk_that_was_enough_and_nothing_of_it_is_s
     def look() -> None:
         if held.token_count > 60:
             held.trim(50)
-            held.enough = True
+            held.stop_requested = True
 
     held.changed = look
     assert await caller.sample(held, 300, SamplingParams(), save=save) is FinishReason.STOP

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from rollmesh.types import GeneratorRecord
-from rollmesh.worker.routing import AFFINITY_SLACK, Candidates, Need, able
+from rollmesh.worker.routing import AFFINITY_SLACK, Candidates, Need, can_serve
 
 
 def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0):
@@ -93,7 +93,7 @@ def test_the_choice_is_able_and_none_fitting_is_much_emptier(records, min_versio
     preferred = data.draw(st.sampled_from([None, *in_flight]))
     need = Need(min_version=min_version)
     choice = candidates(records, in_flight).choose(need, preferred=preferred)
-    fitting = [r for r in records if able(r, need)]
+    fitting = [r for r in records if can_serve(r, need)]
     assert (choice is None) == (not fitting)
     if choice is not None:
         emptiest = min(in_flight[r.instance_id] / r.slot_count for r in fitting)
@@ -142,7 +142,7 @@ class CandidatesMachine(RuleBasedStateMachine):
         avoided=st.sets(st.sampled_from("abcdef"), max_size=4),
     )
     def choose(self, need, avoided):
-        fitting = [r for r in self.records.values() if able(r, need) and r.instance_id not in avoided]
+        fitting = [r for r in self.records.values() if can_serve(r, need) and r.instance_id not in avoided]
         best = min(fitting, key=self.cost, default=None)
         assert self.candidates.choose(need, avoided=avoided) is best
         free = sum(max(0, r.slot_count - self.calls[r.instance_id]) for r in fitting)

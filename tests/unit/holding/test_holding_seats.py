@@ -9,7 +9,7 @@ from rollmesh.worker.generator_pool import GeneratorSlot
 from rollmesh.worker.routing import Need
 
 
-def seat() -> GeneratorSlot:
+def slot() -> GeneratorSlot:
     prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
     record = GeneratorRecord(
         instance_id="a",
@@ -21,18 +21,18 @@ def seat() -> GeneratorSlot:
         kv_token_capacity=100,
         serving=True,
     )
-    held = ActiveTrajectory(Trajectory(trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt))
-    return GeneratorSlot(record=record, held=held, need=Need(), _generators=None)  # type: ignore[arg-type]
+    active = ActiveTrajectory(Trajectory(trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt))
+    return GeneratorSlot(record=record, active=active, need=Need(), _generators=None)  # type: ignore[arg-type]
 
 
 async def wait_for_a_chunk(cut_off: GeneratorSlot) -> None:
     async with asyncio.timeout(60) as deadline:
-        cut_off.waiting_until(deadline)
+        cut_off.set_deadline(deadline)
         await asyncio.Event().wait()
 
 
 async def test_a_call_that_waits_for_a_chunk_can_be_cut_off():
-    cut_off = seat()
+    cut_off = slot()
     waiting = asyncio.create_task(wait_for_a_chunk(cut_off))
     await asyncio.sleep(0)
     cut_off.abort()
@@ -41,7 +41,7 @@ async def test_a_call_that_waits_for_a_chunk_can_be_cut_off():
 
 
 async def test_a_call_cut_off_while_it_saves_a_chunk_waits_for_no_further_one():
-    cut_off = seat()
+    cut_off = slot()
     cut_off.abort()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(wait_for_a_chunk(cut_off), 5)

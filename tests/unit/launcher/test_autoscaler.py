@@ -36,7 +36,7 @@ async def test_a_prometheus_that_is_away_has_no_data_and_a_refused_query_is_an_e
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         prometheus = Prometheus("http://127.0.0.1:9090/", client)
         assert await prometheus.value("up") is None
-        assert str(status) in prometheus.trouble
+        assert str(status) in prometheus.last_error
         with pytest.raises(ConfigError, match="parse error.*: bad"):
             await prometheus.value("bad")
         with pytest.raises(ConfigError, match="--prometheus 127.0.0.1"):
@@ -55,7 +55,7 @@ async def asked(*answers: httpx.Response | httpx.HTTPError) -> tuple[list[float 
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         prometheus = Prometheus("http://127.0.0.1:9090", client)
-        return [await prometheus.value("up") for _ in answers], prometheus.trouble
+        return [await prometheus.value("up") for _ in answers], prometheus.last_error
 
 
 async def test_a_query_that_cannot_be_carried_out_for_a_moment_does_not_end_the_autoscaler() -> None:
@@ -71,4 +71,4 @@ async def test_no_data_is_no_trouble_and_a_prometheus_that_is_not_there_is_named
     _, trouble = await asked(httpx.ConnectError("refused"))
     assert "http://127.0.0.1:9090" in trouble and "refused" in trouble
     _, trouble = await asked(httpx.Response(200, text="<html>"))
-    assert "is no Prometheus" in trouble
+    assert "is not a Prometheus server" in trouble

@@ -34,7 +34,7 @@ def test_the_memory_of_the_queue_is_held_against_its_limit(groups: int, waits: b
     Console(file=out, width=200).print(check_run(run(store=store, schedule=schedule)).table())
     (row,) = [line for line in out.getvalue().splitlines() if "queue memory" in line]
     assert "of store.maxmemory_bytes" in row
-    assert ("above 80% admission waits: raise it" in row) is waits
+    assert ("above 80% admission waits: increase it" in row) is waits
     own = check_run(run(schedule=schedule, store={**store, "url": "redis://queue:6379"}))
     assert own.queue_limit_bytes is None
 
@@ -44,7 +44,7 @@ def test_the_memory_of_the_queue_is_held_against_its_limit(groups: int, waits: b
     [
         ({"schedule": {"pool_size": 641}}, r"schedule.pool_size=641 .* = 640"),
         ({"generator": {"max_context_tokens": 1025}}, "max_context_tokens=1025 is more than the model's .*=1024"),
-        ({"model": {"path": "no/such/folder"}}, "model.path=no/such/folder: .* holds no config.json"),
+        ({"model": {"path": "no/such/folder"}}, "model.path=no/such/folder: .* contains no config.json"),
         ({"model": {"path": "recipe:chess"}}, "recipe:chess: .* recipes: countdown"),
         ({"reward": {"verifier": "countdwn"}}, "reward.verifier: 'countdwn' is none of exact, .*, countdown"),
         (
@@ -69,7 +69,7 @@ def test_a_run_that_cannot_start_is_refused_by_field(sections: dict[str, Any], m
 
 def test_a_folder_with_a_config_but_no_weights_or_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds no \\*.safetensors"):
+    with pytest.raises(ConfigError, match="contains no \\*.safetensors"):
         check_run(run(model={"path": str(tmp_path)}))
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(DataError, match="needs a fast tokenizer"):

@@ -35,7 +35,7 @@ def view(**changes) -> MeshView:
         "registered_generators": 1,
         "recovering": False,
         "user_paused": False,
-        "trained_enough": False,
+        "is_complete": False,
     }
     return MeshView(**{**values, **changes})
 

@@ -55,7 +55,7 @@ def test_a_folder_of_a_run_with_other_settings_is_refused_and_the_field_is_named
     with locked_run_folder(config(tmp_path, max_grad_norm=1.0)):
         pass
     with (
-        pytest.raises(ConfigError, match="trainer.max_grad_norm: it says what a train step does"),
+        pytest.raises(ConfigError, match="trainer.max_grad_norm: it defines a train step"),
         locked_run_folder(config(tmp_path, max_grad_norm=2.0)),
     ):
         pass

@@ -50,14 +50,14 @@ def test_every_word_has_a_token() -> None:
 
 
 def test_patient_searchers_stop_only_at_a_hit_or_at_the_budget() -> None:
-    for shown in drawn(200, SearcherMix(patient_share=1.0)):
+    for shown in drawn(200, SearcherMix(persistent_share=1.0)):
         assert "?" not in shown.response
         assert shown.solved or len(shown.response.split()) == 509
 
 
 def test_nobody_repeats_a_trial_on_purpose_when_told_not_to() -> None:
     def repeats(probability: float) -> float:
-        shown = drawn(300, SearcherMix(patient_share=1.0, repeat_probability=probability))
+        shown = drawn(300, SearcherMix(persistent_share=1.0, repeat_probability=probability))
         trials = [s.response.rstrip("! ").split(" , ") for s in shown]
         return float(np.mean([len(t) - len(set(t)) for t in trials]) / np.mean([len(t) for t in trials]))
 

@@ -50,5 +50,5 @@ def test_a_recipe_that_does_not_exist_is_named_with_those_that_do() -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+    with pytest.raises(ConfigError, match=r"contains no config\.json"):
         resolve_model(str(tmp_path))

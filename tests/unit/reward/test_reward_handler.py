@@ -137,15 +137,15 @@ def test_whatever_a_verifier_raises_is_its_own_outcome(tokenizer: Tokenizer, err
 
 def test_a_worker_out_of_memory_says_so_and_is_worn_out(tokenizer: Tokenizer) -> None:
     handler = RewardHandler(tokenizer, {"mine": Recorder(MemoryError())}, "mine")
-    assert not handler.worn_out
+    assert not handler.needs_replacement
     assert "MemoryError" in outcome_from_bytes(handler(payload())).message
-    assert handler.worn_out
+    assert handler.needs_replacement
 
 
 @pytest.mark.parametrize("means_wrong", [True, False])
 def test_a_time_out_means_what_the_verifier_declares(tokenizer: Tokenizer, means_wrong: bool) -> None:
     outcome = handle(tokenizer, Recorder(TimeoutError(), timeout_means_wrong=means_wrong))
-    assert outcome == timed_out("mine: its own limit passed", means_wrong)
+    assert outcome == timed_out("mine: the verifier's time limit expired", means_wrong)
     assert outcome.kind is (OutcomeKind.SCORED if means_wrong else OutcomeKind.TIMED_OUT)
     assert dict(outcome.parts) == ({"timed_out": 1.0} if means_wrong else {})
 

@@ -58,7 +58,7 @@ async def test_a_death_with_the_template_is_not_held_against_the_answer(
         RewardMetrics(Metrics("reward")),
         default_verifier="exact",
         timeout_seconds=1.0,
-        on_hopeless=lambda error: None,
+        on_unusable_verifier=lambda error: None,
     )
     assert (await scoring.score("", b"")).kind is kind
 
@@ -72,7 +72,7 @@ async def test_a_log_line_about_an_answer_is_short_whatever_the_caller_names(
         RewardMetrics(Metrics("reward")),
         default_verifier="exact",
         timeout_seconds=1.0,
-        on_hopeless=lambda error: None,
+        on_unusable_verifier=lambda error: None,
     )
     outcome = await scoring.score("x" * 100_000, b"")
     assert outcome.kind is OutcomeKind.VERIFIER_ERROR

@@ -35,7 +35,7 @@ VIEW = MeshView(
     registered_generators=1,
     recovering=False,
     user_paused=False,
-    trained_enough=False,
+    is_complete=False,
 )
 
 
@@ -79,7 +79,7 @@ def test_the_limits_of_the_run_stand_beside_what_they_limit() -> None:
         (VIEW, True, True, {"failure"}),
         (VIEW, True, False, {"barrier"}),
         (replace(VIEW, user_paused=True), True, True, {"person", "failure"}),
-        (replace(VIEW, trained_enough=True), True, False, set()),
+        (replace(VIEW, is_complete=True), True, False, set()),
     ],
 )
 def test_a_pause_names_its_reason(view: MeshView, desired: bool, failed: bool, reasons: set[str]) -> None:

@@ -29,7 +29,7 @@ def test_versions_that_every_generator_refuses_in_a_row_end_the_run_at_the_state
     assert refusals.judge(1.0, 3, [generator(3, 3), generator(3, 2)]) is None
     error = refusals.judge(2.0, 4, [generator(4, 4), generator(4, 3)])
     assert isinstance(error, PoliciesRefused) and error.final
-    assert "version 4, and has refused 3 versions in a row (generator.refused_versions_limit=3): canary" in str(error)
+    assert "version 4 and has refused 3 versions in a row (generator.refused_versions_limit=3): canary" in str(error)
 
 
 def test_one_version_that_every_generator_refuses_ends_the_run_after_a_time() -> None:

@@ -6,12 +6,12 @@ import logging
 
 import pytest
 
-from rollmesh.runtime.log_capture import _Adopting
+from rollmesh.runtime.log_capture import _LibraryLogHandler
 
 
 def test_equal_lines_of_a_library_share_one_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.Logger("uvicorn.error")
-    logger.addHandler(_Adopting())
+    logger.addHandler(_LibraryLogHandler())
     for _ in range(1_000):
         logger.warning("Invalid HTTP request received.")
     logger.warning("another line")

@@ -35,5 +35,5 @@ def test_a_port_that_somebody_listens_on_is_not_picked(monkeypatch: pytest.Monke
     taken = free_port.free_port()
     with socket.create_server(("127.0.0.1", taken)):
         monkeypatch.setattr(free_port, "_ABOVE", taken)
-        monkeypatch.setattr(free_port, "_given_out", lambda: (taken + 40, 61_000))
+        monkeypatch.setattr(free_port, "_ephemeral_range", lambda: (taken + 40, 61_000))
         assert free_port.free_port() in range(taken + 1, taken + 40)

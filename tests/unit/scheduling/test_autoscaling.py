@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.config.autoscaling_rule import AutoscalingRule, load_rule
-from rollmesh.scheduling.autoscaling import ReplicaMemory, ReplicaMetrics, ReplicaVerdict, next_replicas, propose
+from rollmesh.scheduling.autoscaling import ReplicaDecision, ReplicaMemory, ReplicaMetrics, next_replicas, propose
 
 RULES = sorted((Path(__file__).parents[3] / "helm" / "rollmesh" / "files" / "autoscaling").glob("*.yaml"))
 
@@ -81,8 +81,8 @@ def run(spec: AutoscalingRule, wanted: int, values: list[dict[str, float | None]
     """Replicas after each look; whatever is asked for works at once."""
     memory, replicas = ReplicaMemory(), []
     for number, answers in enumerate(values):
-        verdict = next_replicas(spec, memory, look(wanted, now=number * every, **answers))
-        wanted, memory = verdict.replicas, verdict.memory
+        decision = next_replicas(spec, memory, look(wanted, now=number * every, **answers))
+        wanted, memory = decision.replicas, decision.memory
         replicas.append(wanted)
     return replicas
 
@@ -102,14 +102,14 @@ def test_one_starved_moment_in_the_window_keeps_the_replicas() -> None:
 
 
 def test_bounds_that_have_moved_hold_at_once() -> None:
-    verdict = next_replicas(rule(maxReplicas=2), ReplicaMemory(), look(5, wait=0.0, load=0.0))
-    assert verdict.replicas == 2
+    decision = next_replicas(rule(maxReplicas=2), ReplicaMemory(), look(5, wait=0.0, load=0.0))
+    assert decision.replicas == 2
 
 
 def test_autoscaling_rests_at_zero_replicas() -> None:
-    verdict = next_replicas(rule(), ReplicaMemory(), look(0, wait=1.0, load=100))
-    assert (verdict.replicas, verdict.memory) == (0, ReplicaMemory())
-    assert "rests" in verdict.why
+    decision = next_replicas(rule(), ReplicaMemory(), look(0, wait=1.0, load=100))
+    assert (decision.replicas, decision.memory) == (0, ReplicaMemory())
+    assert "is off" in decision.reason
 
 
 VALUES = st.one_of(st.none(), st.floats(0, 50, allow_nan=False), st.just(float("nan")))
@@ -139,9 +139,9 @@ def test_replicas_never_leave_below_what_any_look_of_the_window_proposed(
     for number, values in enumerate(answers):
         now = look(wanted, now=15.0 * number, **values)
         past.append(propose(spec, now)[0])
-        verdict: ReplicaVerdict = next_replicas(spec, memory, now)
-        assert verdict.replicas >= min(wanted, max(past[-9:]))
-        wanted, memory = verdict.replicas, verdict.memory
+        decision: ReplicaDecision = next_replicas(spec, memory, now)
+        assert decision.replicas >= min(wanted, max(past[-9:]))
+        wanted, memory = decision.replicas, decision.memory
 
 
 @given(load=st.floats(0, 100), wanted=st.integers(1, 8))
@@ -155,8 +155,8 @@ def test_a_sped_up_rule_decides_the_same_in_less_time(speed_up: float, answers: 
     def decisions(factor: float) -> list[int]:
         memory, wanted, found = ReplicaMemory(), 3, []
         for number, values in enumerate(answers):
-            verdict = next_replicas(rule(), memory, look(wanted, now=number * 16 / factor, **values), factor)
-            wanted, memory = verdict.replicas, verdict.memory
+            decision = next_replicas(rule(), memory, look(wanted, now=number * 16 / factor, **values), factor)
+            wanted, memory = decision.replicas, decision.memory
             found.append(wanted)
         return found
 

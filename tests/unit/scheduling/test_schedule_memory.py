@@ -40,7 +40,7 @@ def test_the_first_short_answers_do_not_speak_for_those_that_are_still_written()
     )
     assert decide(LONG, seen).admit_groups == 3, "the pool would have 75"
     count, reason = groups_to_admit(LONG, replace(seen, used_memory_bytes=40_000_000))
-    assert (count, reason) == (0, "memory of the store: what is in flight may take the rest")
+    assert (count, reason) == (0, "memory of the store: trajectories in flight may take the rest")
 
 
 def test_answers_that_turned_out_short_make_room() -> None:

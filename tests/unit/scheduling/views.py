@@ -49,6 +49,6 @@ def view(
         "registered_generators": 1,
         "recovering": False,
         "user_paused": False,
-        "trained_enough": False,
+        "is_complete": False,
     }
     return MeshView(**{**values, **overrides})  # type: ignore[arg-type]

@@ -126,7 +126,7 @@ class VirtualMesh:
             finished_total=self.finished,
             recovering=False,
             user_paused=False,
-            trained_enough=self.trained_step >= self.schedule.train_steps,
+            is_complete=self.trained_step >= self.schedule.train_steps,
         )
 
     # -- one tick --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def test_old_servers_are_refused_by_name(version: str) -> None:
 
 @pytest.mark.parametrize("version", ["", "unstable", "x7.0"])
 def test_a_version_that_cannot_be_read_is_refused(version: str) -> None:
-    with pytest.raises(StoreUnavailable, match="cannot be read"):
+    with pytest.raises(StoreUnavailable, match="is not a version number"):
         check_version(version)
 
 
@@ -33,7 +33,7 @@ def test_a_version_that_cannot_be_read_is_refused(version: str) -> None:
     [
         (redis_errors.ResponseError("CONFLICT cursor moved script: 9f, on @user_script:12."), Conflict, "cursor moved"),
         (redis_errors.ResponseError("SESSION_LOST gone script: on @user_script:1."), SessionLost, "gone"),
-        (redis_errors.ResponseError("RECOVERING admit: wait"), StoreUnavailable, "try again later"),
+        (redis_errors.ResponseError("RECOVERING admit: wait"), StoreUnavailable, "retry later"),
         (redis_errors.ResponseError("UPLOAD_EXPIRED prompt of e0-0"), UploadExpired, "prompt of e0-0"),
         (redis_errors.ResponseError("RUN_UNKNOWN init it"), RunUnknown, "init it"),
         (
@@ -47,15 +47,15 @@ def test_a_version_that_cannot_be_read_is_refused(version: str) -> None:
             "ROLLMESH_STORE__PASSWORD",
         ),
         (redis_errors.ResponseError("NOAUTH Authentication required."), StoreUnavailable, "credentials"),
-        (redis_errors.ConnectionError("refused"), StoreUnavailable, "cannot be reached"),
-        (redis_errors.TimeoutError(), StoreUnavailable, "cannot be reached: TimeoutError"),
+        (redis_errors.ConnectionError("refused"), StoreUnavailable, "is unreachable"),
+        (redis_errors.TimeoutError(), StoreUnavailable, "is unreachable: TimeoutError"),
         (
             redis_errors.ResponseError("MISCONF Errors writing to the AOF file: No space left"),
             StoreUnavailable,
             "space",
         ),
         (redis_errors.ResponseError("BUSYGROUP Consumer Group name exists"), StoreError, "BUSYGROUP"),
-        (redis_errors.ResponseError("WRONGTYPE Operation"), StoreError, "Redis says: WRONGTYPE"),
+        (redis_errors.ResponseError("WRONGTYPE Operation"), StoreError, "Redis reports: WRONGTYPE"),
     ],
 )
 def test_every_refusal_becomes_its_own_error(error: redis_errors.RedisError, kind: type[StoreError], text: str) -> None:
@@ -79,8 +79,8 @@ async def test_a_sentinel_url_names_hosts_service_and_database() -> None:
     ("url", "text"),
     [
         ("redis+sentinel://host:26379", "service"),
-        ("redis+sentinel://host:port/service", "no host:port"),
-        ("redis+sentinel://host/service/first", "database 'first' is no number"),
+        ("redis+sentinel://host:port/service", "is not host:port"),
+        ("redis+sentinel://host/service/first", "database 'first' is not a number"),
         ("amqp://:secret@host", "store.url"),
     ],
 )

@@ -1,5 +1,5 @@
 from rollmesh.config.services import EvalConfig
-from rollmesh.store.evaluation_requests import asked_by_others_up_to, due_versions, evaluation_request
+from rollmesh.store.evaluation_requests import due_versions, evaluation_floor, evaluation_request
 
 
 def test_every_kth_version_is_due_once() -> None:
@@ -24,7 +24,7 @@ def test_the_same_version_is_always_asked_for_in_the_same_words() -> None:
 
 def test_nobody_asks_again_for_a_version_that_may_be_pruned() -> None:
     def asked(every: int, newest: int, keep_last: int) -> list[int]:
-        return list(due_versions(every, asked_by_others_up_to(every, newest, keep_last), newest))
+        return list(due_versions(every, evaluation_floor(every, newest, keep_last), newest))
 
     assert asked(5, 14, 6) == [10]
     assert asked(10, 16, 6) == [], "version 10 is the seventh newest: the newest six are kept"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.errors import DataError
-from rollmesh.segments import join_segments, part_of
+from rollmesh.segments import join_segments, slice_segment
 from rollmesh.store.digest import TokenDigest
 from rollmesh.store.payload import (
     INLINE_LIMIT_BYTES,
@@ -83,7 +83,7 @@ def test_a_running_digest_does_not_depend_on_how_the_tokens_were_cut(
     whole, cut = TokenDigest().extended(join_segments(segments)), TokenDigest()
     for part in segments:
         at = data.draw(st.integers(0, len(part)))
-        cut = cut.extended([part_of(part, 0, at)]).extended([part_of(part, at)])
+        cut = cut.extended([slice_segment(part, 0, at)]).extended([slice_segment(part, at)])
     assert cut == whole
     assert whole.token_count == sum(map(len, segments))
 

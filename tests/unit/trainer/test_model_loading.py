@@ -50,10 +50,13 @@ def test_a_model_that_carries_state_across_sequences_is_refused(make_model: Mode
 ACCEPTED_BUT_WRONG: dict[str, tuple[PretrainedConfig, str]] = {
     "bidirectional": (
         Gemma3TextConfig(**SHAPE, head_dim=8, use_bidirectional_attention=True),
-        "Gemma3ForCausalLM .*Gemma3Attention ignores causality",
+        "Gemma3ForCausalLM .*Gemma3Attention is not causal",
     ),
-    "an encoder": (BertConfig(**SHAPE), "BertLMHeadModel .*BertSelfAttention ignores causality"),
-    "dropped arguments": (NemotronConfig(**SHAPE), "NemotronForCausalLM .*NemotronAttention drops the arguments"),
+    "an encoder": (BertConfig(**SHAPE), "BertLMHeadModel .*BertSelfAttention is not causal"),
+    "dropped arguments": (
+        NemotronConfig(**SHAPE),
+        "NemotronForCausalLM .*NemotronAttention drops its attention arguments",
+    ),
     "state in some layers": (
         Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"]),
         "Lfm2ForCausalLM cannot be packed",
@@ -93,7 +96,7 @@ def test_soft_capped_logits_of_a_new_model_are_no_plain_linear_head(tmp_path: Pa
             parameter.mul_(30.0 if parameter.ndim > 1 else 1.0)
         logits = own(input_ids=torch.from_numpy(ids.astype(np.int64))[None]).logits[0, :-1]
     expected = logits.log_softmax(-1).gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
-    compute = Compute(device=CPU, gang=World(), token_budget=64, autocast=False)
+    compute = Compute(device=CPU, world=World(), token_budget=64, autocast=False)
     assert np.abs(score_sequences(model, compute, [ids], 1.0)[0] - expected.numpy()).max() < 1e-4
 
 

@@ -71,19 +71,19 @@ def test_a_value_that_the_run_assigns_to_a_time_out_counts_as_any_reward(rng: np
 
 def test_an_unknown_version_is_named(rng: np.random.Generator) -> None:
     batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2, version=9)])])
-    with pytest.raises(DataError, match=r"trajectory g0\.0, policy_version 9: no such policy version"):
+    with pytest.raises(DataError, match=r"trajectory g0\.0, policy_version 9: the policy version is unknown"):
         build_train_batch(batch, {0: 0}, GRPO)
 
 
 def test_greedy_segments_are_refused(rng: np.random.Generator) -> None:
     batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2, temperature=0.0)])])
-    with pytest.raises(DataError, match=r"g0\.0.*temperature 0\.0 cannot be trained on"):
+    with pytest.raises(DataError, match=r"g0\.0.*temperature=0\.0 must be positive"):
         build_train_batch(batch, {0: 0}, GRPO)
 
 
 def test_missing_logprobs_are_refused(rng: np.random.Generator) -> None:
     segment = dataclasses.replace(policy_segment(rng, 2), behavior_logprobs=None)
-    with pytest.raises(DataError, match=r"g0\.0.*one behavior_logprob per token"):
+    with pytest.raises(DataError, match=r"g0\.0.*behavior_logprobs must have one value per token"):
         build_train_batch(batch_of([trajectory("g0.0", [segment])]), {0: 0}, GRPO)
 
 
@@ -96,7 +96,7 @@ def test_logprobs_that_are_not_finite_are_refused(rng: np.random.Generator) -> N
 
 def test_an_empty_prompt_is_refused(rng: np.random.Generator) -> None:
     batch = batch_of([trajectory("g0.0", [policy_segment(rng, 2)], prompt=0)])
-    with pytest.raises(DataError, match=r"g0\.0: its prompt is empty"):
+    with pytest.raises(DataError, match=r"g0\.0: the prompt is empty"):
         build_train_batch(batch, {0: 0}, GRPO)
 
 

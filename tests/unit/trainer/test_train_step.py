@@ -87,7 +87,7 @@ def test_canaries_are_scored_in_float32_however_the_gradient_pass_computes(make_
     exact = PolicyTrainer.from_folder(folder, TrainerConfig()).logprobs(ids)[0]
     place = torch.device("cpu")
     model = load_policy_model(folder, dtype=torch.float32, device=place)
-    compute = Compute(device=place, gang=World(), token_budget=4096, autocast=True)
+    compute = Compute(device=place, world=World(), token_budget=4096, autocast=True)
     halved = PolicyTrainer(model, TrainerConfig(), compute, source=folder, publish_dtype=torch.float32)
     rough = score_sequences(model, compute, ids, 1.0)[0]
     assert np.abs(rough - exact).max() > 1e-4

@@ -17,7 +17,7 @@ def updates(*made: bool) -> Updates:
         before_any_update=nothing.astype(np.bool_),
         loss=0.0,
         grad_norm=0.0,
-        made=made,
+        applied=made,
         microbatches=1,
         forward_tokens=1,
         gradient_seconds=0.0,
@@ -37,10 +37,10 @@ def test_a_row_of_skipped_updates_goes_over_train_steps_and_restarts_and_ends_wi
     for step in ([True, False], [False, False], [False]):
         done = updates(*step)
         progress = Progress.from_extra(progress.to_extra())
-        progress.count_updates(done.made.count(True), done.trailing_skipped)
+        progress.count_updates(done.applied.count(True), done.trailing_skipped)
     assert progress.nonfinite_updates_in_a_row == 4
     done = updates(True, False)
-    progress.count_updates(done.made.count(True), done.trailing_skipped)
+    progress.count_updates(done.applied.count(True), done.trailing_skipped)
     assert progress.nonfinite_updates_in_a_row == 1
 
 

@@ -21,7 +21,7 @@ def full() -> CheckpointError:
 
 async def test_a_full_disk_is_waited_for_and_counted() -> None:
     metrics, health = Metrics("trainer"), Health()
-    patience = Retry(TrainerMetrics(metrics), health, asyncio.Event(), first_pause_seconds=0.001)
+    retry = Retry(TrainerMetrics(metrics), health, asyncio.Event(), first_pause_seconds=0.001)
     ready: list[bool] = []
 
     async def write() -> str:
@@ -30,14 +30,14 @@ async def test_a_full_disk_is_waited_for_and_counted() -> None:
             raise full()
         return "written"
 
-    assert await patience.with_room("publish", write) == "written"
+    assert await retry.run("publish", write) == "written"
     assert health.ready() == (True, "")
     assert ready == [False, False, False]
     assert b'rollmesh_trainer_checkpoint_failures_total{reason="disk_full"} 2.0' in metrics.exposition()
 
 
 async def test_any_other_failure_is_not_repeated() -> None:
-    patience = Retry(TrainerMetrics(Metrics("trainer")), Health(), asyncio.Event(), first_pause_seconds=0.001)
+    retry = Retry(TrainerMetrics(Metrics("trainer")), Health(), asyncio.Event(), first_pause_seconds=0.001)
     calls = 0
 
     async def write() -> None:
@@ -46,17 +46,17 @@ async def test_any_other_failure_is_not_repeated() -> None:
         raise CheckpointError("tampered", reason=Reason.TAMPERED)
 
     with pytest.raises(CheckpointError, match="tampered"):
-        await patience.with_room("publish", write)
+        await retry.run("publish", write)
     assert calls == 1
 
 
 async def test_shutdown_ends_the_wait() -> None:
     shutdown = asyncio.Event()
-    patience = Retry(TrainerMetrics(Metrics("trainer")), Health(), shutdown, first_pause_seconds=60.0)
+    retry = Retry(TrainerMetrics(Metrics("trainer")), Health(), shutdown, first_pause_seconds=60.0)
 
     async def write() -> None:
         shutdown.set()
         raise full()
 
     with pytest.raises(Stopped):
-        await patience.with_room("publish", write)
+        await retry.run("publish", write)

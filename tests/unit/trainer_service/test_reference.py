@@ -27,7 +27,7 @@ class Failing:
         raise CheckpointError(f"{Path(record.path)}: no", reason=self.reason)
 
 
-def shelf(reason: Reason) -> PolicyCatalog:
+def catalog(reason: Reason) -> PolicyCatalog:
     found = PolicyCatalog(Failing(reason))  # type: ignore[arg-type]
     found.update([PolicyRecord(policy_version=0, train_step=0, path="policies/0", manifest_digest="00")])
     return found
@@ -36,10 +36,10 @@ def shelf(reason: Reason) -> PolicyCatalog:
 @pytest.mark.parametrize("reason", [Reason.UNREACHABLE, Reason.DISK_FULL])
 def test_a_store_that_is_away_for_now_is_no_wrong_setting(reason: Reason) -> None:
     with pytest.raises(CheckpointError) as caught:
-        check_reference(ALGORITHM, shelf(reason))
+        check_reference(ALGORITHM, catalog(reason))
     assert caught.value.reason == reason
 
 
 def test_a_damaged_reference_is_a_wrong_setting_and_the_damage_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"kl_reference_version=0: policies/0: no; kept are version 0"):
-        check_reference(ALGORITHM, shelf(Reason.TAMPERED))
+    with pytest.raises(ConfigError, match=r"kl_reference_version=0: policies/0: no; the kept versions are version 0"):
+        check_reference(ALGORITHM, catalog(Reason.TAMPERED))

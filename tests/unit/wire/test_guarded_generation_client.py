@@ -65,7 +65,7 @@ async def test_an_idle_channel_is_made_anew_when_certificates_and_token_are_rota
             token.write_text("second")
             assert (await client.status(record(address))).instance_id == "idle"
             files["client"].replace_by(old.issue("outdated"))
-            with pytest.raises(EngineError, match="its certificate is not accepted here"):
+            with pytest.raises(EngineError, match="its certificate is rejected here"):
                 await client.status(record(address))
     finally:
         await server.stop(None)

@@ -1,1 +1,1 @@
-"""Group-relative advantages: one number per trajectory, from the rewards of its group."""
+"""Group-relative advantages: one number per trajectory, computed from the rewards of its group."""

@@ -10,7 +10,7 @@ EPSILON = 1e-6
 
 
 def grpo(rewards: Tensor, group_index: Tensor, group_count: int) -> Tensor:
-    """Reward minus the group's mean, over the group's standard deviation.
+    """Subtract the group's mean reward and divide by the group's standard deviation.
 
     ``A_i = (R_i - mean_g R) / (std_g R + 1e-6)`` with the sample standard deviation (divisor n - 1); groups may have
     any size, a group of one gets 0. ``rewards`` float [trajectories], ``group_index`` int64 [trajectories];

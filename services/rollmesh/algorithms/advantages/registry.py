@@ -1,4 +1,4 @@
-"""Advantages by the name they have in the run file."""
+"""Advantages by their name in the run file."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Policy losses: per-token losses from log-probabilities, advantages and masks."""
+"""Policy losses per token, computed from log-probabilities, advantages and masks."""

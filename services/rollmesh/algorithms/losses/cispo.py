@@ -9,9 +9,9 @@ from rollmesh.algorithms.ratios import ratio
 
 
 def cispo(data: LossInput, options: LossOptions) -> TokenLoss:
-    """``-sg[clip(r, 1 - low, 1 + high)] * A * log pi`` with ``r = pi / pi_old``.
+    """Return ``-sg[clip(r, 1 - low, 1 + high)] * A * log pi`` with ``r = pi / pi_old``.
 
-    In practice only the upper bound is used: ``clip_low`` 1 puts the lower one at 0. Source: MiniMax-M1
+    In practice only the upper bound is used: ``clip_low`` 1 sets the lower one to 0. Source: MiniMax-M1
     (arXiv 2506.13585).
     """
     values = ratio(data.logprobs, data.old_logprobs).detach()

@@ -1,4 +1,4 @@
-"""Decoupled PPO: the clip is centred on a proximal policy, the behavior policy is corrected by a weight."""
+"""Decoupled PPO: the clip is centred on a proximal policy, and a weight corrects for the behavior policy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rollmesh.algorithms.ratios import ratio
 
 
 def decoupled_ppo(data: LossInput, options: LossOptions) -> TokenLoss:
-    """``sg[pi_prox / mu] * PPO_clip(pi / pi_prox)``; pi_prox is the old-logprob source, mu the behavior policy.
+    """Return ``sg[pi_prox / mu] * PPO_clip(pi / pi_prox)``.
 
-    Sources: batch-size invariance (arXiv 2110.00641), AReaL Eq. 5 (arXiv 2505.24298).
+    pi_prox is the old-logprob source, mu the behavior policy. Sources: batch-size invariance (arXiv 2110.00641), AReaL
+    Eq. 5 (arXiv 2505.24298).
     """
     correction = ratio(data.old_logprobs, data.behavior_logprobs).detach()
     inner = ppo_clip(data, options)

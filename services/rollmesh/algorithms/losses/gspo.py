@@ -11,11 +11,12 @@ from rollmesh.algorithms.segment_columns import segment_count, segment_sum
 
 
 def gspo(data: LossInput, options: LossOptions) -> TokenLoss:
-    """``-min(s A, clip(s, 1 - low, 1 + high) A)`` with ``s_i = exp(1 / |o_i| sum_t m_t (log pi - log pi_old))``.
+    """Return ``-min(s A, clip(s, 1 - low, 1 + high) A)``, the clipped loss of a sequence ratio.
 
-    ``m_t`` is 1 for a token in the loss; ``|o_i|`` counts all tokens that a policy wrote. So a masked token counts as a
-    ratio of 1, and with the aggregation ``sequence_mean_token_mean`` the gradient is exactly that of ``s_i A``. In
-    token form ``sg[s_i] pi / sg[pi]``, so that the gradient is spread over the tokens by the aggregation; no dual clip.
+    ``s_i = exp(1 / |o_i| sum_t m_t (log pi - log pi_old))``. ``m_t`` is 1 for a token in the loss; ``|o_i|`` counts all
+    tokens sampled by a policy. A masked token therefore counts as a ratio of 1, and with the aggregation
+    ``sequence_mean_token_mean`` the gradient is exactly that of ``s_i A``. The ratio has the token form
+    ``sg[s_i] pi / sg[pi]``, so the aggregation spreads the gradient over the tokens. There is no dual clip.
     Source: GSPO (arXiv 2507.18071).
     """
     difference = (data.logprobs.detach() - data.old_logprobs).masked_fill(~data.mask, 0.0)

@@ -1,4 +1,4 @@
-"""What every policy loss takes and gives."""
+"""Input, options and result of every policy loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class ClipReason(IntEnum):
-    """What a loss did to the gradient of a token."""
+    """Effect of a loss on the gradient of a token."""
 
     NONE = 0
     HIGH = 1
@@ -25,26 +25,26 @@ class ClipReason(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInput:
-    """Packed tokens that a policy wrote, masked or not; every tensor is float [tokens] unless said otherwise."""
+    """Packed tokens sampled by a policy, masked or not; every tensor is float [tokens] unless noted."""
 
     logprobs: Tensor
-    """Of the policy in training; the only input that carries a gradient."""
+    """Log-probabilities of the policy in training; the only input with a gradient."""
     old_logprobs: Tensor
     """Denominator of the ratio, from the run's old-logprob source."""
     behavior_logprobs: Tensor
-    """Of whoever sampled the token."""
+    """Log-probabilities of the policy that sampled the token."""
     advantages: Tensor
-    """The trajectory's advantage at each of its tokens."""
+    """Advantage of the trajectory, repeated for each of its tokens."""
     mask: Tensor
-    """bool: the token is in the numerator of the loss."""
+    """bool, True for a token in the numerator of the loss."""
     sequence_index: Tensor
-    """int64: which sequence the token belongs to, in [0, sequence_count)."""
+    """int64, index of the token's sequence in [0, sequence_count)."""
     sequence_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """Numbers of the losses; each loss reads its own."""
+    """Options of all losses; each loss reads its own."""
 
     clip_low: float
     clip_high: float

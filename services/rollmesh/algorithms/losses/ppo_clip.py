@@ -10,7 +10,7 @@ from rollmesh.algorithms.ratios import ratio
 
 
 def ppo_clip(data: LossInput, options: LossOptions) -> TokenLoss:
-    """``-min(r A, clip(r, 1 - low, 1 + high) A)``, and at most ``-c A`` where A < 0.
+    """Return ``-min(r A, clip(r, 1 - low, 1 + high) A)``, and at most ``-c A`` where A < 0.
 
     ``r = exp(log pi - log pi_old)``. Sources: PPO (arXiv 1707.06347); asymmetric bounds .2/.28: DAPO
     (arXiv 2503.14476); dual clip c: arXiv 1912.09729.
@@ -19,7 +19,7 @@ def ppo_clip(data: LossInput, options: LossOptions) -> TokenLoss:
 
 
 def clipped_surrogate(ratios: Tensor, advantages: Tensor, options: LossOptions) -> TokenLoss:
-    """The clipped surrogate of ``ratios`` [tokens], whatever they are ratios of."""
+    """Return the clipped surrogate of any ``ratios`` [tokens]."""
     low, high = 1 - options.clip_low, 1 + options.clip_high
     loss = torch.maximum(-ratios * advantages, -ratios.clamp(low, high) * advantages)
     values = ratios.detach()

@@ -1,4 +1,4 @@
-"""Losses by the name they have in the run file, with the defaults that belong to each."""
+"""Losses by their name in the run file, with their defaults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollmesh.algorithms.losses.tis import tis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossDefinition:
-    """A loss and its defaults."""
+    """Loss function and its defaults."""
 
     loss: PolicyLoss
     clip_low: float
@@ -31,7 +31,7 @@ class LossDefinition:
         dual_clip: float | None = None,
         tis_cap: float = 2.0,
     ) -> LossOptions:
-        """Options of a run: None takes the loss's default bound; ``dual_clip`` None is off."""
+        """Return the options of a run; None selects the loss's default bound, and no dual clip."""
         return LossOptions(
             clip_low=self.clip_low if clip_low is None else clip_low,
             clip_high=self.clip_high if clip_high is None else clip_high,

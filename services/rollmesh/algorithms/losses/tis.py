@@ -12,9 +12,9 @@ from rollmesh.algorithms.ratios import ratio
 
 
 def tis(data: LossInput, options: LossOptions) -> TokenLoss:
-    """``sg[min(pi_old / mu, C)] * PPO_clip(pi / pi_old)``.
+    """Return ``sg[min(pi_old / mu, C)] * PPO_clip(pi / pi_old)``.
 
-    With the old-logprob source ``sampler`` pi_old is mu and the weight is 1: the correction needs a trainer-side
+    With the old-logprob source ``sampler``, pi_old is mu and the weight is 1, so the correction requires a trainer-side
     source. Source: the truncated correction of the rollout engine's mismatch used by slime and verl.
     """
     correction = ratio(data.old_logprobs, data.behavior_logprobs).detach()

@@ -1,9 +1,9 @@
-"""An outside judge of a run: it reads the run folder's files and nothing else, by code that no service shares.
+"""Outside judge of a run: it reads only the files of the run folder, with code that no service shares.
 
-``rollmesh audit`` is built from the mesh's own readers, model and scorer, so a fault in one of them could hide in both.
-This package imports nothing else of rollmesh (a contract of import-linter): it has its own decoder, ledger, scoring by
+``rollmesh audit`` uses the mesh's own readers, model and scorer, so a fault in one of them could affect both. This
+package imports no other package of rollmesh (a contract of import-linter). It has its own decoder, ledger, scoring by
 transformers' plain forward pass, and replay of one train step. ``python -m rollmesh.bench.judge RUN_FOLDER`` judges any
-run in float32 whose run file names ``schedule.max_staleness``.
+float32 run whose run file sets ``schedule.max_staleness``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rollmesh.bench.judge.ledger import Ledger, examine
 from rollmesh.bench.judge.scores import GAP_NATS, REPLAY_SHARE, largest_gap, one_thread, replay_distance, sampled
 
 LEAST_SCORED_SHARE = 0.5
-"""Share of the sampled tokens that must be scored: other policies are pruned."""
+"""Share of the sampled tokens that must be scored; the policies of the other tokens may be pruned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What the judge found."""
+    """Result of the judge."""
 
     problems: tuple[str, ...]
     """Checks that failed, in words."""
@@ -32,16 +32,19 @@ class Judgement:
     largest_gap: float
     """Largest gap of a scored token, in nats."""
     replay_distance: float | None
-    """Of the replayed step, as a share of its update; None when no step could be replayed."""
+    """Distance of the replayed step, as a share of its update; None if no step could be replayed."""
 
     @property
     def sound(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.problems
 
 
 def judge(folder: Path, sequences_per_step: int = 4) -> Judgement:
-    """Judge a run folder, scoring so many sequences of each train step; OSError when it is no run folder."""
+    """Judge a run folder and score ``sequences_per_step`` sequences of each train step.
+
+    Raises OSError if it is not a run folder.
+    """
     run = read_run(folder)
     ledger = examine(run)
     problems = [*ledger.problems]
@@ -61,7 +64,7 @@ def judge(folder: Path, sequences_per_step: int = 4) -> Judgement:
 
 
 def _gap(run: RunFiles, ledger: Ledger, sequences_per_step: int, problems: list[str]) -> tuple[float, int]:
-    """Score the sample; returns (largest gap, tokens scored) and adds to ``problems``."""
+    """Score the sample; return (largest gap, number of scored tokens) and append to ``problems``."""
     worst, scored, tokens = 0.0, 0, 0
     folders = {p.record["policy_version"]: p.folder for p in run.policies if not p.damage}
     for version, sample in sorted(sampled(run, ledger.committed, sequences_per_step).items()):
@@ -78,7 +81,7 @@ def _gap(run: RunFiles, ledger: Ledger, sequences_per_step: int, problems: list[
 
 
 def _replay(run: RunFiles) -> float | None:
-    """Replay the step after the oldest state that allows it; None when none does."""
+    """Replay the step after the oldest suitable state; None if there is no such state."""
     published = {p.record["train_step"]: p.folder for p in run.policies if not p.damage}
     for state in run.states:
         step = state.train_step + 1

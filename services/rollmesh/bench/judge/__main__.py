@@ -1,4 +1,4 @@
-"""``python -m rollmesh.bench.judge RUN_FOLDER``: print the judgement; status 1 with a problem."""
+"""``python -m rollmesh.bench.judge RUN_FOLDER``: print the judgement; exit status 1 if there are problems."""
 
 from __future__ import annotations
 

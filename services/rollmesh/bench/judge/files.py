@@ -1,6 +1,6 @@
-"""Files of a run folder, read without any code of the mesh: batch files, trainer states, policies.
+"""Readers of the files of a run folder, without code of the mesh: batch files, trainer states, policies.
 
-The layouts are those that docs/architecture.md and proto/ describe; the decoder of the protobuf wire is our own.
+docs/architecture.md and proto/ describe the layouts. The decoder of the protobuf wire format is in this file.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy.typing as npt
 _HEAD, _TAIL = b"RMBATCH1", b"RMBATCHE"
 _HMAC_BYTES = 64
 _POLICY, _INT32, _FLOAT32 = 1, 1, 2
-"""``SEGMENT_SOURCE_POLICY`` and two values of ``Dtype``."""
+"""Values of ``SEGMENT_SOURCE_POLICY`` and of two members of ``Dtype``."""
 
 
 class Damaged(Exception):
-    """A file is not what its writer left."""
+    """The content of a file differs from the written content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Segment:
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    """Empty in a segment of the environment."""
+    """Log-probabilities; empty in a segment of the environment."""
     policy_version: int
     kv_min_version: int
     by_policy: bool
@@ -42,7 +42,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One rollout."""
+    """One trajectory of a batch file."""
 
     trajectory_id: str
     group_id: str
@@ -55,13 +55,13 @@ class Trajectory:
 
     @property
     def written(self) -> tuple[Segment, ...]:
-        """Non-empty segments that a policy wrote."""
+        """Non-empty segments of a policy."""
         return tuple(s for s in self.segments if s.by_policy and len(s.token_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFile:
-    """One train step's groups, by group id, and the footer."""
+    """Groups of one train step, with their ids, and the footer."""
 
     train_step: int
     groups: tuple[tuple[str, tuple[Trajectory, ...]], ...]
@@ -75,35 +75,36 @@ class BatchFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SealedFolder:
-    """A trainer state or a policy: its sealed record, and why it cannot be trusted."""
+    """Trainer state or policy: its signed record, and the damage found."""
 
     folder: Path
     record: Mapping[str, Any]
-    """As far as it can be read."""
+    """Content of the record; empty if it cannot be read."""
     damage: str
+    """Reason why the folder is invalid; empty if it is sound."""
 
     @property
     def train_step(self) -> int:
-        """Train step by the folder's name."""
+        """Train step in the folder's name."""
         return int(self.folder.name.split("-")[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """Everything of a run folder that the judge looks at."""
+    """Content of a run folder that the judge reads."""
 
     config: Mapping[str, Any]
     batches: Mapping[int, BatchFile]
     damaged: Mapping[str, str]
-    """Batch files, and metrics, that cannot be read, with the reason."""
+    """Reasons by name of the batch files and metrics that cannot be read."""
     states: tuple[SealedFolder, ...]
     policies: tuple[SealedFolder, ...]
     metrics: tuple[Mapping[str, Any], ...]
-    """One record per train step."""
+    """Metrics records, one per train step."""
 
 
 def read_run(folder: Path) -> RunFiles:
-    """Read and verify the files of a run folder; OSError when it has no configuration, secret or checkpoints."""
+    """Read and verify the files of a run folder. Raises OSError without configuration, secret or checkpoints."""
     import yaml
 
     secret = (folder / "secret").read_text(encoding="ascii").strip().encode()
@@ -130,29 +131,29 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def read_batch(file: Path, secret: bytes) -> BatchFile:
-    """Read one batch file; Damaged, ValueError, LookupError or struct.error when it is not whole."""
+    """Read one batch file. Raises Damaged, ValueError, LookupError or struct.error if it is invalid."""
     content = file.read_bytes()
     if not (content.startswith(_HEAD) and content.endswith(_TAIL)):
-        raise Damaged("no batch file from the first byte to the last")
+        raise Damaged("not a complete batch file")
     end = len(content) - len(_TAIL) - 4
     (length,) = struct.unpack_from("<I", content, end)
     text, tag = content[end - _HMAC_BYTES - length : end - _HMAC_BYTES], content[end - _HMAC_BYTES : end]
     if not hmac.compare_digest(_tag(secret, text), tag):
-        raise Damaged("the footer's HMAC is not that of the run's secret")
+        raise Damaged("the footer's HMAC does not match the run's secret")
     footer = json.loads(text)
     payload = content[len(_HEAD) : end - _HMAC_BYTES - length]
     if hashlib.sha256(payload).hexdigest() != footer["payload_sha256"]:
-        raise Damaged("the groups do not have the digest that the footer states")
+        raise Damaged("the digest of the groups differs from the footer")
     if footer["train_step"] != int(file.stem):
-        raise Damaged(f"holds train step {footer['train_step']}")
+        raise Damaged(f"the file is of train step {footer['train_step']}")
     groups = [group for frame in _frames(payload) for group in _groups(frame)]
     if [name for name, _ in groups] != footer["group_ids"]:
-        raise Damaged("holds other groups than the footer names")
+        raise Damaged("the groups differ from the group ids in the footer")
     return BatchFile(train_step=footer["train_step"], groups=tuple(groups), footer=footer)
 
 
 def _json_lines(file: Path) -> tuple[Mapping[str, Any], ...]:
-    """Records of a file; none when it is missing, as in a run without a train step."""
+    """Read the records of a file; return none if it is missing, as in a run without a train step."""
     return tuple(map(json.loads, file.read_text(encoding="utf-8").splitlines())) if file.exists() else ()
 
 
@@ -202,7 +203,7 @@ def _segment(values: Mapping[int, list[Any]]) -> Segment:
 
 
 def fields(message: bytes) -> dict[int, list[Any]]:
-    """Values of a protobuf message by field number: int of a varint, bytes of everything else."""
+    """Return the values of a protobuf message by field number: ints for varints, bytes for all other types."""
     found: dict[int, list[Any]] = {}
     at = 0
     while at < len(message):
@@ -271,9 +272,9 @@ def _sealed_folder(folder: Path, record_name: str, secret: bytes) -> SealedFolde
     except (ValueError, AttributeError) as error:
         return SealedFolder(folder=folder, record={}, damage=f"{record_name} cannot be read: {error}")
     if not sound:
-        return SealedFolder(folder=folder, record=record, damage=f"the HMAC of {record_name} is not the run's")
+        return SealedFolder(folder=folder, record=record, damage=f"the HMAC of {record_name} does not match")
     for file in record["files"]:
         path = folder / file["path"]
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != file["sha256"]:
-            return SealedFolder(folder=folder, record=record, damage=f"{file['path']} has another digest, or is gone")
+            return SealedFolder(folder=folder, record=record, damage=f"{file['path']} is missing or has another digest")
     return SealedFolder(folder=folder, record=record, damage="")

@@ -1,4 +1,4 @@
-"""The judge's ledger: what was trained, how often, how old, and whether nothing is missing in between."""
+"""Ledger of the judge: trained groups and trajectories, their counts, their staleness, and gaps between steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from rollmesh.bench.judge.files import BatchFile, RunFiles, SealedFolder, Trajectory
 
 _LAG_STEPS = 4
-"""Steps beyond the staleness bound after which an admitted group must have been trained or dropped."""
+"""Steps beyond the staleness bound after which an admitted group must be trained or dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """What follows from the files alone."""
+    """Facts that follow from the files alone."""
 
     committed: int
     """Train step of the newest sound trainer state; 0 without one."""
@@ -24,7 +24,7 @@ class Ledger:
 
 
 def examine(run: RunFiles) -> Ledger:
-    """Hold everything that needs no model against the run file."""
+    """Check the files against the run file, as far as no model is needed."""
     sound = [state for state in run.states if not state.damage]
     newest = max(sound, key=lambda s: (s.record["rollback_count"], s.record["train_step"]), default=None)
     committed = 0 if newest is None else int(newest.record["train_step"])
@@ -54,7 +54,7 @@ def _train_steps(run: RunFiles) -> tuple[dict[int, int], list[str]]:
 
 
 def _steps(run: RunFiles, committed: int) -> Iterator[str]:
-    """Steps without a gap: batch files, states, announced policies and metrics."""
+    """Check that there are no gaps in the steps of batch files, states, announced policies and metrics."""
     for name, reason in run.damaged.items():
         yield f"{name}: {reason}"
     missing = [step for step in range(1, committed + 1) if step not in run.batches]
@@ -75,7 +75,7 @@ def _steps(run: RunFiles, committed: int) -> Iterator[str]:
 
 
 def _identities(run: RunFiles) -> Iterator[str]:
-    """Every group, trajectory and prompt once."""
+    """Check that every group, trajectory and prompt is trained at most once."""
     groups = Counter(group for batch in run.batches.values() for group, _ in batch.groups)
     yield from _more_than_once("group", groups)
     yield from _more_than_once("trajectory", Counter(t.trajectory_id for t in _trajectories(run)))
@@ -91,18 +91,18 @@ def _more_than_once(kind: str, counts: Counter[str]) -> Iterator[str]:
 
 
 def _members(run: RunFiles) -> Iterator[str]:
-    """Groups with all of their members, batches with all of their groups."""
+    """Check that groups have all their members, and batches all their groups."""
     schedule = run.config["schedule"]
     absent = 0
     for step, batch in run.batches.items():
         if len(batch.groups) != schedule["groups_per_batch"]:
             yield f"train step {step} has {len(batch.groups)} groups, not {schedule['groups_per_batch']}"
         for group, members in batch.groups:
-            places = {t.member for t in members}
-            absent += schedule["group_size"] - len(places)
-            strange = any(t.group_id != group or not t.scored or not t.written for t in members)
-            if strange or len(places) != len(members) or not places <= set(range(schedule["group_size"])):
-                yield f"group {group} of train step {step} has other members than 0 to {schedule['group_size'] - 1}"
+            indices = {t.member for t in members}
+            absent += schedule["group_size"] - len(indices)
+            is_invalid = any(t.group_id != group or not t.scored or not t.written for t in members)
+            if is_invalid or len(indices) != len(members) or not indices <= set(range(schedule["group_size"])):
+                yield f"group {group} of train step {step} has members other than 0 to {schedule['group_size'] - 1}"
     totals = run.metrics[-1]["mesh"]["totals"] if run.metrics else {}
     if absent > totals.get("unscorable_total", 0):
         yield f"{absent} member(s) of groups are missing, of which {totals.get('unscorable_total', 0)} had no score"
@@ -111,7 +111,7 @@ def _members(run: RunFiles) -> Iterator[str]:
 def _staleness(run: RunFiles, named: Mapping[int, int]) -> Iterator[str]:
     bound = run.config["schedule"]["max_staleness"]
     if bound is None:
-        yield "the run file names no schedule.max_staleness, so nothing was held against it"
+        yield "the run file does not set schedule.max_staleness, so staleness was not checked"
         return
     stale = [
         t.trajectory_id
@@ -124,12 +124,12 @@ def _staleness(run: RunFiles, named: Mapping[int, int]) -> Iterator[str]:
 
 
 def _policies(run: RunFiles, named: Mapping[int, int]) -> Iterator[str]:
-    """One version for one set of weights; a version that a segment names is sound, or has left no folder behind."""
+    """Check that versions are unique, steps have one set of weights, and no trained token names a damaged version."""
     sound = Counter(p.record["policy_version"] for p in run.policies if not p.damage)
     yield from _more_than_once("policy version", Counter({str(version): count for version, count in sound.items()}))
     weights: dict[str, set[str]] = {}
     for policy in run.policies:
-        # After a rollback a step is trained anew: the session in the name ends with r and the number of rollbacks.
+        # After a rollback a step is trained again: the session in the name ends with r and the number of rollbacks.
         name = f"{policy.train_step}{policy.folder.name.partition('-')[2].partition('r')[1:]}"
         digests = [f["sha256"] for f in policy.record.get("files", ()) if f["path"].endswith(".safetensors")]
         weights.setdefault(name, set()).update(digests)
@@ -137,17 +137,17 @@ def _policies(run: RunFiles, named: Mapping[int, int]) -> Iterator[str]:
     damaged = [p for p in run.policies if p.damage]
     for version in sorted({s.policy_version for t in _trajectories(run) for s in t.written} - set(sound)):
         for policy in damaged:
-            if _may_be(policy, version, named):
+            if _may_have_version(policy, version, named):
                 yield f"policy version {version}, which trained tokens name: {policy.folder.name}: {policy.damage}"
 
 
-def _may_be(policy: SealedFolder, version: int, named: Mapping[int, int]) -> bool:
-    claimed = policy.record.get("policy_version")
-    return claimed == version if isinstance(claimed, int) else policy.train_step == named.get(version)
+def _may_have_version(policy: SealedFolder, version: int, named: Mapping[int, int]) -> bool:
+    recorded = policy.record.get("policy_version")
+    return recorded == version if isinstance(recorded, int) else policy.train_step == named.get(version)
 
 
 def _totals(run: RunFiles, newest: SealedFolder | None) -> Iterator[str]:
-    """The newest state counts as many groups and tokens as the batch files up to its step hold."""
+    """Check that the newest state counts the same groups and tokens as the batch files up to its step."""
     progress = {} if newest is None else newest.record["extra"].get("progress", {})
     if newest is None or not progress:
         return
@@ -157,13 +157,13 @@ def _totals(run: RunFiles, newest: SealedFolder | None) -> Iterator[str]:
         "groups": (sum(len(b.groups) for b in batches), sum(progress["trained_groups_by_length_decile"])),
         "tokens": (tokens, progress["trained_token_total"]),
     }
-    for what, (in_files, in_state) in counts.items():
+    for unit, (in_files, in_state) in counts.items():
         if in_files != in_state:
-            yield f"trainer state {newest.folder.name} counts {in_state} trained {what}, its batch files {in_files}"
+            yield f"trainer state {newest.folder.name} counts {in_state} trained {unit}, its batch files {in_files}"
 
 
 def _left_behind(run: RunFiles, committed: int) -> Iterator[str]:
-    """Positions admitted long ago are trained, or the metrics count them as dropped."""
+    """Check that positions admitted long ago are trained, or counted as dropped in the metrics."""
     bound = run.config["schedule"]["max_staleness"]
     early = None if bound is None else run.batches.get(committed - bound - _LAG_STEPS)
     if early is None or early.footer["cursor_epoch"]:

@@ -1,4 +1,4 @@
-"""The judge's own arithmetic: transformers' plain forward pass for log-probabilities, and one replayed train step."""
+"""Scores of the judge: log-probabilities by transformers' plain forward pass, and one replayed train step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch import Tensor
 from rollmesh.bench.judge.files import BatchFile, RunFiles, SealedFolder, Segment, Trajectory
 
 GAP_NATS = 1e-3
-"""Largest gap of a float32 engine's log-probability. Transformers keeps some tables in float32: up to 4e-5 is its."""
+"""Largest allowed gap of a float32 engine's log-probability. Up to 4e-5 comes from float32 tables in transformers."""
 REPLAY_SHARE = 0.02
-"""Largest distance of the published weights from the replayed ones, as a share of the step's whole update."""
+"""Largest allowed distance of the published weights from the replayed ones, as a share of the step's update."""
 _SEED = 20_110_715
 
 _Sample: TypeAlias = list[tuple[Trajectory, int, Segment]]
-"""Trajectory, index of the segment's first token, segment."""
+"""Segments to score: trajectory, index of the segment's first token, segment."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute in one thread: sequences are short, and on a busy machine several threads wait for each other."""
+    """Compute with one thread: sequences are short, and on a busy machine several threads wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -38,7 +38,7 @@ def one_thread() -> Iterator[None]:
 
 
 def sampled(run: RunFiles, committed: int, per_step: int) -> dict[int, _Sample]:
-    """Pure segments of ``per_step`` random trajectories of each step, by policy version."""
+    """Return the pure segments of ``per_step`` random trajectories of each step, by policy version."""
     samples: dict[int, _Sample] = defaultdict(list)
     for step in range(1, committed + 1):
         if step not in run.batches:
@@ -54,7 +54,7 @@ def sampled(run: RunFiles, committed: int, per_step: int) -> dict[int, _Sample]:
 
 
 def largest_gap(policy: Path, sample: _Sample) -> float:
-    """Largest difference of a segment's log-probabilities to those of the policy, in nats; inf for no number."""
+    """Return the largest difference between log-probabilities of segments and the policy, in nats; inf for NaN."""
     model = _model(policy)
     worst = 0.0
     with torch.no_grad():
@@ -67,9 +67,10 @@ def largest_gap(policy: Path, sample: _Sample) -> float:
 
 
 def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> float | None:
-    """Train ``batch`` once more from a trainer state; distance to the published weights as a share of the update.
+    """Repeat the training of ``batch`` from a trainer state; return the distance to the published weights.
 
-    None for other settings than GRPO, clipped PPO over the sampler's log-probabilities, token mean and one minibatch.
+    The distance is a share of the update. None unless the settings are GRPO, clipped PPO over the sampler's
+    log-probabilities, token mean and one minibatch.
     """
     settings = batch.footer["settings"]
     recipe = (settings or {}).get("recipe") or {}
@@ -108,7 +109,7 @@ def replay_distance(state: SealedFolder, batch: BatchFile, published: Path) -> f
 
 
 def _loss(model: transformers.PreTrainedModel, batch: BatchFile, algorithm: Mapping[str, Any]) -> Tensor:
-    """GRPO's clipped surrogate, its mean over all tokens that a policy wrote."""
+    """Return GRPO's clipped surrogate, averaged over all policy tokens."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for _, members in batch.groups:
         rewards = torch.tensor([t.reward for t in members if t.scored], dtype=torch.float64)
@@ -126,7 +127,7 @@ def _loss(model: transformers.PreTrainedModel, batch: BatchFile, algorithm: Mapp
 
 
 def _columns(model: transformers.PreTrainedModel, trajectory: Trajectory) -> Iterator[tuple[Tensor, Tensor]]:
-    """Present and recorded log-probabilities of each segment that a policy wrote."""
+    """Yield the current and the recorded log-probabilities of each segment of a policy."""
     at = len(trajectory.prompt_ids)
     by_temperature = {t: _logprobs(model, _ids(trajectory), t) for t in {s.temperature for s in trajectory.written}}
     for segment in trajectory.segments:
@@ -141,15 +142,15 @@ def _model(folder: Path) -> transformers.PreTrainedModel:
     model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", local_files_only=True
     )
-    return model  # from_pretrained has set it to evaluation
+    return model  # from_pretrained sets evaluation mode
 
 
 def _ids(trajectory: Trajectory) -> Tensor:
-    parts = [trajectory.prompt_ids, *(s.token_ids for s in trajectory.segments)]
-    return torch.cat([torch.from_numpy(part).long() for part in parts])
+    arrays = [trajectory.prompt_ids, *(s.token_ids for s in trajectory.segments)]
+    return torch.cat([torch.from_numpy(array).long() for array in arrays])
 
 
 def _logprobs(model: transformers.PreTrainedModel, ids: Tensor, temperature: float) -> Tensor:
-    """log_softmax(z / T) of each token after its predecessors, float64 [tokens - 1]."""
+    """Return log_softmax(z / T) of each token after its predecessors, float64 [tokens - 1]."""
     logits: Tensor = model(input_ids=ids[None]).logits[0, :-1].double() / temperature
     return logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

@@ -1,7 +1,6 @@
-"""What the REST API answers. Times are Unix seconds, durations seconds, sizes bytes; null means not known.
+"""Responses of the REST API. Times are Unix seconds, durations seconds, sizes bytes; null means unknown.
 
-Identifiers and versions are those of the run: a policy version is an integer, a trajectory id is
-``<group>.<member>``.
+Identifiers and versions are those of the run: a policy version is an integer, a trajectory id is ``<group>.<member>``.
 """
 
 from __future__ import annotations

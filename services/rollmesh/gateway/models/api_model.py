@@ -1,4 +1,4 @@
-"""What every answer of the REST API shares."""
+"""Models common to all responses of the REST API."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from pydantic import BaseModel, ConfigDict
 
 
 class ApiModel(BaseModel):
-    """Closed answers whose docstrings become the OpenAPI text."""
+    """Response model without extra fields; its docstrings become the OpenAPI text."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ErrorBody(ApiModel):
-    """Every answer with a status of 400 or more."""
+    """Body of every response with a status of 400 or more."""
 
     error: str
-    """What is wrong, in words."""
+    """Error message."""
     field: str | None = None
-    """Parameter or body field that is wrong."""
+    """Invalid parameter or body field."""
     hint: str | None = None
-    """What to do about it."""
+    """Remedy."""
 
 
 class About(ApiModel):
-    """What a client needs to know before it draws anything."""
+    """Facts that a client needs before it draws anything."""
 
     run: str
     """Name of the run."""
@@ -38,8 +38,8 @@ class About(ApiModel):
     max_staleness: int
     """Bound on staleness, in train steps."""
     text: bool
-    """Whether token ids come with their text (the model's tokenizer can be read here)."""
+    """True if token ids come with their text (the gateway can read the model's tokenizer)."""
     token_for_reads: bool
-    """Whether every call needs the token, not only actions."""
+    """True if every call requires the token, not only actions."""
     sample_seconds: float
-    """Time between two looks at the mesh."""
+    """Seconds between two polls of the mesh."""

@@ -1,4 +1,4 @@
-"""Single things of a run, and what is done to them: trajectories, policies, dead letters, actions."""
+"""Single objects of a run and the actions on them: trajectories, policies, dead letters."""
 
 from __future__ import annotations
 
@@ -19,66 +19,66 @@ class TrajectorySummary(ApiModel):
     id: str
     """Trajectory id."""
     group_id: str
-    """Its group."""
+    """Id of its group."""
     state: str
-    """Its state."""
+    """State of the trajectory."""
     tokens: int
     """Tokens saved."""
     attempts: int
-    """Leases without progress, the current one included."""
+    """Leases without progress, including the current one."""
     birth_version: int | None
-    """Newest version when it was first leased."""
+    """Newest version at its first lease."""
     newest_version: int | None
     """Version that wrote its newest tokens."""
     finish_reason: str | None
-    """Why it ended."""
+    """Reason for its end."""
     reward: float | None
     """Shaped reward."""
     train_step: int | None = None
-    """Batch that it is in."""
+    """Train step of its batch."""
 
 
 class TrajectoryPage(ApiModel):
-    """One page; it may hold fewer than ``limit`` and still not be the last one."""
+    """One page; a page may hold fewer than ``limit`` items although another page follows."""
 
     items: list[TrajectorySummary]
     """Trajectories, oldest group first."""
     next_cursor: str | None
-    """Pass it as ``cursor`` for the next page; null on the last one."""
+    """Value of ``cursor`` for the next page; null on the last one."""
 
 
 class TokenRun(ApiModel):
-    """Contiguous tokens of one writer. The lists have one entry per token."""
+    """Contiguous tokens from one source. The lists have one entry per token."""
 
     source: Literal["prompt", "policy", "environment"]
-    """Who wrote them: only those of the policy have log-probabilities and are trained on."""
+    """Source of the tokens; only tokens of the policy have log-probabilities and are trained on."""
     policy_version: int | None
     """Version that sampled them; null for prompt and environment."""
     kv_min_version: int | None
     """Oldest version whose cache they attended to; below ``policy_version`` after a weight swap under keep_kv."""
     position: int
-    """Position of the first one, counted from the start of the response (negative in the prompt)."""
+    """Position of the first token, counted from the start of the response (negative in the prompt)."""
     token_ids: list[int]
     """Token ids."""
     texts: list[str] | None
-    """Text of each token (empty where a character is completed by a later one); null without a tokenizer."""
+    """Text of each token (empty if a later token completes the character); null without a tokenizer."""
     logprobs: list[float | None] | None
-    """Behavior log-probabilities in nats, at the temperature they were sampled with; null when there are none."""
+    """Behavior log-probabilities in nats, at the sampling temperature; null for prompt and environment."""
     temperature: float | None
     """Softmax temperature."""
 
 
 class Outcome(ApiModel):
-    """What happened when the answer was scored."""
+    """Result of scoring the answer."""
 
     kind: Literal["scored", "timed_out", "verifier_error"]
-    """Only scored carries a value."""
+    """Kind of the result; only scored carries a value."""
     value: float
     """Value before shaping."""
     parts: dict[str, float]
-    """Its parts, by name."""
+    """Parts of the value, by name."""
     message: str
-    """What the verifier said."""
+    """Message of the verifier."""
 
 
 class TrajectoryDetail(ApiModel):
@@ -87,39 +87,39 @@ class TrajectoryDetail(ApiModel):
     id: str
     """Trajectory id."""
     group_id: str
-    """Its group."""
+    """Id of its group."""
     members: list[str]
     """All trajectories of the group."""
     state: str
     """State in the queue; ``consumed`` once it has been trained on."""
     found_in: Literal["queue", "batch", "dead_letter"]
-    """Where its tokens were read."""
+    """Place where its tokens were read."""
     train_step: int | None
-    """Batch that it is in."""
+    """Train step of its batch."""
     worker: str
-    """Worker that holds it."""
+    """Worker that leases it."""
     birth_version: int
-    """Newest version when it was first leased."""
+    """Newest version at its first lease."""
     policy_versions: list[int]
     """Versions that wrote tokens, ascending."""
     finish_reason: str | None
-    """Why it ended."""
+    """Reason for its end."""
     outcome: Outcome | None
-    """Score; null before it is scored."""
+    """Score; null until it is scored."""
     shaped_reward: float | None
-    """Reward that advantages are computed from; null before it is scored."""
+    """Reward that advantages are computed from; null until it is scored."""
     verifier: str
     """Verifier of the prompt."""
     prompt_metadata: dict[str, Any]
-    """What the verifier is given beside the answer."""
+    """Prompt metadata, which the verifier receives with the answer."""
     prompt_tokens: int
     """Tokens of the prompt."""
     response_tokens: int
-    """Tokens after the prompt, all of them."""
+    """All tokens after the prompt."""
     first_token: int
     """Position of the first token listed in ``runs``, counted from the start of the prompt."""
     next_token: int | None
-    """Pass it as ``first_token`` for the rest; null when everything is listed."""
+    """Value of ``first_token`` for the next page; null on the last one."""
     runs: list[TokenRun]
     """Prompt and response tokens, in order."""
     traceparent: str
@@ -130,68 +130,68 @@ class PolicyView(ApiModel):
     """One announced policy."""
 
     policy_version: int
-    """Its name."""
+    """Policy version."""
     train_step: int
-    """Batches it was trained on."""
+    """Number of batches it was trained on."""
     newest: bool
-    """Whether it is the newest."""
+    """True for the newest policy."""
     pinned: bool
-    """Whether generators are held at it."""
+    """True if generators are pinned to it."""
     generators: int
-    """Living generators that serve it."""
+    """Live generators that serve it."""
     evaluation: EvaluationView | None
-    """Its evaluation."""
+    """Evaluation of the policy."""
 
 
 class PolicyList(ApiModel):
     """Announced policies, newest first."""
 
     policies: list[PolicyView]
-    """At most as many as asked for."""
+    """Policies, limited by the request."""
     total: int
-    """All of them."""
+    """Number of all announced policies."""
 
 
 class GeneratorList(ApiModel):
-    """Living generators."""
+    """Live generators."""
 
     generators: list[GeneratorView]
-    """By address."""
+    """Generators by address."""
 
 
 class DeadLetterView(ApiModel):
-    """A trajectory that gave up."""
+    """A failed trajectory."""
 
     trajectory_id: str
-    """Its id; the trajectory's own page shows its tokens."""
+    """Id of the trajectory, whose page shows its tokens."""
     group_id: str
-    """Group that it was in."""
+    """Group that it belonged to."""
     reason: str
-    """Why it gave up."""
+    """Reason for the failure."""
     time: float
-    """When."""
+    """Time of the failure."""
     attempts: int
     """Leases without progress."""
     tokens: int
     """Tokens saved."""
     replayed_as: str
-    """Group that replays it; empty when nobody asked."""
+    """Group that replays it; empty without a replay."""
 
 
 class DeadLetterList(ApiModel):
     """Dead letters, newest first."""
 
     dead_letters: list[DeadLetterView]
-    """At most as many as asked for."""
+    """Dead letters, limited by the request."""
     total: int
-    """All of them; Redis keeps the newest 1000."""
+    """Number of all dead letters; Redis keeps the newest 1000."""
 
 
 class Done(ApiModel):
-    """An action was taken; repeating it changes nothing more."""
+    """Result of an action; repeating the action changes nothing more."""
 
     done: str
-    """What was done, in words."""
+    """Description of the result."""
     group_id: str | None = None
     """Group that replays a dead letter."""
     request_id: str | None = None
@@ -199,11 +199,11 @@ class Done(ApiModel):
 
 
 class ScaleRequest(ApiModel):
-    """How many processes of a service the launcher should keep."""
+    """Number of processes of a service that the launcher should keep."""
 
     service: Literal["generator", "reward", "rollout"]
     """Service to scale."""
     replicas: int | None = Field(ge=0, le=256)
-    """Processes to keep; a surplus one is drained, and loses nothing. null: as the run file has it."""
+    """Processes to keep; a surplus process is drained and loses no work. null restores the value of the run file."""
     force: bool = False
-    """Ask even for more processes than the cores and the memory of the machine can take."""
+    """Accept more processes than the cores and the memory of the machine allow."""

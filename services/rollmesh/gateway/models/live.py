@@ -1,4 +1,4 @@
-"""The run as it goes on: overview, timeline, events, curves."""
+"""Live state of the run: overview, timeline, events and curves."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Literal
 from rollmesh.gateway.models.api_model import ApiModel
 
 RunState = Literal["starting", "running", "paused", "recovering", "complete", "failed", "unreachable"]
-"""starting: no policy yet; paused: ``paused_by`` names who did; recovering: Redis came back as an earlier state;
-unreachable: Redis does not answer, and the numbers are the last ones seen."""
+"""starting: no policy yet; paused: ``paused_by`` names the reason; recovering: Redis was restored to an earlier state;
+unreachable: Redis does not answer, and the numbers are the last known ones."""
 
 PausedBy = Literal["operator", "launcher", "schedule"]
-"""operator: until resumed; launcher: for an evaluation of its own; schedule: ``waiting_for`` says for what."""
+"""operator: until resumed; launcher: during one of its evaluations; schedule: see ``waiting_for``."""
 
 
 class GeneratorView(ApiModel):
-    """One living generator, as of its last heartbeat."""
+    """One live generator, as of its last heartbeat."""
 
     instance_id: str
-    """New at every start."""
+    """Id of the process, new at every start."""
     address: str
     """host:port of its gRPC service."""
     policy_version: int
@@ -26,15 +26,15 @@ class GeneratorView(ApiModel):
     versions_behind: int
     """Announced versions newer than the one it serves."""
     serving: bool
-    """Whether it takes calls."""
+    """True if it accepts calls."""
     reason: str
-    """Why it does not serve."""
+    """Reason for not serving."""
     running: int
     """Calls in its slots."""
     waiting: int
     """Calls that wait for a slot."""
     slots: int
-    """Most calls at once."""
+    """Maximum number of calls in progress."""
     kv_token_capacity: int
     """Tokens of its KV cache."""
 
@@ -49,14 +49,14 @@ class StalenessBin(ApiModel):
 
 
 class Staleness(ApiModel):
-    """How old the tokens are that wait and that were trained."""
+    """Staleness of waiting groups and of trained trajectories."""
 
     bound: int
     """Largest staleness allowed, in train steps."""
     queue: list[StalenessBin]
-    """Open and ready groups that have tokens, by what their staleness would be if they were trained next."""
+    """Open and ready groups with tokens, by the staleness they would have in the next batch."""
     trained: list[StalenessBin]
-    """Trajectories of the newest trained batch; empty where the trainer's reports cannot be read."""
+    """Trajectories of the newest trained batch; empty if the trainer's reports cannot be read."""
 
 
 class DropView(ApiModel):
@@ -67,7 +67,7 @@ class DropView(ApiModel):
     groups: int
     """Groups."""
     tokens: int
-    """Tokens that had been saved in them, without those of members that had become unscorable or dead before."""
+    """Tokens saved in these groups, except those of members that were already unscorable or dead."""
 
 
 class EvaluationView(ApiModel):
@@ -80,9 +80,9 @@ class EvaluationView(ApiModel):
     standard_error: float
     """Standard error of the mean."""
     sample_count: int
-    """Scores behind the mean."""
+    """Number of scores in the mean."""
     time: float | None
-    """When it finished."""
+    """End of the evaluation."""
 
 
 class MemoryView(ApiModel):
@@ -91,16 +91,16 @@ class MemoryView(ApiModel):
     used_bytes: int
     """Memory used."""
     max_bytes: int
-    """Limit; 0 is none."""
+    """Memory limit; 0 means no limit."""
     ratio: float
-    """Used, plus what unfinished trajectories may still write, over the limit; 0 without a limit."""
+    """Memory used, plus the possible growth of unfinished trajectories, divided by the limit; 0 without a limit."""
 
 
 class Rates(ApiModel):
-    """Over about the last 10 seconds."""
+    """Rates over about the last 10 seconds."""
 
     saved_tokens_per_second: float
-    """Tokens that reached the queue."""
+    """Tokens saved to the queue."""
     finished_per_second: float
     """Trajectories that ended."""
     trained_groups_per_second: float
@@ -108,12 +108,12 @@ class Rates(ApiModel):
 
 
 class StepReportView(ApiModel):
-    """The trainer's report on its newest step; fields it did not report are null."""
+    """The trainer's report on its newest step; missing fields are null."""
 
     train_step: int
     """Train step."""
     time: float
-    """When it ended."""
+    """End of the step."""
     reward_mean: float | None = None
     """Mean shaped reward of the batch."""
     response_length_mean: float | None = None
@@ -123,7 +123,7 @@ class StepReportView(ApiModel):
     off_policy_token_share: float | None = None
     """Share of tokens with staleness above 0."""
     seconds: float | None = None
-    """Wall time of the step's phases together."""
+    """Total wall time of the step's phases."""
     wait_seconds: float | None = None
     """Time the trainer waited for the batch."""
 
@@ -134,9 +134,9 @@ class ServiceScale(ApiModel):
     service: str
     """generator, reward or rollout."""
     running: int
-    """Processes that have published where they listen."""
+    """Processes with a published endpoint."""
     requested: int | None
-    """Replicas a person asked for; null when nobody did."""
+    """Replicas requested by an operator; null without a request."""
 
 
 class Overview(ApiModel):
@@ -145,17 +145,17 @@ class Overview(ApiModel):
     run: str
     """Name of the run."""
     time: float
-    """When the mesh was looked at."""
+    """Time of the snapshot."""
     age_seconds: float
-    """Time since then: grows while Redis is away."""
+    """Seconds since the snapshot; grows while Redis is unreachable."""
     state: RunState
-    """What the run is doing."""
+    """State of the run."""
     waiting_for: str
-    """What the next batch waits for, or why the run stands still; empty when nothing holds it up."""
+    """Condition that the next batch waits for, or reason that the run has stopped; empty if nothing blocks it."""
     paused_by_person: bool
-    """Whether an operator paused the run."""
+    """True if an operator paused the run."""
     paused_by: tuple[PausedBy, ...] = ()
-    """Who paused the run; empty while it is not paused."""
+    """Causes of the pause; empty while the run is not paused."""
     train_step: int
     """Batches trained on."""
     train_steps: int
@@ -165,13 +165,13 @@ class Overview(ApiModel):
     newest_version: int
     """Newest announced policy version; -1 before the first."""
     newest_train_step: int
-    """Its train step."""
+    """Train step of the newest version."""
     pinned_version: int | None
-    """Version that generators are held at."""
+    """Version that generators are pinned to."""
     rollback_to: int | None
-    """Version that a pending rollback goes back to."""
+    """Target version of a pending rollback."""
     pool_size: int
-    """Most trajectories in flight."""
+    """Maximum number of trajectories in progress."""
     trajectories: dict[str, int]
     """Trajectories by state: pending, partial, leased, finished, scored, unscorable, dead."""
     groups: dict[str, int]
@@ -181,9 +181,9 @@ class Overview(ApiModel):
     drops: list[DropView]
     """Dropped groups by reason."""
     generators: list[GeneratorView]
-    """Living generators, those that serve first; at most 256."""
+    """Live generators, serving ones first; at most 256."""
     generator_count: int
-    """All living generators."""
+    """Number of all live generators."""
     evaluations: list[EvaluationView]
     """Finished evaluations by version, the newest 64."""
     memory: MemoryView
@@ -191,110 +191,110 @@ class Overview(ApiModel):
     rates: Rates
     """Throughput."""
     report: StepReportView | None
-    """Newest train step; null where the trainer's reports cannot be read."""
+    """Newest train step; null if the trainer's reports cannot be read."""
     totals: dict[str, int]
-    """Since the run began: admitted_total, consumed_total, finished_total, saved_tokens_total, ..."""
+    """Counts since the start of the run: admitted_total, consumed_total, finished_total, saved_tokens_total, ..."""
     workers: int
-    """Living rollout workers."""
+    """Live rollout workers."""
     dead_letters: int
-    """Trajectories that gave up."""
+    """Number of dead letters."""
     services: list[ServiceScale]
-    """Local processes, by service; empty where the run folder is not on this machine."""
+    """Local processes, by service; empty if the run folder is not on this machine."""
 
 
 class VersionInterval(ApiModel):
-    """Tokens of one policy version within a rollout, as the gateway saw them arrive."""
+    """Tokens of one policy version within a rollout, as observed by the gateway."""
 
     policy_version: int
     """Version that wrote them."""
     start: float
-    """When its first tokens were expected: the lease, or the end of the interval before."""
+    """Start: the lease, or the end of the previous interval."""
     end: float
-    """When its newest tokens were seen."""
+    """Time at which the newest tokens were observed."""
     tokens: int
-    """Tokens saved under it."""
+    """Tokens saved under this version."""
 
 
 class RolloutSpan(ApiModel):
-    """One rollout on the timeline. Times are those of the gateway's looks, so about a second apart."""
+    """One rollout on the timeline. Times are those of the gateway's polls, about one second apart."""
 
     id: str
     """Trajectory id."""
     start: float
-    """First lease, or the first look that found it leased."""
+    """First lease, or the first poll that found it leased."""
     end: float | None
-    """First look that found it at rest; null while it is in flight."""
+    """First poll that found it without a lease; null while it is in progress."""
     state: str
-    """State at the newest look; ``gone`` once its group has left the queue."""
+    """State at the newest poll; ``gone`` once its group has left the queue."""
     worker: str
-    """Rollout worker that holds it, or held it last."""
+    """Rollout worker that leases it, or leased it last."""
     generator: str | None
     """Instance id of the generator that wrote its newest saved tokens; null before the first save."""
     birth_version: int
-    """Newest version when it was first leased."""
+    """Newest version at its first lease."""
     tokens: int
     """Tokens saved so far."""
     intervals: list[VersionInterval]
-    """By time."""
+    """Intervals by time."""
 
 
 class Timeline(ApiModel):
-    """Rollouts in flight now or during the last ``window_seconds``, oldest start first."""
+    """Rollouts in progress now or during the last ``window_seconds``, oldest start first."""
 
     time: float
-    """When the rollouts were looked at."""
+    """Time of the poll."""
     window_seconds: float
-    """Ended rollouts stay so long."""
+    """Seconds that ended rollouts stay listed."""
     in_flight: int
-    """All trajectories in flight."""
+    """Number of all trajectories in progress."""
     left_out: int
-    """Those of them that are not listed, because the list is full."""
+    """Number of trajectories in progress that do not fit in the list."""
     rollouts: list[RolloutSpan]
-    """Spans."""
+    """Rollouts."""
 
 
 class TimelineDelta(ApiModel):
-    """What one look changed: replace the spans with the same id, and drop the removed ones."""
+    """Changes of one poll: replace the spans with the same id, and drop the removed ones."""
 
     time: float
-    """When the rollouts were looked at."""
+    """Time of the poll."""
     in_flight: int
-    """All trajectories in flight."""
+    """Number of all trajectories in progress."""
     left_out: int
-    """Those of them that are not listed."""
+    """Number of trajectories in progress that do not fit in the list."""
     changed: list[RolloutSpan]
-    """New and changed spans, whole. A span in flight that is not named goes on unchanged."""
+    """New and changed spans, complete. Spans in progress that are not listed are unchanged."""
     removed: list[str]
     """Ids that have left the window."""
 
 
 class SnapshotEvent(ApiModel):
-    """Data of a ``snapshot`` event: everything; the first event, and after a client has missed too many."""
+    """Data of a ``snapshot`` event: the complete state; sent first, and after a client has missed events."""
 
     overview: Overview
-    """The run."""
+    """State of the run."""
     timeline: Timeline
     """All spans."""
 
 
 class TickEvent(ApiModel):
-    """Data of a ``tick`` event: one look later."""
+    """Data of a ``tick`` event: the changes of one poll."""
 
     overview: Overview
-    """The run."""
+    """State of the run."""
     timeline: TimelineDelta
-    """What changed."""
+    """Changes of the timeline."""
 
 
 class Series(ApiModel):
     """One curve; the lists have the same length, and x ascends."""
 
     name: str
-    """Name, as asked for."""
+    """Name, as requested."""
     unit: str
     """tokens, train steps, nats, ratio, seconds, tokens/s, ..."""
     axis: Literal["train_step", "policy_version", "time"]
-    """What x counts."""
+    """Meaning of x."""
     x: list[float]
     """Middle of each point's range."""
     mean: list[float]
@@ -306,9 +306,9 @@ class Series(ApiModel):
 
 
 class SeriesAnswer(ApiModel):
-    """Curves, thinned out to the asked number of points."""
+    """Curves, thinned out to the requested number of points."""
 
     available: list[str]
-    """Every name that can be asked for."""
+    """All curve names."""
     series: list[Series]
-    """Those asked for, in that order; an empty curve when nothing has been reported yet."""
+    """Requested curves, in that order; a curve without reports is empty."""

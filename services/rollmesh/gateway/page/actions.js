@@ -1,4 +1,4 @@
-// What the holder of the token may do, each with its question where something would be lost.
+// Actions of the token's holder; actions that lose data ask for confirmation.
 import * as api from "./api.js";
 import { byId, el, reconcile, setText } from "./dom.js";
 import { count, plural, version } from "./format.js";
@@ -13,7 +13,7 @@ export class Actions {
   #changed;
   #overview = null;
 
-  // changed() is called when something was done, or when what may be done has changed.
+  // changed() is called after an action, and when the set of allowed actions changes.
   constructor(changed) {
     this.#changed = changed;
     this.pin = (policyVersion) => this.#act(() => api.pin(policyVersion));
@@ -35,7 +35,7 @@ export class Actions {
     byId("unpin").addEventListener("click", () => this.#act(api.unpin));
   }
 
-  // Takes up a token of this tab from before a reload.
+  // Restores the token of this tab after a reload.
   async restore() {
     if (api.token()) await this.#use(api.token());
     else this.#show();
@@ -57,7 +57,7 @@ export class Actions {
       setText(byId("action-result"), "Actions are open in this tab.");
     } catch (error) {
       this.#allowed = false;
-      // Without an answer the token may well be right: it is kept, and tried again after a reload.
+      // Without a response the token may be valid: it is kept, and checked again after a reload.
       if (error.status === 401) api.setToken("");
       setText(byId("action-error"), error.message);
     }
@@ -70,7 +70,7 @@ export class Actions {
     this.#allowed = false;
     byId("token").value = "";
     setText(byId("action-error"), "");
-    setText(byId("action-result"), "The token is forgotten.");
+    setText(byId("action-result"), "The token has been removed from this tab.");
     this.#show();
     this.#changed();
   }
@@ -99,13 +99,13 @@ export class Actions {
   async #rollBack(policyVersion) {
     const title = `Roll back to ${version(policyVersion)}?`;
     const text =
-      "The trainer goes on from this version under the next version number. Everything that was generated and not yet " +
-      "trained is dropped, as rolled back. This cannot be undone.";
+      "The trainer continues from this version under the next version number. All generated tokens that are not yet " +
+      "trained are dropped as rolled back. This cannot be undone.";
     if (await confirmed({ title, text, verb: "Roll back" })) await this.#act(() => api.rollBack(policyVersion));
   }
 
   async #deleteLetter(id) {
-    const text = "Its tokens and its reason are forgotten, and it can no longer be replayed. This cannot be undone.";
+    const text = "Its tokens and its reason are deleted, and it can no longer be replayed. This cannot be undone.";
     if (await confirmed({ title: `Delete the dead letter ${id}?`, text, verb: "Delete" }))
       await this.#act(() => api.deleteLetter(id));
   }
@@ -113,11 +113,11 @@ export class Actions {
   async #scale(service, input) {
     const wanted = Number(input.value);
     if (input.value === "" || !Number.isInteger(wanted) || wanted < 0 || wanted > MOST_REPLICAS) {
-      setText(byId("action-error"), `Replicas of ${service}: a whole number from 0 to ${MOST_REPLICAS}.`);
+      setText(byId("action-error"), `Replicas of ${service}: enter a whole number from 0 to ${MOST_REPLICAS}.`);
       input.focus();
       return;
     }
-    const text = `No ${service} process is left then, and the run stands still until there is one again.`;
+    const text = `No ${service} process remains, and the run stops until one is started again.`;
     if (wanted === 0 && !(await confirmed({ title: `Stop every ${service}?`, text, verb: "Stop them" }))) return;
     await this.#act(() => api.scale(service, wanted));
   }
@@ -166,16 +166,16 @@ export class Actions {
     const update = (node, { running, requested }) => {
       node.children[1].disabled = !this.#allowed;
       node.children[2].disabled = !this.#allowed;
-      const asked = requested !== null && requested !== running ? `, ${count(requested)} asked for` : "";
+      const asked = requested !== null && requested !== running ? `, ${count(requested)} requested` : "";
       setText(node.lastChild, `${count(running)} running${asked}`);
     };
     reconcile(box.children[1], services, (one) => one.service, make, update);
-    const none = "Scaling is for runs whose folder is on the gateway's machine; elsewhere the orchestrator scales.";
+    const none = "Scaling works for runs whose folder is on the gateway's machine; otherwise the orchestrator scales.";
     setText(
       box.lastChild,
       services.length === 0
         ? none
-        : `A surplus process is drained and loses nothing (at most ${plural(MOST_REPLICAS, "process", "processes")} each).`,
+        : `A surplus process is drained and loses no work (at most ${plural(MOST_REPLICAS, "process", "processes")} each).`,
     );
   }
 }

@@ -1,4 +1,4 @@
-// Calls of the REST API. The token lives in this tab's session storage and in no other place.
+// Calls of the REST API. The token is stored only in this tab's session storage.
 
 const BASE = "api/v1/";
 const TOKEN = "rollmesh.token";
@@ -36,13 +36,13 @@ export function headers(extra = {}) {
   return given ? { ...extra, Authorization: `Bearer ${given}` } : extra;
 }
 
-// What an answer of 400 or more says, as one line.
+// Error of a response with a status of 400 or more, with its message on one line.
 export async function failureOf(response) {
   let body = {};
   try {
     body = await response.json();
   } catch {
-    // not one of the gateway's own answers (a proxy, a page): the status has to do
+    // not a response of the gateway (a proxy, a page): only the status is known
   }
   const text =
     typeof body.error === "string" ? body.error : `the gateway answered ${response.status} ${response.statusText}`;
@@ -61,7 +61,7 @@ async function call(method, path, { query, body } = {}) {
       cache: "no-store",
     });
   } catch (error) {
-    const why = error.name === "TimeoutError" ? `did not answer in ${TIMEOUT_MS / 1000} s` : "cannot be reached";
+    const why = error.name === "TimeoutError" ? `did not answer within ${TIMEOUT_MS / 1000} s` : "is unreachable";
     throw new ApiFailure(`the gateway ${why}`);
   }
   if (!response.ok) throw await failureOf(response);

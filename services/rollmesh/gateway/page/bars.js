@@ -1,4 +1,4 @@
-// Tables whose numbers also stand as bars: a chart that a screen reader reads as what it is.
+// Tables that also show their numbers as bars, so that a screen reader reads the chart as a table.
 import { el, reconcile, setText } from "./dom.js";
 
 export class Bars {
@@ -26,7 +26,7 @@ export class Bars {
     box.append(this.#table, this.#empty);
   }
 
-  // rows: {key, label, values: [{share 0..1, text}], over}; a missing row is gone, and `empty` says what is waited for.
+  // rows: {key, label, values: [{share 0..1, text}], over}; missing rows are removed; `empty` is the text without rows.
   show(rows, empty) {
     this.#table.hidden = rows.length === 0;
     this.#empty.hidden = rows.length > 0;

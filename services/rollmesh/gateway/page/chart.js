@@ -1,4 +1,4 @@
-// One line chart: mean with a band (or whiskers) of low to high, a readout, and the same numbers as a table.
+// One line chart: mean with a band (or whiskers) from low to high, a readout, and the same numbers as a table.
 import { el, reconcile, setAttribute, setHidden, setText, svg } from "./dom.js";
 import { clock, count } from "./format.js";
 import { ticks, valueRange } from "./ticks.js";
@@ -6,7 +6,7 @@ import { ticks, valueRange } from "./ticks.js";
 const MARGIN = { left: 46, right: 8, top: 8, bottom: 20 };
 const AXES = { train_step: "train step", policy_version: "policy version", time: "time" };
 
-// options: {title, waitsFor, format(value, step of the axis), select}; select is a node shown in place of the title.
+// options: {title, waitsFor, format(value, step of the axis), select}; select is a node shown instead of the title.
 export class Chart {
   #options;
   #series = [];
@@ -41,7 +41,7 @@ export class Chart {
     this.#listen();
   }
 
-  // series: as the API gives them; the first one's axis counts.
+  // series: as returned by the API; the first one defines the axis.
   show(series, format = this.#format) {
     this.#series = series.filter((one) => one.x.length > 0);
     this.#format = format;
@@ -118,7 +118,7 @@ export class Chart {
     reconcile(this.#grid, [...lines, ...columns], (item) => item.key, make, update);
   }
 
-  // Ticks that count back from the newest point, so that they stand still while the curve moves.
+  // Ticks count back from the newest point, so that they keep their place while the curve moves.
   #timeTicks(from, to, wanted) {
     const found = ticks(0, to - from, wanted).map((ago) => to - ago);
     return found.length > 1 ? found : [to];
@@ -162,7 +162,7 @@ export class Chart {
     setAttribute(range, "d", band);
     setAttribute(whisker, "d", measured ? points.map((p) => `M${p[0]},${p[2]}V${p[3]}`).join("") : "");
     setAttribute(mean, "d", `M${points.map((p) => `${p[0]},${p[1]}`).join("L")}`);
-    // Measurements are few and each one counts; of a curve only the newest point gets a dot.
+    // Measurements are few, so each gets a dot; other curves have a dot only at the newest point.
     const dots = measured ? points : points.slice(-1);
     setAttribute(dot, "d", dots.map((p) => `M${p[0] - 3},${p[1]}a3,3 0 1,0 6,0a3,3 0 1,0 -6,0`).join(""));
   }
@@ -221,7 +221,7 @@ export class Chart {
     return axis === "time" ? clock(value) : axis === "policy_version" ? `v${count(value)}` : `step ${count(value)}`;
   }
 
-  // The words of one point: where, then every series' mean and range.
+  // Text of one point: its position, then the mean and range of every series.
   #row(at) {
     const [first] = this.#series;
     const spread = (one) => {
@@ -245,7 +245,7 @@ export class Chart {
   #summary() {
     const [first] = this.#series;
     const ends = `from ${this.#place(first.x[0])} to ${this.#place(first.x[first.x.length - 1])}`;
-    return `${this.#options.title} by ${AXES[first.axis]}, ${count(first.x.length)} points ${ends}; newest ${this.#latestText()}. Arrow keys read the points.`;
+    return `${this.#options.title} by ${AXES[first.axis]}, ${count(first.x.length)} points ${ends}; newest ${this.#latestText()}. Use the arrow keys to read the points.`;
   }
 
   #fillTable() {

@@ -1,7 +1,7 @@
-// One question before something is lost; Escape and Cancel mean no.
+// Confirmation dialog before data is lost; Escape and Cancel mean no.
 import { byId, el } from "./dom.js";
 
-// Resolves to whether the person agreed.
+// Resolves to true if the user confirmed.
 export function confirmed({ title, text, verb }) {
   const dialog = byId("confirm");
   return new Promise((resolve) => {

@@ -1,4 +1,4 @@
-// Which curves are shown, and when they are asked for again.
+// Selection of curves, and their regular refresh.
 import * as api from "./api.js";
 import { byId, el } from "./dom.js";
 import { number, percent, seconds, short, words } from "./format.js";
@@ -28,7 +28,7 @@ const LABELS = {
   in_flight: "rollouts in flight",
 };
 
-// How values of a curve are written; with the step of an axis as a tick, without the unit's name.
+// Format of a curve's values; with an axis step the value is a tick, without the unit.
 function formatOf({ name, unit }) {
   if (unit === "ratio" && name !== "ratio_mean") {
     return (value, step = 0) => (step > 0 ? `${tickText(100 * value, 100 * step)}%` : percent(value));
@@ -46,7 +46,7 @@ export class Curves {
   #charts;
   #choice = el("select", { "aria-label": "Curve" });
   #available = "";
-  goodput = null; // newest value, for the run's facts
+  goodput = null; // newest value, for the facts of the run
 
   constructor() {
     this.#charts = SHOWN.map((shown) => ({

@@ -1,4 +1,4 @@
-// The only way this page writes into the document: text nodes and attributes, never markup from data.
+// All writes to the document go through this module: text nodes and attributes, never markup from data.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -19,7 +19,7 @@ export const el = (tag, attributes, ...children) => filled(document.createElemen
 
 export const svg = (tag, attributes, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
-// Writes text only where it changed: an unchanged node costs no layout and is not announced again.
+// Writes text only if it changed: an unchanged node costs no layout and is not announced again.
 export function setText(node, text) {
   const value = String(text);
   if (node.textContent !== value) node.textContent = value;
@@ -34,7 +34,7 @@ export const setHidden = (node, hidden) => {
   if (node.hidden !== hidden) node.hidden = hidden;
 };
 
-// Makes the children of `parent` match `items`, keeping the nodes of known keys: focus and scroll survive an update.
+// Matches the children of `parent` to `items` and keeps the nodes of known keys: focus and scroll survive an update.
 export function reconcile(parent, items, keyOf, make, update) {
   const known = new Map();
   for (const node of parent.children) known.set(node.dataset.key, node);

@@ -1,10 +1,10 @@
-// The head of the run: its state in a few numbers, and what it waits for.
+// Summary of the run: key numbers, and the condition it waits for.
 import { byId, el, reconcile, setText } from "./dom.js";
 import { bytes, count, number, percent, plural, short, version } from "./format.js";
 
 function served(overview) {
   const versions = overview.generators.filter((one) => one.serving).map((one) => one.policy_version);
-  if (versions.length === 0) return "served by nobody";
+  if (versions.length === 0) return "not served";
   const [low, high] = [Math.min(...versions), Math.max(...versions)];
   return `served: ${low === high ? version(low) : `${version(low)} to ${version(high)}`}`;
 }
@@ -13,7 +13,7 @@ function factsOf(overview, goodput) {
   const { report, memory, rates } = overview;
   const flying = overview.trajectories.leased ?? 0;
   const pinned = overview.pinned_version === null ? "" : `, pinned at ${version(overview.pinned_version)}`;
-  const rollback = overview.rollback_to === null ? "" : `, going back to ${version(overview.rollback_to)}`;
+  const rollback = overview.rollback_to === null ? "" : `, rolling back to ${version(overview.rollback_to)}`;
   const room = memory.max_bytes > 0 ? `of ${bytes(memory.max_bytes)}` : "no limit";
   return [
     [
@@ -34,7 +34,7 @@ function factsOf(overview, goodput) {
     [
       "Queue memory",
       bytes(memory.used_bytes),
-      `${room}${memory.ratio > 0 ? `, ${percent(memory.ratio)} promised` : ""}`,
+      `${room}${memory.ratio > 0 ? `, ${percent(memory.ratio)} reserved` : ""}`,
     ],
   ];
 }
@@ -59,7 +59,7 @@ function renderState(overview) {
   const line = byId("waiting");
   const text =
     overview.waiting_for ||
-    (overview.state === "complete" ? "nothing: the run is complete" : "nothing: the mesh is at work");
+    (overview.state === "complete" ? "nothing: the run is complete" : "nothing: the mesh is running");
   if (!line.firstChild) line.append(el("b", null, "Waiting for"), " ", el("span"));
   setText(line.lastChild, text);
 }

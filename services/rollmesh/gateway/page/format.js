@@ -1,4 +1,4 @@
-// Numbers for people, with their units. Unknown is a dash, never a zero.
+// Numbers as text, with units. An unknown value is a dash, never a zero.
 
 export const NOTHING = "\u2013";
 
@@ -17,7 +17,7 @@ export const count = (value) => (known(value) ? fixed(0).format(value) : NOTHING
 
 export const plural = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
 
-// 12,345 stays; from 100,000 on 123k, 1.23M, 4.56G.
+// 12,345 is unchanged; from 100,000 on 123k, 1.23M, 4.56G.
 export function short(value) {
   if (!known(value)) return NOTHING;
   for (const [size, letter] of [
@@ -69,7 +69,7 @@ export function seconds(value) {
   return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
 }
 
-// Unix seconds as the reader's clock time, with the day unless it is today.
+// Unix seconds as local clock time, with the day unless it is today.
 export function clock(time) {
   if (!known(time)) return NOTHING;
   const when = new Date(1000 * time);

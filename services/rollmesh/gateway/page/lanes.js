@@ -1,4 +1,4 @@
-// Packs rollouts into lanes: a rollout takes the lowest lane that is free when it starts, and keeps it.
+// Packs rollouts into lanes: a rollout takes the lowest free lane at its start, and keeps it.
 
 export class Lanes {
   #spans = new Map();
@@ -22,7 +22,7 @@ export class Lanes {
     return this.#spans.values();
   }
 
-  // Begins anew with a whole timeline.
+  // Starts over with a complete timeline.
   reset(spans) {
     this.#spans.clear();
     this.#laneOf.clear();
@@ -31,13 +31,13 @@ export class Lanes {
     for (const span of [...spans].sort((a, b) => a.start - b.start)) this.#place(span);
   }
 
-  // One look later: spans that changed, and ids that have left the window.
+  // Applies one poll: changed spans, and ids that have left the window.
   apply(changed, removed) {
     for (const id of removed) this.#remove(id);
     const fresh = [];
     for (const span of changed) {
       const old = this.#spans.get(span.id);
-      // Leased again after it was at rest: its lane may have been given to another one meanwhile.
+      // Leased again after a pause: another rollout may have taken its lane.
       if (old && old.end !== null && span.end === null) this.#remove(span.id);
       if (this.#spans.has(span.id)) this.#replace(span);
       else fresh.push(span);
@@ -58,7 +58,7 @@ export class Lanes {
     let lane = this.#free;
     while (lane < this.rows.length && !this.#isFree(lane, span.start)) lane += 1;
     if (lane === this.rows.length) this.rows.push([]);
-    // Lanes passed over are in flight, or end after this start; only the first kind stays taken for sure.
+    // Skipped lanes are in progress, or end after this start; only the former are certainly taken.
     while (this.#free < lane && this.#isBusy(this.#free)) this.#free += 1;
     this.rows[lane].push(span);
     this.#spans.set(span.id, span);

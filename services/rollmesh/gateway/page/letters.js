@@ -1,4 +1,4 @@
-// Dead letters: trajectories that gave up, to be looked at, replayed or forgotten.
+// Dead letters: failed trajectories, with buttons to open, replay or delete them.
 import { byId, el, setText } from "./dom.js";
 import { clock, count, plural } from "./format.js";
 import { built, Table, text } from "./table.js";
@@ -42,7 +42,7 @@ export class LetterTable {
       [
         built("trajectory", (one) => one.trajectory_id, open, { left: true }),
         text("reason", (one) => one.reason, { left: true, wrap: true }),
-        text("when", (one) => clock(one.time), { minor: true }),
+        text("time", (one) => clock(one.time), { minor: true }),
         text("attempts", (one) => count(one.attempts), { minor: true }),
         text("tokens", (one) => count(one.tokens), { minor: true }),
         built("actions", (one) => [one.replayed_as, actions.allowed()], buttons, { unseen: true }),
@@ -59,7 +59,7 @@ export class LetterTable {
 
   render() {
     const { dead_letters: letters, total } = this.#list;
-    this.#table.show(letters, (one) => one.trajectory_id, "None: no trajectory has given up.");
-    setText(this.#note, total > letters.length ? `and ${plural(total - letters.length, "older letter")}` : "");
+    this.#table.show(letters, (one) => one.trajectory_id, "None: no trajectory has failed.");
+    setText(this.#note, total > letters.length ? `and ${plural(total - letters.length, "older dead letter")}` : "");
   }
 }

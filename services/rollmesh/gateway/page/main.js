@@ -1,4 +1,4 @@
-// Puts the parts together: one stream of looks, a few lists that are read again, one drawing per frame at most.
+// Assembles the page: one stream of live events, a few lists that are refreshed, at most one drawing per frame.
 import * as api from "./api.js";
 import { Actions } from "./actions.js";
 import { Curves } from "./curves.js";
@@ -21,7 +21,7 @@ const POLICIES = 300;
 class Page {
   #overview = null;
   #drawing = false;
-  #looks = 0; // drawn so far, as data-looks of the document
+  #looks = 0; // number of drawings, as data-looks of the document
   #actions = new Actions(() => this.#afterAction());
   #versions = new VersionTable(this.#actions);
   #viewer = new Viewer(
@@ -40,7 +40,7 @@ class Page {
     (state) => this.#onConnection(state),
   );
   #complaints = new Map();
-  #said = {};
+  #announced = {};
   #polls = [
     { name: "curves", every: CURVES_MS, read: () => this.#curves.refresh() },
     { name: "policies", every: LISTS_MS, read: async () => this.#versions.show(await api.policies(POLICIES)) },
@@ -85,7 +85,7 @@ class Page {
     this.#drawSoon();
   }
 
-  // A hidden page takes in every look and draws none.
+  // A hidden page receives every event and draws none.
   #drawSoon() {
     if (this.#drawing || document.hidden || this.#overview === null) return;
     this.#drawing = true;
@@ -106,16 +106,16 @@ class Page {
     document.documentElement.dataset.looks = String((this.#looks += 1));
   }
 
-  // Screen readers hear changes of state, not every number.
+  // Screen readers announce changes of state, not every number.
   #announce({ state, pinned_version: pinned, waiting_for: waitingFor }) {
     const now = { state, pinned };
     const news = [];
-    if (this.#said.state !== state)
+    if (this.#announced.state !== state)
       news.push(`The run is ${state}${state === "running" || !waitingFor ? "" : `: ${waitingFor}`}.`);
-    if ((this.#said.pinned ?? null) !== pinned)
+    if ((this.#announced.pinned ?? null) !== pinned)
       news.push(pinned === null ? "No version is pinned." : `Pinned at ${version(pinned)}.`);
     if (news.length > 0) setText(byId("announce"), news.join(" "));
-    this.#said = now;
+    this.#announced = now;
   }
 
   #onConnection({ state, since, retryIn, why }) {
@@ -123,11 +123,11 @@ class Page {
     node.dataset.state = state;
     if (state === "live") setText(node, "live");
     if (state === "lost") setText(node, `disconnected since ${clock(since)}`);
-    if (state === "refused") setText(node, "token needed");
+    if (state === "refused") setText(node, "token required");
     const words = {
       live: "",
-      lost: `Disconnected since ${clock(since)}: what is shown is older than that. ${why ? `${why}. ` : ""}Trying again, next in ${seconds(retryIn)}.`,
-      refused: "This run shows itself only to holders of its token: enter it under Control.",
+      lost: `Disconnected since ${clock(since)}: the data on this page is older than that. ${why ? `${why}. ` : ""}Retrying in ${seconds(retryIn)}.`,
+      refused: "This run is visible only to holders of its token: enter it under Control.",
     }[state];
     setText(byId("banner"), words);
     setHidden(byId("banner"), words === "");
@@ -152,7 +152,7 @@ class Page {
     poll.timer = setTimeout(() => this.#poll(poll), poll.every);
   }
 
-  // A look that tells of something new brings the list behind it up to date at once.
+  // Refreshes a list immediately if an event shows that its content has changed.
   #readWhatChanged(before, now) {
     const behind = {
       policies: (look) => `${look.newest_version} ${look.pinned_version}`,
@@ -170,7 +170,7 @@ class Page {
   }
 
   #complain(name, error) {
-    // A lost connection has its own banner; anything that is no answer of the gateway is a defect and stays visible.
+    // A lost connection has its own banner; an error without a response status is a defect and stays visible.
     if (!("status" in error)) console.error(error);
     if (error.status === 0 || error.status === 401) return;
     this.#complaints.set(name, `${name}: ${error.message}`);
@@ -188,7 +188,7 @@ class Page {
     this.#versions.render();
     this.#letters.render();
     this.#readNow();
-    // What was refused is asked for again with the new token.
+    // Requests that were rejected are sent again with the new token.
     if (byId("connection").dataset.state !== "refused" || !api.token()) return;
     this.#stream.start();
     this.#describe();

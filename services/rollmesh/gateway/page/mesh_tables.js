@@ -1,4 +1,4 @@
-// Generators with what they serve and carry; policy versions with what can be done with them.
+// Tables of generators with their version and load, and of policy versions with their actions.
 import { byId, el } from "./dom.js";
 import { count, number, plural, short, version, words } from "./format.js";
 import { versionTag } from "./palette.js";
@@ -7,7 +7,7 @@ import { built, Table, text } from "./table.js";
 const load = (one) => {
   const full = el("span");
   full.style.width = `${one.slots > 0 ? (100 * Math.min(1, one.running / one.slots)).toFixed(0) : 0}%`;
-  const waiting = one.waiting > 0 ? `, ${count(one.waiting)} wait` : "";
+  const waiting = one.waiting > 0 ? `, ${count(one.waiting)} waiting` : "";
   return [
     el("span", { class: "load", "aria-hidden": "true" }, full),
     `${count(one.running)} of ${count(one.slots)}${waiting}`,
@@ -36,7 +36,7 @@ export class GeneratorTable {
       text("KV cache", (one) => `${short(one.kv_token_capacity)} tokens`, { minor: true }),
       text("instance", (one) => one.instance_id.slice(0, 8), { minor: true }),
     ],
-    "Living generators",
+    "Live generators",
   );
 
   constructor() {
@@ -51,7 +51,7 @@ export class GeneratorTable {
     );
     const more = overview.generator_count - overview.generators.length;
     this.#note.hidden = more <= 0;
-    this.#note.textContent = more > 0 ? `and ${plural(more, "generator")} more` : "";
+    this.#note.textContent = more > 0 ? `and ${plural(more, "more generator")}` : "";
   }
 }
 
@@ -101,7 +101,7 @@ export class VersionTable {
     );
   }
 
-  // Train step of a version; null when it is not in the list.
+  // Train step of a version; null if it is not in the list.
   trainStep(policyVersion) {
     return this.#list.find((one) => one.policy_version === policyVersion)?.train_step ?? null;
   }

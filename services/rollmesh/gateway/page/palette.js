@@ -1,4 +1,4 @@
-// Colours of policy versions: version n has slot n mod 8, on the canvas and in the document alike.
+// Colours of policy versions: version n has slot n mod 8, on the canvas and in the document.
 import { el } from "./dom.js";
 import { version } from "./format.js";
 
@@ -8,11 +8,11 @@ export const slot = (policyVersion) => ((policyVersion % SLOTS) + SLOTS) % SLOTS
 
 export const slotClass = (policyVersion) => (policyVersion >= 0 ? `s${slot(policyVersion)}` : "");
 
-// The label of a version: a swatch and its name, so that colour is never the only sign.
+// Label of a version: a swatch and its name, so that colour is never the only cue.
 export const versionTag = (policyVersion) =>
   el("span", { class: `version ${slotClass(policyVersion)}` }, version(policyVersion));
 
-// Colours as the canvas needs them; read again whenever the theme changes.
+// Colours for the canvas; read again when the theme changes.
 export function readColours() {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue(name).trim();

@@ -1,4 +1,4 @@
-// Three small charts of the queue: its states, how stale it is, and what left it untrained.
+// Three small charts of the queue: states, staleness, and groups dropped untrained.
 import { byId } from "./dom.js";
 import { count, plural, short, words } from "./format.js";
 import { Bars } from "./bars.js";
@@ -11,7 +11,7 @@ export class QueuePanels {
   #queue = new Bars(byId("queue-bars"), { heads: ["state", "count"], caption: "Trajectories and groups by state" });
   #staleness = new Bars(byId("staleness-bars"), {
     heads: ["train steps", "waiting", "trained"],
-    caption: "Staleness: groups that wait in the queue, and trajectories of the newest batch",
+    caption: "Staleness of waiting groups and of trajectories of the newest trained batch",
   });
   #drops = new Bars(byId("drop-bars"), { heads: ["reason", "groups"], caption: "Groups dropped untrained, by reason" });
 
@@ -40,7 +40,7 @@ export class QueuePanels {
   #renderStaleness({ bound, queue, trained }) {
     const bins = new Map();
     const binOf = (staleness) => {
-      // Many steps share the last bar, so that a large bound does not make a long list.
+      // All larger values share the last bar, so that a large bound does not make a long list.
       const at = Math.min(staleness, MOST_BINS);
       if (!bins.has(at)) bins.set(at, { waiting: 0, trained: 0 });
       return bins.get(at);

@@ -3,9 +3,9 @@ import { address, failureOf, headers } from "./api.js";
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 15000;
-const SILENCE_MS = 20000; // a stream that says nothing for so long is dead, whatever TCP believes
+const SILENCE_MS = 20000; // a stream without data for this long is dead, even if the TCP connection is open
 
-// Splits a text stream into events {name, id, data}; returns what is left over.
+// Splits a text stream into events {name, id, data}; returns the incomplete rest.
 export function parseEvents(buffer, emit) {
   let rest = buffer;
   for (;;) {
@@ -61,7 +61,7 @@ export class Stream {
     } catch (error) {
       failure = error;
     }
-    if (this.#stop !== control) return; // stopped or started again meanwhile
+    if (this.#stop !== control) return; // stopped or restarted in the meantime
     this.#lostAt ??= Date.now();
     const refused = failure.status === 401;
     const wait = Math.min(LONGEST_WAIT_MS, FIRST_WAIT_MS * 2 ** this.#failures) * (0.75 + 0.5 * Math.random());

@@ -1,4 +1,4 @@
-// A table whose rows are kept by key, with words where there are none.
+// A table with rows kept by key, and a text for the empty table.
 import { el, reconcile, setText } from "./dom.js";
 
 const styleOf = (column) => ["left", "wrap", "minor"].filter((name) => column[name]).join(" ") || null;
@@ -9,12 +9,12 @@ export class Table {
   #table;
   #columns;
 
-  // columns: {name, left, wrap, minor, show(cell, item)}; the first one heads its row, minor ones need a wide screen.
+  // columns: {name, left, wrap, minor, show(cell, item)}; the first is the row header, minor ones need a wide screen.
   constructor(box, columns, caption) {
     this.#columns = columns;
     const heads = columns.map((column) => {
       const head = el("th", { scope: "col", class: styleOf(column) }, column.name);
-      // A column of buttons has no heading to see, but one to hear.
+      // A column of buttons has a heading only for screen readers.
       if (column.unseen) head.replaceChildren(el("span", { class: "unseen" }, column.name));
       return head;
     });
@@ -47,7 +47,7 @@ export const text = (name, valueOf, more = {}) => ({
   ...more,
 });
 
-// A column whose content is built anew only when `signOf(item)` has changed: its buttons keep their focus.
+// A column whose content is rebuilt only when `signOf(item)` has changed: its buttons keep their focus.
 export const built = (name, signOf, build, more = {}) => ({
   name,
   show: (cell, item) => {

@@ -1,4 +1,4 @@
-// Runs before the first paint, so that a chosen theme never flashes; everything else is a module and waits.
+// Runs before the first paint, so that the chosen theme does not flash; all other scripts are modules and load later.
 (() => {
   const KEY = "rollmesh.theme";
   const NEXT = { system: "dark", dark: "light", light: "system" };
@@ -8,7 +8,7 @@
     try {
       return localStorage.getItem(KEY) in NEXT ? localStorage.getItem(KEY) : "system";
     } catch {
-      return "system"; // storage may be off; the system's theme then
+      return "system"; // storage may be disabled: use the system's theme
     }
   };
 
@@ -30,7 +30,7 @@
       try {
         localStorage.setItem(KEY, theme);
       } catch {
-        // storage is off: the choice lasts as long as the page
+        // storage is disabled: the choice lasts until the page closes
       }
       apply(theme);
       announce();

@@ -14,13 +14,13 @@ export function ticks(low, high, wanted, { integer = false } = {}) {
   return found;
 }
 
-// A tick's value with as many decimals as tell it from its neighbours.
+// Value of a tick, with enough decimals to distinguish it from its neighbours.
 export function tickText(value, step) {
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
-// The vertical range of a curve: from 0 where that is honest and costs little, with some air.
+// Vertical range of a curve: from 0 if the values are close enough to it, with a margin.
 export function valueRange(lows, highs) {
   let low = Infinity;
   let high = -Infinity;

@@ -1,4 +1,4 @@
-// The timeline of rollouts: zoom, scroll, what the pointer or the keyboard points at, and its words.
+// The timeline of rollouts: zoom, scroll, selection by pointer or keyboard, and its description.
 import { byId, el, reconcile, setAttribute, setHidden, setText } from "./dom.js";
 import { count, plural, seconds, short, version, words } from "./format.js";
 import { Lanes } from "./lanes.js";
@@ -41,7 +41,7 @@ export class Timeline {
     } else this.#lanes.apply(timeline.changed, timeline.removed);
   }
 
-  // Everything that shows the newest look; `waitingFor` explains an empty timeline.
+  // Updates everything from the newest event; `waitingFor` explains an empty timeline.
   render(waitingFor) {
     this.#drawSoon();
     setHidden(this.#empty, this.#lanes.size > 0);
@@ -53,7 +53,7 @@ export class Timeline {
     const text = `Timeline: ${plural(this.#inFlight, "rollout")} in flight${parts.length > 0 ? ", newest tokens: " : ""}`;
     setAttribute(this.#canvas, "aria-label", `${text}${parts.slice(0, LEGEND_VERSIONS).join(", ")}${more}`);
     if (!byId("rollout-table").hidden) this.#renderTable();
-    // Under the keyboard the words stay as they were read out, until the selection moves.
+    // With keyboard focus the text does not change until the selection moves: a screen reader may be reading it.
     if (this.#selected === null) this.#hint();
     else if (document.activeElement !== this.#canvas || !this.#lanes.get(this.#selected)) this.#describe();
   }
@@ -121,7 +121,7 @@ export class Timeline {
       colours: currentColours(),
       selected: span ? { span, lane: this.#lanes.laneOf(span.id) } : null,
     });
-    // For whoever wonders (tests among them) what a drawing costs.
+    // Duration of the drawing, for measurements and tests.
     this.#canvas.dataset.drawMs = (performance.now() - began).toFixed(2);
   }
 
@@ -151,11 +151,11 @@ export class Timeline {
   }
 
   #setZoom(zoom) {
-    // The first step in from a fitted view is the smallest row that is larger than a fitted one.
+    // The first step in from a fitted view is the smallest row height above the fitted one.
     const fitted = this.#zoom < 0 && zoom >= 0 ? this.#rowHeight() : 0;
     let next = Math.min(Math.max(zoom, -1), ROW_HEIGHTS.length - 1);
     while (next >= 0 && ROW_HEIGHTS[next] <= fitted && next < ROW_HEIGHTS.length - 1) next += 1;
-    // A step out that would show everything with room to spare is the fitted view.
+    // A step out that would show everything with room left is the fitted view.
     if (next >= 0 && next < this.#zoom && ROW_HEIGHTS[next] * this.#lanes.rows.length < this.#box.clientHeight)
       next = -1;
     this.#zoom = next;
@@ -214,8 +214,8 @@ export class Timeline {
   #hint() {
     const perLine = 1 / (this.#rowHeight() * (devicePixelRatio || 1));
     const dense = this.#zoom < 0 && perLine > 1;
-    const left = this.#leftOut > 0 ? `${count(this.#leftOut)} more rollouts are in flight than are listed. ` : "";
-    const lines = dense ? `One line of pixels stands for ${Math.ceil(perLine)} lanes: + shows every one. ` : "";
+    const left = this.#leftOut > 0 ? `${count(this.#leftOut)} more rollouts are in flight than listed. ` : "";
+    const lines = dense ? `One line of pixels covers ${Math.ceil(perLine)} lanes: press + to show every lane. ` : "";
     setText(byId("timeline-readout"), `${left}${lines}Point at a rollout, or use the arrow keys; Enter opens it.`);
   }
 

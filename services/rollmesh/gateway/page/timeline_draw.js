@@ -1,4 +1,4 @@
-// Draws lanes of rollouts on a canvas. Costs as much as there are pixels, not as there are rollouts.
+// Draws lanes of rollouts on a canvas. The cost depends on the number of pixels, not of rollouts.
 import { slot } from "./palette.js";
 import { seconds } from "./format.js";
 
@@ -7,7 +7,7 @@ const SHORTEST_WINDOW_SECONDS = 15;
 const LABEL_ROW_HEIGHT = 12;
 const LABEL_WIDTH = 30;
 
-// The stretch of time that is shown: all of a young run, and at most the gateway's window.
+// Time range of the timeline: the age of a young run, and at most the gateway's window.
 export function timeRange(now, windowSeconds, oldestStart) {
   const age = Number.isFinite(oldestStart) ? now - oldestStart : 0;
   return { from: now - Math.min(windowSeconds, Math.max(SHORTEST_WINDOW_SECONDS, age)), to: now };
@@ -18,7 +18,7 @@ const luminance = (hex) => {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
 
-// Black or white, whichever reads better on a colour.
+// Black or white, for the better contrast on a colour.
 export const inkOn = (hex) => (luminance(hex) > 0.18 ? "#000000" : "#ffffff");
 
 function drawAxis(context, { width, height, range, colours }) {

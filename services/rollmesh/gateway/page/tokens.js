@@ -1,10 +1,10 @@
-// Tokens of a trajectory as coloured text; one tab stop, arrow keys inside, one line of words about one token.
+// Tokens of a trajectory as coloured text; one tab stop, arrow keys inside, one line of text about one token.
 import { el, setText } from "./dom.js";
 import { count, NOTHING, number, plural, version } from "./format.js";
 import { slotClass } from "./palette.js";
 
 const NEWLINE = "\u21b5\n";
-const NO_TEXT = "\u25ab"; // the character is completed by a later token
+const NO_TEXT = "\u25ab"; // a later token completes the character
 
 const textOf = (run, at) => {
   if (!run.texts) return String(run.token_ids[at]);
@@ -23,15 +23,15 @@ export class Tokens {
     class: "tokens",
     tabindex: 0,
     role: "group",
-    "aria-label": "Tokens; arrow keys go from one to the next",
+    "aria-label": "Tokens; use the arrow keys to move between them",
   });
   #flat = []; // {node, run, at}
   #at = -1;
   #say;
   #staleness;
-  #chosen = null; // the token under the keyboard, which stays when the pointer leaves
+  #chosen = null; // token selected by keyboard, which remains selected when the pointer leaves
 
-  // say(text) shows words about a token; staleness(version) is in train steps, or null.
+  // say(text) shows text about a token; staleness(version) is in train steps, or null.
   constructor(say, staleness) {
     this.#say = say;
     this.#staleness = staleness;
@@ -93,7 +93,7 @@ export class Tokens {
     this.#flat[this.#at].node.scrollIntoView({ block: "nearest" });
   }
 
-  // The first token of the next run, or of the one before: from version to version.
+  // First token of the next or previous run: moves between versions.
   #neighbourRun(step) {
     if (this.#at < 0) return 0;
     const { run } = this.#flat[this.#at];
@@ -123,7 +123,7 @@ export class Tokens {
     const parts = [
       `logprob ${typeof logprob === "number" ? logprob.toFixed(4) : NOTHING} nats${probability}`,
       `policy version ${version(run.policy_version)}`,
-      `staleness ${stale === null ? "not known" : plural(stale, "train step")}`,
+      `staleness ${stale === null ? "unknown" : plural(stale, "train step")}`,
       `temperature ${number(run.temperature)}`,
     ];
     if (run.kv_min_version < run.policy_version) parts.push(`cache from ${version(run.kv_min_version)} on`);
@@ -131,7 +131,7 @@ export class Tokens {
   }
 }
 
-// How many tokens each version wrote in these runs, with its swatch: the legend of the colours.
+// Legend of the colours: number of tokens per version in these runs, with its swatch.
 export function legend(runs) {
   const tokens = new Map();
   for (const run of runs) {

@@ -16,7 +16,7 @@ export class TrajectoryTable {
   #asked = 0;
   #fail;
 
-  // open(id) shows a trajectory; fail(error) says why a list could not be read.
+  // open(id) shows a trajectory; fail(error) reports a list that could not be read.
   constructor(open, fail) {
     this.#fail = fail;
     const link = (one) => el("button", { type: "button", class: "link", onclick: () => open(one.id) }, one.id);
@@ -27,7 +27,7 @@ export class TrajectoryTable {
         built("trajectory", (one) => one.id, link, { left: true }),
         text("state", (one) => words(one.state), { left: true }),
         built("newest tokens", (one) => one.newest_version, writers, { left: true }),
-        text("born at", (one) => (one.birth_version === null ? NOTHING : version(one.birth_version))),
+        text("birth version", (one) => (one.birth_version === null ? NOTHING : version(one.birth_version))),
         text("tokens", (one) => count(one.tokens)),
         text("attempts", (one) => count(one.attempts)),
         text("ended by", (one) => (one.finish_reason ? words(one.finish_reason) : "")),
@@ -62,12 +62,12 @@ export class TrajectoryTable {
     }
   }
 
-  // Reads the page again that is shown; an answer that a newer question has overtaken is dropped.
+  // Refreshes the current page; a response to an outdated request is dropped.
   async refresh() {
     const asked = (this.#asked += 1);
     const state = byId("trajectory-state").value || null;
     let page = await api.trajectories(state, this.#cursor, PAGE);
-    // A page may be short, or empty with more to come: go on until there is something to show.
+    // A page may be short, or empty although more follow: read on until there is a row to show.
     const items = [...page.items];
     for (let more = 0; items.length === 0 && page.next_cursor !== null && more < MOST_EMPTY_PAGES; more += 1) {
       page = await api.trajectories(state, page.next_cursor, PAGE);

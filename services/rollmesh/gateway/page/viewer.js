@@ -1,4 +1,4 @@
-// The trajectory viewer: a modal dialog, so that Escape closes it and focus returns to where it came from.
+// The trajectory viewer: a modal dialog; Escape closes it and returns the focus.
 import * as api from "./api.js";
 import { byId, el, setText } from "./dom.js";
 import { count, NOTHING, number, plural, version, words } from "./format.js";
@@ -49,7 +49,7 @@ export class Viewer {
     const asked = (this.#asked += 1);
     if (!this.#dialog.open) this.#dialog.showModal();
     setText(this.#title, `Trajectory ${id}`);
-    if (this.#detail?.id !== id) this.#body.replaceChildren(el("p", { class: "empty" }, "Reading\u2026"));
+    if (this.#detail?.id !== id) this.#body.replaceChildren(el("p", { class: "empty" }, "Loading\u2026"));
     setText(this.#foot, this.#hint());
     try {
       const detail = await api.trajectory(id, first, PAGE_TOKENS);
@@ -63,7 +63,7 @@ export class Viewer {
     return "Point at a token, or use the arrow keys: left and right by token, up and down by version. Escape closes.";
   }
 
-  // Train steps between a version and the step that trains on the trajectory (or would train on it now).
+  // Train steps between a version and the step that trains on the trajectory (or the next step, if none has yet).
   #staleness(policyVersion) {
     const written = this.#trainStepOf(policyVersion);
     if (written === null) return null;
@@ -86,12 +86,12 @@ export class Viewer {
         : el(
             "p",
             { class: "empty" },
-            "No tokens are kept: waiting for the first ones, or they have been dropped after training.",
+            "No tokens are stored: none have been saved yet, or they were deleted after training.",
           ),
       ...this.#metadata(detail),
     );
     this.#body.scrollTop = 0;
-    // A button of the body that was pressed is gone with the old body: the title takes the focus.
+    // The pressed button disappeared with the old body: the title takes the focus.
     if (!this.#dialog.contains(document.activeElement)) this.#title.focus();
   }
 
@@ -110,7 +110,7 @@ export class Viewer {
       fact("ended by", detail.finish_reason ? words(detail.finish_reason) : NOTHING),
       fact("tokens", `${count(detail.prompt_tokens)} of the prompt, ${count(detail.response_tokens)} after it`),
       fact("versions", detail.policy_versions.map(version).join(", ") || NOTHING),
-      fact("born at", version(detail.birth_version)),
+      fact("birth version", version(detail.birth_version)),
       fact("batch", detail.train_step === null ? "none yet" : `step ${count(detail.train_step)}`),
       fact("worker", detail.worker || NOTHING),
       detail.traceparent ? fact("trace", el("code", null, detail.traceparent)) : null,
@@ -132,7 +132,7 @@ export class Viewer {
           : NOTHING,
       ),
       parts,
-      outcome?.message ? fact("verifier says", outcome.message) : null,
+      outcome?.message ? fact("verifier message", outcome.message) : null,
       fact("verifier", verifier || NOTHING),
     );
   }
@@ -160,7 +160,7 @@ export class Viewer {
       el(
         "details",
         null,
-        el("summary", null, "What the verifier is given"),
+        el("summary", null, "Prompt metadata for the verifier"),
         el("pre", { tabindex: 0 }, JSON.stringify(metadata, null, 2)),
       ),
     ];
@@ -192,7 +192,7 @@ export class Viewer {
         el(
           "span",
           { class: "note" },
-          `${count(detail.first_token + 1)} to ${count(detail.first_token + listed)} of ${plural(total, "token")}, prompt included`,
+          `${count(detail.first_token + 1)} to ${count(detail.first_token + listed)} of ${plural(total, "token")}, including the prompt`,
         ),
       );
     }

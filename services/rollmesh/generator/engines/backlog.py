@@ -1,8 +1,9 @@
-"""How far a running call is ahead of the tokens that its caller has saved.
+"""Count of the tokens that a running call has sampled and its caller has not saved.
 
-An engine samples on while its caller saves: the tokens between the two are lost with the caller. A call may state a
-limit. Before every chunk the engine checks that the whole chunk fits under it, and otherwise holds the call until the
-caller has acknowledged more. A held call keeps its slot and its cache for a bounded time, then it ends as interrupted.
+The engine continues to sample while the caller saves. If the caller crashes, its unsaved tokens are lost, so a call may
+set a limit. Before every chunk the engine checks that the whole chunk fits under the limit. If not, it holds the call
+until the caller acknowledges more tokens. A held call keeps its slot and its cache for a bounded time, then it ends as
+interrupted.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ _CONTENDED_HOLD_SECONDS = 0.25
 
 
 def hold_seconds(*, contended: bool) -> float:
-    """Return how long a call may be held; ``contended`` while other calls wait for a slot, for cache or for a load."""
+    """Return the seconds a call may be held; ``contended`` while other calls wait for a slot, cache or a load."""
     return _CONTENDED_HOLD_SECONDS if contended else _HOLD_SECONDS
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Backlog:
-    """Length of one call's context in the engine, and how much of it the caller has made durable."""
+    """Sampled and durable tokens of one call's context."""
 
     chunk_token_count: int
     limit: int
-    """Most tokens sampled and not acknowledged; 0 is no limit."""
+    """Maximum number of sampled tokens that are not acknowledged; 0 is no limit."""
     sampled: int
-    """Tokens of the context, prompt included, with those that the call has delivered."""
+    """Tokens of the context: the prompt, the response at the start of the call and the delivered tokens."""
     durable: int
-    """Of these, the first ones that are safe; the context that a call begins with is."""
+    """Leading tokens of the context that are durable; includes the context at the start of the call."""
 
     @classmethod
     def of(cls, call: GenerationCall) -> Self:
-        """Start with nothing sampled."""
+        """Create the backlog of a new call, with no token sampled."""
         context = len(call.context_ids)
         return cls(
             chunk_token_count=call.chunk_token_count,
@@ -46,7 +47,7 @@ class Backlog:
 
     @property
     def blocked(self) -> bool:
-        """Whether another chunk might go beyond the limit."""
+        """True if another chunk might exceed the limit."""
         return 0 < self.limit < self.sampled - self.durable + self.chunk_token_count
 
     def add(self, token_count: int) -> None:
@@ -54,5 +55,5 @@ class Backlog:
         self.sampled += token_count
 
     def acknowledge(self, context_token_count: int) -> None:
-        """Take a report; late ones change nothing, and none vouches for tokens that are still to come."""
+        """Record the durable tokens; a stale count changes nothing, and a count never exceeds the sampled tokens."""
         self.durable = max(self.durable, min(context_token_count, self.sampled))

@@ -1,4 +1,4 @@
-"""What a call must be before an engine takes it: one rule for every engine, with errors that name field and limit."""
+"""Validation of generation calls, shared by every engine; errors name the field and its limit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rollmesh.types import LOWEST_TEMPERATURE, GenerationCall, Int32Array, Sampl
 
 
 def check_call(call: GenerationCall, *, vocab_size: int, longest: int) -> int:
-    """Check a call against the model and a context of ``longest`` tokens; returns how many tokens it may get.
+    """Check a call against the model and a context of ``longest`` tokens; returns its budget of new tokens.
 
-    DataError names the field, the value and the limit. A single id outside the vocabulary would kill an SGLang server.
+    DataError names the field, the value and the limit. A single id outside the vocabulary would crash an SGLang server.
     """
     ids = call.context_ids
     if len(ids) == 0:

@@ -1,4 +1,4 @@
-"""The engine that a run file names."""
+"""Construction of the engine that the run file selects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollmesh.runtime.imports import many_imports
 def build_engine(config: RunConfig, index: int = 0) -> Engine:
     """Build the engine of the run's generator number ``index``, not started.
 
-    Engines bring heavy imports, so only the one that is used is imported.
+    Engines have heavy imports, so only the selected one is imported.
     """
     if config.generator.engine == "sglang":
         from rollmesh.generator.engines.sglang.sglang_engine import SglangEngine

@@ -1,4 +1,4 @@
-"""What a generation engine is: the seam between the generator service and torch, SGLang or a test double."""
+"""The engine protocol: the interface between the generator service and torch, SGLang or a test double."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from rollmesh.types import GenerationCall as GenerationCall
 
 
 class OnNewVersion(StrEnum):
-    """What a new policy version does to running calls."""
+    """Treatment of running calls when a new policy version is loaded."""
 
     INTERRUPT = "interrupt"
     """Running calls end as ``interrupted`` with the tokens they have; their KV is dropped."""
     KEEP_KV = "keep_kv"
-    """Weights swap under running calls; chunks split at the swap and carry the older kv_min_version. A call that has
-    met a newer version than the new one ends as ``interrupted``: the versions of one call never fall."""
+    """Weights are swapped under running calls; chunks split at the swap and carry the older kv_min_version. A call with
+    tokens of a newer version than the new one ends as ``interrupted``: the versions of one call never decrease."""
     DRAIN = "drain"
-    """New calls wait; weights swap once the running ones have finished."""
+    """New calls wait; weights are swapped once the running calls have finished."""
 
 
 class EngineLost(EngineError):
-    """What the engine runs on is gone or in an unknown state: this process must end and be started anew."""
+    """Loss of the engine's backend, or an unknown backend state: this process must exit and restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """Load and lifetime counters of an engine; all counters only grow."""
+    """Load and lifetime counters of an engine; counters never decrease."""
 
     policy_version: int
     running_count: int
@@ -43,66 +43,69 @@ class EngineStatus:
     generated_token_total: int
     prefill_token_total: int
     reprefill_token_total: int
-    """Prefilled tokens that this or another generator had already sampled (resumed contexts)."""
+    """Prefilled tokens that this or another generator already sampled (resumed contexts)."""
     cached_token_total: int
     decode_step_total: int | None
-    """None where the engine cannot tell."""
+    """Decode steps; None if the engine cannot count them."""
     busy_seconds_total: float
     """Seconds spent in prefill and decode."""
     running_slot_seconds_total: float
     """Integral of running calls over time: numerator of the bubble ratio."""
     held_back_total: int
-    """Times a call was held because its caller fell behind with saving the tokens."""
+    """Times a call was held because its caller was late to save the tokens."""
     paused: bool
 
 
 class Engine(Protocol):
     """A generation engine; every method is safe to call from one asyncio loop.
 
-    A new trajectory never sees KV of another policy version. Errors are EngineError (the engine is broken),
-    GenerationRefused (this call cannot be served here) or DataError (the call is wrong and names the field).
+    A new trajectory never uses KV of another policy version. Errors are EngineError (the engine has failed),
+    GenerationRefused (this engine cannot serve the call) or DataError (the call is invalid; the error names the field).
     """
 
     async def start(self, folder: Path, policy_version: int) -> None:
-        """Load the first policy from a verified Hugging Face folder and begin to serve."""
+        """Load the first policy from a verified Hugging Face folder and start to serve."""
 
     def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
-        """Stream the chunks of one call; closing the generator early frees the slot."""
+        """Stream the chunks of one call; closing the stream early releases the slot."""
 
     async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
-        """End these calls (None: all) as ``interrupted``; returns how many."""
+        """End these calls (None: all) as ``interrupted``; returns the number of calls ended."""
 
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
-        """Take how much of each trajectory, prompt included, its caller has made durable.
+        """Record the durable tokens of each trajectory, prompt included.
 
-        A call with an ``unacknowledged_token_limit`` is held before a chunk that might go beyond it: it keeps its slot
-        and cache, and other calls go on. It continues once enough is acknowledged. It ends as ``interrupted`` after
-        ``backlog.hold_seconds``, and at once when a running call needs its cache.
+        A call with an ``unacknowledged_token_limit`` is held before a chunk that might exceed it: it keeps its slot and
+        cache, and other calls continue. It continues once enough tokens are acknowledged. It ends as ``interrupted``
+        after ``backlog.hold_seconds``, and immediately if a running call needs its cache.
         """
 
     async def stage(self, folder: Path) -> None:
-        """Read the weights in ``folder`` beside the running calls, so that ``load`` of it only has to swap.
+        """Read the weights in ``folder`` while calls run, so that ``load`` only swaps them.
 
-        Raises EngineError when they do not fit; an engine that cannot stage does nothing.
+        Raises EngineError if they do not fit. An engine without staging does nothing.
         """
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
-        """Swap to the policy in ``folder``; returns the seconds during which decoding stood still.
+        """Swap to the policy in ``folder``; returns the seconds during which decoding stopped.
 
-        Raises EngineError when the weights do not fit the running architecture; the old ones keep serving.
+        Raises EngineError if the weights do not fit the running architecture; the old ones keep serving.
         """
 
     async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
-        """Log-probabilities (T=1) of each token given its predecessors, [tokens - 1] per sequence (canary, audit)."""
+        """Compute the log-probability (T=1) of each token after the first, [tokens - 1] per sequence.
+
+        The canary and the audit use it.
+        """
 
     async def pause(self) -> None:
-        """Stop decoding; running calls are held, ``status`` stays answerable."""
+        """Stop decoding; running calls are held and ``status`` still answers."""
 
     async def resume(self) -> None:
         """Continue decoding."""
 
     def status(self) -> EngineStatus:
-        """Load and counters, without waiting for a decode step; EngineError when the engine has failed."""
+        """Return load and counters without waiting for a decode step; EngineError if the engine has failed."""
 
     async def aclose(self) -> None:
-        """End running calls as ``interrupted`` and stop."""
+        """End running calls as ``interrupted`` and stop the engine."""

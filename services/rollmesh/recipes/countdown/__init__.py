@@ -1,1 +1,1 @@
-"""Countdown search: the demo run (``demo.yaml``), its warm start (``model/``) and how that was trained."""
+"""Countdown search: the demo run (``demo.yaml``), its warm start (``model/``) and the training of the warm start."""

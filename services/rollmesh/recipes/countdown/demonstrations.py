@@ -1,9 +1,9 @@
-"""Demonstrations for the warm start: honest random search, written out in the grammar of the task.
+"""Demonstrations for the warm start: random search in the grammar of the task.
 
-A searcher tries a random pair with a random sign until one hits the target, and now and then repeats what it has tried
-before. A patient searcher never gives up; an impatient one gives up with a fixed probability after each miss. A model
-that imitates the mixture knows the arithmetic, searches at length now and then, and gives up far too often:
-reinforcement learning has something to find, and response lengths have a long tail from the start.
+A searcher tries random pairs with random signs until a result matches the target, and sometimes repeats an earlier
+trial. A persistent searcher never gives up; the others give up with a fixed probability after each miss. A model that
+imitates the mixture can do the arithmetic, sometimes searches for long, and gives up far too often. This leaves room
+for reinforcement learning, and gives response lengths a long tail from the start.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from rollmesh.tasks.sources.countdown import Puzzle, draw_puzzle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearcherMix:
-    """Who writes the demonstrations."""
+    """Mixture of the searchers that generate the demonstrations."""
 
-    patient_share: float = 0.25
+    persistent_share: float = 0.25
     """Share of searchers that never give up."""
     give_up_probability: float = 0.3
-    """Chance that the others give up after a miss."""
+    """Probability that the other searchers give up after a miss."""
     repeat_probability: float = 0.3
-    """Chance that a trial after the first repeats an earlier one of the same search."""
+    """Probability that a trial after the first repeats an earlier trial of the same search."""
     max_trials: int = 51
-    """A patient search is cut here, without an end mark: the response budget of 512 tokens."""
+    """Maximum trials of a search, set by the response budget of 512 tokens; a search cut here has no end mark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """One puzzle and one searcher's response."""
+    """Puzzle with the response of one searcher."""
 
     puzzle: Puzzle
     response: str
@@ -38,18 +38,18 @@ class Demonstration:
 
 
 def demonstrate(rng: random.Random, puzzle: Puzzle, mix: SearcherMix) -> Demonstration:
-    """Search the puzzle at random and write every trial down."""
-    patience = 0.0 if rng.random() < mix.patient_share else mix.give_up_probability
+    """Search the puzzle at random and write every trial into the response."""
+    give_up_probability = 0.0 if rng.random() < mix.persistent_share else mix.give_up_probability
     words: list[str] = []
-    tried: list[_Pick] = []
+    trials: list[_Pick] = []
     for trial in range(mix.max_trials):
-        repeats = bool(tried) and rng.random() < mix.repeat_probability
-        pick = rng.choice(tried) if repeats else _pick(rng, puzzle)
-        tried.append(pick)
+        repeats = bool(trials) and rng.random() < mix.repeat_probability
+        pick = rng.choice(trials) if repeats else _pick(rng, puzzle)
+        trials.append(pick)
         words += pick.words(puzzle.target)
         if pick.result == puzzle.target:
             return Demonstration(puzzle=puzzle, response=" ".join([*words, "!"]), solved=True)
-        if rng.random() < patience:
+        if rng.random() < give_up_probability:
             return Demonstration(puzzle=puzzle, response=" ".join([*words, "?"]), solved=False)
         if trial < mix.max_trials - 1:
             words.append(",")
@@ -81,5 +81,5 @@ def _pick(rng: random.Random, puzzle: Puzzle) -> _Pick:
 def draw_demonstration(
     rng: random.Random, mix: SearcherMix, min_numbers: int = 5, max_numbers: int = 8
 ) -> Demonstration:
-    """A demonstration for a random puzzle of the train split."""
+    """Draw a demonstration for a random puzzle of the train split."""
     return demonstrate(rng, draw_puzzle(rng, "train", min_numbers, max_numbers), mix)

@@ -1,4 +1,4 @@
-"""The word-level tokenizer of the countdown model: one token per number and per sign, 96 in all."""
+"""Word-level tokenizer of the countdown model: one token per number and per sign, 96 in total."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ STOP_SIGNS = ("!", "?")
 VOCABULARY_SIZE = 96
 
 VOCABULARY = (PAD, UNKNOWN, *SIGNS, *map(str, range(VOCABULARY_SIZE - 2 - len(SIGNS))))
-"""Token of each id: the special ones, the signs, then the numbers 0 to 84."""
+"""Tokens by id: special tokens, signs, then the numbers 0 to 84."""
 
 
 def build_tokenizer() -> Tokenizer:
-    """The tokenizer; words are separated by spaces, when decoded too."""
+    """Build the tokenizer; spaces separate words, also in decoded text."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([PAD, UNKNOWN])
@@ -26,7 +26,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def stop_token_ids() -> list[int]:
-    """Ids of ``!`` and ``?``; plain words, so that decoding without special tokens keeps the claim."""
+    """Return the ids of ``!`` and ``?``; they are plain words, which decoding without special tokens keeps."""
     return [VOCABULARY.index(sign) for sign in STOP_SIGNS]
 
 

@@ -1,7 +1,7 @@
-"""Trains the countdown model's warm start: ``python -m rollmesh.recipes.countdown.warm_start --out DIR``.
+"""Training of the countdown model's warm start: ``python -m rollmesh.recipes.countdown.warm_start --out DIR``.
 
-Supervised training on demonstrations from random weights, about 100 CPU seconds at one thread. Everything is seeded;
-the committed ``model/`` folder is the output of this file (MODEL.md says what it measured).
+Supervised training on demonstrations from random weights, about 100 CPU seconds with one thread. All randomness is
+seeded; the committed ``model/`` folder is the output of this script (measurements: MODEL.md).
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ _IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmStartSettings:
-    """Everything that decides the weights."""
+    """Settings that determine the weights."""
 
     seed: int = 11
     steps: int = 1400
-    """Optimizer steps, one batch each."""
+    """Number of optimizer steps, one batch each."""
     tokens_per_batch: int = 2048
     """Padded tokens of one batch."""
     pool: int = 1024
-    """Demonstrations drawn at a time and sorted by length, so that batches carry little padding."""
+    """Demonstrations drawn at a time and sorted by length, to limit the padding of batches."""
     matrix_learning_rate: float = 6e-3
-    """Peak learning rate of Muon, for the matrices of the blocks: linear warm-up, then cosine down to zero."""
+    """Peak learning rate of Muon, for the matrices of the blocks: linear warm-up, then cosine to zero."""
     other_learning_rate: float = 3e-3
-    """Peak learning rate of AdamW, for embeddings, norms and biases; the same shape."""
+    """Peak learning rate of AdamW, for embeddings, norms and biases, with the same schedule."""
     warmup_steps: int = 30
     mix: SearcherMix = field(default_factory=SearcherMix)
 
 
 def build_model(seed: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of 250k parameters with random fp32 weights."""
+    """Create a Qwen2 of 250k parameters with random fp32 weights."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY_SIZE,
@@ -72,15 +72,15 @@ def build_model(seed: int) -> Qwen2ForCausalLM:
 
 
 def batches(settings: WarmStartSettings) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (input ids, labels), int64 [sequences, tokens]; prompts and padding carry no label."""
+    """Yield (input ids, labels) without end, int64 [sequences, tokens]; prompts and padding have no label."""
     rng = random.Random(settings.seed)
     ids = {word: i for i, word in enumerate(VOCABULARY)}
     while True:
         pool: list[tuple[list[int], int]] = []
         for _ in range(settings.pool):
-            shown = draw_demonstration(rng, settings.mix)
-            prompt = [ids[word] for word in shown.puzzle.text.split()]
-            pool.append((prompt + [ids[word] for word in shown.response.split()], len(prompt)))
+            demonstration = draw_demonstration(rng, settings.mix)
+            prompt = [ids[word] for word in demonstration.puzzle.text.split()]
+            pool.append((prompt + [ids[word] for word in demonstration.response.split()], len(prompt)))
         pool.sort(key=lambda sequence: -len(sequence[0]))
         cut: list[list[tuple[list[int], int]]] = [[]]
         for sequence in pool:
@@ -102,7 +102,7 @@ def _padded(sequences: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch
 
 
 def learning_rate_scale(step: int, settings: WarmStartSettings) -> float:
-    """Share of the peak learning rate: linear warm-up, then cosine to zero."""
+    """Return the share of the peak learning rate: linear warm-up, then cosine to zero."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     done = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -110,7 +110,7 @@ def learning_rate_scale(step: int, settings: WarmStartSettings) -> float:
 
 
 def train(settings: WarmStartSettings, log_every: int = 100) -> Qwen2ForCausalLM:
-    """Train from random weights; cross-entropy on the tokens of the responses."""
+    """Train from random weights with cross-entropy on the tokens of the responses."""
     model = build_model(settings.seed)
     embedding = model.get_input_embeddings().weight
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
@@ -137,9 +137,9 @@ def train(settings: WarmStartSettings, log_every: int = 100) -> Qwen2ForCausalLM
 def response_loss(
     model: Qwen2ForCausalLM, inputs: torch.Tensor, labels: torch.Tensor, tokens_per_batch: int
 ) -> torch.Tensor:
-    """Summed cross-entropy over the labelled tokens, divided by the token budget.
+    """Compute the summed cross-entropy over the labelled tokens, divided by the token budget.
 
-    Not by the labelled tokens of this batch: batches of short responses hold fewer of them, and would weigh more.
+    Division by the number of labelled tokens would give batches of short responses, with fewer of them, more weight.
     """
     logits = model(input_ids=inputs[:, :-1], use_cache=False).logits
     total = torch.nn.functional.cross_entropy(
@@ -159,7 +159,7 @@ def save(model: Qwen2ForCausalLM, folder: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Train the countdown warm start.")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()

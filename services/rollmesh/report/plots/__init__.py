@@ -1,4 +1,4 @@
-"""The plots of a run; matplotlib is imported when the first one is drawn."""
+"""Plots of a run; matplotlib is imported with the first drawn plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlotSpec:
-    """One plot that this folder has the data for."""
+    """Plot for which the folder has data."""
 
     name: str
     caption: str
@@ -26,7 +26,7 @@ class PlotSpec:
 
 
 def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
-    """The plots that the folder's files allow, in reading order; nothing is drawn yet."""
+    """Return the plots with data in the folder, in reading order; none is drawn yet."""
     train = train_series(folder.metrics.records)
     timeline = timeline_series(folder.timeline.records)
     evaluations = evaluation_points(folder.evaluations.records)
@@ -41,20 +41,20 @@ def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
     add(
         moments,
         "in_flight",
-        "Calls that the generators run, by the policy version that writes the tokens.",
+        "Running calls of the generators by policy version.",
         lambda: mesh_plots.in_flight_plot(timeline),
         wide=True,
     )
     add(
         steps or bool(evaluations),
         "reward",
-        "Mean reward of each trained batch, and the evaluations on their own prompts.",
+        "Mean reward of each trained batch, and evaluations on separate prompts.",
         lambda: learning_plots.reward_plot(train, evaluations),
     )
     add(
         steps,
         "length",
-        "Tokens of the trained responses, and the share that ran out of budget.",
+        "Tokens of the trained responses, and the share truncated by the token budget.",
         lambda: learning_plots.length_plot(train),
     )
     add(
@@ -66,7 +66,7 @@ def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
     add(
         steps,
         "correction",
-        "Share of trained tokens that an older policy wrote, and what the importance weights made of it.",
+        "Share of trained tokens sampled from an older policy, and the effect of the importance weights.",
         lambda: learning_plots.correction_plot(train),
     )
     add(
@@ -92,9 +92,9 @@ def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
 
 
 def write_plots(run_folder: Path) -> tuple[Path, ...]:
-    """Draw every plot into ``plots/`` of the run folder, as SVG and PNG; returns the files.
+    """Draw every plot into ``plots/`` of the run folder, as SVG and PNG; return the files.
 
-    Raises ConfigError when matplotlib is not installed, DataError when there is no such folder.
+    Raises ConfigError when matplotlib is not installed, DataError for a missing folder.
     """
     specs = plot_specs(RecordedRun(run_folder))
     folder = run_folder / "plots"

@@ -1,4 +1,4 @@
-"""Several runs in one plot: reward by updates, by trained tokens, by seconds."""
+"""Comparison plot of several runs: reward by updates, by trained tokens, by seconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COLOURS = (s.BLUE, s.ORANGE, s.GREEN, s.PURPLE, s.RED, s.GREY)
 
 
 def comparison_plot(arms: Mapping[str, Sequence[Run]]) -> Figure:
-    """One colour per label, one thin line per run; the rings are evaluations. Warm-up is included and visible."""
+    """Draw one colour per label, one line per run, and rings for evaluations; warm-up is included."""
     figure = s.new_figure(width=s.WIDE, height=3.3)
     panels = list(figure.subplots(1, 3, sharey=True))
     for (label, runs), colour in zip(arms.items(), _COLOURS * (1 + len(arms) // len(_COLOURS)), strict=False):
@@ -37,7 +37,7 @@ def comparison_plot(arms: Mapping[str, Sequence[Run]]) -> Figure:
 
 
 def clocks(train: TrainSeries) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(train steps, trained tokens so far, seconds since the first step began), one value per step."""
+    """Return (train steps, trained tokens so far, seconds since the start of the first step) per step."""
     if len(train) == 0:
         return train.train_step, train.train_step, train.train_step
     start = train.time[0] - np.nan_to_num(train.step_seconds[0])
@@ -56,9 +56,9 @@ def _draw(
     steps = version_steps(train)
     for point in evaluations:
         step = steps.get(point.policy_version)
-        place = np.flatnonzero(train.train_step == step)
-        if step == 0 or len(place):
-            at = 0.0 if step == 0 else float(clock[place[0]])
+        indices = np.flatnonzero(train.train_step == step)
+        if step == 0 or len(indices):
+            at = 0.0 if step == 0 else float(clock[indices[0]])
             axes.plot(
                 [at], [point.mean], "o", color=colour, mfc="none", markersize=5, clip_on=False, label="_nolegend_"
             )

@@ -1,4 +1,4 @@
-"""Plots of what was learned: reward, response length, and how far off-policy the trained tokens were."""
+"""Plots of the training: reward, response length, off-policy correction, policy drift."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ STEP_LABEL = "train step"
 
 
 def version_steps(train: TrainSeries) -> dict[int, float]:
-    """Train step of every policy version that the metrics name; version 0 is step 0."""
+    """Return the train step of every policy version in the metrics; version 0 is step 0."""
     known = ~np.isnan(train.policy_version)
     pairs = zip(train.policy_version[known], train.train_step[known], strict=True)
     return {0: 0.0} | {int(version): float(step) for version, step in pairs}
 
 
 def reward_plot(train: TrainSeries, evaluations: Sequence[EvaluationPoint]) -> Figure:
-    """Mean reward per train step (dots), its moving mean (line), evaluations with one standard error."""
+    """Draw mean reward per train step (dots), its moving mean (line), evaluations with one standard error."""
     figure = s.new_figure()
     (axes,) = s.panels(figure, (1,))
     axes.plot(train.train_step, train.reward, ".", color=s.BLUE, alpha=0.5, markersize=5, markeredgewidth=0)
@@ -58,7 +58,7 @@ def reward_plot(train: TrainSeries, evaluations: Sequence[EvaluationPoint]) -> F
 
 
 def length_plot(train: TrainSeries) -> Figure:
-    """Response length and the share of responses that ran out of budget."""
+    """Draw response length, and the share of responses truncated by the token budget."""
     figure = s.new_figure()
     length, truncated = s.panels(figure, (2.1, 1))
     length.plot(train.train_step, train.length_p90, color=s.GREY, label="90th percentile")
@@ -75,7 +75,7 @@ def length_plot(train: TrainSeries) -> Figure:
 
 
 def correction_plot(train: TrainSeries) -> Figure:
-    """Off-policy share, effective sample size and clip fraction: how much the importance sampling has to correct."""
+    """Draw off-policy share, effective sample size and clip fraction."""
     figure = s.new_figure()
     rows = (
         ("off-policy\ntokens", train.off_policy_share, s.PURPLE, 1.0),
@@ -93,7 +93,7 @@ def correction_plot(train: TrainSeries) -> Figure:
 
 
 def drift_plot(train: TrainSeries) -> Figure:
-    """Entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights."""
+    """Draw entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights."""
     figure = s.new_figure()
     rows = (
         ("entropy\nnats", train.entropy, s.BLUE),

@@ -1,4 +1,4 @@
-"""Plots of how the mesh worked: staleness, throughput, work in flight by policy version, the queue."""
+"""Plots of the mesh: staleness, throughput, rollouts in flight by policy version, queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MINUTES_AFTER_SECONDS = 180.0
 
 
 def staleness_plot(train: TrainSeries, max_staleness: int | None) -> Figure:
-    """Staleness per step beside its histogram over the run."""
+    """Draw staleness per step, and its histogram over the run."""
     figure = s.new_figure()
     over_time, histogram = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.9, 1]})
     over_time.plot(train.train_step, train.staleness_max, color=s.GREY, drawstyle="steps-mid", label="largest")
@@ -36,7 +36,7 @@ def staleness_plot(train: TrainSeries, max_staleness: int | None) -> Figure:
 
 
 def throughput_plot(train: TrainSeries, timeline: TimelineSeries) -> Figure:
-    """Tokens per second, generated and trained."""
+    """Draw generated and trained tokens per second."""
     figure = s.new_figure()
     (axes,) = s.panels(figure, (1,))
     start, unit, label = _clock(timeline.time, train.time)
@@ -52,7 +52,7 @@ def throughput_plot(train: TrainSeries, timeline: TimelineSeries) -> Figure:
 
 
 def in_flight_plot(timeline: TimelineSeries) -> Figure:
-    """Running calls stacked by the policy version that writes them; the ramp goes from old to new."""
+    """Draw running calls stacked by policy version, with a colour ramp from old to new."""
     figure = s.new_figure(width=s.WIDE, height=3.1)
     (axes,) = s.panels(figure, (1,))
     series = timeline.in_flight
@@ -62,9 +62,9 @@ def in_flight_plot(timeline: TimelineSeries) -> Figure:
     clock = (time - start) / unit
     base = np.zeros(len(clock))
     for row, colour in zip(running, s.version_colours(series.versions), strict=True):
-        # Only where the version runs (and one moment around it): a long run stays a small file.
-        near = np.convolve(row > 0, np.ones(3), "same") > 0
-        axes.fill_between(clock, base, base + row, where=near, color=colour, linewidth=0, interpolate=False)
+        # Draw only the range with running calls (and one moment around it), to limit the file size of long runs.
+        visible = np.convolve(row > 0, np.ones(3), "same") > 0
+        axes.fill_between(clock, base, base + row, where=visible, color=colour, linewidth=0, interpolate=False)
         base = base + row
     if len(clock):
         axes.plot(
@@ -79,11 +79,11 @@ def in_flight_plot(timeline: TimelineSeries) -> Figure:
 
 
 def queue_plot(timeline: TimelineSeries) -> Figure:
-    """Trajectories by state, stacked, and groups that are open or ready."""
+    """Draw trajectories stacked by state, and the open and ready groups."""
     figure = s.new_figure(width=s.WIDE, height=3.9)
     trajectories, groups = s.panels(figure, (1.7, 1))
     start, unit, label = _clock(timeline.time)
-    shown = (
+    states = (
         ("leased", "leased", s.BLUE),
         ("finished", "waiting for reward", s.GREEN),
         ("partial", "partial", s.ORANGE),
@@ -91,21 +91,21 @@ def queue_plot(timeline: TimelineSeries) -> Figure:
     )
     clock = _moments(timeline, start, unit)
     base = np.zeros(len(clock))
-    for state, name, colour in shown:
-        upper = base + _shown(timeline, timeline.queue[state])
+    for state, name, colour in states:
+        upper = base + _binned(timeline, timeline.queue[state])
         trajectories.fill_between(clock, base, upper, color=colour, alpha=0.85, linewidth=0, label=name)
         base = upper
     trajectories.set_title("Trajectory queue")
     s.finish(trajectories, x="", y="trajectories", zero=True)
     s.legend(trajectories)
-    groups.plot(clock, _shown(timeline, timeline.groups["open_groups"]), color=s.BLUE, linewidth=1.4, label="open")
-    groups.plot(clock, _shown(timeline, timeline.groups["ready_groups"]), color=s.PURPLE, linewidth=1.4, label="ready")
+    groups.plot(clock, _binned(timeline, timeline.groups["open_groups"]), color=s.BLUE, linewidth=1.4, label="open")
+    groups.plot(clock, _binned(timeline, timeline.groups["ready_groups"]), color=s.PURPLE, linewidth=1.4, label="ready")
     s.finish(groups, x=label, y="groups", zero=True)
     s.legend(groups)
     return figure
 
 
-def _shown(timeline: TimelineSeries, values: FloatArray) -> FloatArray:
+def _binned(timeline: TimelineSeries, values: FloatArray) -> FloatArray:
     return binned(timeline.time, np.nan_to_num(values))[1]
 
 
@@ -114,7 +114,7 @@ def _moments(timeline: TimelineSeries, start: float, unit: float) -> FloatArray:
 
 
 def _clock(*times: FloatArray) -> tuple[float, float, str]:
-    """(first moment, seconds per unit, axis label) for a run of this length."""
+    """Choose (first moment, seconds per unit, axis label) for the length of the run."""
     known = np.concatenate([t[~np.isnan(t)] for t in times])
     if len(known) == 0:
         return 0.0, 1.0, "seconds"

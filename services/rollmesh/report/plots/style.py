@@ -1,6 +1,6 @@
-"""One look for every plot; matplotlib is imported by those who draw, never at start-up.
+"""Common style of all plots; functions that draw import matplotlib, never the module at startup.
 
-No pyplot: a ``Figure`` of its own per plot needs no display, no global state and no cleaning up.
+Plots use separate ``Figure`` objects instead of pyplot, which requires global state and explicit clean-up.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CSS_VARIABLES: Mapping[str, str] = {
 
 WIDTH = 4.9
 WIDE = 9.6
-"""Widths in inches, of a plot in a column and of one over the whole page."""
+"""Widths in inches: of a plot in one column, and of a plot over the whole page."""
 
 _RC: Any = {
     "axes.axisbelow": True,
@@ -89,7 +89,7 @@ _RC: Any = {
 
 
 def style() -> Any:
-    """Context manager in which figures are made and saved.
+    """Return the context manager for creating and saving figures.
 
     Raises ConfigError when matplotlib is not installed.
     """
@@ -101,20 +101,20 @@ def style() -> Any:
 
 
 def new_figure(width: float = WIDTH, height: float = 3.1) -> Figure:
-    """An empty figure, inches; call it inside ``style()``."""
+    """Create an empty figure with a size in inches; call it inside ``style()``."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def panels(figure: Figure, heights: Sequence[float]) -> list[Axes]:
-    """Panels above each other that share the horizontal axis; labels on the lowest only."""
+    """Create stacked panels with a shared horizontal axis, labelled on the lowest panel only."""
     grid = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": list(heights)}, squeeze=False)
     return list(grid[:, 0])
 
 
 def finish(axes: Axes, *, x: str, y: str, zero: bool = False, integer_x: bool = False, ticks: int = 5) -> None:
-    """Labels with units, few ticks, and a vertical axis that begins at 0 where that is honest."""
+    """Set labels and a few ticks; ``zero`` starts the vertical axis at 0."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set_xlabel(x)
@@ -128,7 +128,7 @@ def finish(axes: Axes, *, x: str, y: str, zero: bool = False, integer_x: bool = 
 
 
 def legend(axes: Axes, *, columns: int = 4) -> None:
-    """A legend in one row above the panel and below its title, where it covers neither data nor words."""
+    """Add a legend in one row between title and panel, so that it covers no data."""
     handles, labels = axes.get_legend_handles_labels()
     if not handles:
         return
@@ -140,7 +140,7 @@ def legend(axes: Axes, *, columns: int = 4) -> None:
 
 
 def percent_axis(axes: Axes, top: float | None = 1.0) -> None:
-    """Shares as percentages on the vertical axis; ``top`` None lets the data decide."""
+    """Format the vertical axis as percentages; ``top`` None scales it to the data."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
@@ -149,7 +149,7 @@ def percent_axis(axes: Axes, top: float | None = 1.0) -> None:
 
 
 def decades(axes: Axes, values: npt.NDArray[np.float64]) -> None:
-    """A logarithmic vertical axis over the whole decades around ``values``, with a tick at each end."""
+    """Set a logarithmic vertical axis over the whole decades around ``values``."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     positive = values[values > 0]
@@ -165,14 +165,14 @@ def decades(axes: Axes, values: npt.NDArray[np.float64]) -> None:
 
 
 def thousands(axis: Axis) -> None:
-    """1.5k and 2M instead of long numbers on an axis."""
+    """Format the numbers of an axis as ``1.5k`` or ``2M``."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
 
 
 def short_number(value: float) -> str:
-    """12, 1.5k, 20k, 3.2M."""
+    """Format a number as ``12``, ``1.5k``, ``20k`` or ``3.2M``."""
     for size, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{suffix}"
@@ -180,7 +180,7 @@ def short_number(value: float) -> str:
 
 
 def version_colours(versions: Sequence[int]) -> list[Any]:
-    """One colour of a ramp per policy version, old to new, RGBA."""
+    """Return one RGBA colour of a ramp per policy version, from old to new."""
     from matplotlib import colormaps
 
     ramp = colormaps["viridis"]
@@ -191,7 +191,7 @@ def version_colours(versions: Sequence[int]) -> list[Any]:
 
 
 def version_bar(figure: Figure, axes: Axes, versions: Sequence[int]) -> None:
-    """The ramp itself as a thin bar: two numbers instead of forty legend entries."""
+    """Add the colour ramp as a bar instead of one legend entry per version."""
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap, Normalize
     from matplotlib.ticker import MaxNLocator
@@ -210,8 +210,8 @@ def version_bar(figure: Figure, axes: Axes, versions: Sequence[int]) -> None:
 
 def save(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
     """Write ``name.svg`` and ``name.png`` (double density) and return their paths."""
-    # The layout does not depend on the format: solve it once. With any engine, "none" included, each file would be
-    # drawn a second time for it.
+    # The layout does not depend on the format: compute it once. With a layout engine, even "none", every file would
+    # be drawn twice.
     figure.draw_without_rendering()
     figure.set_layout_engine(None)
     svg, png = folder / f"{name}.svg", folder / f"{name}.png"
@@ -221,7 +221,7 @@ def save(figure: Figure, folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def for_page(svg: str, name: str) -> str:
-    """A saved plot as an ``<svg>`` element of a page: scheme-aware colours, ids that start with ``name``."""
+    """Convert a saved plot to an ``<svg>`` element for a page: scheme-aware colours, ids prefixed with ``name``."""
     text = svg[svg.index("<svg") :]
     for colour, variable in CSS_VARIABLES.items():
         text = text.replace(colour, variable)

@@ -1,1 +1,1 @@
-"""A pool of worker processes that run verifiers confined, and are killed when they take too long."""
+"""The pool of confined worker processes that run verifiers; a worker that exceeds its time limit is killed."""

@@ -1,4 +1,4 @@
-"""How worker processes are confined, in the template before the first fork and in each worker after it."""
+"""Confinement of worker processes: in the template before the first fork, and in each worker after its fork."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _CPU_MARGIN_SECONDS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfinement:
-    """What this machine lets us do to workers."""
+    """Confinement of workers that this machine supports."""
 
     own_uids: bool
-    """Whether every worker gets a uid of its own (needs root and an interpreter that others can reach)."""
+    """True if every worker gets a separate uid (needs root and an interpreter that other uids can read)."""
     owner_pid: int
-    """The template: workers of two templates share no uid."""
+    """Process id of the template: workers of two templates share no uid."""
     memory_limit_bytes: int
-    """Address space a worker may add to what it is born with."""
+    """Address space that a worker may add to its size after the fork."""
 
     def uid(self, birth: int) -> int | None:
-        """The uid of the worker with this birth number; None when workers keep that of the service."""
+        """Return the uid of the worker with this birth number; None if workers keep the uid of the service."""
         return identity.own_uid(birth, self.owner_pid) if self.own_uids else None
 
 
 def prepare(memory_limit_bytes: int) -> WorkerConfinement:
-    """Make ready for workers of other uids, in the template process; falls back to none."""
+    """Prepare the template process for workers with separate uids; fall back to the uid of the service."""
     own_uids = identity.can_become(identity.own_uid(0))
     if own_uids:
         try:
@@ -47,7 +47,7 @@ def prepare(memory_limit_bytes: int) -> WorkerConfinement:
 
 
 def confine_worker(confinement: WorkerConfinement, birth: int) -> None:
-    """Confine this process for good; runs in a fresh worker before it reads anything."""
+    """Confine this process irreversibly; runs in a new worker before it reads requests."""
     os.setsid()
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
@@ -70,26 +70,26 @@ def confine_worker(confinement: WorkerConfinement, birth: int) -> None:
 
 
 def allow_cpu(seconds: float) -> None:
-    """Let this process use so much more processor time; past it the kernel ends it, even if nobody watches."""
+    """Allow this process ``seconds`` more of processor time; the kernel kills it after that."""
     allowed = int(time.process_time() + seconds) + _CPU_MARGIN_SECONDS
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (allowed if hard == resource.RLIM_INFINITY else min(allowed, hard), hard))
 
 
-def sweep(pid: int, uid: int | None) -> None:
-    """Kill a worker and all it started: its session, and with a uid of its own everything that has it."""
+def kill_worker(pid: int, uid: int | None) -> None:
+    """Kill a worker and its children: its session, and every process of its uid if the uid is separate."""
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
     if uid is not None:
-        kill_everybody(uid)
+        kill_uid(uid)
 
 
-def kill_everybody(uid: int) -> None:
-    """Kill every process of a uid of ours, however fast they fork."""
+def kill_uid(uid: int) -> None:
+    """Kill every process of a worker's uid, even if they fork fast."""
     child = os.fork()
     if child == 0:
-        # As that uid, "everybody" is exactly what the worker left behind.
+        # With that uid, kill(-1) reaches exactly the processes that the worker left behind.
         try:
             identity.become(uid)
             os.kill(-1, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Inside a worker process: bytes of an answer in, bytes of a typed outcome out."""
+"""Request handler of a worker process: bytes of an answer in, bytes of a typed outcome out."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rollmesh.wire.reward_messages import ScoreItem, outcome_to_bytes, score_ite
 
 
 class RewardHandler:
-    """Scores one answer at a time with the verifiers that were loaded before the process was confined."""
+    """Scorer of one answer at a time, with the verifiers loaded before the process was confined."""
 
     def __init__(self, tokenizer: Tokenizer, verifiers: Mapping[str, Verifier], default: str) -> None:
-        """``default`` is the verifier of prompts that name none."""
+        """``default`` is the verifier of prompts without a verifier."""
         self._tokenizer = tokenizer
         self._verifiers = verifiers
         self._default = default
-        self.worn_out = False
-        """Whether the process should be replaced: it ran out of memory once."""
+        self.needs_replacement = False
+        """True if the process must be replaced because it ran out of memory."""
 
     def __call__(self, payload: bytes) -> bytes:
         """Score one encoded item; never raises."""
@@ -31,9 +31,11 @@ class RewardHandler:
         except DataError as error:
             return outcome_to_bytes(verifier_error(str(error)))
         except MemoryError:
-            self.worn_out = True
-            return outcome_to_bytes(verifier_error("MemoryError: over the memory limit of a verifier process"))
-        except ValueError as error:  # a part's name that is no text protobuf can hold
+            self.needs_replacement = True
+            return outcome_to_bytes(
+                verifier_error("MemoryError: the verifier process exceeded reward.memory_limit_bytes")
+            )
+        except ValueError as error:  # the name of a part is not valid protobuf text
             return outcome_to_bytes(verifier_error(f"the reward cannot be encoded: {error}"))
 
     def _score(self, item: ScoreItem) -> RewardOutcome:
@@ -46,18 +48,18 @@ class RewardHandler:
         try:
             reward = checked_reward(verifier.verify(response, metadata), name)
         except TimeoutError as error:
-            return timed_out(str(error) or f"{name}: its own limit passed", verifier.timeout_means_wrong)
+            return timed_out(str(error) or f"{name}: the verifier's time limit expired", verifier.timeout_means_wrong)
         except VerifierError as error:
             return verifier_error(str(error))
         except MemoryError:
             raise
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever a verifier raises is its own outcome
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # any exception of a verifier becomes an outcome
             return verifier_error(f"{name}: {type(error).__name__}: {error}")
         return RewardOutcome(kind=OutcomeKind.SCORED, value=reward.value, parts=reward.parts)
 
 
 def prompt_metadata(prompt: Prompt, verifier: Verifier, tokenizer: Tokenizer) -> Mapping[str, Any]:
-    """The metadata, with the prompt's text for a verifier that asks for it."""
+    """Return the prompt's metadata, with the prompt's text if the verifier requires it."""
     if not getattr(verifier, "needs_prompt", False):
         return prompt.metadata
     return {**prompt.metadata, "prompt": tokenizer.decode(prompt.token_ids)}

@@ -1,6 +1,6 @@
-"""The level of isolation that this machine gives, measured from inside a worker process when the service starts.
+"""The level of isolation on this machine, measured inside a worker process at startup.
 
-It is reported, not promised: no level of it is a security boundary.
+It is a report, not a guarantee: no level is a security boundary.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rollmesh.tasks.sandbox.probe import SandboxLevel, probe_sandbox
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IsolationLevel:
-    """What confines a worker process, and inside it the code of answers."""
+    """Measured confinement of a worker process, and of the code of answers inside it."""
 
     uid: int
     own_uid: bool
-    """Nothing else runs under the worker's uid, so limits count and kills reach only what is its own."""
+    """True if no other process has the worker's uid, so limits and kills apply only to the worker's processes."""
     memory_limited: bool
     processes_limited: bool
     code: SandboxLevel
@@ -34,18 +34,18 @@ class IsolationLevel:
         return IsolationLevel(**{**report, "code": SandboxLevel(**report["code"])})
 
     def properties(self) -> dict[str, bool]:
-        """Every property by name, for metrics."""
-        own = {name: getattr(self, name) for name in ("own_uid", "memory_limited", "processes_limited")}
-        return {**own, **{f"code_{name}": value for name, value in asdict(self.code).items()}}
+        """Return every property by name, for metrics."""
+        worker = {name: getattr(self, name) for name in ("own_uid", "memory_limited", "processes_limited")}
+        return {**worker, **{f"code_{name}": value for name, value in asdict(self.code).items()}}
 
     def __str__(self) -> str:
-        held = [name.replace("_", " ") for name, value in self.properties().items() if value]
+        present = [name.replace("_", " ") for name, value in self.properties().items() if value]
         missing = [name.replace("_", " ") for name, value in self.properties().items() if not value]
-        return f"uid {self.uid}; has: {', '.join(held) or 'nothing'}; lacks: {', '.join(missing) or 'nothing'}"
+        return f"uid {self.uid}; has: {', '.join(present) or 'nothing'}; lacks: {', '.join(missing) or 'nothing'}"
 
 
 def probe_worker(confinement: WorkerConfinement, birth: int) -> dict[str, object]:
-    """Try out the limits of this worker process; plain JSON values."""
+    """Test the limits of this worker process; returns JSON values."""
     return {
         "uid": os.getuid(),
         "own_uid": os.getuid() == confinement.uid(birth),
@@ -63,7 +63,7 @@ def _can_reserve(size: int) -> bool:
 
 
 def _can_fork_at_the_limit() -> bool:
-    """Whether one more process is possible where the limit says none is: root is not bound by it."""
+    """Tell whether a fork succeeds although the process limit forbids it: the limit does not apply to root."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     resource.setrlimit(resource.RLIMIT_NPROC, (0, hard))
     try:

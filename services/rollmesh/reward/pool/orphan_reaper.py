@@ -1,7 +1,7 @@
-"""What ends the workers' remains when their template is killed: a small process that waits for just that.
+"""The orphan reaper: a process that kills the workers' leftover processes if their template is killed.
 
-A killed template takes its workers along, but not what they have started. Where every worker has a uid of its own, that
-is found by it.
+The workers of a killed template die with it, but not the processes that they started. If every worker has a separate
+uid, the reaper finds these processes by uid.
 """
 
 from __future__ import annotations
@@ -13,65 +13,65 @@ from contextlib import suppress
 
 import psutil
 
-from rollmesh.reward.pool.confinement import WorkerConfinement, kill_everybody
+from rollmesh.reward.pool.confinement import WorkerConfinement, kill_uid
 from rollmesh.tasks.sandbox import identity, kernel
 
-_WORD = signal.SIGHUP
-_ROUNDS = 200
-_PAUSE_SECONDS = 0.05
-"""A worker that was just being born may get its uid, and start something, after the first look."""
-_QUIET_ROUNDS = 10
-_LATE_SECONDS = 0.5
-"""A new template takes longer than that to load before it forks a worker."""
+_EXIT_SIGNAL = signal.SIGHUP
+_SCANS = 200
+_SCAN_SECONDS = 0.05
+"""Time between two scans; a worker that was just forked may get its uid and start a process after the first scan."""
+_QUIET_SCANS = 10
+_LATE_START_SECONDS = 0.5
+"""Processes started up to this time after the template's exit are killed; a new template takes longer to load."""
 
 
-def post_watchman(confinement: WorkerConfinement, inherited: int) -> int | None:
-    """Fork the watchman of this template; returns its pid, None where workers have no uids of their own.
+def start_orphan_reaper(confinement: WorkerConfinement, inherited: int) -> int | None:
+    """Fork the orphan reaper of this template; returns its pid, or None if workers have no separate uids.
 
-    It closes ``inherited``, the descriptor by whose end the service knows that the template has gone.
+    The reaper closes the descriptor ``inherited``: the service detects the template's exit when it closes.
     """
     if not confinement.own_uids:
         return None
     template = os.getpid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {_WORD})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {_EXIT_SIGNAL})
     pid = os.fork()
     if pid == 0:
         try:
             os.close(inherited)
             os.setsid()
-            _end_remains(confinement, _end_of(template))
+            _kill_leftovers(confinement, _wait_for_exit(template))
         finally:
             os._exit(0)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_WORD})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {_EXIT_SIGNAL})
     return pid
 
 
-def relieve_watchman(pid: int) -> None:
-    """End the watchman: the template has swept up itself."""
+def stop_orphan_reaper(pid: int) -> None:
+    """Stop the orphan reaper, because the template has killed its workers itself."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     with suppress(ChildProcessError):
         os.waitpid(pid, 0)
 
 
-def _end_of(template: int) -> float:
-    """Wait for it; returns when it was, in Unix seconds."""
-    kernel.hear_of_parents_end(_WORD)
+def _wait_for_exit(template: int) -> float:
+    """Wait for the template's exit; returns its time in Unix seconds."""
+    kernel.signal_on_parent_exit(_EXIT_SIGNAL)
     while os.getppid() == template:
-        signal.sigwait({_WORD})
+        signal.sigwait({_EXIT_SIGNAL})
     return time.time()
 
 
-def _end_remains(confinement: WorkerConfinement, end: float) -> None:
+def _kill_leftovers(confinement: WorkerConfinement, end: float) -> None:
     uids = {confinement.uid(birth) for birth in range(identity.SLOTS_PER_PROCESS)}
     quiet = 0
-    for _ in range(_ROUNDS):
-        # Where uids are few, a later template may get the same ones: what began after the end is not of this one.
+    for _ in range(_SCANS):
+        # A later template may reuse the same uids: processes that started after the exit are not of this template.
         old = [p.info for p in psutil.process_iter(["uids", "create_time"]) if p.info["uids"]]
-        found = {info["uids"].real for info in old if info["create_time"] < end + _LATE_SECONDS} & uids
+        found = {info["uids"].real for info in old if info["create_time"] < end + _LATE_START_SECONDS} & uids
         for uid in found:
-            kill_everybody(int(uid))
+            kill_uid(int(uid))
         quiet = 0 if found else quiet + 1
-        if quiet == _QUIET_ROUNDS:
+        if quiet == _QUIET_SCANS:
             return
-        time.sleep(_PAUSE_SECONDS)
+        time.sleep(_SCAN_SECONDS)

@@ -1,6 +1,6 @@
 """Length-prefixed frames between the service and its worker processes.
 
-Workers run what strangers wrote, so nothing that comes from one is unpickled or trusted in its length.
+Workers run untrusted code, so their data is never unpickled and its lengths are checked.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ _HEADER = struct.Struct("<I")
 
 
 class FrameError(Exception):
-    """The other side sent something that is no frame, or ended in the middle of one."""
+    """Invalid frame, or end of the stream inside a frame."""
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frames."""
+    """Splitter of a byte stream into frames."""
 
     def __init__(self, largest_bytes: int) -> None:
         self._largest_bytes = largest_bytes
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Frames completed by ``data``; raises FrameError for a frame over the limit."""
+        """Return the frames completed by ``data``; raises FrameError for a frame over the limit."""
         self._data += data
         frames = []
         while len(self._data) >= _HEADER.size:
@@ -40,12 +40,12 @@ class FrameBuffer:
 
 
 def frame(payload: bytes) -> bytes:
-    """One frame."""
+    """Encode one frame."""
     return _HEADER.pack(len(payload)) + payload
 
 
 def receive_frame(connection: socket.socket, largest_bytes: int) -> bytes | None:
-    """Block until a whole frame is there; None when the other side has closed between frames."""
+    """Block until a whole frame has arrived; return None if the peer has closed the connection between frames."""
     header = _receive(connection, _HEADER.size)
     if not header:
         return None
@@ -61,10 +61,10 @@ def receive_frame(connection: socket.socket, largest_bytes: int) -> bytes | None
 def _receive(connection: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
-        part = connection.recv(min(size - len(data), 1 << 20))
-        if not part:
+        received = connection.recv(min(size - len(data), 1 << 20))
+        if not received:
             if data:
                 raise FrameError("the stream ended inside a frame")
             break
-        data += part
+        data += received
     return bytes(data)

@@ -1,8 +1,9 @@
-"""The template process: loads tokenizer and verifiers once, then forks workers that have them already.
+"""The template process: loads the tokenizer and the verifiers once, then forks workers that share them.
 
-``python -m rollmesh.reward.pool.template FD`` talks JSON lines over the socket FD. First comes the spec; the answer is
-``ready`` (or ``failed``). Then, one at a time, ``spawn`` (with the worker's socket attached) and ``kill``. It says
-``exited`` for every worker that ended, has no threads, holds no secret of the run, and ends with its parent.
+``python -m rollmesh.reward.pool.template FD`` exchanges JSON lines over the socket FD. The first line is the spec; the
+reply is ``ready`` or ``failed``. The next requests are ``spawn`` (with the worker's socket attached) and ``kill``. The
+template sends ``exited`` for every worker that has exited. It has no threads and no secrets of the run, and exits with
+its parent.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from rollmesh.errors import ConfigError, RollmeshError
-from rollmesh.reward.pool.confinement import WorkerConfinement, prepare, sweep
+from rollmesh.reward.pool.confinement import WorkerConfinement, kill_worker, prepare
 from rollmesh.reward.pool.handler import RewardHandler
 from rollmesh.reward.pool.isolation import probe_worker
-from rollmesh.reward.pool.orphan_reaper import post_watchman, relieve_watchman
+from rollmesh.reward.pool.orphan_reaper import start_orphan_reaper, stop_orphan_reaper
 from rollmesh.reward.pool.worker_process import run_worker
 from rollmesh.reward.pool.worker_spec import WorkerSpec
 from rollmesh.tasks.sandbox import kernel, leftovers
@@ -37,7 +38,7 @@ _SPAWNS_AT_ONCE = 16
 
 
 class Template:
-    """Forks, kills and reaps workers for the service at the other end of ``control``."""
+    """Manager that forks, kills and reaps workers for the service at the other end of ``control``."""
 
     def __init__(
         self, control: socket.socket, spec: WorkerSpec, handler: RewardHandler, confinement: WorkerConfinement
@@ -50,10 +51,10 @@ class Template:
         self._births = 0
         self._unread = b""
         self._descriptors: list[int] = []
-        self._watchman = post_watchman(confinement, control.fileno())
+        self._reaper = start_orphan_reaper(confinement, control.fileno())
 
     def run(self) -> None:
-        """Serve until the service goes away; then nothing is left."""
+        """Serve until the service closes the connection, then kill all workers."""
         wakeup, signalled = socket.socketpair()
         signalled.setblocking(False)
         signal.set_wakeup_fd(signalled.fileno())
@@ -67,15 +68,15 @@ class Template:
                 if wakeup in ready:
                     wakeup.recv(4096)
                     self._reap()
-                if self._control in ready and not self._listen():
+                if self._control in ready and not self._handle_requests():
                     break
         for pid in list(self._workers):
             self._kill(pid)
-        if self._watchman is not None:
-            relieve_watchman(self._watchman)
+        if self._reaper is not None:
+            stop_orphan_reaper(self._reaper)
 
-    def _listen(self) -> bool:
-        """Take in what the service sent; False once it is gone."""
+    def _handle_requests(self) -> bool:
+        """Handle the requests of the service; return False once it has closed the connection."""
         data, descriptors, _, _ = socket.recv_fds(self._control, _LONGEST_LINE, _SPAWNS_AT_ONCE)
         self._descriptors += descriptors
         self._unread += data
@@ -89,7 +90,7 @@ class Template:
         return bool(data)
 
     def _spawn(self, connection: socket.socket, slot: int) -> None:
-        # A uid is not used again soon, so that what a killed worker left to die is not held against the next one.
+        # A uid is not reused soon, so that dying processes of a killed worker do not count against the next worker.
         birth = self._births
         self._births += 1
         pid = os.fork()
@@ -97,7 +98,7 @@ class Template:
             self._become_worker(connection, birth)
         connection.close()
         self._workers[pid] = birth
-        self._say({"op": "spawned", "slot": slot, "pid": pid})
+        self._send({"op": "spawned", "slot": slot, "pid": pid})
 
     def _become_worker(self, connection: socket.socket, birth: int) -> NoReturn:
         status = 1
@@ -117,7 +118,7 @@ class Template:
             )
             status = 0
         except BrokenPipeError:
-            status = 0  # the service went away first
+            status = 0  # the service closed the connection first
         except BaseException:
             traceback.print_exc()
         finally:
@@ -125,10 +126,10 @@ class Template:
             os._exit(status)
 
     def _kill(self, pid: int) -> None:
-        sweep(pid, self._confinement.uid(self._workers[pid]))
+        kill_worker(pid, self._confinement.uid(self._workers[pid]))
 
     def _reap(self) -> None:
-        """Bury ended workers and all that they leave."""
+        """Reap exited workers and kill the processes that they left behind."""
         while True:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -138,31 +139,31 @@ class Template:
                 return
             pid = ended.si_pid
             if pid in self._workers:
-                # Not reaped yet, so its number is still its own; what it started may live on.
+                # Not reaped yet, so its pid is not reused; processes that it started may still run.
                 self._kill(pid)
             _, status = os.waitpid(pid, 0)
-            if pid == self._watchman:
-                print("the watchman over the workers has ended; another one is posted", file=sys.stderr)
-                self._watchman = post_watchman(self._confinement, self._control.fileno())
+            if pid == self._reaper:
+                print("the orphan reaper has exited; starting another one", file=sys.stderr)
+                self._reaper = start_orphan_reaper(self._confinement, self._control.fileno())
             if self._workers.pop(pid, None) is not None:
-                # A worker's orphans are its children; with it gone they are ours, and strangers.
-                leftovers.clear(frozenset(filter(None, (*self._workers, self._watchman))))
+                # A worker adopts its orphans; after its exit they become unknown children of this process.
+                leftovers.clear(frozenset(filter(None, (*self._workers, self._reaper))))
                 remove_folders_of(pid)
-                self._say({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
+                self._send({"op": "exited", "pid": pid, "status": os.waitstatus_to_exitcode(status)})
 
-    def _say(self, message: Mapping[str, Any]) -> None:
-        _say(self._control, message)
+    def _send(self, message: Mapping[str, Any]) -> None:
+        _send(self._control, message)
 
 
-def _say(control: socket.socket, message: Mapping[str, Any]) -> None:
+def _send(control: socket.socket, message: Mapping[str, Any]) -> None:
     try:
         control.sendall(json.dumps(message).encode() + b"\n")
     except (BrokenPipeError, ConnectionResetError):
-        return  # the service is gone; the next read says so
+        return  # the service has closed the connection; the next read detects it
 
 
 def load_verifiers(spec: WorkerSpec) -> dict[str, Verifier]:
-    """Every verifier that prompts of the run can ask for; raises ConfigError for one that must be there."""
+    """Load every verifier that the run's prompts may name; raises ConfigError if a required one is unavailable."""
     verifiers = {spec.default_verifier: build_verifier(spec.default_verifier, spec.default_options)}
     for name in spec.required_verifiers:
         verifiers[name] = build_verifier(name, {})
@@ -175,7 +176,7 @@ def load_verifiers(spec: WorkerSpec) -> dict[str, Verifier]:
 
 
 def main(descriptor: int) -> None:
-    """Load, report, fork on request."""
+    """Load the verifiers, report the result, and fork workers on request."""
     with suppress(OSError):
         kernel.die_with_parent()
         kernel.adopt_orphans()
@@ -186,16 +187,16 @@ def main(descriptor: int) -> None:
         tokenizer = Tokenizer(spec.tokenizer_folder)
         verifiers = load_verifiers(spec)
     except RollmeshError as error:
-        _say(control, {"op": "failed", "error": type(error).__name__, "message": str(error)})
+        _send(control, {"op": "failed", "error": type(error).__name__, "message": str(error)})
         return
     except Exception as error:  # the import of a user's module may raise anything
         traceback.print_exc()
         message = f"reward.verifier: {spec.default_verifier}: {type(error).__name__}: {error}"
-        _say(control, {"op": "failed", "error": "ConfigError", "message": message})
+        _send(control, {"op": "failed", "error": "ConfigError", "message": message})
         return
     confinement = prepare(spec.memory_limit_bytes)
-    _say(control, {"op": "ready", "timeout_means_wrong": {n: v.timeout_means_wrong for n, v in verifiers.items()}})
-    # What is loaded by now stays shared with the workers: the collector never writes to its pages again.
+    _send(control, {"op": "ready", "timeout_means_wrong": {n: v.timeout_means_wrong for n, v in verifiers.items()}})
+    # Loaded modules stay shared with the workers: the garbage collector never writes to their pages again.
     gc.collect()
     gc.freeze()
     Template(control, spec, RewardHandler(tokenizer, verifiers, spec.default_verifier), confinement).run()

@@ -1,4 +1,4 @@
-"""The service's end of the template process: start it, ask for workers, end them, hear how they ended."""
+"""The template process as seen by the service: start it, spawn workers, end them, receive their exit status."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 from rollmesh.errors import ConfigError, DataError, RollmeshError
 from rollmesh.reward.pool.worker_spec import WorkerSpec
 
-_HEARING_BYTES = 1 << 16
+_READ_BYTES = 1 << 16
 _END_SECONDS = 5.0
 _PRIVATE_PREFIX = "ROLLMESH_"
 
 
 class TemplateLost(Exception):
-    """The template process has ended; its workers with it."""
+    """Exit of the template process and its workers."""
 
 
 class TemplateProcess:
-    """One running template. Make it with ``start``; a lost one is not repaired but replaced."""
+    """One running template, created by ``start``; a lost template is replaced, not repaired."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process = process
@@ -34,34 +34,35 @@ class TemplateProcess:
         self._spawning: dict[int, asyncio.Future[int]] = {}  # by slot
         self._exits: dict[int, asyncio.Future[int]] = {}  # by pid
         self.timeout_means_wrong: Mapping[str, bool] = {}
-        """By the name of each verifier that is loaded."""
+        """Declaration of each loaded verifier, by name."""
 
     @staticmethod
     async def start(spec: WorkerSpec) -> TemplateProcess:
         """Start a template and wait until its verifiers are loaded.
 
-        Raises ConfigError (or what else the template reports) when they cannot be, TemplateLost when it dies.
+        Raises ConfigError or DataError, as reported by the template, if they cannot be loaded, TemplateLost if the
+        template dies.
         """
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        service_end, template_end = socket.socketpair()
+        service_end.setblocking(False)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(_PRIVATE_PREFIX)}
-        # A template forks, so no library may start threads in it.
+        # The template forks, so no library may start threads in it.
         environment |= {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
         environment["TOKENIZERS_PARALLELISM"] = "false"
-        with theirs:
+        with template_end:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "rollmesh.reward.pool.template",
-                str(theirs.fileno()),
-                pass_fds=(theirs.fileno(),),
+                str(template_end.fileno()),
+                pass_fds=(template_end.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 env=environment,
             )
-        template = TemplateProcess(process, ours)
-        asyncio.get_running_loop().add_reader(ours.fileno(), template._hear)
+        template = TemplateProcess(process, service_end)
+        asyncio.get_running_loop().add_reader(service_end.fileno(), template._read_messages)
         try:
-            await asyncio.get_running_loop().sock_sendall(ours, spec.to_json().encode() + b"\n")
+            await asyncio.get_running_loop().sock_sendall(service_end, spec.to_json().encode() + b"\n")
             ready = await template._ready
         except (BrokenPipeError, ConnectionResetError) as error:
             await template.aclose()
@@ -74,11 +75,11 @@ class TemplateProcess:
 
     @property
     def lost(self) -> bool:
-        """Whether it has ended."""
+        """True once the template has exited."""
         return self._control.fileno() < 0
 
     async def spawn(self, slot: int, connection: socket.socket) -> int:
-        """Fork a worker that talks over ``connection``; returns its pid."""
+        """Fork a worker that serves ``connection``; returns its pid."""
         if self.lost:
             raise TemplateLost("the template process has ended")
         future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -86,21 +87,21 @@ class TemplateProcess:
         try:
             socket.send_fds(self._control, [_line({"op": "spawn", "slot": slot})], [connection.fileno()])
         except OSError as error:
-            self._lose()
-            raise TemplateLost(f"the template process does not listen: {error}") from error
+            self._mark_lost()
+            raise TemplateLost(f"the template process is unreachable: {error}") from error
         return await future
 
-    async def end(self, pid: int, patience_seconds: float) -> int | None:
-        """Give a worker so long to end by itself, then have it and all it started killed.
+    async def end(self, pid: int, grace_seconds: float) -> int | None:
+        """Wait ``grace_seconds`` for a worker to exit, then have it and its children killed.
 
-        Returns its exit status (negative: by that signal); None when the template is lost and nobody knows.
+        Returns its exit status (negative: killed by that signal), or None if the template is lost.
         """
         exited = self._exits.get(pid)
         if exited is None:
             return None
         try:
             try:
-                return await asyncio.wait_for(asyncio.shield(exited), patience_seconds)
+                return await asyncio.wait_for(asyncio.shield(exited), grace_seconds)
             except TimeoutError:
                 with suppress(OSError):
                     self._control.send(_line({"op": "kill", "pid": pid}))
@@ -112,28 +113,28 @@ class TemplateProcess:
 
     async def aclose(self) -> None:
         """End the template and all workers."""
-        self._lose()
+        self._mark_lost()
         try:
             await asyncio.wait_for(self._process.wait(), _END_SECONDS)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
 
-    def _hear(self) -> None:
+    def _read_messages(self) -> None:
         try:
-            data = self._control.recv(_HEARING_BYTES)
+            data = self._control.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
-            self._lose()
+            self._mark_lost()
             return
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
-            self._take(json.loads(line))
+            self._handle_message(json.loads(line))
 
-    def _take(self, message: Mapping[str, Any]) -> None:
+    def _handle_message(self, message: Mapping[str, Any]) -> None:
         match message["op"]:
             case "ready":
                 self._ready.set_result(message)
@@ -142,11 +143,11 @@ class TemplateProcess:
                 self._ready.set_exception(kinds.get(message["error"], ConfigError)(message["message"]))
             case "spawned":
                 self._exits[message["pid"]] = asyncio.get_running_loop().create_future()
-                _settle(self._spawning.pop(message["slot"], None), message["pid"])
+                _set_result(self._spawning.pop(message["slot"], None), message["pid"])
             case "exited":
-                _settle(self._exits.get(message["pid"]), message["status"])
+                _set_result(self._exits.get(message["pid"]), message["status"])
 
-    def _lose(self) -> None:
+    def _mark_lost(self) -> None:
         if self.lost:
             return
         asyncio.get_running_loop().remove_reader(self._control.fileno())
@@ -155,11 +156,11 @@ class TemplateProcess:
         for future in waiting:
             if not future.done():
                 future.set_exception(TemplateLost("the template process has ended"))
-                future.exception()  # whoever waits hears of it; if nobody does, that is no warning
+                future.exception()  # no warning if no task waits for this future
         self._spawning.clear()
 
 
-def _settle(future: asyncio.Future[int] | None, value: int) -> None:
+def _set_result(future: asyncio.Future[int] | None, value: int) -> None:
     if future is not None and not future.done():
         future.set_result(value)
 

@@ -1,4 +1,4 @@
-"""The service's end of one worker process."""
+"""The service's connection to one worker process."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import cast
 from rollmesh.reward.pool.pipe_frames import LARGEST_REPLY_BYTES, FrameBuffer, FrameError, frame
 from rollmesh.reward.pool.template_process import TemplateProcess
 
-_PATIENCE_SECONDS = 0.5
-"""A worker that closed its socket is given so long to be gone, so that its exit status is its own."""
+_EXIT_GRACE_SECONDS = 0.5
+"""Time for a worker that closed its socket to exit by itself, so that its exit status is not that of a kill."""
 
 
 class WorkerTimedOut(Exception):
-    """The worker did not answer in time and was killed."""
+    """Time-out of a worker, which was killed."""
 
 
 class WorkerDied(Exception):
-    """The worker ended before it answered."""
+    """Exit of a worker before its answer."""
 
     def __init__(self, reason: str, *, with_template: bool = False) -> None:
-        """``with_template``: the template ended too, and all its workers with it."""
+        """``with_template`` is True if the template exited too, with all its workers."""
         super().__init__(reason)
         self.with_template = with_template
 
 
 class WorkerConnection(asyncio.Protocol):
-    """Sends one request at a time to a worker and kills it when the answer is late or no answer at all."""
+    """Connection that sends one request at a time to a worker, and kills it if the answer is late or invalid."""
 
     def __init__(self, template: TemplateProcess) -> None:
         self._template = template
@@ -36,35 +36,35 @@ class WorkerConnection(asyncio.Protocol):
         self._answer: asyncio.Future[bytes] | None = None
         self.pid = 0
         self.closed = False
-        """Whether the worker has ended, or is as good as ended."""
+        """True once the worker has exited or must not be used any more."""
         self._ended: str | None = None
 
     @staticmethod
     async def open(template: TemplateProcess, slot: int) -> WorkerConnection:
         """Fork a worker and connect to it; raises TemplateLost."""
-        ours, theirs = socket.socketpair()
+        service_end, worker_end = socket.socketpair()
         connection = WorkerConnection(template)
         try:
-            with theirs:
-                connection.pid = await template.spawn(slot, theirs)
-            ours.setblocking(False)
-            await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=ours)
+            with worker_end:
+                connection.pid = await template.spawn(slot, worker_end)
+            service_end.setblocking(False)
+            await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=service_end)
         except BaseException:
-            ours.close()
+            service_end.close()
             raise
         return connection
 
-    async def ask(self, request: bytes, timeout_seconds: float) -> bytes:
-        """One request, one answer; raises WorkerTimedOut or WorkerDied, and the worker is gone then."""
+    async def request_answer(self, request: bytes, timeout_seconds: float) -> bytes:
+        """Send one request and return its answer; WorkerTimedOut and WorkerDied mean that the worker has ended."""
         if self._transport is None or self.closed:
-            raise WorkerDied(await self.end(_PATIENCE_SECONDS), with_template=self._template.lost)
+            raise WorkerDied(await self.end(_EXIT_GRACE_SECONDS), with_template=self._template.lost)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._answer = answer
         self._transport.write(frame(request))
         try:
             await asyncio.wait((answer,), timeout=timeout_seconds)
             if not answer.done():
-                # This process may have been the late one: take in what the worker has sent meanwhile.
+                # This process may have been late itself: read data that the worker has sent in the meantime.
                 await asyncio.sleep(0)
         finally:
             self._answer = None
@@ -76,39 +76,39 @@ class WorkerConnection(asyncio.Protocol):
         except ConnectionError as error:
             if str(error):
                 raise WorkerDied(str(error)) from error
-            reason = await self.end(_PATIENCE_SECONDS)
+            reason = await self.end(_EXIT_GRACE_SECONDS)
             raise WorkerDied(reason, with_template=self._template.lost) from error
 
-    async def end(self, patience_seconds: float = 0.0) -> str:
-        """Let the worker end, or kill it and all it started; returns how it ended."""
+    async def end(self, grace_seconds: float = 0.0) -> str:
+        """Wait ``grace_seconds`` for the worker to exit, then kill it; returns a description of its exit."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
         if self._ended is None:
-            status = await self._template.end(self.pid, patience_seconds)
+            status = await self._template.end(self.pid, grace_seconds)
             if status is None:
-                self._ended = "the process that started it has ended"
+                self._ended = "its template process has ended"
             else:
                 self._ended = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return self._ended
 
     @property
     def ended(self) -> bool:
-        """Whether ``end`` has been through."""
+        """True once ``end`` has completed."""
         return self._ended is not None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not subclass it
 
     def data_received(self, data: bytes) -> None:
         try:
             frames = self._frames.feed(data)
         except FrameError as error:
-            self._fail(f"the worker sent what is no answer: {error}")
+            self._fail(f"the worker sent an invalid answer: {error}")
             return
         for payload in frames:
             if self._answer is None or self._answer.done():
-                self._fail("the worker sent an answer that nobody asked for")
+                self._fail("the worker sent an answer without a request")
                 return
             self._answer.set_result(payload)
 

@@ -1,8 +1,8 @@
-"""A pool of worker processes that are killed, not asked, when they take too long.
+"""A pool of worker processes that are killed when they exceed their time limit.
 
-One answer at a time per worker: a poisonous one costs its own time and a fork of the loaded template, never its
-neighbours. (pebble's pool was weighed and left: it unpickles what confined processes send, kills the worker but not
-what the worker started, and a new worker would load its libraries again.)
+Each worker handles one answer at a time, so an answer that crashes or hangs its worker costs its own time and a fork of
+the loaded template, and affects no other answer. pebble's pool does not fit: it unpickles data from confined processes,
+kills the worker but not the worker's children, and a new worker would load its libraries again.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from rollmesh.runtime.logging import get_logger
 
 _PROBE_SECONDS = 30.0
 _TEMPLATE_ATTEMPTS = 5
-_FIRST_PAUSE_SECONDS = 0.1
+_FIRST_RETRY_SECONDS = 0.1
 
 
 class PoolObserver(Protocol):
-    """Hears what happens in a pool, for metrics."""
+    """Observer of a pool's events, for metrics."""
 
     def queued(self, waiting: int) -> None:
-        """So many answers wait for a worker."""
+        """Record the number of answers that wait for a worker."""
 
     def started(self, queue_seconds: float) -> None:
-        """An answer left the queue."""
+        """Record the queue time of an answer that a worker starts."""
 
     def replaced(self, reason: str) -> None:
-        """A worker is gone: ``timed_out``, ``died`` or ``retired``."""
+        """Count a worker that must be replaced: ``timed_out``, ``died`` or ``retired``."""
 
 
 @dataclass(slots=True)
@@ -47,12 +47,12 @@ class _Job:
 
 
 class WorkerPool:
-    """Runs requests in worker processes; use as an async context manager."""
+    """Pool that runs requests in worker processes; use as an async context manager."""
 
     def __init__(
         self, spec: WorkerSpec, size: int, observer: PoolObserver, on_failure: Callable[[BaseException], None]
     ) -> None:
-        """``on_failure`` hears once that the pool is beyond repair; requests after that fail."""
+        """``on_failure`` is called if the pool cannot recover; later requests fail."""
         self._spec = spec
         self._size = size
         self._observer = observer
@@ -63,14 +63,14 @@ class WorkerPool:
         self._jobs: asyncio.Queue[_Job] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
         self._failure = ""
-        """Why no request can be served any more."""
+        """Reason that requests fail; empty while the pool works."""
 
     async def __aenter__(self) -> WorkerPool:
-        """Load the verifiers and start the workers; raises ConfigError when they cannot be loaded."""
+        """Load the verifiers and start the workers; raises ConfigError if a verifier cannot be loaded."""
         try:
-            await self._living_template()
+            await self._running_template()
         except TemplateLost as error:
-            raise RollmeshError(f"reward: {error}; its own output says why") from error
+            raise RollmeshError(f"reward: {error}; see its output on standard error") from error
         self._slots = [asyncio.create_task(self._run_slot(n), name=f"slot-{n}") for n in range(self._size)]
         for task in self._slots:
             task.add_done_callback(self._slot_ended)
@@ -86,23 +86,23 @@ class WorkerPool:
 
     @property
     def timeout_means_wrong(self) -> Mapping[str, bool]:
-        """What the loaded verifiers declare, by name."""
+        """Declarations of the loaded verifiers, by name."""
         return self._template.timeout_means_wrong if self._template is not None else {}
 
     @property
     def waiting_count(self) -> int:
-        """Requests that no worker has started on."""
+        """Requests that wait for a worker."""
         return self._jobs.qsize()
 
     async def run(self, payload: bytes, timeout_seconds: float) -> bytes:
-        """Have a worker handle ``payload``; the time counts from when a worker starts on it.
+        """Run ``payload`` in a worker; the time limit starts when the worker starts on it.
 
-        Raises WorkerTimedOut when that passed, WorkerDied when the worker ended first.
+        Raises WorkerTimedOut if the time limit expires, WorkerDied if the worker exits first.
         """
         return await self._submit(SCORE + payload, timeout_seconds)
 
     async def probe(self) -> bytes:
-        """The report of one worker process about its own confinement."""
+        """Return the report of one worker process about its confinement."""
         return await self._submit(PROBE, _PROBE_SECONDS)
 
     async def _submit(self, request: bytes, timeout_seconds: float) -> bytes:
@@ -119,16 +119,16 @@ class WorkerPool:
         worker: WorkerConnection | None = None
         try:
             while True:
-                # The next worker is forked before there is work for it.
-                worker = await self._living_worker(slot, worker)
+                # The next worker is forked before a job arrives.
+                worker = await self._usable_worker(slot, worker)
                 job = await self._jobs.get()
                 self._observer.queued(self._jobs.qsize())
-                if job.result.done():  # its caller has given up
+                if job.result.done():  # its caller has cancelled it
                     continue
                 try:
-                    worker = await self._living_worker(slot, worker)
+                    worker = await self._usable_worker(slot, worker)
                 except Exception:
-                    self._jobs.put_nowait(job)  # it fails with those that wait, once this slot has ended
+                    self._jobs.put_nowait(job)  # it fails with the waiting jobs once this slot has ended
                     raise
                 await self._serve(job, worker)
         finally:
@@ -138,7 +138,7 @@ class WorkerPool:
     async def _serve(self, job: _Job, worker: WorkerConnection) -> None:
         self._observer.started(time.monotonic() - job.queued_at)
         try:
-            answer = await worker.ask(job.request, job.timeout_seconds)
+            answer = await worker.request_answer(job.request, job.timeout_seconds)
         except (WorkerTimedOut, WorkerDied) as error:
             if not job.result.done():
                 job.result.set_exception(error)
@@ -150,7 +150,7 @@ class WorkerPool:
             if not job.result.done():
                 job.result.set_result(answer)
 
-    async def _living_worker(self, slot: int, worker: WorkerConnection | None) -> WorkerConnection:
+    async def _usable_worker(self, slot: int, worker: WorkerConnection | None) -> WorkerConnection:
         if worker is not None:
             if not worker.closed:
                 return worker
@@ -160,17 +160,17 @@ class WorkerPool:
         return await self._open(slot)
 
     async def _open(self, slot: int) -> WorkerConnection:
-        pause = _FIRST_PAUSE_SECONDS
+        pause = _FIRST_RETRY_SECONDS
         for _ in range(_TEMPLATE_ATTEMPTS):
             try:
-                return await WorkerConnection.open(await self._living_template(), slot)
+                return await WorkerConnection.open(await self._running_template(), slot)
             except TemplateLost as error:
                 self._log.warning("template_lost", message=str(error), pause_seconds=pause)
                 await asyncio.sleep(pause)
                 pause *= 2
         raise RollmeshError(f"reward: the template process ended {_TEMPLATE_ATTEMPTS} times in a row")
 
-    async def _living_template(self) -> TemplateProcess:
+    async def _running_template(self) -> TemplateProcess:
         async with self._starting:
             if self._template is None or self._template.lost:
                 if self._template is not None:

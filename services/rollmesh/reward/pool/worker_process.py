@@ -1,4 +1,4 @@
-"""The life of one worker process: confined, then one answer after the other until told to end."""
+"""Main loop of one worker process: confine the process, then score one answer after another."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PROBE = b"P"
 
 
 class Handler(Protocol):
-    """Turns one request into one reply; never raises."""
+    """Function that turns one request into one reply; never raises."""
 
-    worn_out: bool
-    """Whether the process should be replaced."""
+    needs_replacement: bool
+    """True if the process must be replaced."""
 
     def __call__(self, payload: bytes) -> bytes: ...
 
@@ -33,7 +33,7 @@ def run_worker(
     item_count: int,
     probe: Callable[[], dict[str, object]],
 ) -> None:
-    """Serve requests until the service closes the connection, the handler is worn out, or enough were served."""
+    """Serve up to ``item_count`` requests, or until the service disconnects or the handler needs a replacement."""
     confine_worker(confinement, birth)
     for _ in range(item_count):
         request = receive_frame(connection, LARGEST_REQUEST_BYTES + 1)
@@ -45,5 +45,5 @@ def run_worker(
             continue
         allow_cpu(timeout_seconds)
         connection.sendall(frame(handler(payload)))
-        if handler.worn_out:
+        if handler.needs_replacement:
             return

@@ -1,4 +1,4 @@
-"""What the template process is told when it starts; plain JSON."""
+"""Startup parameters of the template process, sent as JSON."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _NEEDS_OPTIONS = frozenset({"regex", "http_judge", "composite"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """Everything that worker processes have in common."""
+    """Common parameters of worker processes."""
 
     tokenizer_folder: str
     default_verifier: str
     default_options: Mapping[str, Any]
     required_verifiers: tuple[str, ...]
-    """Besides the default; the service does not start without them."""
+    """Verifiers required in addition to the default; the service does not start without them."""
     optional_verifiers: tuple[str, ...]
-    """Loaded if their packages are there: rows of the data set may name them."""
+    """Verifiers that rows of the data set may name; loaded if their packages are installed."""
     timeout_seconds: float
     memory_limit_bytes: int
     items_per_worker: int = _ITEMS_PER_WORKER
-    """A worker is replaced after so many answers, so that leaks and caches of libraries stay bounded."""
+    """Number of answers after which a worker is replaced, to limit memory leaks and caches of libraries."""
 
     def to_json(self) -> str:
-        """Encode."""
+        """Encode as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> WorkerSpec:
-        """Decode."""
+        """Decode from JSON."""
         fields = json.loads(text)
         for name in ("required_verifiers", "optional_verifiers"):
             fields[name] = tuple(fields[name])
@@ -46,7 +46,7 @@ class WorkerSpec:
 
 
 def worker_spec(config: RunConfig) -> WorkerSpec:
-    """The spec of a run; raises ConfigError when the model folder is not there."""
+    """Build the spec of a run; raises ConfigError if the model folder is missing."""
     required, optional = needed_verifiers(config)
     return WorkerSpec(
         tokenizer_folder=str(resolve_model(config.model.path)),
@@ -60,7 +60,7 @@ def worker_spec(config: RunConfig) -> WorkerSpec:
 
 
 def needed_verifiers(config: RunConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of verifiers that prompts of this run can ask for, besides the default: (required, optional)."""
+    """Return the names of verifiers that this run's prompts may name, without the default: (required, optional)."""
     required: set[str] = set()
     optional: set[str] = set()
     for source in (config.data.source, config.data.evaluation_source):

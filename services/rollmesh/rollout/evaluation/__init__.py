@@ -1,1 +1,1 @@
-"""Evaluation: fixed prompts, answered by one pinned policy version, scored and never trained on."""
+"""Evaluation: fixed prompts, answered by one pinned policy version, scored, never trained on."""

@@ -1,8 +1,9 @@
 """Evaluations: a fixed set of prompts answered by one pinned policy version, scored, never trained on.
 
-They live outside admission and pool: the mesh's trajectory counts do not know them. While one runs, a generator is
-pinned to the version asked for (``pins``); an answer counts only if every token carries it. A version that no
-generator comes to serve (its weights are pruned, or refused) ends without a score: a run must not wait for it.
+Their trajectories bypass admission and the pool, and the mesh's trajectory counts exclude them. During an evaluation a
+generator is pinned to the requested version (``pinned_generator``); an answer counts only if this version sampled every
+token. If no generator serves the version (its weights are pruned or refused), the evaluation ends without a score, so
+that the run does not wait for it.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class EvaluationAnswer:
     """One scored answer of an evaluation."""
 
     reward: float | None
-    """None when the verifier gave no value."""
+    """Reward of the verifier; None if it returned no value."""
     token_count: int
     truncated: bool
     policy_versions: tuple[int, ...]
 
 
 def summarise(answers: Sequence[EvaluationAnswer], pinned_version: int) -> EvalResult:
-    """Mean reward, its standard error (sample standard deviation / sqrt(n)), lengths and truncated share."""
+    """Compute mean reward, standard error (sample standard deviation / sqrt(n)), lengths and truncated share."""
     counted = [a for a in answers if a.reward is not None and a.policy_versions == (pinned_version,)]
     rewards = [a.reward for a in counted if a.reward is not None]
     n = len(rewards)
@@ -67,7 +68,7 @@ def summarise(answers: Sequence[EvaluationAnswer], pinned_version: int) -> EvalR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatorDeps:
-    """What an evaluator is made of."""
+    """Dependencies of an evaluator."""
 
     store: TrajectoryStore
     session: WorkerSession
@@ -76,19 +77,19 @@ class EvaluatorDeps:
     scorer: TrajectoryScorer
     program: Program
     open_prompts: Callable[[], PromptSource]
-    """Opens the evaluation prompts, once the first evaluation needs them."""
+    """Function that opens the evaluation prompts, called by the first evaluation."""
     unserved_seconds: float
-    """How long a pinned version may be served by no generator before its evaluation is given up."""
+    """Seconds that no generator may serve a pinned version before its evaluation ends without a score."""
     metrics: RolloutMetrics
 
 
 class Evaluator:
-    """Claims evaluation requests and answers them."""
+    """Loop that claims evaluation requests and completes them."""
 
     def __init__(
-        self, parts: EvaluatorDeps, config: EvalConfig, *, budget: int, stop_token_ids: tuple[int, ...]
+        self, deps: EvaluatorDeps, config: EvalConfig, *, budget: int, stop_token_ids: tuple[int, ...]
     ) -> None:
-        self._parts = parts
+        self._deps = deps
         self._config = config
         self._budget = budget
         self._params = SamplingParams(
@@ -102,10 +103,10 @@ class Evaluator:
         self._log = get_logger("evaluation")
 
     async def run(self) -> None:
-        """Answer evaluations until cancelled; an unfinished one waits for another worker."""
+        """Run evaluations until cancelled; another worker runs an unfinished one again."""
         while True:
             try:
-                request = await self._parts.session.call(self._parts.store.claim_evaluation)
+                request = await self._deps.session.call(self._deps.store.claim_evaluation)
                 if request is not None:
                     await self._evaluate(request)
                     continue
@@ -115,19 +116,19 @@ class Evaluator:
 
     async def _evaluate(self, request: EvalRequest) -> None:
         self._log.info("evaluation_starts", evaluation=request.evaluation_id, policy_version=request.policy_version)
-        self._parts.metrics.evaluations_started.inc()
-        store = self._parts.store
+        self._deps.metrics.evaluations_started.inc()
+        store = self._deps.store
         answers: list[EvaluationAnswer] = []
-        pin = Pin(store, self._parts.generators, request)
+        pin = Pin(store, self._deps.generators, request)
         async with pin.held() as served:
             if served:
                 answers = await self._answers_while_served(request, pin)
             else:
-                self._give_up(request, "there is no such policy version, or its weights are pruned")
+                self._give_up(request, "the policy version does not exist, or its weights are pruned")
         result = summarise(answers, request.policy_version)
-        await store.finish_evaluation(self._parts.session.current, request.evaluation_id, result)
-        self._parts.metrics.evaluations.inc()
-        self._parts.metrics.last_evaluation.set_to_current_time()
+        await store.finish_evaluation(self._deps.session.current, request.evaluation_id, result)
+        self._deps.metrics.evaluations.inc()
+        self._deps.metrics.last_evaluation.set_to_current_time()
         self._log.info(
             "evaluation_done",
             policy_version=request.policy_version,
@@ -138,15 +139,15 @@ class Evaluator:
         )
 
     async def _answers_while_served(self, request: EvalRequest, pin: Pin) -> list[EvaluationAnswer]:
-        """The answers; none of them when the version is served by nobody for too long."""
+        """Return the answers; none if no generator serves the version for too long."""
         answering = asyncio.create_task(self._answers(request, pin.slot_count))
         try:
             last_served = time.monotonic()
-            while not (await asyncio.wait({answering}, timeout=min(_LOOK_SECONDS, self._parts.unserved_seconds)))[0]:
+            while not (await asyncio.wait({answering}, timeout=min(_LOOK_SECONDS, self._deps.unserved_seconds)))[0]:
                 if pin.waits or self._served(request.policy_version):
                     last_served = time.monotonic()
-                elif time.monotonic() - last_served > self._parts.unserved_seconds:
-                    unserved = f"no generator served it for {self._parts.unserved_seconds:g} s"
+                elif time.monotonic() - last_served > self._deps.unserved_seconds:
+                    unserved = f"no generator served it for {self._deps.unserved_seconds:g} s"
                     self._give_up(request, f"{unserved}: its weights are pruned, or were refused")
                     return []
             return answering.result()
@@ -155,16 +156,16 @@ class Evaluator:
             await asyncio.gather(answering, return_exceptions=True)
 
     def _give_up(self, request: EvalRequest, reason: str) -> None:
-        self._parts.metrics.evaluations_given_up.inc()
+        self._deps.metrics.evaluations_given_up.inc()
         self._log.error("evaluation_given_up", policy_version=request.policy_version, message=reason)
 
     def _served(self, policy_version: int) -> bool:
-        records = self._parts.generators.records.values()
+        records = self._deps.generators.records.values()
         return any(record.serving and record.policy_version == policy_version for record in records)
 
     async def _answers(self, request: EvalRequest, concurrency: int) -> list[EvaluationAnswer]:
         if self._prompts is None:
-            self._prompts = await asyncio.to_thread(self._parts.open_prompts)
+            self._prompts = await asyncio.to_thread(self._deps.open_prompts)
         count = min(request.prompt_count, self._prompts.epoch_size)
         waiting = [(index, sample) for index in range(count) for sample in range(request.samples_per_prompt)]
         waiting.reverse()
@@ -186,9 +187,9 @@ class Evaluator:
 
     async def _answer(self, request: EvalRequest, index: int, sample: int) -> EvaluationAnswer:
         assert self._prompts is not None
-        # The noise is keyed by the trajectory's id. The version is not in it: every version meets the same noise.
+        # The trajectory's id keys the noise. It excludes the version, so every version gets the same noise.
         prompt = self._prompts.prompt(0, index)
-        held = ActiveTrajectory(
+        active = ActiveTrajectory(
             Trajectory(
                 trajectory_id=f"eval-{index}.{sample}",
                 group_id=f"eval-{index}",
@@ -198,8 +199,8 @@ class Evaluator:
             )
         )
         rollout = RolloutContext(
-            held=held,
-            caller=self._parts.caller,
+            active=active,
+            caller=self._deps.caller,
             params=self._params,
             budget=self._budget,
             save=_nothing,
@@ -209,32 +210,32 @@ class Evaluator:
             pinned_version=request.policy_version,
         )
         try:
-            ending = await self._parts.program.run(rollout)
-            trajectory = held.result(ending.reason)
-            outcome = (await self._parts.scorer.score(trajectory, ending.outcome)).outcome
+            result = await self._deps.program.run(rollout)
+            trajectory = active.result(result.reason)
+            outcome = (await self._deps.scorer.score(trajectory, result.outcome)).outcome
         except (StoreUnavailable, SessionLost):
             raise
         except RollmeshError as error:
             self._log.warning("evaluation_answer_failed", prompt=prompt.prompt_id, message=str(error))
-            return EvaluationAnswer(reward=None, token_count=held.token_count, truncated=False, policy_versions=())
-        except Exception:  # whatever a program of the user raises fails its answer, not the replica
+            return EvaluationAnswer(reward=None, token_count=active.token_count, truncated=False, policy_versions=())
+        except Exception:  # an error in a user's program fails the answer, not the replica
             self._log.exception("evaluation_answer_failed", prompt=prompt.prompt_id)
-            return EvaluationAnswer(reward=None, token_count=held.token_count, truncated=False, policy_versions=())
+            return EvaluationAnswer(reward=None, token_count=active.token_count, truncated=False, policy_versions=())
         return EvaluationAnswer(
             reward=outcome.value if outcome.kind is OutcomeKind.SCORED else None,
-            token_count=held.token_count,
-            truncated=ending.reason is FinishReason.LENGTH,
+            token_count=active.token_count,
+            truncated=result.reason is FinishReason.LENGTH,
             policy_versions=trajectory.policy_versions,
         )
 
 
-async def _nothing(_held: ActiveTrajectory) -> None:
-    """Answers of an evaluation are not saved."""
+async def _nothing(_active: ActiveTrajectory) -> None:
+    """Save nothing: answers of an evaluation are not stored."""
 
 
-async def _no_snapshot(_held: ActiveTrajectory, _snapshot: bytes) -> None:
-    """Nor are their environments."""
+async def _no_snapshot(_active: ActiveTrajectory, _snapshot: bytes) -> None:
+    """Save nothing: environments of an evaluation are not stored."""
 
 
-async def _restart(held: ActiveTrajectory) -> None:
-    held.restart()
+async def _restart(active: ActiveTrajectory) -> None:
+    active.restart()

@@ -1,12 +1,12 @@
-"""Having one policy version served for the length of an evaluation, while the rest of the mesh goes on.
+"""Pin of one policy version for the duration of an evaluation.
 
     consumes     the registry of generators, the desired state
-    produces     a pin, renewed until the evaluation is over
-    waits for    a pin of a person or of another evaluation to go
-    unblocked by whoever holds it
+    produces     a pin, renewed until the evaluation ends
+    waits for    the release of a pin by an operator or another evaluation
+    unblocked by the owner of that pin
 
-While the run trains, one generator is held back on the version and the others follow the newest one; a paused mesh
-has nothing to hold up, so there all generators serve it.
+While the run trains, one generator stays on the pinned version and the others follow the newest one. In a paused mesh
+all generators serve the pinned version.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EvalRequest
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.routing import choose_keeper
+from rollmesh.worker.routing import choose_pinned
 
 _LOOK_SECONDS = 0.5
 
 
 class Pin:
-    """The pin of one evaluation; ``held`` takes it back at the end."""
+    """Pin of one evaluation; ``held`` releases it at the end."""
 
     def __init__(self, store: TrajectoryStore, generators: GeneratorPool, request: EvalRequest) -> None:
         self._store = store
         self._generators = generators
         self._request = request
-        self._keeper = ""
+        self._pinned_instance = ""
         self._waits = False
         self._log = get_logger("evaluation")
 
     @property
     def waits(self) -> bool:
-        """Whether somebody else's pin is in force now."""
+        """True while a pin of another owner is in force."""
         return self._waits
 
     @property
     def slot_count(self) -> int:
-        """Calls that the evaluation may run at once: all slots of a paused mesh, else half of one generator's."""
-        keeper = self._generators.records.get(self._keeper)
-        if keeper is None:
+        """Most calls of the evaluation at once: all slots of a paused mesh, else half of the pinned generator's."""
+        pinned = self._generators.records.get(self._pinned_instance)
+        if pinned is None:
             return max(1, self._generators.serving_slots)
-        return max(1, keeper.slot_count // 2)
+        return max(1, pinned.slot_count // 2)
 
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[bool]:
-        """Wait for the pin and renew it inside the block; yields False when there is no such version."""
+        """Wait for the pin and renew it inside the block; yields False if the version does not exist."""
         if not await self._taken():
             yield False
             return
@@ -71,7 +71,7 @@ class Pin:
         return True
 
     async def _renew(self) -> None:
-        """Pin again and again: the generator may go, a person may unpin, Redis may come back as it was before."""
+        """Renew the pin: the generator may leave, an operator may unpin, Redis may be restored to an earlier state."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             try:
@@ -80,15 +80,15 @@ class Pin:
                 self._log.warning("pin_not_renewed", message=str(error))
 
     async def _pin(self) -> bool:
-        """Pin once; False while somebody else's pin or a missing generator is in the way."""
+        """Pin once; returns False while another owner's pin is in force or no generator serves."""
         version = self._request.policy_version
         paused = (await self._store.desired()).paused
-        keeper = choose_keeper(list(self._generators.records.values()), version, self._keeper)
-        if keeper is None and not paused:
+        pinned = choose_pinned(list(self._generators.records.values()), version, self._pinned_instance)
+        if pinned is None and not paused:
             return False
-        self._keeper = "" if paused or keeper is None else keeper.instance_id
+        self._pinned_instance = "" if paused or pinned is None else pinned.instance_id
         try:
-            await self._store.pin_policy(version, owner=self._request.evaluation_id, instance_id=self._keeper)
+            await self._store.pin_policy(version, owner=self._request.evaluation_id, instance_id=self._pinned_instance)
         except Conflict as error:
             if not self._waits:
                 self._log.warning("evaluation_waits", evaluation=self._request.evaluation_id, message=str(error))

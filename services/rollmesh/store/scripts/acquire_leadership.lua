@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
--- ARGV: fresh token, candidate name. Returns 1 when the token now leads.
+-- Gives the leadership lease to a candidate. ARGV: new token, candidate name. Returns 1 when the token leads.
 local meta = call('HMGET', K.meta, 'leader', 'leader_until')
 if meta[1] and meta[1] ~= ARGV[1] and now() < recorded_time('leader_until', meta[2], now() + ttl_ms()) then return 0 end
 if meta[1] ~= ARGV[1] then
   call('HSET', K.meta, 'leader_since', now())
-  -- Who leads after a failure leads a run that somebody has started again: what was counted in a row starts again too.
+  -- A new leader after a failure means that an operator has restarted the run: reset the counters of consecutive groups.
   if (call('HGET', K.meta, 'failure') or '') ~= '' then
     call('HSET', K.meta, 'failure', '', 'filtered_in_a_row', 0, 'unscored_in_a_row', 0)
   end

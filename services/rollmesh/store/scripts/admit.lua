@@ -2,7 +2,7 @@
 -- Opens groups with their pending trajectories and advances the cursor.
 -- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
 --   id, needed, epoch, index, prompt bytes ('' when it was uploaded under its own key).
--- Returns how many were opened; groups that are known or gone are skipped.
+-- Returns the number of opened groups; groups that are queued, trained or dropped are skipped.
 require_leader(ARGV[1])
 refuse_while_recovering('admit')
 local meta = call('HMGET', K.meta, 'admit_nonce', 'admit_count', 'cursor_epoch', 'cursor_index', 'admission_seq',
@@ -18,7 +18,7 @@ local function known(gid, epoch, index)
   return call('EXISTS', group_key(gid)) == 1 or call('ZSCORE', K.tombstones, gid) or call('HEXISTS', K.cut, gid) == 1
 end
 
--- Every group is looked at before the first write: a lost upload leaves the whole call without effect.
+-- Every group is checked before the first write, so a lost upload leaves the whole call without effect.
 local new, named = {}, {}
 for group = 0, tonumber(ARGV[7]) - 1 do
   local at = 8 + group * 5

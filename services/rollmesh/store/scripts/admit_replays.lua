@@ -1,6 +1,6 @@
 #!lua
--- Opens groups of replayed dead letters that wait for room, the oldest request first. ARGV: leader, most groups.
--- Returns how many were opened.
+-- Opens waiting groups of replayed dead letters, the oldest request first. ARGV: leader, maximum number of groups.
+-- Returns the number of opened groups.
 require_leader(ARGV[1])
 refuse_while_recovering('admit')
 local waiting = call('HKEYS', K.replays)

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- A policy exists once this accepts it. ARGV: trainer, version, train step, path, manifest digest.
+-- Registers a published policy. ARGV: trainer, version, train step, path, manifest digest. Returns 0 for a repeat.
 require_trainer(ARGV[1])
 local version = tonumber(ARGV[2])
 local highest = tonumber(call('HGET', K.meta, 'policy_version'))

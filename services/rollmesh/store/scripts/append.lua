@@ -1,5 +1,6 @@
 #!lua
--- Partial save. ARGV: session, items, then the items (lib/save.lua). Returns (status, tokens) per item.
+-- Saves tokens of leased trajectories. ARGV: session, number of items, then the items (lib/save.lua).
+-- Returns (status, saved tokens) per item.
 local items, reply = read_items(3, tonumber(ARGV[2])), {}
 check(items)
 for _, item in ipairs(items) do

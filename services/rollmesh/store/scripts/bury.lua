@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Held trajectories become dead letters. ARGV: session, then (id, reason) each. Returns how many.
+-- Turns held trajectories into dead letters. ARGV: session, then (id, reason) each. Returns their number.
 local buried = 0
 for at = 2, #ARGV, 2 do
   if load_group(group_of(ARGV[at])) and call('SREM', held_key(ARGV[1]), ARGV[at]) == 1 then

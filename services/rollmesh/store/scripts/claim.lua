@@ -1,10 +1,10 @@
 #!lua flags=no-writes,allow-oom
--- What a slice of a batch consists of; changes nothing.
--- ARGV: trainer, train step, first and last group, and of how many tokens (of eight bytes) the payload may come along.
--- Returns (group, admission index, members that were scored, payload) in training order; nothing before the cut and
--- past the end. A member is (number, birth version, finish reason, outcome, reward). The payload is the prompt and the
--- saved segments of each member. It is left out where it is too large, so that no call keeps the server long: the
--- caller reads it with plain commands.
+-- Reads a slice of a batch; changes nothing.
+-- ARGV: trainer, train step, first and last group, maximum payload of the reply in tokens (of eight bytes).
+-- Returns (group, admission index, scored members, payload) in training order; nothing before the cut and past the end.
+-- A member is (number, birth version, finish reason, outcome, reward). The payload is the prompt and the saved segments
+-- of each member. A payload over the maximum is omitted, so that no call blocks the server for long: the caller reads it
+-- with plain commands.
 require_trainer(ARGV[1])
 local step = ARGV[2]
 if tonumber(step) <= tonumber(call('HGET', K.meta, 'trained_step')) then

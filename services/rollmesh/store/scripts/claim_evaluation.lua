@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- The oldest waiting evaluation; a session that has one gets it again. ARGV: session. Returns its id or ''.
+-- Claims the oldest waiting evaluation; a session with a claim gets it again. ARGV: session. Returns its id or ''.
 require_session(ARGV[1])
 local claims = call('HGETALL', K.evaluation_claims)
 for at = 1, #claims, 2 do

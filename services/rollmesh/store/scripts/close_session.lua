@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Ends a session and gives back a slice of what it holds. ARGV: session, slice size, '1' when attempts do not count.
--- Returns how many went back; 0 means that nothing is left.
+-- Closes a session and releases a slice of its trajectories. ARGV: session, slice size, '1' when attempts do not count.
+-- Returns the number of released trajectories; 0 means that none is left.
 if call('ZREM', K.sessions, ARGV[1]) == 1 then call('SADD', K.closing, ARGV[1]) end
 local ids = call('SRANDMEMBER', held_key(ARGV[1]), ARGV[2])
 local given = {}

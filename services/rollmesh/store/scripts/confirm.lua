@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- The batch file is on disk: payloads go, those of the first groups with this call (sweep: the others).
+-- Confirms that a batch file is on disk and deletes the payloads of the first groups; sweep deletes the others.
 -- ARGV: trainer, train step, digest, groups of this call, group ids. Returns the number of groups in the batch, 0 when
--- nothing is left of it.
+-- the batch is deleted.
 require_trainer(ARGV[1])
 local step, digest = ARGV[2], ARGV[3]
 local there = call('HGET', batch_key(step), 'digest')

@@ -1,5 +1,5 @@
 #!lua flags=no-writes,allow-oom
--- Sizes of every state, totals, drops and memory.
+-- Returns the size of every state, totals, drops and memory.
 local memory = call('INFO', 'memory')
 return {
   call('HGETALL', K.counts), call('HGETALL', K.drops), call('ZCARD', K.pending), call('ZCARD', K.partial),

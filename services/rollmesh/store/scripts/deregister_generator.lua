@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- ARGV: instance id.
+-- Removes the record of a generator. ARGV: instance id.
 remove_generators({ARGV[1]})
 next_registry_version()
 return 1

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Drops open or ready groups. ARGV: leader, reason, group ids. Returns how many were dropped.
+-- Drops open or ready groups. ARGV: leader, reason, group ids. Returns the number of dropped groups.
 require_leader(ARGV[1])
 refuse_while_recovering('evict')
 local dropped = 0

@@ -1,5 +1,5 @@
 #!lua
--- Last tokens and finish reason: leased -> finished. ARGV and reply as in append.
+-- Saves the last tokens and the finish reason: leased -> finished. ARGV and reply as in append.
 local items, reply, lengths = read_items(3, tonumber(ARGV[2])), {}, {}
 check(items)
 for _, item in ipairs(items) do

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- ARGV: session, id, result (JSON). The holder's first result counts.
+-- Records the result of an evaluation; the first result of its holder counts. ARGV: session, id, result (JSON).
 local result = call('HGET', evaluation_key(ARGV[2]), 'result')
 if result then
   if result == ARGV[3] then return 0 end

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Deletes the records of groups that reassert_groups has placed: their batch file has them. ARGV: trainer, group ids of
--- this slice. Returns how many had records.
+-- Deletes the records of re-asserted groups, which are in their batch file. ARGV: trainer, group ids of this slice.
+-- Returns the number of groups that had records.
 require_trainer(ARGV[1])
 local deleted = 0
 for at = 2, #ARGV do
@@ -8,7 +8,7 @@ for at = 2, #ARGV do
   local group = load_group(gid)
   if group and (call('HGET', K.cut, gid) or call('ZSCORE', K.tombstones, gid)) then
     delete_group(group, '')
-    -- A last score may have made it ready once more.
+    -- A late score may have made the group ready again.
     for _, queue in ipairs({K.open, K.ready, K.open_steps, K.ready_steps}) do call('ZREM', queue, gid) end
     deleted = deleted + 1
   end

@@ -1,7 +1,7 @@
 #!lua
--- Another member for the group of a held trajectory, leased to its session at once: its agent goes on under a context
--- that the trajectory does not hold. At most `needed` more than the group began with, as with replacements, and never
--- more than pool_size. ARGV: session, trajectory, nonce.
+-- Adds a member to the group of a held trajectory and leases it to the same session: its agent continues with a context
+-- that the trajectory does not contain. A group has at most 2 * `needed` members, replacements included, and the pool at
+-- most pool_size. ARGV: session, trajectory, nonce.
 -- Returns (status, id, birth version, time of the lease in ms); a retry with the same nonce gets the same member.
 local session, parent = ARGV[1], ARGV[2]
 require_session(session)

@@ -1,6 +1,7 @@
 #!lua flags=no-writes,allow-oom
--- Records of the living generators that were written after a version of the registry. ARGV: version; 0 asks for all.
--- Returns the version, how many live, 1 when these are all of them, then (milliseconds to live, record) each.
+-- Returns the records of live generators written after a registry version. ARGV: version; 0 returns all records.
+-- The reply is the version, the number of live generators, 1 when it has all of them, then (milliseconds to live, record)
+-- each.
 local after, newest = tonumber(ARGV[1]), call('HGET', K.desired, 'registry_version') or '0'
 local reply = {newest, call('ZCOUNT', K.generator_expiry, now(), '+inf'), 0}
 local ids

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- ARGV: session. Returns the run_id of the server: a new one asks the worker to re-register.
+-- Renews a session. ARGV: session. Returns the run_id of the server; after a change the worker re-registers.
 recovering()
 require_session(ARGV[1])
 call('ZADD', K.sessions, now() + ttl_ms(), ARGV[1])

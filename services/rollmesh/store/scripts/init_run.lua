@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Writes the limits of a run once; a second start must bring the same ones, but may train longer. Every service begins
--- with it, so it runs when memory is short: what frees memory is a batch that is trained, by a trainer that restarts too.
--- ARGV: '1' when a client brings back a run that Redis has lost, then (field, value) pairs.
+-- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Every service
+-- starts with this script, so it must run when memory is short: memory is freed by training a batch, and the trainer
+-- restarts too. ARGV: '1' when a client restores a run that Redis has lost, then (field, value) pairs.
 local there = call('HGETALL', K.limits)
 if #there > 0 then
   local old, longer = {}, nil

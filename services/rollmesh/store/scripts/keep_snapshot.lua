@@ -1,5 +1,5 @@
 #!lua
--- The state of an environment after a turn, beside the tokens of its trajectory; a newer one replaces it.
+-- Saves the state of a trajectory's environment after a turn, replacing the older one.
 -- ARGV: session, trajectory id, bytes. Returns 1 when the session holds the trajectory.
 local v = call('HMGET', trajectory_key(ARGV[2]), 'session', 'state')
 if v[1] ~= ARGV[1] or v[2] ~= 'leased' then return 0 end

@@ -1,8 +1,8 @@
 #!lua
--- pending | partial -> leased, never more than pool_size over the whole mesh: partials of the oldest group first,
--- then pending in admission order. ARGV: session, nonce, limit, and how many of them may be pending ones.
+-- pending | partial -> leased, at most pool_size over the whole mesh: partial trajectories of the oldest group first,
+-- then pending ones in admission order. ARGV: session, nonce, limit, maximum number of pending ones among them.
 -- Returns (id, attempt, birth version, tokens, is new, time of the first lease in ms, incarnation) per trajectory; a retry
--- with the same nonce gets the same ones. All of it is text: a number would be written out and read again at every step.
+-- with the same nonce gets the same reply. All values are text, which avoids a conversion of numbers at every step.
 local session = ARGV[1]
 require_session(session)
 local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
@@ -18,7 +18,7 @@ local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
 local birth = tonumber(meta[2] or '0') > 0 and meta[2] or '0'
 local now_text = integer(now())
 local reply, held, buried = {}, {}, 0
--- A burial may take a whole group apart; more than a few wait for the next call.
+-- A dead letter may delete a whole group; the number per call is limited, the rest wait for the next call.
 local MOST_BURIALS = most_burials()
 
 local function take(id, order)
@@ -51,7 +51,7 @@ local function take_from(queue, most)
     local seen = {}
     for at = 1, #found, 2 do
       seen[#seen + 1] = found[at]
-      -- A burial may open a replacement that comes before the rest of `found`, or drop the group that they are in.
+      -- A dead letter may open a replacement that precedes the rest of `found`, or drop their group.
       if not take(found[at], found[at + 1]) then break end
     end
     call('ZREM', queue, unpack(seen))

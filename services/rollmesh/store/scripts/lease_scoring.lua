@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Finished trajectories whose worker died, oldest group first; their scores let batches be cut, which frees memory.
--- One that nobody could score in max_attempts of these leases is buried. ARGV: session, nonce, limit. Reply as in
--- lease, with the attempts to score it.
+-- Leases finished trajectories without a worker, oldest group first; their scores complete batches, which frees memory.
+-- A trajectory without a score after max_attempts of these leases becomes a dead letter. ARGV: session, nonce, limit.
+-- Reply as in lease, with the number of attempts to score it.
 local session, limit = ARGV[1], tonumber(ARGV[3])
 require_session(session)
 local before = call('HMGET', session_key(session), 'scoring_nonce', 'scoring_reply')
@@ -10,7 +10,7 @@ if recovering() then return {} end
 local found = call('ZRANGE', K.scoring, 0, limit - 1)
 if #found == 0 then return found end
 local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
--- A burial may take a whole group apart; more than a few wait for the next call.
+-- A dead letter may delete a whole group; the number per call is limited, the rest wait for the next call.
 local MOST_BURIALS = most_burials()
 local reply, held, seen, buried = {}, {}, {}, 0
 for _, id in ipairs(found) do

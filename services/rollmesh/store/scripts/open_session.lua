@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- ARGV: fresh token, worker name.
+-- Opens a worker session. ARGV: new token, worker name.
 recovering()
 call('ZADD', K.sessions, now() + ttl_ms(), ARGV[1])
 call('HSET', session_key(ARGV[1]), 'worker', ARGV[2])

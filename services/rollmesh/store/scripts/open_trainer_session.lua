@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- ARGV: fresh token, name, lineage of the checkpoint store ('' asks nothing). The newest wins; a token that was fenced
--- once never comes back.
+-- Opens a trainer session. ARGV: new token, name, lineage of the checkpoint store ('' skips the check). The newest
+-- session is current; a fenced token never becomes current again.
 local meta = call('HMGET', K.meta, 'lineage', 'trainer')
 if ARGV[3] ~= '' and meta[1] and meta[1] ~= ARGV[3] then
   fail('CONFLICT', 'this queue belongs to another checkpoint store')

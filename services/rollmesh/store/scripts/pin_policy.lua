@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- ARGV: version, or '' to unpin; owner: '' is a person, who overrides everyone, else an evaluation, which overrides
--- no other owner and takes back its own pin only; instance: the one generator that is meant, '' for all.
+-- Pins generators to a policy version. ARGV: version, '' to unpin; owner, '' for the operator, who overrides every pin,
+-- else an evaluation, which overrides no other owner and removes only its own pin; instance, one generator or '' for all.
 -- Returns the number of an operator's setting, else 0.
 local version, owner, instance = ARGV[1], ARGV[2], ARGV[3]
 local pin = call('HMGET', K.meta, 'pinned', 'pin_owner')

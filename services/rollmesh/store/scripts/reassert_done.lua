@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- Closes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
+-- Completes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
 -- trainer's copy of the cursor, then (version, train step, path, digest) per policy, ascending.
 adopt_trainer(ARGV[1])
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'committed_step', 'cursor_epoch',
@@ -17,8 +17,8 @@ for at = 7, #ARGV, 4 do
     highest = version
   end
 end
--- The cursor stays where the restored state has it: every position below it is present or gone there, and positions
--- between it and the trainer's copy are admitted again unless a batch file names them. Nothing can fall in between.
+-- The cursor of the restored state stays: every position below it is queued, trained or dropped, and the positions
+-- between it and the trainer's copy are admitted again unless a batch file contains them. No position is lost.
 local behind = tonumber(ARGV[5]) > tonumber(meta[5])
   or (ARGV[5] == meta[5] and tonumber(ARGV[6]) > tonumber(meta[6]))
 if behind then

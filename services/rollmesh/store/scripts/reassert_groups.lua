@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- A batch file names its groups: trained ones are consumed, the others cut and confirmed, whatever the queue believed.
--- One step for the whole file, so that no leader finds any of them open or ready. Their records go with forget_groups.
+-- Applies a batch file: its groups become consumed if trained, else cut and confirmed, independent of their state here.
+-- One call takes the whole file, so that no leader reads any of them as open or ready. forget_groups deletes the records.
 -- ARGV: trainer, train step, digest, trained (1|0), all group ids in order.
 adopt_trainer(ARGV[1])
 local step, digest, trained = ARGV[2], ARGV[3], ARGV[4] == '1'
@@ -14,7 +14,7 @@ for _, gid in ipairs(gids) do
 end
 call('HSET', K.meta, 'replay_seq', replays)
 
--- What an unconfirmed cut of this step has besides gives way to the batch file.
+-- Other groups of an unconfirmed cut of this step become ready again.
 for _, gid in ipairs(call('LRANGE', batch_groups_key(step), 0, -1)) do
   local group = not named[gid] and load_group(gid)
   if group then

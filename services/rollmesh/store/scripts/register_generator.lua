@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- ARGV: instance id, record (JSON), ttl in milliseconds. Also drops the records that have expired.
+-- Writes the record of a generator and removes expired records. ARGV: instance id, record (JSON), ttl in milliseconds.
 local expired = call('ZRANGE', K.generator_expiry, '-inf', '(' .. now(), 'BYSCORE', 'LIMIT', 0, 64)
 if #expired > 0 then remove_generators(expired) end
 call('HSET', K.generators, ARGV[1], ARGV[2])

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- A worker lets trajectories go. ARGV: session, '1' when the attempt does not count, ids.
--- Returns how many of them it held, and how many ids were looked at: the others wait for another call.
+-- Releases trajectories of a worker. ARGV: session, '1' when the attempt does not count, ids.
+-- Returns the number of released trajectories and of processed ids; the caller sends the other ids again.
 local released, at = 0, 3
 while at <= #ARGV and members_read < MOST_MEMBERS_READ do
   if call('SREM', held_key(ARGV[1]), ARGV[at]) == 1 then

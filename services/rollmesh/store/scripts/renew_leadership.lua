@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- ARGV: token. Returns 0 when somebody else leads.
+-- Renews the leadership lease. ARGV: token. Returns 0 when another replica leads.
 if call('HGET', K.meta, 'leader') ~= ARGV[1] then return 0 end
 call('HSET', K.meta, 'leader_until', now() + ttl_ms())
 return 1

@@ -1,13 +1,13 @@
 #!lua
--- A dead letter becomes a new group with replay_of; asked again, it answers with the same group. Without room for it the
--- group waits for the leader (admit_replays). ARGV: trajectory id, needed. Returns the group id.
+-- Replays a dead letter as a new group with replay_of; a repeated call returns the same group. Without room, the group
+-- waits for the leader (admit_replays). ARGV: trajectory id, needed. Returns the group id.
 local id = ARGV[1]
 local letter = call('HMGET', letter_key(id), 'group', 'replayed_as')
 if not letter[1] then fail('CONFLICT', 'no dead letter ' .. id) end
 if letter[2] and letter[2] ~= '' then return letter[2] end
 refuse_while_recovering('replay')
 if call('EXISTS', letter_prompt_key(id)) == 0 then fail('CONFLICT', 'dead letter ' .. id .. ' has lost its prompt') end
--- A number that no replay has had: batch files keep the names of groups longer than tombstones do.
+-- A number that no replay has had: batch files keep group ids longer than tombstones do.
 local gid
 repeat
   gid = letter[1] .. 'r' .. call('HINCRBY', K.meta, 'replay_seq', 1)

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- First tokens of held trajectories whose tokens are saved later: from now on their groups are as old as these. ARGV:
--- session, items, then per item: id, policy version. Returns (status, saved tokens) per item.
+-- Applies the policy versions of first tokens that are saved later to the age of their groups. ARGV: session, number of
+-- items, then per item: id, policy version. Returns (status, saved tokens) per item.
 local steps, reply = {}, {}
 for at = 3, #ARGV, 2 do
   steps[at] = train_step_of(ARGV[at + 1])

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Step reports of the trainer; bounded, so that they may be written without memory. ARGV: trainer, train step after
--- which all reports are replaced, how many of the newest are kept, then (train step, report) pairs.
+-- Writes step reports of the trainer; their size is bounded, so they may be written when memory is short. ARGV: trainer,
+-- train step after which all reports are replaced, number of reports to keep, then (train step, report) pairs.
 require_trainer(ARGV[1])
 call('ZREMRANGEBYSCORE', K.reports, '(' .. ARGV[2], '+inf')
 if #ARGV > 3 then call('ZADD', K.reports, unpack(ARGV, 4)) end

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- cut(s) -> consumed(s). ARGV: trainer, train step, steps for which tombstones are kept.
+-- Consumes a batch: cut(s) -> consumed(s). ARGV: trainer, train step, number of steps for which tombstones are kept.
 require_trainer(ARGV[1])
 local step = tonumber(ARGV[2])
 local trained = tonumber(call('HGET', K.meta, 'trained_step'))
@@ -17,7 +17,7 @@ end
 call('HDEL', K.cut, unpack(gids))
 call('ZADD', K.tombstones, unpack(graves))
 call('HSET', K.meta, 'trained_step', step)
--- A sweep that died half-way is finished by the leader (reap), which then deletes these.
+-- The leader finishes an interrupted sweep (reap) and then deletes these keys.
 if call('SISMEMBER', K.unswept, step) == 0 then call('UNLINK', batch_key(step), batch_groups_key(step)) end
 count('consumed_total', #gids)
 forget_tombstones(step - tonumber(ARGV[3]), 256 + #gids)

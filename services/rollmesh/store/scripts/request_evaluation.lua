@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Queues an evaluation once. ARGV: id, request (JSON). The run may be at rest until it is answered, and a mesh at rest
--- frees no memory, so it runs when memory is short.
+-- Queues an evaluation once. ARGV: id, request (JSON). The run may be idle until the evaluation is finished, and an idle
+-- mesh frees no memory, so this script must run when memory is short.
 if call('EXISTS', evaluation_key(ARGV[1])) == 1 then
   if call('HGET', evaluation_key(ARGV[1]), 'request') == ARGV[2] then return 0 end
   fail('CONFLICT', 'evaluation ' .. ARGV[1] .. ' was requested with other options')

@@ -1,20 +1,20 @@
 #!lua flags=allow-oom
--- A worker states everything it holds after the server came back; what it does not name goes back, and what it names
--- stays its own only if the tokens in the queue are the first ones of those that it has.
--- ARGV: session, worker name, then (id, incarnation, tokens, digest of so many tokens, '-' for fewer ones) each.
+-- Re-registers everything that a worker holds after the server came back. Trajectories that it does not list return to
+-- the queue. It keeps a listed trajectory only if the tokens in the queue are the first tokens of the worker's.
+-- ARGV: session, worker name, then (id, incarnation, tokens, digest of these tokens, '-' when it has fewer) each.
 -- Returns (kept, saved tokens) per item.
 local session, named = ARGV[1], {}
 if not recovering() then
   require_session(session)
 else
-  -- The session may have been opened in the part that was lost.
+  -- The session may have been opened in the lost part of the state.
   call('ZADD', K.sessions, now() + ttl_ms(), session)
   call('HSET', session_key(session), 'worker', ARGV[2])
   call('SREM', K.closing, session)
 end
 
--- Whether the queue has the tokens that the worker states, and no others. The worker read their number a moment ago: if
--- its session has held them since, more of them are its own saves. Field d<n>: see lib/save.lua.
+-- True when the queue has exactly the tokens that the worker reports. The worker read their number before this call: if
+-- its session held them throughout, further tokens are its own saves. Field d<n>: see lib/save.lua.
 local function agrees(at)
   local stated = tonumber(ARGV[at + 2])
   local v = call('HMGET', trajectory_key(ARGV[at]), 'incarnation', 'tokens', 'session', 'd' .. stated)
@@ -31,7 +31,7 @@ for _, id in ipairs(call('SMEMBERS', held_key(session))) do
     count('released_by_recovery_total', 1)
   end
 end
--- The answer to a lease that never arrived is void with it.
+-- A lease whose reply never arrived is discarded too.
 call('HDEL', session_key(session), 'lease_nonce', 'scoring_nonce')
 flush_counts()
 

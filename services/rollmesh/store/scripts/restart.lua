@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
--- Drops the saved tokens of held, unfinished trajectories, which begin again as the next incarnation. ARGV: session, ids.
--- Returns the incarnation per id, -1 for one that is not held; a retry finds no tokens and changes nothing.
+-- Drops the saved tokens of held, unfinished trajectories, which restart as the next incarnation. ARGV: session, ids.
+-- Returns the incarnation per id, -1 for an id that is not held; a retry finds no tokens and changes nothing.
 local restarted, reply = 0, {}
 for at = 2, #ARGV do
   local id = ARGV[at]
@@ -17,7 +17,7 @@ for at = 2, #ARGV do
     local keys = {}
     payload_keys(id, v[4], keys)
     unlink(keys)
-    -- No number of tokens: whatever the new beginning writes, the next lease finds no progress.
+    -- Not a number of tokens, so that the next lease finds no progress, regardless of the tokens saved by then.
     call('HSET', trajectory_key(id), 'tokens', 0, 'mark', '-', 'incarnation', incarnation)
     recompute_step(load_group(group_of(id)), id)
     count('restarted_tokens_total', tonumber(v[3]))

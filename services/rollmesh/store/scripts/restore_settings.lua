@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- Settings that a client has seen and Redis has forgotten. One that Redis knows as new, or newer, stays. A version that the
--- trainer has not announced again yet cannot be pinned or gone back to: the client asks again.
--- ARGV: (name, number, value) each. Returns how many were written.
+-- Restores settings that a client has read and Redis has lost. A setting stays when Redis has the same or a higher number.
+-- A version that the trainer has not announced again yet cannot be pinned or rolled back to: the client retries.
+-- ARGV: (name, number, value) each. Returns the number of written settings.
 local written = 0
 for at = 1, #ARGV, 3 do
   local name, number, value = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]

@@ -1,8 +1,9 @@
 #!lua flags=allow-oom
--- Drops all unclaimed groups, oldest first, a slice a call. The first call with a nonce takes back a cut whose batch file
--- was never confirmed, and notes the newest admission index: what was admitted up to it is of the abandoned branch. While
--- the note is there nothing is cut; the last call takes it away.
--- ARGV: trainer, slice size, nonce of the rollback. Returns how many were dropped, and 1 while another call is needed.
+-- Drops all unclaimed groups, oldest first, one slice per call. The first call with a nonce reverts a cut without a
+-- confirmed batch file and stores the newest admission index: groups up to it belong to the abandoned branch. While the
+-- index is stored nothing is cut; the last call deletes it.
+-- ARGV: trainer, slice size, nonce of the rollback. Returns the number of dropped groups, and 1 while another call is
+-- needed.
 require_trainer(ARGV[1])
 local meta = call('HMGET', K.meta, 'abandon_nonce', 'abandoned_to', 'admission_seq', 'trained_step', 'cut_step')
 local newest = meta[2]

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
--- finished -> scored | unscorable, and the group's next state. It allocates little and lets batches be cut, which is
--- what frees memory, so it runs when memory is short.
--- ARGV: session, items, then per item: id, scored (1|0), shaped reward, outcome bytes.
+-- Records outcomes, finished -> scored | unscorable, and the group's next state. The script allocates little and completes
+-- batches, which frees memory, so it must run when memory is short.
+-- ARGV: session, number of items, then per item: id, scored (1|0), shaped reward, outcome bytes.
 local session, reply, done = ARGV[1], {}, {}
 
 local function apply(id, scored, reward, outcome)
@@ -17,7 +17,7 @@ local function apply(id, scored, reward, outcome)
   local state = scored and 'scored' or 'unscorable'
   call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome)
   if v[4] then
-    -- An unfinished trajectory is expected to take as much as those that have finished, its snapshot included.
+    -- The memory estimate expects the mean size of finished trajectories for an unfinished one, snapshot included.
     count('saved_bytes_total', call('HSTRLEN', trajectory_key(id), 'snapshot'))
     call('HDEL', trajectory_key(id), 'snapshot', 'has_snapshot')
   end

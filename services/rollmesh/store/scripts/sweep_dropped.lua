@@ -1,12 +1,12 @@
 #!lua flags=allow-oom
--- Deletes records of a large group that is gone, a slice a call, and notes the drop with the last one.
+-- Deletes the records of a large group that left the queue, one slice per call; the last call records the drop.
 -- ARGV: group, slice size. Returns 1 while another call is needed.
 local gid = ARGV[1]
 local before = call('HGET', K.dropped, gid)
 if not before then return 0 end
 local first, total, longest, wasted, size, reason = string.match(before, '^(%d+) (%d+) (%d+) (%d+) (%d*) ?(.*)$')
 first, total, longest, wasted = tonumber(first), tonumber(total), tonumber(longest), tonumber(wasted)
--- An older release kept the number in the group's record.
+-- An older release stored the number in the group's record.
 local launched = tonumber(size ~= '' and size or call('HGET', group_key(gid), 'launched') or '0')
 local last, keys = math.min(first + tonumber(ARGV[2]), launched) - 1, {}
 for member = first, last do

@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- One consistent look at the mesh in O(bound). ARGV: bound (groups per list), 0 for a look without single groups.
+-- Reads a consistent view of the mesh in O(bound). ARGV: bound (groups per list), 0 for a view without single groups.
 -- Returns scalars, ready groups (id, index, step), open groups with the smallest step (same; those without tokens
 -- last), and (step, groups) over all open and ready groups with tokens.
 local bound = tonumber(ARGV[1])
@@ -13,7 +13,7 @@ local counts = call('HMGET', K.counts, 'leased', 'finished', 'saved_bytes_total'
 local open_count, ready_count, cut_count = call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut)
 local pending, partial = call('ZCARD', K.pending), call('ZCARD', K.partial)
 
--- Memory that is used plus what the pool may still write: unfinished trajectories at the mean saved size.
+-- Used memory plus the expected writes of the pool: unfinished trajectories at the mean saved size.
 local memory = call('INFO', 'memory')
 local limit = tonumber(string.match(memory, '\nmaxmemory:(%d+)'))
 local used = tonumber(string.match(memory, 'used_memory:(%d+)'))
@@ -24,7 +24,7 @@ if finished_total > 0 then
 end
 local ratio = limit > 0 and tostring(expected / limit) or '0'
 
--- While a rollback goes on nothing can be cut, and a leader is not to try.
+-- During a rollback nothing can be cut, so the leader gets no ready groups.
 local ready, ids, seen = {}, {}, {}
 for _, key in ipairs((meta[9] or bound == 0) and {} or {K.ready, K.ready_steps}) do
   for _, gid in ipairs(call('ZRANGE', key, 0, bound - 1)) do
@@ -48,7 +48,7 @@ local open = {}
 local stalest = bound > 0 and call('ZRANGE', K.open_steps, 0, bound - 1, 'WITHSCORES') or {}
 for at = 1, #stalest, 2 do
   local index = call('ZSCORE', K.open, stalest[at])
-  -- During a recovery a group may be older than its entry here.
+  -- During a recovery this index may have entries of groups that are not open.
   if index then
     local to = #open
     open[to + 1], open[to + 2], open[to + 3] = stalest[at], index, stalest[at + 1]
@@ -64,7 +64,7 @@ if #stalest < 2 * bound then
   end
 end
 
--- Steps further back than the bound on staleness are evicted, so the range is short.
+-- Groups beyond the staleness bound are evicted, so the range of steps is short.
 local newest, oldest = tonumber(meta[4] or '-1'), math.huge
 for _, key in ipairs({K.open_steps, K.ready_steps}) do
   local lowest = call('ZRANGE', key, 0, 0, 'WITHSCORES')

@@ -1,1 +1,1 @@
-"""What a multi-turn rollout talks to; ``factory.environment_factory`` gives the one that a run file names."""
+"""Environments of multi-turn rollouts; ``environment_factory.environment_factory`` builds the one of a run file."""

@@ -1,4 +1,4 @@
-"""What an environment is: one object per trajectory, driven turn by turn."""
+"""Protocol of environments: one object per trajectory, called once per turn."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from rollmesh.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentReply:
-    """What the environment says to one turn of the policy."""
+    """Reply of the environment to one turn of the policy."""
 
     text: str
-    """Appended to the context as environment tokens, never in the loss; may be empty."""
+    """Text appended to the context as environment tokens, never in the loss; may be empty."""
     done: bool
-    """Whether the episode is over."""
+    """True if the episode is over."""
     reward: float | None = None
-    """Reward of the whole episode, with ``done``; None leaves it to the verifier."""
+    """Reward of the whole episode, set with ``done``; None if the verifier scores it."""
 
 
 class Environment(Protocol):
     """One episode.
 
     Calls are at-least-once: after a crash a turn can be sent again with the same ``idempotency_key``
-    (``<trajectory_id>:<turn>``), and an environment with effects outside itself must then not repeat them.
+    (``<trajectory_id>:<turn>``). An environment with external effects must not repeat them then.
     """
 
     replayable: bool
-    """True: sending all turns again to a fresh environment leads to the same state and the same replies. Otherwise it
-    must be a SnapshotEnvironment, or a lost worker starts the trajectory over."""
+    """True if the same turns, sent to a new environment, give the same state and the same replies. Otherwise the
+    environment must be a SnapshotEnvironment, or the trajectory restarts after its worker is lost."""
 
     async def reset(self, prompt: Prompt) -> None:
-        """Begin the episode of a prompt; called once, first."""
+        """Begin the episode of a prompt; called once, before all other methods."""
 
     async def step(self, response_text: str, idempotency_key: str) -> EnvironmentReply:
-        """Answer what the policy wrote in one turn, special tokens aside.
+        """Answer one turn of the policy, given as text without special tokens.
 
-        What a policy writes is never an error; an exception means that the environment itself failed.
+        No text of a policy is an error. An exception means that the environment failed.
         """
 
     async def aclose(self) -> None:
-        """Give up what the episode holds; called once, last, also after an error."""
+        """Release the resources of the episode; called once, after all other methods, also after an error."""
 
 
 @runtime_checkable
 class SnapshotEnvironment(Environment, Protocol):
-    """An environment whose state can be saved with the partial trajectory."""
+    """Environment whose state can be saved with the partial trajectory."""
 
     def snapshot(self) -> bytes:
-        """The state after the last completed step."""
+        """Return the state after the last completed step."""
 
     def restore(self, state: bytes) -> None:
-        """Continue from a snapshot; called after ``reset``, in place of the turns it covers."""
+        """Continue from a snapshot; called after ``reset``, instead of the turns that the snapshot covers."""

@@ -1,4 +1,4 @@
-"""Run one Python script, confined and bounded in time, memory, processes and output."""
+"""Confined execution of one Python script, limited in time, memory, processes and output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import IO
 
 from rollmesh.errors import VerifierError
 from rollmesh.tasks.sandbox import identity, leftovers, seal
-from rollmesh.tasks.sandbox.enter import Confinement, Walls, enter, strongest_walls
+from rollmesh.tasks.sandbox.enter import Confinement, Isolation, enter, strongest_isolation
 from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
 
 _SCRIPT_NAME = "answer.py"
@@ -28,53 +28,53 @@ _ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandResult:
-    """How a script ended."""
+    """Result of a script."""
 
     exit_status: int
-    """0 is success; 128 + n (or -n) means killed by signal n."""
+    """Exit status: 0 for success; 128 + n (or -n) if signal n killed the script."""
     stdout: bytes
-    """Cut at the limit; a script that writes more is killed."""
+    """Standard output, cut at the limit; a script that writes more is killed."""
     stderr: bytes
-    """Cut at the limit."""
+    """Standard error, cut at the limit."""
     timed_out: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sandbox:
-    """Where scripts run; every script gets a process, a folder and namespaces of its own."""
+    """Sandbox for scripts; every script gets its own process, folder and namespaces."""
 
     limits: ResourceLimits
     output_bytes: int = 1 << 20
-    """Most standard output that is read."""
+    """Limit of standard output."""
     scratch_bytes: int = 64 << 20
-    """Private space for files, in memory where the machine allows it."""
+    """Size of the private space for files, in memory where the machine allows it."""
     may_fork: bool = False
-    """Whether scripts may start processes; ``limits`` then hold for each of them."""
+    """True if scripts may start processes; ``limits`` then apply to each of them."""
 
     @staticmethod
-    def danger() -> str:
-        """Why code should not run here: it could reach what is not its own. Empty where it cannot."""
+    def unsafe_reason() -> str:
+        """Return the reason why code must not run here (it could reach other files or processes); empty if safe."""
         if identity.is_root():
             return "" if identity.can_become(identity.own_uid(0)) else "root here cannot take another uid"
         if identity.has_own_uid():
             return ""
-        match strongest_walls(None):
-            case Walls.NONE:
+        match strongest_isolation(None):
+            case Isolation.NONE:
                 return (
                     "code would share its uid with other processes and could change this user's files, checkpoints "
                     "and Redis included, and this machine allows no user namespaces"
                 )
-            case Walls.NAMESPACES:
+            case Isolation.NAMESPACES:
                 return (
                     "code could change this user's files, checkpoints and Redis included: this machine allows user "
-                    "namespaces, but no root folder of its own in them (mount, pivot_root, mount_setattr of Linux 5.12)"
+                    "namespaces, but no separate root folder in them (mount, pivot_root, mount_setattr of Linux 5.12)"
                 )
         return ""
 
     def run(self, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
         """Run ``script`` with the interpreter of this process, without site-packages.
 
-        Raises VerifierError when it cannot be confined at all: code never runs as root.
+        Raises VerifierError if the script cannot be confined: code never runs as root.
         """
         uid = identity.own_uid(0) if identity.is_root() else None
         with tempfile.TemporaryDirectory(prefix=_folder_prefix(os.getpid()), ignore_cleanup_errors=True) as folder:
@@ -83,20 +83,20 @@ class Sandbox:
             confinement = Confinement(
                 limits=self.limits,
                 uid=uid,
-                walls=strongest_walls(uid),
+                isolation=strongest_isolation(uid),
                 may_fork=self.may_fork,
                 folder=folder,
                 scratch_bytes=self.scratch_bytes,
             )
-            if confinement.walls is not Walls.NONE:
+            if confinement.isolation is not Isolation.NONE:
                 return self._run_in(confinement, script, stdin, timeout_seconds)
             with leftovers.cleared():
                 return self._run_in(confinement, script, stdin, timeout_seconds)
 
     def _run_in(self, confinement: Confinement, script: bytes, stdin: bytes, timeout_seconds: float) -> CommandResult:
-        # The interpreter below a virtual environment: the environment itself is not needed and may be private.
+        # The base interpreter of a virtual environment: the environment is not needed and may be private.
         interpreter = os.path.realpath(sys.executable)
-        home = seal.WORKING_FOLDER if confinement.walls is Walls.SEALED else confinement.folder
+        home = seal.WORKING_FOLDER if confinement.isolation is Isolation.SEALED else confinement.folder
         try:
             process = subprocess.Popen(
                 [interpreter, "-I", "-S", "-B", _SCRIPT_NAME],
@@ -108,16 +108,16 @@ class Sandbox:
                 preexec_fn=partial(enter, confinement, _SCRIPT_NAME, script),
             )
         except (subprocess.SubprocessError, OSError) as error:
-            raise VerifierError(f"python_code: this machine does not let code be confined: {error}") from error
+            raise VerifierError(f"python_code: this machine cannot confine code: {error}") from error
         with process:
             try:
-                return _Conversation(process, stdin, self.output_bytes).run(time.monotonic() + timeout_seconds)
+                return _ScriptIO(process, stdin, self.output_bytes).run(time.monotonic() + timeout_seconds)
             finally:
-                _end(process)
+                _kill(process)
 
 
 def remove_folders_of(pid: int) -> None:
-    """Remove what a process that was killed in the middle of ``Sandbox.run`` could not."""
+    """Remove the folders of a process that was killed during ``Sandbox.run``."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_folder_prefix(pid)}*"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -126,8 +126,8 @@ def _folder_prefix(pid: int) -> str:
     return f"rollmesh-code-{pid}-"
 
 
-class _Conversation:
-    """Feeds standard input and reads bounded output until the script ends or its time is up."""
+class _ScriptIO:
+    """Writer of standard input and reader of limited output, until the script ends or its time is up."""
 
     def __init__(self, process: subprocess.Popen[bytes], stdin: bytes, output_bytes: int) -> None:
         self._process = process
@@ -137,15 +137,15 @@ class _Conversation:
         self._selector = selectors.DefaultSelector()
 
     def run(self, deadline: float) -> CommandResult:
-        """Talk until ``deadline`` (monotonic seconds)."""
+        """Exchange input and output until ``deadline`` (monotonic seconds)."""
         with self._selector:
             self._register(self._process.stdin, selectors.EVENT_WRITE, "stdin")
             self._register(self._process.stdout, selectors.EVENT_READ, "stdout")
             self._register(self._process.stderr, selectors.EVENT_READ, "stderr")
-            timed_out = not self._talk(deadline)
-        timed_out = timed_out or not _ended(self._process.pid, deadline)
+            timed_out = not self._exchange(deadline)
+        timed_out = timed_out or not _wait_for_exit(self._process.pid, deadline)
         return CommandResult(
-            exit_status=_end(self._process),
+            exit_status=_kill(self._process),
             stdout=bytes(self._output["stdout"]),
             stderr=bytes(self._output["stderr"]),
             timed_out=timed_out,
@@ -156,8 +156,8 @@ class _Conversation:
         os.set_blocking(stream.fileno(), False)
         self._selector.register(stream, events, name)
 
-    def _talk(self, deadline: float) -> bool:
-        """True when both outputs have ended (or said too much), False when the time is up."""
+    def _exchange(self, deadline: float) -> bool:
+        """Return True if both outputs ended or exceeded their limit, and False if the time is up."""
         open_outputs = 2
         while open_outputs:
             remaining = deadline - time.monotonic()
@@ -189,7 +189,7 @@ class _Conversation:
                 stream.close()
 
     def _read(self, key: selectors.SelectorKey) -> bool:
-        """Take what there is; False once this output is over, or over its limit."""
+        """Read available data; return False if the output has ended or exceeded its limit."""
         try:
             data = os.read(key.fd, 65536)
         except BlockingIOError:
@@ -205,8 +205,8 @@ class _Conversation:
         return True
 
 
-def _ended(pid: int, deadline: float) -> bool:
-    """Wait until a child has ended, without reaping it: until then its process group's number is its own."""
+def _wait_for_exit(pid: int, deadline: float) -> bool:
+    """Wait until a child has ended, without reaping it: the id of its process group is not reused until then."""
     descriptor = os.pidfd_open(pid)
     try:
         readable, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
@@ -215,8 +215,8 @@ def _ended(pid: int, deadline: float) -> bool:
     return bool(readable)
 
 
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """Kill what is left of a script (its first process takes its namespace along) and give its exit status."""
+def _kill(process: subprocess.Popen[bytes]) -> int:
+    """Kill the remaining processes of a script (its namespace ends with its first process); return the exit status."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a child does between fork and exec to confine itself."""
+"""Steps of a child between fork and exec to confine itself."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ NAMESPACES = (
     | kernel.CLONE_NEWUTS
     | kernel.CLONE_NEWNS
 )
-"""What code gets for itself; any user may have these, where the machine allows user namespaces at all."""
+"""Namespaces that code gets; available to any user where the machine allows user namespaces."""
 
 _SCRATCH_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 _TRIAL_SCRATCH_BYTES = 1 << 20
 
 
-class Walls(Enum):
-    """What the kernel of this machine lets us build around code, strongest first."""
+class Isolation(Enum):
+    """Isolation of code that the kernel of this machine allows, strongest first."""
 
-    SEALED = "namespaces and a root folder of its own"
+    SEALED = "namespaces and a separate root folder"
     NAMESPACES = "namespaces; the files of the host stay"
     NONE = "a uid and resource limits only"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """What the child is confined to."""
+    """Settings of a confined child."""
 
     limits: ResourceLimits
     uid: int | None
-    """Uid to become, one that runs nothing else; None keeps the uid of this process."""
-    walls: Walls
+    """Dedicated uid of the child; None to keep the uid of this process."""
+    isolation: Isolation
     may_fork: bool
-    """Whether code may start processes; each then has the memory limit for itself."""
+    """True if code may start processes; each then has its own memory limit."""
     folder: str
-    """Working folder on disk where there is no private scratch space; else the place to build the new root on."""
+    """Working folder on disk where there is no private scratch space; otherwise the mount point of the new root."""
     scratch_bytes: int
     """Size of the private scratch space."""
 
@@ -62,36 +62,36 @@ def enter(confinement: Confinement, script_name: str, script: bytes) -> None:
         kernel.die_with_parent()
     os.chdir(folder)
     Path(script_name).write_bytes(script)
-    with suppress(OSError):  # not every kernel and architecture; the measured level says so
+    with suppress(OSError):  # not on every kernel and architecture; the measured level reports it
         system_calls.restrict(may_fork=confinement.may_fork)
-    # Last: the process that forked this one may be larger than the limit, and then no memory can be had any more.
-    own_process_count = confinement.uid is not None or confinement.walls is not Walls.NONE
+    # Last: if the process that forked this one is larger than the limit, no further memory can be allocated.
+    own_process_count = confinement.uid is not None or confinement.isolation is not Isolation.NONE
     apply_limits(confinement.limits, own_uid=own_process_count)
 
 
 def _build(confinement: Confinement) -> str:
-    """Build the walls around this process; returns its working folder."""
+    """Isolate this process; return its working folder."""
     uid, folder = confinement.uid, confinement.folder
     if uid is not None:
         reach.expose([Path(sys.base_prefix).resolve()])
         identity.become(uid)
     with suppress(OSError):
         kernel.refuse_new_privileges()
-    if confinement.walls is Walls.NONE:
+    if confinement.isolation is Isolation.NONE:
         return folder
     _new_namespaces()
     _become_first_process()
-    if confinement.walls is Walls.SEALED:
+    if confinement.isolation is Isolation.SEALED:
         seal.seal(folder, confinement.scratch_bytes)
         return seal.WORKING_FOLDER
     return _private_scratch(confinement.scratch_bytes) or folder
 
 
 def _new_namespaces() -> None:
-    """Move to new user, process, network, IPC, name and mount namespaces, with the same uid and no privileges left."""
+    """Move to new user, process, network, IPC, name and mount namespaces, with the same uid and no privileges."""
     uid, gid = os.getuid(), os.getgid()
     kernel.unshare(NAMESPACES)
-    # After a change of uid the files below /proc/self belong to root until this is undone.
+    # A change of uid makes root the owner of the files below /proc/self; this undoes it.
     kernel.set_dumpable(True)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
@@ -99,7 +99,7 @@ def _new_namespaces() -> None:
 
 
 def _become_first_process() -> None:
-    """Continue as process 1 of the new namespace: when it ends, the kernel ends all that it started."""
+    """Continue as process 1 of the new namespace: when it ends, the kernel kills all processes of the namespace."""
     child = os.fork()
     if child:
         _wait_for(child)
@@ -116,7 +116,7 @@ def _wait_for(child: int) -> NoReturn:
 
 
 def _private_scratch(size_bytes: int) -> str | None:
-    """Cover the shared scratch folders with private ones in memory; the first is the working folder."""
+    """Cover the shared scratch folders with private ones in memory; return the first as the working folder."""
     interpreter = os.path.realpath(sys.base_prefix)
     covered = []
     for folder in _SCRATCH_FOLDERS:
@@ -130,27 +130,27 @@ def _private_scratch(size_bytes: int) -> str | None:
 
 
 @lru_cache(maxsize=8)
-def strongest_walls(uid: int | None) -> Walls:
-    """The strongest walls that this process, once it is ``uid`` (None: as it is), can have; tried out in children."""
+def strongest_isolation(uid: int | None) -> Isolation:
+    """Return the strongest isolation that this process can have as ``uid`` (None: unchanged), tested in children."""
     limits = ResourceLimits(address_space_bytes=0, cpu_seconds=0, process_count=0, file_bytes=0, open_file_count=0)
-    for walls in Walls:
-        with tempfile.TemporaryDirectory(prefix="rollmesh-walls-", ignore_cleanup_errors=True) as folder:
+    for isolation in Isolation:
+        with tempfile.TemporaryDirectory(prefix="rollmesh-isolation-", ignore_cleanup_errors=True) as folder:
             if uid is not None:
                 os.chown(folder, uid, uid)
             trial = Confinement(
                 limits=limits,
                 uid=uid,
-                walls=walls,
+                isolation=isolation,
                 may_fork=False,
                 folder=folder,
                 scratch_bytes=_TRIAL_SCRATCH_BYTES,
             )
-            if walls is Walls.NONE or _holds(trial):
-                return walls
-    raise AssertionError("the last walls need nothing")
+            if isolation is Isolation.NONE or _succeeds(trial):
+                return isolation
+    raise AssertionError("Isolation.NONE has no requirements")
 
 
-def _holds(trial: Confinement) -> bool:
+def _succeeds(trial: Confinement) -> bool:
     interpreter = os.path.realpath(sys.executable)
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""Uids of our own, so that limits count and signals reach only what is ours. Needs root."""
+"""Dedicated uids, so that limits and signals apply to our processes only. Needs root."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from pathlib import Path
 from rollmesh.tasks.sandbox import kernel
 
 SLOTS_PER_PROCESS = 256
-"""Uids that one process can tell apart."""
+"""Number of distinct uids of one process."""
 
 OWN_UID_VARIABLE = "SANDBOX_OWN_UID"
 
 
 def own_uid(slot: int, owner_pid: int | None = None) -> int:
-    """A uid that nothing else uses: from the upper half of the ids that exist here, by owner process and slot."""
+    """Return an unused uid: from the upper half of the ids in this namespace, by owner process and slot."""
     half = max(1, min(_mapped_ids(), 2**31) // 2)
     pid = os.getpid() if owner_pid is None else owner_pid
     return half + (pid * SLOTS_PER_PROCESS + slot % SLOTS_PER_PROCESS) % half
 
 
 def become(uid: int) -> None:
-    """Turn this process into ``uid`` for good, with no groups and no way back; needs root."""
+    """Change the uid of this process to ``uid``, irrevocably and without groups; needs root."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -30,17 +30,17 @@ def become(uid: int) -> None:
 
 
 def has_own_uid() -> bool:
-    """Whether this process, or the one that started it, got its uid by ``become``."""
+    """Return True if this process, or its parent, got its uid from ``become``."""
     return os.environ.get(OWN_UID_VARIABLE) == str(os.getuid())
 
 
 def is_root() -> bool:
-    """Whether this process is root, if only in its own user namespace."""
+    """Return True if this process is root, possibly only in its own user namespace."""
     return os.geteuid() == 0
 
 
 def can_become(uid: int) -> bool:
-    """Whether ``become(uid)`` works here, tried out in a child: root may lack the capability or the uid."""
+    """Tell whether ``become(uid)`` works, by a test in a child: root may lack the capability or the uid."""
     if not is_root():
         return False
     child = os.fork()
@@ -55,7 +55,7 @@ def can_become(uid: int) -> bool:
 
 
 def _mapped_ids() -> int:
-    """One more than the largest uid of this user namespace."""
+    """Return the largest uid of this user namespace plus one."""
     try:
         lines = Path("/proc/self/uid_map").read_text(encoding="ascii").splitlines()
         return max(int(first) + int(count) for first, _, count in (line.split() for line in lines))

@@ -1,4 +1,4 @@
-"""The few Linux calls that Python has no name for; elsewhere each raises OSError(ENOSYS)."""
+"""Linux calls that Python does not wrap; on other systems each raises OSError(ENOSYS)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOUNT_ATTR_NODEV = 0x4
 _MNT_DETACH = 0x2
 _AT_FDCWD = -100
 _AT_RECURSIVE = 0x8000
-_SYS_MOUNT_SETATTR = 442  # on every architecture; glibc has a name for it since 2.36
+_SYS_MOUNT_SETATTR = 442  # the same on every architecture; glibc has a wrapper since 2.36
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -43,7 +43,7 @@ _PR_SET_NO_NEW_PRIVS = 38
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces in ``flags`` for new ones."""
+    """Move to new namespaces of the kinds in ``flags``."""
     _checked(_libc().unshare(flags), "unshare")
 
 
@@ -54,7 +54,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> None:
-    """Add attributes to the mount at ``target``, and to all below it; needs Linux 5.12."""
+    """Add attributes to the mount at ``target`` and to all mounts below it; needs Linux 5.12."""
     values = (ctypes.c_uint64 * 4)(attributes)
     flags = _AT_RECURSIVE if recursive else 0
     result = _libc().syscall(
@@ -69,16 +69,16 @@ def restrict_mount(target: str, attributes: int, *, recursive: bool = True) -> N
 
 
 def change_root(folder: str) -> None:
-    """Make the mount at ``folder`` the root folder and leave the old root behind for good."""
+    """Make the mount at ``folder`` the root folder and detach the old root."""
     os.chdir(folder)
     _checked(_libc().pivot_root(b".", b"."), f"pivot_root {folder}")
-    # The old root now lies over the new one.
+    # The old root now covers the new one.
     _checked(_libc().umount2(b".", _MNT_DETACH), "umount2 of the old root")
     os.chdir("/")
 
 
 def filter_system_calls(program: bytes) -> None:
-    """Apply a seccomp filter (an array of struct sock_filter) to this process and all it starts, for good."""
+    """Apply a seccomp filter (an array of struct sock_filter) to this process and its descendants, irrevocably."""
     instructions = ctypes.create_string_buffer(program, len(program))
     packed = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(instructions))
     described = ctypes.create_string_buffer(packed, len(packed))
@@ -88,34 +88,34 @@ def filter_system_calls(program: bytes) -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent process (the thread that forked) ends."""
-    hear_of_parents_end(signal.SIGKILL)
+    """Request SIGKILL when the parent process (the thread that forked) ends."""
+    signal_on_parent_exit(signal.SIGKILL)
 
 
-def hear_of_parents_end(number: signal.Signals) -> None:
-    """Get a signal when the parent process (the thread that forked) ends."""
+def signal_on_parent_exit(number: signal.Signals) -> None:
+    """Request a signal when the parent process (the thread that forked) ends."""
     _prctl(_PR_SET_PDEATHSIG, int(number))
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Become the parent of every descendant whose own parent ends, so that its remains can be reaped; or no longer."""
+    """Become the parent of orphaned descendants, so that they can be reaped; stop that with ``adopt=False``."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def adopts_orphans() -> bool:
-    """Whether orphans come to this process."""
-    answer = ctypes.c_int()
-    _checked(_libc().prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer)), f"prctl {_PR_GET_CHILD_SUBREAPER}")
-    return bool(answer.value)
+    """Return True if this process adopts orphaned descendants."""
+    adopts = ctypes.c_int()
+    _checked(_libc().prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts)), f"prctl {_PR_GET_CHILD_SUBREAPER}")
+    return bool(adopts.value)
 
 
 def set_dumpable(dumpable: bool) -> None:
-    """Whether processes of the same uid may look into this one (ptrace, /proc/<pid>/fd)."""
+    """Allow or forbid processes of the same uid to inspect this one (ptrace, /proc/<pid>/fd)."""
     _prctl(_PR_SET_DUMPABLE, int(dumpable))
 
 
 def refuse_new_privileges() -> None:
-    """Make setuid programs ordinary programs, for this process and all it starts."""
+    """Ignore the setuid bit of programs, for this process and its descendants."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
 
 

@@ -1,4 +1,4 @@
-"""What code leaves running where the kernel does not end it all at once (no process namespace)."""
+"""Cleanup of processes that code leaves behind on machines without process namespaces."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _ROUNDS = 1000
 
 @contextmanager
 def cleared() -> Iterator[None]:
-    """Kill and reap what code leaves that runs in the block: orphans come to this process, but not for longer.
+    """Kill and reap the processes that the code in the block leaves behind.
 
-    Nobody would wait for those that come later.
+    This process adopts orphans only inside the block, because it would not reap later ones.
     """
     adopted_before = kernel.adopts_orphans()
     kernel.adopt_orphans()
-    others = _children()
+    before = _children()
     try:
         yield
     finally:
-        clear(others)
+        clear(before)
         kernel.adopt_orphans(adopted_before)
 
 
 def clear(before: frozenset[int]) -> None:
-    """Kill and reap every child that was not there ``before``; what they leave follows."""
+    """Kill and reap every child that is not in ``before``, and then the children that these leave behind."""
     for _ in range(_ROUNDS):
         left = _children() - before
         if not left:

@@ -1,4 +1,4 @@
-"""What the sandbox for code really does on this machine, found out by running code in it."""
+"""Measurement of the sandbox on this machine, by code that runs in it."""
 
 from __future__ import annotations
 
@@ -62,43 +62,43 @@ os._exit(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLevel:
-    """What confines the code of an answer; False is: not on this machine."""
+    """Confinement of the code of an answer; False for parts that this machine does not provide."""
 
     available: bool = False
-    """Code can be run at all; it never runs as root."""
+    """True if code can run; it never runs as root."""
     own_network: bool = False
-    """No network but an empty one."""
+    """True if code has an empty network only."""
     own_processes: bool = False
-    """It sees and signals no process of others, and all of its own end with it."""
+    """True if code sees and signals its own processes only, and they all end with it."""
     own_files: bool = False
-    """Of the host it sees the interpreter and libraries only, and can change nothing but its own folder."""
+    """True if code sees only the interpreter and libraries of the host, and can write to its own folder only."""
     own_scratch: bool = False
-    """Files go to bounded private memory."""
+    """True if files are stored in limited private memory."""
     memory_limited: bool = False
     memory_limited_together: bool = False
-    """The limit holds for all that an answer runs: it is one process, with as many threads as it may have."""
+    """True if the memory limit applies to all that an answer runs: a single process, with its threads."""
     processes_limited: bool = False
 
     def remaining(self) -> list[str]:
-        """What code can do here, in words, because this machine does not stop it."""
+        """Return the actions of code that this machine does not prevent, in words."""
         if not self.available:
             return []
-        return [words for name, words in _OPEN.items() if not getattr(self, name)]
+        return [words for name, words in _UNRESTRICTED.items() if not getattr(self, name)]
 
 
-_OPEN = {
+_UNRESTRICTED = {
     "own_network": "connect to the network, to the ports of this run on loopback too",
     "own_processes": "see the processes of this machine and signal those of its uid",
     "own_files": "read every file and use every folder and socket that its uid or all users may",
     "own_scratch": "fill the disk of its working folder",
     "memory_limited": "use all memory",
-    "memory_limited_together": "start processes, each with the memory limit for itself",
+    "memory_limited_together": "start processes, each with its own memory limit",
     "processes_limited": "start any number of processes",
 }
 
 
 def probe_sandbox() -> SandboxLevel:
-    """Run a probe in a sandbox and compare what it sees with what this process sees."""
+    """Run a probe in a sandbox and report the confinement."""
     if sys.platform != "linux":
         return SandboxLevel()
     limits = ResourceLimits(
@@ -108,7 +108,7 @@ def probe_sandbox() -> SandboxLevel:
         file_bytes=1 << 20,
         open_file_count=64,
     )
-    # Without a limit in force this many children are still harmless.
+    # This number of children is harmless even without a limit.
     tried = 4 * _PROCESS_COUNT
     sandbox = Sandbox(limits=limits, scratch_bytes=_SCRATCH_BYTES)
     try:

@@ -1,7 +1,7 @@
-"""Make a few folders reachable for a uid that may not enter the folders above them.
+"""Access to folders for a uid that may not enter the folders above them.
 
-An interpreter installed below a private home (mode 700) cannot be started by any other uid. In a mount namespace of
-our own the private folder is covered by an empty one in which only the wanted folders appear. Needs root.
+An interpreter installed below a private home (mode 700) cannot be started by any other uid. In a new mount namespace,
+an empty folder that contains only the wanted folders covers the private one. Needs root.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from rollmesh.tasks.sandbox import kernel
 
 
 def interpreter_folders() -> list[Path]:
-    """Folders that this interpreter loads code from.
+    """Return the folders that this interpreter loads code from.
 
-    A private folder on ``sys.path`` is left out: what was imported from it is there, the rest stays private.
+    Private folders on ``sys.path`` are left out: modules imported from them stay loaded, the rest stays private.
     """
     needed = [sys.base_prefix, sys.prefix, *site.getsitepackages()]
     folders = {Path(name).resolve() for name in needed if Path(name).is_dir()}
@@ -29,12 +29,12 @@ def interpreter_folders() -> list[Path]:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether other uids may not enter the folder itself."""
+    """Return True if other uids may not enter the folder."""
     return not os.stat(folder).st_mode & stat.S_IXOTH
 
 
 def blocked_folder(path: Path) -> Path | None:
-    """The topmost folder on the way to ``path`` that other uids may not enter."""
+    """Return the topmost folder above ``path`` that other uids may not enter."""
     for folder in reversed(path.parents):
         if is_private(folder):
             return folder
@@ -42,9 +42,9 @@ def blocked_folder(path: Path) -> Path | None:
 
 
 def expose(folders: Iterable[Path]) -> None:
-    """Move to a new mount namespace in which every uid can reach ``folders``; does nothing if all can already.
+    """Move to a new mount namespace in which every uid can reach ``folders``; do nothing if that is so already.
 
-    Raises OSError where that is impossible (no privilege, or a wanted folder is private itself).
+    Raises OSError where that is impossible (no privilege, or one of the folders is private).
     """
     covered: dict[Path, list[Path]] = defaultdict(list)
     for folder in folders:

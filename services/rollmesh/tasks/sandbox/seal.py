@@ -1,7 +1,7 @@
-"""A root folder of its own: the interpreter's files, read-only, private scratch space, and nothing else of the host.
+"""Separate root folder: the interpreter's files, read-only, private scratch space, and nothing else of the host.
 
-The folders of runs, homes, data sets, sockets and everything that is open to all users are not covered one by one: they
-are not there. Needs a mount namespace of its own with the right to mount in it.
+Folders of runs, homes, data sets, sockets and world-readable files are not hidden one by one: they are absent. Needs a
+new mount namespace with the right to mount in it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from rollmesh.tasks.sandbox import kernel
 
 WORKING_FOLDER = "/tmp"
-"""The only place that code can write to."""
+"""Only folder that code can write to."""
 
 _SYSTEM_PATHS = (
     "/bin",
@@ -44,9 +44,9 @@ _MOST_FILES = 4096
 
 
 def seal(folder: str, scratch_bytes: int) -> None:
-    """Make ``folder`` the root folder of this process, with so much scratch space.
+    """Make ``folder`` the root folder of this process, with ``scratch_bytes`` of scratch space.
 
-    Raises OSError where the kernel does not allow all of it.
+    Raises OSError if the kernel does not allow one of the steps.
     """
     umask = os.umask(0o022)
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
@@ -60,7 +60,7 @@ def seal(folder: str, scratch_bytes: int) -> None:
     for name in _DEVICES:
         _show(folder, Path("/dev") / name, kernel.MOUNT_ATTR_NOSUID)
     os.mkdir(f"{folder}/proc")
-    with suppress(OSError):  # a container that hides parts of /proc allows no other; then there is none
+    with suppress(OSError):  # a container that hides parts of /proc does not allow this mount; then /proc is empty
         kernel.mount("proc", f"{folder}/proc", "proc", flags | kernel.MS_NOEXEC)
         kernel.restrict_mount(f"{folder}/proc", kernel.MOUNT_ATTR_RDONLY)
     for link, target in _LINKS.items():
@@ -72,7 +72,7 @@ def seal(folder: str, scratch_bytes: int) -> None:
 
 
 def _shown_paths() -> list[Path]:
-    """Libraries of the system and of this interpreter; not the whole prefix, which may hold a working folder."""
+    """Return the libraries of the system and of this interpreter; a whole prefix may contain a working folder."""
     prefixes = {Path(sys.base_prefix).resolve(), Path(sys.base_exec_prefix).resolve()}
     own = {prefix / name for prefix in prefixes for name in ("bin", "lib", "lib64")}
     own |= {Path(os.__file__).resolve().parent, Path(sys.executable).resolve().parent}
@@ -81,7 +81,7 @@ def _shown_paths() -> list[Path]:
 
 
 def _show(folder: str, path: Path, attributes: int) -> None:
-    """Let ``path`` appear below the new root."""
+    """Mount or link ``path`` below the new root."""
     target = f"{folder}{path}"
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if path.is_symlink():

@@ -1,1 +1,1 @@
-"""Where prompts come from; ``factory.build_prompt_source`` makes the one that a run file names."""
+"""Prompt sources; ``source_factory.build_prompt_source`` builds the one that a run file names."""

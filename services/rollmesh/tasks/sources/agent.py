@@ -1,4 +1,4 @@
-"""Prompts of a run whose rollouts are made by agents outside of the mesh: the task travels with the prompt."""
+"""Prompts for agents outside the mesh: the metadata of each prompt carries its task."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _TEXT = "_prompt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentTask:
-    """What an agent is told of its prompt."""
+    """Task that an agent receives with its prompt."""
 
     text: str
-    """The whole prompt as text: of a chat with its special tokens spelled out, of a plain prompt without those that
-    the tokenizer adds by itself."""
+    """The whole prompt as text. The text of a chat includes its special tokens; the text of a plain prompt leaves out
+    those that the tokenizer adds."""
     messages: Sequence[Mapping[str, Any]] | None
-    """The chat messages that it was rendered from; None for a plain prompt."""
+    """Chat messages that were rendered into the prompt; None for a plain prompt."""
     metadata: Mapping[str, Any]
-    """What the data set says besides: the answer, the tests."""
+    """Remaining fields of the data set, for example the answer or the tests."""
 
 
 class AgentPrompts:
-    """Another source's prompts with their text and messages in the metadata.
+    """Prompts of another source, with their text and messages in the metadata.
 
-    ``contexts``: ``task`` keeps the prompt, with which every session begins; ``free`` keeps its first token only, and
-    the agent writes what follows (config.AgentConfig).
+    ``contexts``: with ``task`` the whole prompt is kept, and every session begins with it. With ``free`` only its
+    first token is kept, and the agent writes the rest of the context (config.AgentConfig).
     """
 
     def __init__(self, source: PromptSource, tokenizer: Tokenizer, contexts: Literal["task", "free"]) -> None:
@@ -41,11 +41,11 @@ class AgentPrompts:
 
     @property
     def epoch_size(self) -> int:
-        """Prompts of one epoch."""
+        """Number of prompts in one epoch."""
         return self._source.epoch_size
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """The prompt at a position of the cursor."""
+        """Return the prompt at a cursor position."""
         prompt = self._source.prompt(epoch, index)
         text = self._tokenizer.decode(prompt.token_ids, special_tokens=MESSAGES in prompt.metadata)
         ids = prompt.token_ids if self._contexts == "task" else prompt.token_ids[:1]
@@ -53,6 +53,6 @@ class AgentPrompts:
 
 
 def task_of(prompt: Prompt) -> AgentTask:
-    """Read the task back from a prompt of ``AgentPrompts``."""
+    """Read the task from the metadata of a prompt of ``AgentPrompts``."""
     metadata = dict(prompt.metadata)
     return AgentTask(text=str(metadata.pop(_TEXT, "")), messages=metadata.pop(MESSAGES, None), metadata=metadata)

@@ -1,7 +1,7 @@
-"""Countdown search: the demo task, generated without end.
+"""Countdown search, the task of the demo: an unlimited number of generated puzzles.
 
-A puzzle is a set of distinct digits and a target; two of the digits, added or subtracted, give the target. The model
-searches in the open, one trial after the other, and says how far off each trial is. A prompt and its response::
+A puzzle is a set of distinct digits and a target. Two of the digits, added or subtracted, give the target. The model
+writes one trial after the other, each with its distance to the target. A prompt and its response::
 
     9 8 7 4 5 6 1 > 12 :   1 + 7 = 8 ~ 12 = 4 , 9 - 6 = 3 ~ 12 = 9 , 4 + 8 = 12 ~ 12 = 0 !
 
@@ -11,9 +11,9 @@ Grammar, one token per number and per sign, separated by spaces::
     response = trial { "," trial } ( "!" | "?" )
     trial    = number ( "+" | "-" ) number "=" result "~" target "=" difference
 
-``difference`` is ``|result - target|``; ``!`` claims that the trial just written hits the target, ``?`` gives up.
-A trial with the mark behind it is 10 tokens, so the length of a response is 10 times a roughly geometric number of
-trials. What counts as correct is said in ``rollmesh.tasks.verifiers.countdown``.
+``difference`` is ``|result - target|``. ``!`` claims that the last trial reaches the target; ``?`` gives up.
+A trial and the mark behind it are 10 tokens, so the length of a response is 10 times a roughly geometric number of
+trials. ``rollmesh.tasks.verifiers.countdown`` defines correct responses.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ _FEWEST_SOLUTIONS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Puzzle:
-    """Distinct digits in the order shown, and the target that some pair of them reaches."""
+    """Distinct digits in the order of the prompt, and a target that at least one pair of them reaches."""
 
     numbers: tuple[int, ...]
     target: int
 
     @property
     def text(self) -> str:
-        """The prompt as the model reads it, for example ``9 8 7 4 5 > 12 :``."""
+        """Text of the prompt, for example ``9 8 7 4 5 > 12 :``."""
         return f"{' '.join(map(str, self.numbers))} > {self.target} :"
 
     @property
     def solution_count(self) -> int:
-        """Pairs and signs that reach the target; a sum counts once, a difference larger digit first."""
+        """Number of pairs and signs that reach the target; sums count once, differences with the larger digit first."""
         pairs = itertools.combinations(self.numbers, 2)
         return sum((a + b == self.target) + (abs(a - b) == self.target) for a, b in pairs)
 
     @property
     def held_out(self) -> bool:
-        """Whether the puzzle belongs to the eval split: one in eight (set of digits, target), whatever the order.
+        """True if the puzzle belongs to the eval split, which holds one in eight (set of digits, target).
 
-        All nine digits are a single set, so there the order counts.
+        The order of the digits is ignored, except for puzzles of all nine digits: they are a single set.
         """
         digits = list(self.numbers) if len(self.numbers) == LARGEST_DIGIT else sorted(self.numbers)
         name = f"{digits}>{self.target}".encode()
@@ -67,9 +67,9 @@ class Puzzle:
 
 
 def draw_puzzle(rng: random.Random, split: Split, min_numbers: int, max_numbers: int) -> Puzzle:
-    """Draw a puzzle of one split: a random pair and sign make the target, which another pair must reach too.
+    """Draw a puzzle of one split; a random pair and sign give the target, and a second solution must reach it.
 
-    One solution among the 56 pairs and signs of eight digits would be luck, not search. Two digits have only one pair.
+    A single solution among the 56 pairs and signs of eight digits would reward luck. Two digits have only one pair.
     """
     while True:
         count = min_numbers + _below(rng, max_numbers - min_numbers + 1)
@@ -82,10 +82,10 @@ def draw_puzzle(rng: random.Random, split: Split, min_numbers: int, max_numbers:
 
 
 class CountdownPrompts:
-    """Deterministic random access to countdown prompts: the same (seed, split, epoch, index) is the same prompt.
+    """Deterministic random access to countdown prompts: equal (seed, split, epoch, index) give equal prompts.
 
-    The splits share no (set of digits, target), so no evaluation puzzle is ever trained on, whatever the seeds.
-    ``metadata`` carries what the verifier needs: ``{"numbers": [...], "target": t}``.
+    The splits share no (set of digits, target), so no evaluation puzzle is trained on, for any pair of seeds.
+    ``metadata`` carries the fields of the verifier: ``{"numbers": [...], "target": t}``.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class CountdownPrompts:
         max_numbers: int = 8,
         verifier: str = "countdown",
     ) -> None:
-        """``encode`` turns text into token ids; raises ConfigError when the sizes make no puzzle."""
+        """Create a source; ``encode`` turns text into token ids. Raises ConfigError for impossible sizes."""
         if not 2 <= min_numbers <= max_numbers <= LARGEST_DIGIT:
             raise ConfigError(
                 f"data.source: min_numbers={min_numbers}, max_numbers={max_numbers}: "
@@ -112,18 +112,18 @@ class CountdownPrompts:
 
     @property
     def epoch_size(self) -> int:
-        """Prompts of one epoch; every epoch has new ones."""
+        """Number of prompts in one epoch; every epoch has new prompts."""
         return EPOCH_SIZE
 
     def puzzle(self, epoch: int, index: int) -> Puzzle:
-        """The puzzle at a position of the cursor; raises IndexError outside the epoch."""
+        """Return the puzzle at a cursor position. Raises IndexError outside the epoch."""
         if not 0 <= index < EPOCH_SIZE:
             raise IndexError(f"countdown: index {index} is outside [0, {EPOCH_SIZE})")
         digest = hashlib.blake2b(f"{self._key}:{epoch}:{index}".encode(), digest_size=16).digest()
         return draw_puzzle(random.Random(int.from_bytes(digest, "big")), self._split, *self._sizes)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """The prompt at a position of the cursor, encoded as int32 [prompt_tokens]; IndexError outside the epoch."""
+        """Return the prompt at a cursor position, int32 [prompt_tokens]. Raises IndexError outside the epoch."""
         puzzle = self.puzzle(epoch, index)
         return Prompt(
             prompt_id=f"{self._key}:{epoch}:{index}",
@@ -134,7 +134,7 @@ class CountdownPrompts:
 
 
 def _below(rng: random.Random, bound: int) -> int:
-    # Only Random.random() is promised to give the same numbers in every Python release.
+    # Python guarantees the same numbers in every release for Random.random() only.
     return int(rng.random() * bound)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a file with one JSON object per line, read by offset."""
+"""Rows of a JSONL file (one JSON object per line), read by offset."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class JsonlRows:
-    """Random access to JSONL rows; blank lines are skipped and line numbers count from 1, as editors do."""
+    """Random access to JSONL rows. Blank lines are skipped; line numbers count from 1, as in editors."""
 
     def __init__(self, path: str | Path) -> None:
-        """Find the lines; only their offsets are kept. Raises DataError when the file cannot be read."""
+        """Index the lines; only their offsets are kept. Raises DataError if the file cannot be read."""
         self._path = Path(path)
         self.name = str(path)
         starts: list[int] = []
@@ -52,7 +52,7 @@ class JsonlRows:
         try:
             with self._path.open("rb") as file:
                 if _identity(file.fileno()) != self._identity:
-                    raise DataError(f"{self._path}: changed while the run reads it; restart the run")
+                    raise DataError(f"{self._path}: the file changed while the run was reading it; restart the run")
                 file.seek(start)
                 return file.readline()
         except OSError as error:
@@ -66,7 +66,7 @@ def _identity(descriptor: int) -> tuple[int, int, int]:
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode("utf-8"), parse_constant=_reject_constant)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8: {error.reason} at byte {error.start}") from error
     except RecursionError as error:
@@ -78,5 +78,5 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     return value
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON value")

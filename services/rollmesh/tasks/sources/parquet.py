@@ -9,10 +9,10 @@ from rollmesh.tasks.sources.row import Row
 
 
 class ParquetRows:
-    """Random access to Parquet rows, counted from 1 in messages; the table is held in Arrow memory."""
+    """Random access to Parquet rows. Messages count rows from 1; the table is kept in Arrow memory."""
 
     def __init__(self, path: str | Path) -> None:
-        """Read the table; raises DataError when that fails, ConfigError without the extra."""
+        """Read the table. Raises DataError if that fails, and ConfigError without the extra."""
         try:
             import pyarrow
             import pyarrow.parquet as parquet
@@ -29,7 +29,7 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def row(self, number: int) -> Row:
-        """One row as Python values."""
+        """Return one row as Python values."""
         fields = self._table.slice(number, 1).to_pylist()[0]
         where = f"{self._path}: row {number + 1}"
         return Row(fields=fields, where=where, prompt_id=f"{self._path.name}:{number + 1}")

@@ -1,4 +1,4 @@
-"""Rows from a callable of the user's own."""
+"""Rows from a user's callable."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rollmesh.tasks.sources.row import Row
 
 
 class PythonRows:
-    """The rows that ``module:function`` returns.
+    """Rows that ``module:function`` returns.
 
-    Anything with a length and integer indices stays where it is (for example a ``datasets.Dataset``); any other
-    iterable is read into a list.
+    A result with a length and integer indices (for example a ``datasets.Dataset``) is used in place. Any other iterable
+    is read into a list.
     """
 
     def __init__(self, target: str, options: Mapping[str, Any]) -> None:
-        """Call the target; raises ConfigError when it is not there or refuses the options."""
+        """Call the target. Raises ConfigError if it does not exist or rejects the options."""
         self.name = target
         function = load_target(target, "data.source.target")
         if not callable(function):
@@ -26,7 +26,7 @@ class PythonRows:
         try:
             rows = function(**options)
         except TypeError as error:
-            raise ConfigError(f"data.source.options: {target} refuses {dict(options)!r}: {error}") from error
+            raise ConfigError(f"data.source.options: {target} rejects {dict(options)!r}: {error}") from error
         if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")) or isinstance(rows, Mapping):
             if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
                 raise ConfigError(f"data.source.target: {target} must return rows, got {type(rows).__name__}")
@@ -37,7 +37,7 @@ class PythonRows:
         return len(self._rows)
 
     def row(self, number: int) -> Row:
-        """One row; raises DataError when it is not a mapping."""
+        """Return one row. Raises DataError if it is not a mapping."""
         where = f"{self.name}[{number}]"
         fields = self._rows[number]
         if not isinstance(fields, Mapping):

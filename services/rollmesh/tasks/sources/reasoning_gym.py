@@ -1,4 +1,4 @@
-"""Prompts of a reasoning-gym task (extra: reward): generated, and scored by the task itself."""
+"""Prompts of a reasoning-gym task (extra: reward), which also scores the answers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SEED_SPAN = 2**30
 
 
 class ReasoningGymPrompts:
-    """The items of one task; every epoch has the same ones in another order.
+    """Items of one task; every epoch has the same items in a different order.
 
-    Item i of a split is generated from a seed of its own; train and eval draw them from disjoint ranges, so no item
-    generated for evaluation is trained on by position (small tasks can still repeat a question).
+    Each item of a split has its own seed. The train and eval splits draw seeds from disjoint ranges, so no item
+    generated for evaluation is trained on by position. Small tasks can still repeat a question.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ReasoningGymPrompts:
         split: Split = "train",
         shuffle: bool = True,
     ) -> None:
-        """Raises ConfigError for an unknown task, wrong options, or without the extra."""
+        """Create the items. Raises ConfigError for an unknown task, for wrong options, or without the extra."""
         self._task = task
         self._options = dict(options)
         self._form = form
@@ -48,11 +48,11 @@ class ReasoningGymPrompts:
 
     @property
     def epoch_size(self) -> int:
-        """Items of one epoch."""
+        """Number of items in one epoch."""
         return len(self._items)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """The prompt at a position of the cursor."""
+        """Return the prompt at a cursor position. Raises IndexError outside the epoch."""
         size = len(self._items)
         if epoch < 0 or not 0 <= index < size:
             raise IndexError(f"reasoning_gym {self._task}: no position (epoch {epoch}, index {index})")
@@ -71,7 +71,7 @@ class ReasoningGymPrompts:
 
 
 def create_task(task: str, options: Mapping[str, Any]) -> Any:
-    """A reasoning-gym dataset; raises ConfigError naming what is wrong."""
+    """Create a reasoning-gym dataset. Raises ConfigError with the wrong field."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -83,7 +83,7 @@ def create_task(task: str, options: Mapping[str, Any]) -> Any:
     try:
         return reasoning_gym.create_dataset(task, **options)
     except (TypeError, ValueError, AssertionError, KeyError) as error:
-        raise ConfigError(f"data.source.options: {task} refuses {dict(options)!r}: {error}") from error
+        raise ConfigError(f"data.source.options: {task} rejects {dict(options)!r}: {error}") from error
 
 
 def _first_seed(seed: int, split: Split, size: int) -> int:

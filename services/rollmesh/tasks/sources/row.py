@@ -1,4 +1,4 @@
-"""From one dataset row to one prompt, with every way in which a row can be wrong."""
+"""Conversion of one dataset row to one prompt, with an error for every invalid row."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rollmesh.text import Tokenizer
 from rollmesh.types import Int32Array, Prompt
 
 MESSAGES = "_messages"
-"""Metadata key of the chat messages behind a prompt, where they are kept."""
+"""Metadata key of the chat messages of a prompt, if they are kept."""
 
 LARGEST_EXACT_INTEGER = 2**53
-"""Metadata travels as JSON numbers; larger integers would be rounded."""
+"""Largest integer in metadata, which is sent as JSON numbers; larger integers would be rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFormat:
-    """Which fields of a row mean what."""
+    """Meaning of the fields of a row."""
 
     prompt_field: str = "prompt"
     answer_field: str | None = "answer"
@@ -34,13 +34,13 @@ class RowFormat:
     verifier_required: bool = True
     chat: bool = False
     keep_messages: bool = False
-    """Put the chat messages into the metadata, for an agent that sends them itself."""
+    """True to put the chat messages into the metadata, for agents that send them."""
     max_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One row and the words that find it again, for example ``train.jsonl:17``."""
+    """One row and its position for messages (``where``), for example ``train.jsonl:17``."""
 
     fields: Mapping[str, Any]
     where: str
@@ -48,7 +48,7 @@ class Row:
 
 
 def prompt_from_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Prompt:
-    """Build the prompt; raises DataError with the row and the field."""
+    """Build the prompt. Raises DataError with the row and the field."""
     token_ids = _token_ids(row, form, tokenizer)
     if len(token_ids) == 0:
         raise DataError(f"{row.where}: field {form.prompt_field!r}: the prompt has no tokens")
@@ -64,9 +64,9 @@ def prompt_from_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Prompt:
 
 
 def check_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> None:
-    """Raise DataError for what ``prompt_from_row`` would refuse, without tokenising plain prompts that must fit.
+    """Raise DataError for a row that ``prompt_from_row`` would reject.
 
-    A tokenizer writes at most about one token per byte, so only long prompts need counting.
+    Short plain prompts are not tokenised: a tokenizer writes at most about one token per byte, so they must fit.
     """
     value = prompt_value(row, form)
     if isinstance(value, str) and not form.chat and value.strip():
@@ -79,7 +79,7 @@ def check_row(row: Row, form: RowFormat, tokenizer: Tokenizer) -> None:
 
 
 def prompt_value(row: Row, form: RowFormat) -> Any:
-    """The raw prompt field."""
+    """Return the raw prompt field."""
     return _required(row, form.prompt_field)
 
 
@@ -101,7 +101,7 @@ def _token_ids(row: Row, form: RowFormat, tokenizer: Tokenizer) -> Int32Array:
 
 
 def _chat(value: Any, form: RowFormat) -> list[Mapping[str, Any]] | None:
-    """The messages of a prompt that is rendered as a chat; None for one that is not."""
+    """Return the messages of a prompt that is rendered as a chat; None for other prompts."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}] if form.chat else None
     if isinstance(value, list) and value and all(isinstance(m, Mapping) for m in value):
@@ -129,7 +129,7 @@ def _verifier(row: Row, form: RowFormat) -> str:
     if form.verifier_field is None or (not form.verifier_required and form.verifier_field not in row.fields):
         return ""
     name = _required(row, form.verifier_field)
-    # A dataset may choose among the verifiers, but never what code runs.
+    # A dataset may choose a built-in verifier, but may not name code to run.
     if name not in BUILT_IN:
         raise DataError(
             f"{row.where}: field {form.verifier_field!r}: unknown verifier {_short(name)}; "
@@ -181,7 +181,7 @@ def _json_value(value: Any, where: str) -> Any:
         return {key: _json_value(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, date | time | Decimal):
         return str(value)
-    raise DataError(f"{where}: {type(value).__name__} is no JSON value; convert or drop the field")
+    raise DataError(f"{where}: {type(value).__name__} is not a JSON value; convert or drop the field")
 
 
 def _short(value: Any) -> str:

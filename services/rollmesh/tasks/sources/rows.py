@@ -1,4 +1,4 @@
-"""Prompts from a finite table: order, epochs and the rows held out for evaluation."""
+"""Prompts from a finite table: order, epochs and rows held out for evaluation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class RowReader(Protocol):
     """Random access to the rows of a file or a sequence."""
 
     name: str
-    """What messages call the whole table."""
+    """Name of the table in messages."""
 
     def __len__(self) -> int: ...
 
     def row(self, number: int) -> Row:
-        """Row ``number``, counted from 0; raises DataError when it cannot be read."""
+        """Return row ``number``, counted from 0. Raises DataError if it cannot be read."""
 
 
 class RowPrompts:
-    """A prompt source over rows; every row is checked once, when the source is opened.
+    """Prompt source over rows; every row is checked once, when the source is opened.
 
     Rows whose prompts are equal are held out together, so an evaluation prompt is never trained on.
     """
@@ -50,9 +50,10 @@ class RowPrompts:
         held_out_ratio: float = 0.0,
         on_checked: OnChecked | None = None,
     ) -> None:
-        """``held_out_ratio`` is the share of distinct prompts that belongs to the eval split; at 0 both have all.
+        """Check all rows; ``held_out_ratio`` is the share of distinct prompts in the eval split.
 
-        Raises DataError for the first bad row, and when the split has no rows.
+        With ``held_out_ratio`` 0 the train split and the eval split have all rows each. Raises DataError for the first
+        bad row, and if the split has no rows.
         """
         self._reader = reader
         self._form = form
@@ -62,16 +63,16 @@ class RowPrompts:
         hashes = np.fromiter(self._checked(on_checked), np.uint64, len(reader))
         self._rows = _rows_of_split(hashes, split, held_out_ratio)
         if len(self._rows) == 0:
-            what = "no rows" if len(reader) == 0 else f"no rows for the {split} split; it has {len(reader)} in all"
-            raise DataError(f"{reader.name}: {what} (data.held_out_ratio={held_out_ratio})")
+            problem = "no rows" if len(reader) == 0 else f"no rows for the {split} split; it has {len(reader)} in all"
+            raise DataError(f"{reader.name}: {problem} (data.held_out_ratio={held_out_ratio})")
 
     @property
     def epoch_size(self) -> int:
-        """Rows of the split."""
+        """Number of rows in the split."""
         return len(self._rows)
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """The prompt at a position of the cursor."""
+        """Return the prompt at a cursor position. Raises IndexError outside the epoch."""
         if epoch < 0 or not 0 <= index < len(self._rows):
             raise IndexError(f"{self._reader.name}: no position (epoch {epoch}, index {index})")
         at = int(epoch_order(len(self._rows), self._seed, epoch)[index]) if self._shuffle else index

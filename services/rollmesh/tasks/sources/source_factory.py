@@ -1,4 +1,4 @@
-"""The prompt source that a run file names."""
+"""Factory for the prompt source that a run file names."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def build_prompt_source(
 ) -> PromptSource:
     """Open the prompts of one split; ``keep_messages`` puts the messages of chat prompts into their metadata.
 
-    ``on_checked`` hears how many rows of a table are checked.
+    ``on_checked`` receives the number of checked rows of a table.
 
-    The eval split comes from ``evaluation_source`` where there is one; else a generated task makes fresh prompts and
-    a table holds some back. Raises DataError for the first bad row, ConfigError for a source that cannot exist.
+    The eval split is read from ``evaluation_source`` if it is set. Otherwise generated tasks create new prompts, and
+    tables hold rows out. Raises DataError for the first bad row and ConfigError for an invalid source.
     """
-    own = config.evaluation_source is not None
+    has_evaluation_source = config.evaluation_source is not None
     source = config.evaluation_source if split == "eval" and config.evaluation_source is not None else config.source
     if isinstance(source, CountdownSource):
         return CountdownPrompts(
@@ -76,7 +76,7 @@ def build_prompt_source(
         seed=seed,
         split=split,
         shuffle=config.shuffle,
-        held_out_ratio=0.0 if own else config.held_out_ratio,
+        held_out_ratio=0.0 if has_evaluation_source else config.held_out_ratio,
         on_checked=on_checked,
     )
 
@@ -91,7 +91,7 @@ def _table(source: PromptSourceConfig, max_prompt_tokens: int) -> tuple[RowReade
             max_prompt_tokens=max_prompt_tokens,
         )
         return PythonRows(source.target, source.options), form
-    assert isinstance(source, JsonlSource)  # the only other tables; ParquetSource is one too
+    assert isinstance(source, JsonlSource)  # also true of ParquetSource, a subclass
     form = RowFormat(
         prompt_field=source.prompt_field,
         answer_field=source.answer_field,

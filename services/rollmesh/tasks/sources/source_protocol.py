@@ -1,4 +1,4 @@
-"""What a prompt source is."""
+"""Protocol of prompt sources."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from typing import Literal, Protocol
 from rollmesh.types import Prompt
 
 Split = Literal["train", "eval"]
-"""Training prompts, or the ones evaluations use; no prompt is in both."""
+"""Prompts for training, or prompts for evaluations; no prompt is in both."""
 
 
 OnChecked = Callable[[int, int], None]
-"""Called while a source is opened, with the rows checked so far and the rows there are; it may raise to stop that."""
+"""Callback while a source is opened: rows checked so far and rows in total. It may raise to stop the check."""
 
 
 class PromptSource(Protocol):
-    """Prompts by position: the same (epoch, index) is the same prompt in every process and after every restart.
+    """Prompts by position: equal (epoch, index) give equal prompts in every process and after every restart.
 
-    That makes the cursor durable: two integers in the store say what comes next.
+    So the cursor is durable: two integers in the store give the position of the next prompt.
     """
 
     @property
     def epoch_size(self) -> int:
-        """Prompts of one epoch; indices are in [0, epoch_size)."""
+        """Number of prompts in one epoch; indices are in [0, epoch_size)."""
 
     def prompt(self, epoch: int, index: int) -> Prompt:
-        """The prompt at a position.
+        """Return the prompt at a position.
 
-        Raises DataError naming the row when it makes no prompt, IndexError outside the epoch.
+        Raises DataError with the name of a row that gives no valid prompt, and IndexError outside the epoch.
         """

@@ -1,1 +1,1 @@
-"""What an answer is worth; ``registry.build_verifier`` makes the one that a run file names."""
+"""Verifiers, which score answers; ``verifier_registry.build_verifier`` builds the one that a run file names."""

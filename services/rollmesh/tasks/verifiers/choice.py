@@ -1,4 +1,4 @@
-"""Multiple choice: the answer is a letter."""
+"""Verifier of multiple-choice answers, which are letters."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.verifiers.extraction import TAIL_CHARACTERS, last_boxed, last_tag, reference_text
 
 _NO_PRONOUN = r"(?!I[ \t]+[a-z])"
-"""A letter I before a word is the pronoun."""
+"""Excludes the pronoun I: a letter I before a word."""
 
 
 class ChoiceVerifier:
-    """1 when the chosen letter is the reference, else 0.
+    """Reward 1 if the chosen letter is the reference, else 0.
 
-    Searched in this order: ``<answer>...</answer>``, ``\\boxed{...}``, the end of the response. In a marked answer a
-    label at its beginning (``B.``, ``(B)``) counts first; then the last "answer is X" or "answer: X"; then the last
-    letter that stands alone. The pronoun I is no choice. The reference is a letter, or an index from 0.
+    The search order is ``<answer>...</answer>``, ``\\boxed{...}``, the end of the response. In a marked answer a label
+    at its beginning (``B.``, ``(B)``) counts first, then the last "answer is X" or "answer: X", then the last separate
+    letter. The pronoun I is not a choice. The reference is a letter, or an index from 0.
     """
 
     timeout_means_wrong = False
 
     def __init__(self, letters: str = "ABCDEFGHIJ") -> None:
-        """``letters`` are the choices, in order."""
+        """Create a verifier; ``letters`` are the choices, in order. Raises ConfigError if they are invalid."""
         if not letters.isalpha() or not letters.isupper() or len(set(letters)) != len(letters):
             raise ConfigError(f"reward.options.letters: {letters!r} must be distinct capital letters")
         self._letters = letters
         alone = f"{_NO_PRONOUN}([{letters}])(?![A-Za-z0-9'\u2019])"
         self._label = re.compile(rf"[\s(*\[{{]*([{letters}])\s*(?:[]).,:;*}}\n]|$)")
-        self._said = re.compile(rf"(?i:answer(?:\s+is)?\s*:?\s*(?:option|choice)?)\s*[(*\[{{]*{alone}")
+        self._phrase = re.compile(rf"(?i:answer(?:\s+is)?\s*:?\s*(?:option|choice)?)\s*[(*\[{{]*{alone}")
         self._alone = re.compile(f"(?<![A-Za-z0-9'\u2019]){alone}")
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
-        """Score one response against ``answer``; raises VerifierError when that names no choice."""
+        """Score one response against ``answer``. Raises VerifierError if ``answer`` is not a choice."""
         expected = self._reference(prompt_metadata)
         return float(self._chosen(response) == expected)
 
@@ -46,7 +46,9 @@ class ChoiceVerifier:
             return self._letters[int(text)]
         if len(text) == 1 and text in self._letters:
             return text
-        raise VerifierError(f"choice: the prompt's answer {text[:40]!r} is none of {self._letters} and no index")
+        raise VerifierError(
+            f"choice: the prompt's answer {text[:40]!r} is not one of {self._letters}, and not an index"
+        )
 
     def _chosen(self, response: str) -> str | None:
         for marked in (last_tag(response, "answer"), last_boxed(response)):
@@ -56,7 +58,7 @@ class ChoiceVerifier:
         return self._last_letter(response[-TAIL_CHARACTERS:])
 
     def _last_letter(self, text: str) -> str | None:
-        for pattern in (self._said, self._alone):
+        for pattern in (self._phrase, self._alone):
             found = None
             for match in pattern.finditer(text):
                 found = match

@@ -1,10 +1,11 @@
-"""Runs inside the sandbox, by itself and with nothing but the standard library: load an answer, answer its calls.
+"""Runner inside the sandbox: loads an answer and runs its tests, with the standard library only.
 
-Reads one JSON object from standard input: {"code": text, "entry_point": text, "calls": [...], "scripts": [[step, ...],
-...]}. Writes one line per finished test to a private copy of standard output: the test's number and a JSON result.
+It reads one JSON object from standard input: {"code": text, "entry_point": text, "calls": [...], "scripts": [[step,
+...], ...]}. It writes one line per finished test to a private copy of standard output: the test's number and a JSON
+result.
 
-Nothing that is expected is ever sent here. An answer that takes this process over can report any value, as it could by
-returning it; whether the value is right is decided elsewhere.
+No expected value is sent to this process. An answer that takes this process over can report any value, as it could by
+returning it; the comparison is made outside.
 """
 
 import json
@@ -18,7 +19,7 @@ LONGEST_ITERATOR = 100_000
 
 
 def main() -> None:
-    """Answer one job."""
+    """Run one job."""
     report = os.fdopen(os.dup(1), "w", encoding="utf-8")
     job = json.loads(sys.stdin.buffer.read())
     quiet = os.open(os.devnull, os.O_RDWR)
@@ -44,13 +45,13 @@ def main() -> None:
 
 
 def find(namespace: dict[str, Any], entry_point: str) -> Any:
-    """The function, or the method of a fresh instance for Class.method."""
+    """Return the function, or for Class.method the method of a new instance."""
     owner, _, method = entry_point.rpartition(".")
     return getattr(namespace[owner](), method) if owner else namespace[method]
 
 
 def run_script(namespace: dict[str, Any], script: list[list[str]]) -> list[Any]:
-    """Run the steps of one test; the values of its expressions, in order."""
+    """Run the steps of one test; return the values of its expressions, in order."""
     values = []
     for kind, code in script:
         if kind == "run":
@@ -61,12 +62,12 @@ def run_script(namespace: dict[str, Any], script: list[list[str]]) -> list[Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON that keeps its type; objects of other types only say that they are there."""
+    """Return a value as JSON that keeps its type; for objects of other types, the type's name only."""
     for kind, write in _WRITERS:
         if isinstance(value, kind):
             return write(value)
     for module, kind in (("decimal", "Decimal"), ("fractions", "Fraction")):
-        # An answer with such a value has loaded the module; others need not wait for it.
+        # An answer with such a value has loaded the module; other answers do not pay for the import.
         if module in sys.modules and isinstance(value, getattr(sys.modules[module], kind)):
             return {kind: str(value)}
     if hasattr(value, "__iter__") and not isinstance(value, type):
@@ -77,7 +78,7 @@ def plain(value: Any) -> Any:
 
 
 def plain_items(values: Iterable[Any]) -> list[Any]:
-    """Each value as JSON."""
+    """Return each value as JSON."""
     return [plain(value) for value in values]
 
 

@@ -1,4 +1,4 @@
-"""The tests of a code prompt, in the forms that public data sets use."""
+"""Tests of a code prompt, in the forms of public data sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollmesh.tasks.verifiers.code_asserts import AssertTest, split_asserts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTest:
-    """Call the entry point; the result is compared outside the sandbox."""
+    """Test that calls the entry point; the result is compared outside the sandbox."""
 
     args: list[Any]
     kwargs: dict[str, Any]
@@ -23,7 +23,7 @@ class CallTest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramTest:
-    """Run the answer as a program; its standard output is compared outside the sandbox."""
+    """Test that runs the answer as a program; its standard output is compared outside the sandbox."""
 
     stdin: str
     stdout: str
@@ -36,7 +36,7 @@ class CodeTests:
     entry_point: str
     calls: tuple[CallTest, ...]
     asserts: tuple[AssertTest, ...]
-    """Python statements, split; their comparisons are made outside the sandbox."""
+    """Split Python statements; their comparisons are made outside the sandbox."""
     programs: tuple[ProgramTest, ...]
 
     def __len__(self) -> int:
@@ -48,14 +48,14 @@ def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
 
     A test is a text with ``assert`` statements, ``{"input", "output"}`` for a program, or ``{"args", "kwargs",
     "expected"}`` for a call of ``entry_point`` (``function`` or ``Class.method``). A text without an assert is set-up
-    for the texts after it and not counted. Raises VerifierError naming the test that is wrong.
+    for the texts after it and is not counted. Raises VerifierError with the invalid test.
     """
     tests = metadata.get("tests")
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
         except ValueError as error:
-            raise VerifierError(f"python_code: field 'tests' is no JSON: {error}") from error
+            raise VerifierError(f"python_code: field 'tests' is not valid JSON: {error}") from error
     if not isinstance(tests, list) or not tests:
         raise VerifierError(f"python_code: the prompt's metadata needs a list 'tests', got {type(tests).__name__}")
     entry_point = metadata.get("entry_point", "")
@@ -78,12 +78,12 @@ def read_tests(metadata: Mapping[str, Any]) -> CodeTests:
         entry_point=str(entry_point), calls=tuple(calls), asserts=tuple(asserts), programs=tuple(programs)
     )
     if not len(found):
-        raise VerifierError("python_code: no text of field 'tests' holds an assert")
+        raise VerifierError("python_code: no text in the field 'tests' contains an assert")
     return found
 
 
 def same_value(expected: Any, got: Any) -> bool:
-    """JSON equality with tolerant floats (1e-6 relative, 1e-9 absolute); true is not 1."""
+    """Compare JSON values, with a tolerance for floats (1e-6 relative, 1e-9 absolute); true is not 1."""
     if isinstance(expected, bool) or isinstance(got, bool):
         return expected is got
     if isinstance(expected, int | float) and isinstance(got, int | float):
@@ -101,7 +101,7 @@ def same_value(expected: Any, got: Any) -> bool:
 
 
 def same_output(expected: str, got: str) -> bool:
-    """Equality of printed text, spaces at line ends and blank lines at the end aside."""
+    """Compare printed text, ignoring spaces at line ends and blank lines at the end."""
     return _trimmed(expected) == _trimmed(got)
 
 

@@ -1,4 +1,4 @@
-"""Read the plain values that ``code_runner`` reports for ``assert`` tests."""
+"""Decoder of the plain values that ``code_runner`` reports for ``assert`` tests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def read_value(encoded: Any) -> Any:
-    """The value behind one report; an object of the answer's own becomes one that equals nothing.
+    """Return the value of one report; an object of another type becomes an object that equals no other.
 
-    Raises Exception of any kind for a report that the runner would not write.
+    Raises any Exception for a report that the runner would not write.
     """
     if isinstance(encoded, list):
         return [read_value(item) for item in encoded]

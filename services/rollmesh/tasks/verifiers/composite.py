@@ -1,4 +1,4 @@
-"""A weighted sum of verifiers."""
+"""Weighted sum of verifiers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollmesh.tasks.verifiers.verifier_registry import build_verifier
 
 
 class CompositeVerifier:
-    """value = sum of weight * value over the parts; a part that fails fails the whole.
+    """Sum of weight * value over the parts; an error of one part is an error of the whole.
 
     Example: ``parts: {answer: {verifier: math, weight: 1.0}, format: {verifier: regex, weight: 0.1, options: {...}}}``.
     """
 
     def __init__(self, parts: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises ConfigError naming the part that is wrong."""
+        """Build the parts. Raises ConfigError with the invalid part."""
         if not isinstance(parts, Mapping) or not parts:
             raise ConfigError("reward.options.parts: expected a mapping from names to {verifier, weight, options}")
         self._parts: dict[str, tuple[float, Verifier]] = {}
@@ -29,7 +29,7 @@ class CompositeVerifier:
         self.needs_prompt = any(getattr(verifier, "needs_prompt", False) for verifier in verifiers)
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
-        """Score one response; the parts are reported unweighted, parts of parts as ``name.part``."""
+        """Score one response; the parts are reported without their weights, nested parts as ``name.part``."""
         value = 0.0
         parts: dict[str, float] = {}
         for name, (weight, verifier) in self._parts.items():

@@ -1,13 +1,13 @@
 """Exact check of a countdown response: only its last trial counts, and only if it claims success.
 
-A response is correct when all of this holds (the grammar is in ``rollmesh.tasks.sources.countdown``):
+A response is correct if it meets all these conditions (the grammar is in ``rollmesh.tasks.sources.countdown``):
 
 * it ends with ``!``;
-* the words after the last ``,`` are one trial, ``a + b = r ~ t = d`` or ``a - b = r ~ t = d``, and nothing else;
-* ``a`` and ``b`` are two different digits of the puzzle, so that no digit is used twice;
-* the sum or difference ``r`` is right and equals the puzzle's target, ``t`` repeats that target, and ``d`` is 0.
+* the words after the last ``,`` are exactly one trial, ``a + b = r ~ t = d`` or ``a - b = r ~ t = d``;
+* ``a`` and ``b`` are two different digits of the puzzle, so no digit is used twice;
+* the sum or difference ``r`` is correct and equals the puzzle's target, ``t`` repeats that target, and ``d`` is 0.
 
-Giving up, a false claim, running out of tokens and text outside the grammar are all worth 0.
+A response that gives up, makes a false claim, runs out of tokens or leaves the grammar scores 0.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ _LONGEST_TRIAL_CHARACTERS = 128
 
 
 class CountdownVerifier:
-    """1 for a response whose final trial is an exact, claimed solution, else 0.
+    """Reward 1 for a response whose last trial is an exact, claimed solution, else 0.
 
-    Parts: ``correct`` is the value, ``claimed`` whether the response ends with ``!``; a false claim is the difference.
+    Parts: ``correct`` is the value; ``claimed`` is 1 if the response ends with ``!``. A false claim has ``claimed`` 1
+    and ``correct`` 0.
     """
 
     timeout_means_wrong = True
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
-        """Score one response; raises VerifierError when ``numbers`` or ``target`` is missing or no integer."""
+        """Score one response. Raises VerifierError unless ``numbers`` and ``target`` are present and integers."""
         numbers, target = _puzzle(prompt_metadata)
-        # Cut before matching: the cost must not grow with what a model wrote.
+        # Cut before matching, so that the cost does not grow with the length of the response.
         last = response[-_LONGEST_TRIAL_CHARACTERS:].rpartition(",")
         is_whole_trial = bool(last[1]) or len(response) <= _LONGEST_TRIAL_CHARACTERS
         match = _TRIAL.fullmatch(last[2]) if is_whole_trial else None

@@ -1,4 +1,4 @@
-"""The answer is one of the references, character for character."""
+"""Verifier of answers that must equal a reference character by character."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rollmesh.tasks.verifiers.extraction import make_extractor, references
 
 
 class ExactVerifier:
-    """1 when the extracted answer equals a reference (runs of space count as one), else 0."""
+    """Reward 1 if the extracted answer equals a reference (runs of spaces count as one), else 0."""
 
     timeout_means_wrong = False
 
     def __init__(self, extract: str = "whole", ignore_case: bool = False) -> None:
-        """``extract``: see ``extraction.make_extractor``."""
+        """Create a verifier; for ``extract`` see ``extraction.make_extractor``."""
         self._extract = make_extractor(extract)
         self._ignore_case = ignore_case
 

@@ -1,4 +1,4 @@
-"""Find the answer inside a response: small, linear rules, because a response can be a megabyte of anything."""
+"""Extraction of the answer from a response, in linear time, because a response can be a megabyte of any text."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from rollmesh.errors import ConfigError, VerifierError
 
 Extractor = Callable[[str], str | None]
-"""From a response to its answer; None when there is none."""
+"""Function from a response to its answer; None if there is no answer."""
 
 TAIL_CHARACTERS = 20_000
-"""An answer stands at the end: only so much of a response is searched."""
+"""Searched length of a response, from its end, where the answer is."""
 
 _SIGN = r"(?:(?<![\w)\]}.])[-+\u2212])?"
 _CANDIDATE = re.compile(
     rf"{_SIGN}(?:[0-9][0-9.,]*[0-9]|[0-9]|\.[0-9]+)(?:[eE][-+]?[0-9]+)?(?:\s?/\s?[0-9]+(?:[.,][0-9]+)*)*"
 )
-"""Characters that belong together; whether they are one number is for ``_NUMBER`` to say."""
+"""Characters that may be one number; ``_NUMBER`` decides."""
 _NUMBER = re.compile(
     r"[-+\u2212]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?(?:\s?/\s?0*[1-9][0-9]*)?|\.[0-9]+)"
 )
@@ -27,11 +27,11 @@ _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
 def make_extractor(how: str) -> Extractor:
-    """The extractor called ``how``; raises ConfigError for an unknown one.
+    """Return the extractor called ``how``. Raises ConfigError for an unknown name.
 
     whole: the response without surrounding space. last_line: its last line that is not blank.
     last_number: its last number. boxed: the content of the last ``\\boxed{...}``.
-    tag:NAME: the content of the last ``<NAME>...</NAME>``. after:TEXT: what follows the last TEXT, to the line's end.
+    tag:NAME: the content of the last ``<NAME>...</NAME>``. after:TEXT: the text after the last TEXT, to the line's end.
     """
     simple = {"whole": _whole, "last_line": _last_line, "last_number": last_number, "boxed": last_boxed}
     if how in simple:
@@ -41,14 +41,14 @@ def make_extractor(how: str) -> Extractor:
         return lambda response: last_tag(response, argument)
     if separator and argument and kind == "after":
         return lambda response: _after(response, argument)
-    raise ConfigError(f"extract: {how!r} is none of {', '.join(simple)}, tag:NAME, after:TEXT")
+    raise ConfigError(f"extract: {how!r} is not one of {', '.join(simple)}, tag:NAME, after:TEXT")
 
 
 def last_number(response: str) -> str | None:
-    """The last number, with thousands separators, exponent or denominator.
+    """Return the last number, with thousands separators, exponent or denominator.
 
-    A sign belongs to a number only where nothing is subtracted from (``3-6`` ends with 6). ``1,2``, ``1.2.3`` and
-    ``7/0`` are no numbers, nor are their parts.
+    A sign belongs to a number unless it follows an operand (``3-6`` ends with 6). ``1,2``, ``1.2.3`` and ``7/0`` are
+    not numbers, nor are their parts.
     """
     found = None
     for match in _CANDIDATE.finditer(response[-TAIL_CHARACTERS:]):
@@ -58,10 +58,10 @@ def last_number(response: str) -> str | None:
 
 
 def last_boxed(response: str) -> str | None:
-    r"""The content of the last ``\boxed{...}`` with balanced braces; one that never closes does not count."""
+    r"""Return the content of the last ``\boxed{...}`` with balanced braces; an unclosed one does not count."""
     tail = response[-TAIL_CHARACTERS:]
     found = None
-    openings: list[int | None] = []  # where the content of each open brace begins; None for a brace of another kind
+    openings: list[int | None] = []  # start of the content of each open \boxed{; None for a plain brace
     for match in _BRACE.finditer(tail):
         if match[0] != "}":
             openings.append(match.end() if len(match[0]) > 1 else None)
@@ -71,7 +71,7 @@ def last_boxed(response: str) -> str | None:
 
 
 def last_tag(response: str, name: str) -> str | None:
-    """The content of the last closed ``<name>...</name>``."""
+    """Return the content of the last closed ``<name>...</name>``."""
     opening, closing = f"<{name}>", f"</{name}>"
     start = response.rfind(opening, 0, max(0, response.rfind(closing)))
     if start < 0:
@@ -81,7 +81,7 @@ def last_tag(response: str, name: str) -> str | None:
 
 
 def references(metadata: Mapping[str, Any], verifier: str) -> list[str]:
-    """The accepted answers as text: ``answer`` of the metadata, one or a list; raises VerifierError without one."""
+    """Return the accepted answers as text, from ``answer`` of the metadata. Raises VerifierError without any."""
     if "answer" not in metadata:
         raise VerifierError(f"{verifier}: the prompt's metadata has no field 'answer'; it has {sorted(metadata)}")
     answer = metadata["answer"]
@@ -92,7 +92,7 @@ def references(metadata: Mapping[str, Any], verifier: str) -> list[str]:
 
 
 def reference_text(answer: Any, verifier: str) -> str:
-    """One reference answer as text; whole numbers lose the ``.0`` that travelling as JSON gave them."""
+    """Return one reference answer as text; whole numbers lose the ``.0`` that JSON added."""
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise VerifierError(f"{verifier}: the prompt's answer must be text or a number, got {type(answer).__name__}")
     if isinstance(answer, float) and answer.is_integer():

@@ -1,4 +1,4 @@
-"""A verifier of the user's own: ``module:function`` or ``module:Class``."""
+"""User-defined verifiers: ``module:function`` or ``module:Class``."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rollmesh.tasks.verifiers.verifier_protocol import RewardParts, Verifier
 
 
 class FunctionVerifier:
-    """Calls ``function(response, metadata)``.
+    """Verifier that calls ``function(response, metadata)``.
 
-    What a time-out means can be declared on the function: ``function.timeout_means_wrong = True``.
+    The function can declare that a time-out means a wrong answer: ``function.timeout_means_wrong = True``.
     """
 
     def __init__(self, function: Callable[..., float | RewardParts], options: Mapping[str, Any]) -> None:
-        """``options`` are passed as keyword arguments of every call."""
+        """Wrap a function; ``options`` are keyword arguments of every call."""
         self.timeout_means_wrong = bool(getattr(function, "timeout_means_wrong", False))
         self.needs_prompt = bool(getattr(function, "needs_prompt", False))
         self._function = partial(function, **options)
@@ -29,25 +29,25 @@ class FunctionVerifier:
         return self._function(response, prompt_metadata)
 
 
-def build_own_verifier(target: str, options: Mapping[str, Any]) -> Verifier:
-    """The verifier at ``module:name``: a class is made with ``options``, a function is called with them.
+def build_custom_verifier(target: str, options: Mapping[str, Any]) -> Verifier:
+    """Build the verifier at ``module:name``; ``options`` go to the class, or to every call of the function.
 
-    Raises ConfigError when it is not there or cannot be called as a verifier.
+    Raises ConfigError if the target does not exist or cannot be called as a verifier.
     """
     found = load_target(target, "reward.verifier")
     if inspect.isclass(found):
         try:
-            made: Any = found(**options)
+            instance: Any = found(**options)
         except TypeError as error:
-            raise ConfigError(f"reward.options: {target} refuses {dict(options)!r}: {error}") from error
-        if not callable(getattr(made, "verify", None)) or not isinstance(
-            getattr(made, "timeout_means_wrong", None), bool
+            raise ConfigError(f"reward.options: {target} rejects {dict(options)!r}: {error}") from error
+        if not callable(getattr(instance, "verify", None)) or not isinstance(
+            getattr(instance, "timeout_means_wrong", None), bool
         ):
             raise ConfigError(
                 f"reward.verifier: {target} needs a method verify(response, prompt_metadata) and an attribute "
                 "timeout_means_wrong (true or false)"
             )
-        verifier: Verifier = made
+        verifier: Verifier = instance
         return verifier
     if not callable(found) or inspect.iscoroutinefunction(found):
         raise ConfigError(f"reward.verifier: {target} must be a plain function or a class with verify()")

@@ -1,4 +1,4 @@
-"""A judge or reward model behind HTTP."""
+"""Verifier that asks a judge or reward model over HTTP."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _DENOMINATOR = re.compile(r"\s*(?:/|\bout of\b)\s*[0-9]+(?:\.[0-9]+)?", re.IGNOR
 
 
 class HttpJudgeVerifier:
-    """Posts each answer and reads a number from the reply.
+    """Client of a judge: posts each answer and reads a number from the reply.
 
     ``format: score`` posts ``{"prompt", "response", "metadata"}`` and expects ``{"score": number, "parts": {...}}``.
-    ``format: chat`` asks an OpenAI-compatible ``/chat/completions`` endpoint: ``template`` is filled with {prompt},
+    ``format: chat`` calls an OpenAI-compatible ``/chat/completions`` endpoint: ``template`` is filled with {prompt},
     {response} and {answer}, and ``score_pattern`` finds the number in the model's reply (its last match, group 1).
-    Without a pattern the last number counts, and of ``8/10`` or ``8 out of 10`` the 8.
-    Connection errors and the replies 408, 425, 429 and 5xx are tried again, within ``timeout_seconds`` overall.
+    Without a pattern the last number counts; for ``8/10`` or ``8 out of 10`` that is 8.
+    Connection errors and the replies 408, 425, 429 and 5xx are retried, within ``timeout_seconds`` overall.
     """
 
     timeout_means_wrong = False
@@ -50,9 +50,9 @@ class HttpJudgeVerifier:
         score_pattern: str = "",
         concurrency: int = 64,
     ) -> None:
-        """``scale`` multiplies the number; ``api_key_env`` names the variable that holds a bearer token.
+        """Create a client; ``scale`` multiplies the number, and ``api_key_env`` names the variable of a bearer token.
 
-        Raises ConfigError naming the option that is wrong.
+        Raises ConfigError with the invalid option.
         """
         _check_options(url, format, timeout_seconds, retries, scale, model, template, concurrency)
         self._url = url
@@ -65,12 +65,12 @@ class HttpJudgeVerifier:
         self._score_pattern = _compiled(score_pattern) if score_pattern else None
         self._headers = {**(headers or {}), **_authorization(api_key_env)}
         self.concurrency = concurrency
-        """Most calls of ``verify_async`` at once."""
+        """Maximum number of concurrent ``verify_async`` calls."""
         self._tls = httpx.create_ssl_context()
         self._client: httpx.AsyncClient | None = None
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
-        """Score one response, blocking; raises TimeoutError or VerifierError."""
+        """Score one response and block until the reply. Raises TimeoutError or VerifierError."""
 
         async def once() -> RewardParts:
             async with self._new_client() as client:
@@ -79,13 +79,13 @@ class HttpJudgeVerifier:
         return asyncio.run(once())
 
     async def verify_async(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
-        """Score one response over kept connections; raises TimeoutError or VerifierError."""
+        """Score one response over persistent connections. Raises TimeoutError or VerifierError."""
         if self._client is None:
             self._client = self._new_client()
         return await self._judge(self._client, response, prompt_metadata)
 
     async def aclose(self) -> None:
-        """Close the kept connections."""
+        """Close the persistent connections."""
         if self._client is not None:
             await self._client.aclose()
             self._client = None
@@ -105,7 +105,7 @@ class HttpJudgeVerifier:
         raise VerifierError(f"http_judge: {self._url}: no attempt was made")
 
     async def _post(self, client: httpx.AsyncClient, payload: Any, *, last: bool) -> bytes | float:
-        """The body of a good reply, or the seconds that the server asks to wait before another try."""
+        """Return the body of a successful reply, or the seconds that the server requests before the next attempt."""
         try:
             async with client.stream("POST", self._url, json=payload, timeout=self._timeout_seconds) as reply:
                 body = await _read_bounded(reply)
@@ -128,7 +128,7 @@ class HttpJudgeVerifier:
             rest = {name: value for name, value in metadata.items() if name != "prompt"}
             return {"prompt": prompt, "response": response, "metadata": rest}
         fields = {"prompt": prompt, "response": response, "answer": str(metadata.get("answer", ""))}
-        # One pass, so that braces inside an answer are text.
+        # A single pass: braces inside an answer stay text.
         content = re.sub(r"\{(prompt|response|answer)\}", lambda found: fields[found[1]], self._template)
         return {"model": self._model, "temperature": 0, "messages": [{"role": "user", "content": content}]}
 
@@ -180,11 +180,11 @@ def _check_options(
     concurrency: int,
 ) -> None:
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"reward.options.url: {url!r} is not an http(s) address")
+        raise ConfigError(f"reward.options.url: {url!r} must begin with http:// or https://")
     if format not in ("score", "chat"):
-        raise ConfigError(f"reward.options.format: {format!r} is none of score, chat")
+        raise ConfigError(f"reward.options.format: {format!r} is not one of score, chat")
     if format == "chat" and (not model or "{response}" not in template):
-        raise ConfigError("reward.options: format=chat needs model, and template with {response} in it")
+        raise ConfigError("reward.options: format=chat needs model, and a template that contains {response}")
     if not timeout_seconds > 0 or retries < 0 or concurrency < 1 or not math.isfinite(scale):
         raise ConfigError(
             f"reward.options: timeout_seconds={timeout_seconds} (> 0), retries={retries} (>= 0), "
@@ -196,16 +196,16 @@ def _authorization(variable: str | None) -> dict[str, str]:
     if variable is None:
         return {}
     if variable not in os.environ:
-        raise ConfigError(f"reward.options.api_key_env: the environment has no {variable}")
+        raise ConfigError(f"reward.options.api_key_env: the environment variable {variable} is not set")
     return {"Authorization": f"Bearer {os.environ[variable]}"}
 
 
 async def _read_bounded(reply: httpx.Response) -> bytes:
     body = bytearray()
-    async for part in reply.aiter_bytes():
-        body += part
+    async for data in reply.aiter_bytes():
+        body += data
         if len(body) > LARGEST_REPLY_BYTES:
-            raise VerifierError(f"http_judge: {reply.url}: the reply is over {LARGEST_REPLY_BYTES} bytes")
+            raise VerifierError(f"http_judge: {reply.url}: the reply is larger than {LARGEST_REPLY_BYTES} bytes")
     return bytes(body)
 
 
@@ -216,9 +216,9 @@ def _retry_after_seconds(reply: httpx.Response) -> float:
         return 0.0
 
 
-def _pause_seconds(attempt: int, asked_seconds: float) -> float:
+def _pause_seconds(attempt: int, requested_seconds: float) -> float:
     backoff: float = _FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-    return max(asked_seconds, min(backoff, _LONGEST_PAUSE_SECONDS))
+    return max(requested_seconds, min(backoff, _LONGEST_PAUSE_SECONDS))
 
 
 def _number(value: object) -> float:

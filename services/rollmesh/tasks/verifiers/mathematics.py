@@ -1,4 +1,4 @@
-"""Mathematical equality of an answer and its reference, by math-verify and sympy (extra: reward)."""
+"""Verifier of mathematical equality with a reference, by math-verify and sympy (extra: reward)."""
 
 from __future__ import annotations
 
@@ -11,43 +11,44 @@ from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.verifiers.extraction import last_boxed, references
 
 TAIL_CHARACTERS = 4_000
-"""An answer stands at the end: only so much of a response is parsed."""
+"""Parsed length of a response, from its end, where the answer is."""
 
 DEEPEST_NESTING = 32
-"""Brackets nested deeper are no answer; the parser's time grows exponentially with them."""
+"""Limit of nested brackets in an answer; the time of the parser grows exponentially with them."""
 
 _DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
 
 
 class MathVerifier:
-    """1 when the last answer of a response equals a reference as mathematics, else 0.
+    """Reward 1 if the last answer of a response is mathematically equal to a reference, else 0.
 
     The content of the last ``\\boxed{...}`` counts; without one, the last formula or number. Equal text and unequal
-    whole numbers are decided without sympy. An answer that sympy cannot decide in time is wrong, not lost.
+    whole numbers are decided without sympy. An answer that sympy cannot decide in time is wrong, not unscorable.
     """
 
     timeout_means_wrong = True
 
     def __init__(self, float_rounding: int = 6, strict: bool = True) -> None:
-        """``float_rounding``: decimals that are compared; ``strict``: sets are not tuples, variables have names.
+        """Create a verifier. Raises ConfigError without the extra.
 
-        Raises ConfigError without the extra.
+        ``float_rounding``: number of compared decimals. ``strict``: sets do not equal tuples, and the names of
+        variables count.
         """
         try:
             import math_verify
         except ImportError as error:
             raise ConfigError("verifier math needs its packages: pip install 'rollmesh[reward]'") from error
-        # It warns on every call that its own alarm is off; the killing pool is the alarm here.
+        # The package warns on every call that its time-out is off; the process pool enforces the time-out instead.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         parse = partial(math_verify.parse, parsing_timeout=None)
         equal = partial(math_verify.verify, float_rounding=float_rounding, strict=strict, timeout_seconds=None)
         self._parse: Callable[[str], list[Any]] = lru_cache(maxsize=4096)(parse)
         self._equal: Callable[[list[Any], list[Any]], bool] = equal
-        # The first call compiles its patterns: let that happen before any answer is on the clock.
+        # The first call compiles the patterns; do it here, outside the time limit of an answer.
         self._equal(self._parse("$1$"), self._parse("\\boxed{2}"))
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
-        """Score one response against ``answer``; raises VerifierError when sympy cannot read that."""
+        """Score one response against ``answer``. Raises VerifierError if sympy cannot read ``answer``."""
         accepted = [text.strip() for text in references(prompt_metadata, "math")]
         boxed = last_boxed(response)
         answer = boxed if boxed is not None else response[-TAIL_CHARACTERS:].strip()
@@ -62,7 +63,7 @@ class MathVerifier:
             return int(reference) == int(answer)
         gold = self._parse(reference if any(d in reference for d in _DELIMITERS) else f"${reference}$")
         if not gold:
-            raise VerifierError(f"math: the prompt's answer {reference[:80]!r} is no mathematics that sympy can read")
+            raise VerifierError(f"math: the prompt's answer {reference[:80]!r} is not mathematics that sympy can read")
         return bool(self._equal(gold, self._parse(f"\\boxed{{{answer}}}" if boxed else answer)))
 
 

@@ -1,4 +1,4 @@
-"""The answer is the reference number, within a tolerance."""
+"""Verifier of numbers, with a tolerance."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from rollmesh.tasks.verifiers.extraction import last_number, make_extractor, ref
 
 
 class NumericVerifier:
-    """1 when the extracted number is within ``tolerance`` of a reference, else 0.
+    """Reward 1 if the extracted number is within ``tolerance`` of a reference, else 0.
 
-    Close means ``|a - b| <= max(tolerance * max(|a|, |b|), absolute_tolerance)``, computed exactly, so that long
-    integers are told apart. A reference text may carry a rationale: its last number counts (``... #### 42``).
+    The condition is ``|a - b| <= max(tolerance * max(|a|, |b|), absolute_tolerance)``, computed exactly, so that long
+    integers are distinguished. The last number of a reference text counts, so it may carry a rationale
+    (``... #### 42``).
     """
 
     timeout_means_wrong = False
 
     def __init__(self, extract: str = "last_number", tolerance: float = 1e-6, absolute_tolerance: float = 1e-9) -> None:
-        """``extract``: see ``extraction.make_extractor``; the number is the last one in what it finds."""
+        """Create a verifier; the last number in the text that ``extract`` finds counts (``make_extractor``)."""
         for name, value in (("tolerance", tolerance), ("absolute_tolerance", absolute_tolerance)):
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(f"reward.options.{name}: {value} is not a finite number >= 0")
@@ -30,11 +31,11 @@ class NumericVerifier:
         self._absolute = Fraction(absolute_tolerance)
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
-        """Score one response against ``answer``; raises VerifierError when that holds no number."""
+        """Score one response against ``answer``. Raises VerifierError if ``answer`` contains no number."""
         accepted = [_reference(text) for text in references(prompt_metadata, "numeric")]
         found = self._extract(response)
         answer = _number(found) if found is not None else None
-        return float(answer is not None and any(self._close(answer, other) for other in accepted))
+        return float(answer is not None and any(self._close(answer, reference) for reference in accepted))
 
     def _close(self, a: Fraction, b: Fraction) -> bool:
         return abs(a - b) <= max(self._relative * max(abs(a), abs(b)), self._absolute)
@@ -43,7 +44,7 @@ class NumericVerifier:
 def _reference(text: str) -> Fraction:
     number = _number(text)
     if number is None:
-        raise VerifierError(f"numeric: the prompt's answer holds no number: {text[:80]!r}")
+        raise VerifierError(f"numeric: the prompt's answer contains no number: {text[:80]!r}")
     return number
 
 

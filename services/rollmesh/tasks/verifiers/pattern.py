@@ -1,4 +1,4 @@
-"""The response has the asked-for form."""
+"""Verifier of the form of a response."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rollmesh.errors import ConfigError
 
 
 class RegexVerifier:
-    """1 when the response matches a regular expression, else 0: a format reward.
+    """Reward 1 if the response matches a regular expression, else 0: a format reward.
 
-    A pattern that backtracks without end is the pattern's fault, so a time-out follows the run's policy.
+    A pattern that backtracks without end is an error of the pattern, so a time-out follows the run's policy.
     """
 
     timeout_means_wrong = False
 
     def __init__(self, pattern: str, full: bool = True, ignore_case: bool = False) -> None:
-        """``full``: the whole response must match, else a part. ``.`` matches line breaks too."""
+        """Compile the pattern; with ``full`` the whole response must match, else a part. ``.`` matches line breaks."""
         try:
             self._pattern = re.compile(pattern, re.DOTALL | (re.IGNORECASE if ignore_case else re.NOFLAG))
         except re.error as error:

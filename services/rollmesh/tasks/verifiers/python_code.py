@@ -1,4 +1,4 @@
-"""Runs the Python code of an answer against tests, confined (see ``tasks.sandbox``); Linux only."""
+"""Verifier that runs the Python code of an answer against tests, in ``tasks.sandbox``; Linux only."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rollmesh.tasks.verifiers.code_values import read_value
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LONGEST_CODE = 200_000
-"""Characters; longer code is wrong."""
+"""Limit in characters; longer code is wrong."""
 
 _FENCE = re.compile(r"^```[ \t]*(?:python3?|py)?[ \t]*\r?\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE | re.IGNORECASE)
 
 
 class PythonCodeVerifier:
-    """1 when the code passes every test (or the share it passes), 0 for no code, wrong code and code out of time.
+    """Reward 1 if the code passes every test (or the share of passed tests); 0 for no code, wrong code and time-outs.
 
-    The last fenced block of the response is the code; without one, the whole response. It sees the standard library
-    only. Every comparison is made outside the sandbox; nothing that is expected is sent into it.
+    The last fenced block of the response is the code; without one, the whole response. It can import the standard
+    library only. Every comparison is made outside the sandbox; no expected value is sent into it.
     """
 
     timeout_means_wrong = True
@@ -43,17 +43,16 @@ class PythonCodeVerifier:
         may_fork: bool = False,
         allow_shared_uid: bool = False,
     ) -> None:
-        """``timeout_seconds`` is for all tests of one answer together; keep it below reward.timeout_seconds.
+        """Create a verifier. Raises ConfigError where code cannot be confined.
 
-        ``memory_bytes`` is for all that an answer runs, files of at most 64 MiB aside. ``process_count``: threads that
-        an answer may have at once. ``may_fork``: it may start processes as well, each with an equal share of the
-        memory. ``allow_shared_uid``: run code even where it could reach every process and file of this user; for a
-        container that holds nothing else.
-
-        Raises ConfigError where code cannot be confined.
+        ``timeout_seconds`` is for all tests of one answer together; keep it below reward.timeout_seconds.
+        ``memory_bytes`` is for all that an answer runs, without its files (at most 64 MiB). ``process_count``: threads
+        that an answer may have at once. ``may_fork``: it may start processes too, each with an equal share of the
+        memory. ``allow_shared_uid``: run code even where it could reach every process and file of this user; for
+        containers that are used for nothing else.
         """
         if sys.platform != "linux":
-            raise ConfigError("verifier python_code needs Linux: it confines code by namespaces and resource limits")
+            raise ConfigError("verifier python_code needs Linux: it confines code with namespaces and resource limits")
         if not timeout_seconds > 0 or memory_bytes < 64 << 20 or process_count < 1:
             raise ConfigError(
                 f"reward.options: timeout_seconds={timeout_seconds} (> 0), memory_bytes={memory_bytes} (>= 64 MiB), "
@@ -65,10 +64,10 @@ class PythonCodeVerifier:
                 f"reward.options: may_fork shares memory_bytes={memory_bytes} between process_count={process_count} "
                 "processes, and each needs 64 MiB; lower process_count or raise memory_bytes"
             )
-        if not allow_shared_uid and (danger := Sandbox.danger()):
+        if not allow_shared_uid and (reason := Sandbox.unsafe_reason()):
             raise ConfigError(
-                f"verifier python_code: {danger}; run the reward service as root or allow user namespaces, or, in a "
-                "container of its own, set reward.options.allow_shared_uid"
+                f"verifier python_code: {reason}; run the reward service as root or allow user namespaces, or, in a "
+                "dedicated container, set reward.options.allow_shared_uid"
             )
         limits = ResourceLimits(
             address_space_bytes=share,
@@ -78,29 +77,29 @@ class PythonCodeVerifier:
             open_file_count=64,
         )
         self.sandbox = Sandbox(limits=limits, may_fork=may_fork)
-        """Where answers run."""
+        """Sandbox that runs the answers."""
         self._timeout_seconds = timeout_seconds
         self._partial_credit = partial_credit
         self._runner = (resources.files("rollmesh.tasks.verifiers") / "code_runner.py").read_bytes()
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> RewardParts:
-        """Score one response; raises VerifierError when the tests are wrong or the machine cannot confine code."""
+        """Score one response. Raises VerifierError if the tests are wrong or the machine cannot confine code."""
         tests = read_tests(prompt_metadata)
         code = extract_code(response)
         if not code.strip() or len(code) > LONGEST_CODE:
             return self._reward(0, len(tests), timed_out=False)
         passed, timed_out = 0, False
         try:
-            for good in self._results(code, tests, time.monotonic() + self._timeout_seconds):
-                passed += good
-                if not good and not self._partial_credit:
+            for test_passed in self._results(code, tests, time.monotonic() + self._timeout_seconds):
+                passed += test_passed
+                if not test_passed and not self._partial_credit:
                     break
         except TimeoutError:
             timed_out = True
         return self._reward(passed, len(tests), timed_out=timed_out)
 
     def _results(self, code: str, tests: CodeTests, deadline: float) -> Iterator[bool]:
-        """Whether each test passed, in order; raises TimeoutError once the time is up."""
+        """Yield True for each passed test and False for each failed one, in order. Raises TimeoutError."""
         if tests.calls or tests.asserts:
             yield from self._results_inside(code, tests, deadline)
         for test in tests.programs:
@@ -136,7 +135,7 @@ class PythonCodeVerifier:
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block, or the whole response."""
+    """Return the last fenced block, or the whole response."""
     found = None
     for match in _FENCE.finditer(response[-2 * LONGEST_CODE :]):
         found = match
@@ -153,13 +152,13 @@ def _remaining(deadline: float) -> float:
 def _holds(test: AssertTest, reported: Any) -> bool:
     try:
         values = [read_value(value) for value in reported]
-    except Exception:  # the answer has written a report of its own
+    except Exception:  # the answer wrote a report that the runner would not write
         return False
     return test.passes(values)
 
 
 def _reports(output: bytes) -> dict[int, dict[str, Any]]:
-    """Results by test number; the first line about a test counts."""
+    """Return the results by test number; the first line about a test counts."""
     reports: dict[int, dict[str, Any]] = {}
     for line in output.decode("utf-8", "replace").splitlines():
         number, _, result = line.partition(" ")

@@ -1,4 +1,4 @@
-"""Scores an answer with the reasoning-gym task that posed the question (extra: reward)."""
+"""Verifier that scores an answer with the reasoning-gym task of its question (extra: reward)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rollmesh.tasks.entries import entry_from_text
 from rollmesh.tasks.verifiers.extraction import last_tag
 
 LONGEST_ANSWER = 20_000
-"""Characters; a longer answer is cut to its end."""
+"""Limit in characters; a longer answer is cut to its end."""
 _NOT_A_NUMBER = re.compile(r"(?<![a-z])nan[ij]?(?![a-z])", re.IGNORECASE)
 
 
 class ReasoningGymVerifier:
-    """The task's own score, usually 0 to 1, of ``<answer>...</answer>`` or, without the tag, of the whole response.
+    """Score by the task, usually 0 to 1, of ``<answer>...</answer>`` or, without the tag, of the whole response.
 
-    An answer that the task cannot read is worth 0.
+    An answer that the task cannot read scores 0.
     """
 
     timeout_means_wrong = True
 
     def __init__(self) -> None:
-        """Raises ConfigError without the extra."""
+        """Import the package. Raises ConfigError without the extra."""
         try:
             import reasoning_gym
         except ImportError as error:
@@ -35,7 +35,7 @@ class ReasoningGymVerifier:
         self._task = lru_cache(maxsize=64)(self._make_task)
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float:
-        """Score one response; raises VerifierError when the metadata is not what the source wrote."""
+        """Score one response. Raises VerifierError if the metadata is not from the reasoning-gym source."""
         try:
             name, options, text = (str(prompt_metadata[field]) for field in ("task", "options", "entry"))
             entry = entry_from_text(text)
@@ -48,11 +48,11 @@ class ReasoningGymVerifier:
         answer = response.strip() if answer is None else answer
         answer = answer[-LONGEST_ANSWER:]
         if _NOT_A_NUMBER.search(answer) and not _NOT_A_NUMBER.search(str(entry.get("answer"))):
-            return 0.0  # it passes every "is the difference too large" of the library
+            return 0.0  # not-a-number passes every tolerance check of the library
         try:
             return float(task.score_answer(answer, entry))
         except Exception:
-            # An answer that the task cannot read is wrong. A task that cannot score its own answer is broken.
+            # An answer that the task cannot read is wrong. A task that cannot score its reference answer is broken.
             task.score_answer(str(entry.get("answer")), entry)
             return 0.0
 

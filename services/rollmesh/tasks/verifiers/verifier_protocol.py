@@ -1,4 +1,4 @@
-"""What a verifier is, and what may come out of one."""
+"""Protocols of verifiers, and the rewards that they return."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from rollmesh.errors import VerifierError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardParts:
-    """A reward with the named parts it was made of; the parts are shown, the value is trained on."""
+    """Reward with its named parts; the parts are for display, the value is trained on."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Verifier(Protocol):
-    """Scores one response; runs inside a killing process pool, so it may be slow, but it holds no state.
+    """Scorer of one response. It is stateless and may be slow: it runs in a process pool that kills at a time-out.
 
     An optional attribute ``needs_prompt = True`` adds the prompt's text to the metadata as ``prompt``.
     """
 
     timeout_means_wrong: bool
-    """True: an answer that cannot be checked in time is wrong (value 0). False: the run's policy decides."""
+    """True if an answer that cannot be checked in time is wrong (value 0); False if the run's policy decides."""
 
     def verify(self, response: str, prompt_metadata: Mapping[str, Any]) -> float | RewardParts:
-        """The reward of a response.
+        """Return the reward of a response.
 
-        Raises VerifierError when the metadata lacks what it needs; any other exception means the same to the run.
-        Raises TimeoutError when its own limit passed.
+        Raises VerifierError if the metadata lacks a field; the run treats any other exception as a VerifierError too.
+        Raises TimeoutError after the verifier's own time limit.
         """
 
 
 @runtime_checkable
 class AsyncVerifier(Verifier, Protocol):
-    """A verifier that waits more than it computes, for example for an HTTP reply.
+    """Verifier that waits more than it computes, for example for an HTTP reply.
 
-    Many of its calls run at once in the service's own loop, outside the process pool: it must not compute.
+    Many of its calls run at once in the service's event loop, outside the process pool, so it must not block the loop.
     """
 
     concurrency: int
-    """Most calls of ``verify_async`` at once."""
+    """Maximum number of concurrent ``verify_async`` calls."""
 
     async def verify_async(self, response: str, prompt_metadata: Mapping[str, Any]) -> float | RewardParts:
-        """Like ``verify``; every call comes from one event loop."""
+        """Return the reward of a response, like ``verify``; every call comes from one event loop."""
 
     async def aclose(self) -> None:
-        """Give connections back."""
+        """Close the connections."""
 
 
 def checked_reward(result: object, verifier: str) -> RewardParts:
-    """What a verifier returned, as finite floats; raises VerifierError for anything else, never a silent 0."""
+    """Return the result of a verifier as finite floats. Raises VerifierError for any other result."""
     if isinstance(result, RewardParts):
         parts = {str(name): _finite(value, f"{verifier}: part {name!r}") for name, value in result.parts.items()}
         return RewardParts(value=_finite(result.value, verifier), parts=parts)

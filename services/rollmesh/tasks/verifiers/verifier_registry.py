@@ -1,4 +1,4 @@
-"""Verifiers by name. Modules are imported when a verifier is built, so that sympy costs only those who use it."""
+"""Registry of verifiers. Modules are imported when a verifier is built, so sympy is loaded only for its users."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.verifiers.function import build_own_verifier
+from rollmesh.tasks.verifiers.function import build_custom_verifier
 from rollmesh.tasks.verifiers.verifier_protocol import Verifier
 
 _PACKAGE = "rollmesh.tasks.verifiers"
@@ -25,20 +25,18 @@ BUILT_IN: Mapping[str, str] = {
     "http_judge": "http_judge:HttpJudgeVerifier",
     "composite": "composite:CompositeVerifier",
 }
-"""Name in the run file to module:Class below this package."""
+"""Verifiers by their name in the run file, as module:Class below this package."""
 
 
 def build_verifier(name: str, options: Mapping[str, Any]) -> Verifier:
-    """The verifier called ``name`` (one of BUILT_IN, or ``module:function`` of the user's own).
+    """Build the verifier called ``name`` (one of BUILT_IN, or a user's ``module:function``).
 
     Raises ConfigError for an unknown name, a wrong option or a missing extra.
     """
     if name not in BUILT_IN:
         if ":" in name:
-            return build_own_verifier(name, options)
-        raise ConfigError(
-            f"reward.verifier: {name!r} is none of {', '.join(BUILT_IN)}, and not module:function of your own"
-        )
+            return build_custom_verifier(name, options)
+        raise ConfigError(f"reward.verifier: {name!r} is not one of {', '.join(BUILT_IN)}, and not module:function")
     verifier_class = built_in_class(name)
     signature = inspect.signature(verifier_class, eval_str=True)
     try:
@@ -51,7 +49,7 @@ def build_verifier(name: str, options: Mapping[str, Any]) -> Verifier:
 
 
 def built_in_class(name: str) -> type[Any]:
-    """The class behind a name of BUILT_IN."""
+    """Return the class for a name in BUILT_IN."""
     module_name, _, class_name = BUILT_IN[name].partition(":")
     found: type[Any] = getattr(importlib.import_module(f"{_PACKAGE}.{module_name}"), class_name)
     return found

@@ -1,1 +1,1 @@
-"""The learner: batches, packing, losses and the optimizer step. Torch only: no asyncio, no store."""
+"""Batches, packing, losses and the optimizer step. Torch only: no asyncio, no store."""

@@ -1,8 +1,8 @@
-"""Attention over packed sequences: many sequences laid end to end, none of which sees another.
+"""Attention over packed sequences: concatenated along the token dimension, isolated from each other.
 
-Registered with transformers' attention interface, so that any model that uses the interface is packed without a change
-to its code. No block mask is ever built: on CUDA in half precision the kernel takes the offsets (torch's varlen
-attention), everywhere else each sequence is one call of scaled_dot_product_attention.
+It is registered with transformers' attention interface, so any model that uses the interface is packed without a code
+change. No block mask is built. On CUDA in half precision the kernel takes the offsets (torch's varlen attention).
+Otherwise each sequence is one call of scaled_dot_product_attention.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 PACKED_ATTENTION = "rollmesh_packed"
-"""Name under which the attention is registered with transformers."""
+"""Name of the attention in transformers' registry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLayout:
-    """Where the sequences of a packed row begin and end."""
+    """Boundaries of the sequences in a packed row."""
 
     lengths: tuple[int, ...]
     offsets: Tensor  # int32 [sequences + 1], on the device of the activations
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> PackedLayout:
-        """Layout of sequences of these lengths laid end to end."""
+        """Build the layout of concatenated sequences of these lengths."""
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return cls(lengths=tuple(lengths), offsets=offsets)
 
 
 def register_packed_attention() -> None:
-    """Make the attention known to transformers; calling it again changes nothing."""
+    """Register the packed attention with transformers. Idempotent."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
@@ -56,20 +56,21 @@ def packed_attention(
     layout: PackedLayout | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of ``layout``.
+    """Compute causal attention within each sequence of ``layout``.
 
-    ``query`` [1, heads, tokens, head_dim], ``key`` and ``value`` with kv_heads; returns [1, tokens, heads, head_dim].
-    ``softcap`` bounds the scores by ``softcap * tanh(scores / softcap)``; ``sliding_window`` is the number of tokens a
-    token sees, itself included. Raises ValueError for attention sinks (``s_aux``), for attention that is not causal,
-    and without a layout: the model has dropped it.
+    ``query`` is [1, heads, tokens, head_dim]; ``key`` and ``value`` have kv_heads. The result is
+    [1, tokens, heads, head_dim]. ``softcap`` bounds the scores by ``softcap * tanh(scores / softcap)``.
+    ``sliding_window`` is the number of tokens that a token attends to, including itself. Raises ValueError for
+    attention sinks (``s_aux``), for attention that is not causal, and for a missing layout, which means that the model
+    dropped the argument.
     """
     name = type(module).__name__
     if s_aux is not None:
         raise ValueError(f"{name}: attention sinks are not supported by packed attention")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ValueError(f"{name} ignores causality: a token sees later ones")
+        raise ValueError(f"{name} is not causal: a token attends to later tokens")
     if layout is None:
-        raise ValueError(f"{name} drops the arguments of its attention: the borders of packed sequences are lost")
+        raise ValueError(f"{name} drops its attention arguments: the boundaries of packed sequences are lost")
     if query.is_cuda and torch.is_autocast_enabled("cuda"):
         half = torch.get_autocast_dtype("cuda")
         query, key, value = query.to(half), key.to(half), value.to(half)

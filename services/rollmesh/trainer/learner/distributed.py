@@ -1,4 +1,4 @@
-"""One process, or several under torchrun with FSDP2; the rest of the trainer does not tell the difference."""
+"""Distributed setup: one process, or several under torchrun with FSDP2, behind the same functions."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ class World:
     """The trainer processes that share one model."""
 
     rank: int = 0
-    world: int = 1
+    size: int = 1
     local_rank: int = 0
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0: the one that claims, commits and publishes."""
+        """True on rank 0, which claims, commits and publishes."""
         return self.rank == 0
 
 
 def join_world(device_type: str) -> World:
-    """Join the process group that torchrun describes in the environment; a single process needs none.
+    """Join the process group that torchrun describes in the environment. A single process joins none.
 
     Idempotent. ``device_type`` is ``cpu`` (gloo) or ``cuda`` (nccl).
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
         return World()
     if not dist.is_initialized():
         dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
-    return World(rank=dist.get_rank(), world=world, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    return World(rank=dist.get_rank(), size=size, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def leave_world() -> None:
-    """Leave the process group, if there is one."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def pick_device(choice: str, local_rank: int = 0) -> torch.device:
-    """``auto`` takes CUDA when there is one; each local rank takes its own GPU."""
+    """Select a device: ``auto`` selects CUDA if it is available. Each local rank uses a GPU with its own index."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
@@ -55,13 +55,13 @@ def pick_device(choice: str, local_rank: int = 0) -> torch.device:
     return device
 
 
-def shard(model: nn.Module, causal_lm: PreTrainedModel, gang: World, *, mixed: bool) -> None:
-    """Shard the parameters over the gang with FSDP2: each decoder layer, then the rest with the root.
+def shard(model: nn.Module, causal_lm: PreTrainedModel, world: World, *, mixed: bool) -> None:
+    """Shard the parameters over the ranks with FSDP2: each decoder layer, then the rest with the root.
 
-    ``mixed`` gathers and computes in bfloat16. Gradients are summed in float32 whatever the compute dtype. Nothing
-    happens with one process.
+    ``mixed`` gathers and computes in bfloat16. Gradients are summed in float32 for every compute dtype. No-op with one
+    process.
     """
-    if gang.world == 1:
+    if world.size == 1:
         return
     policy = MixedPrecisionPolicy()
     if mixed:
@@ -70,30 +70,30 @@ def shard(model: nn.Module, causal_lm: PreTrainedModel, gang: World, *, mixed: b
     for module in causal_lm.modules():
         if type(module).__name__ in layers:
             fully_shard(module, mp_policy=policy)
-    # The root's inputs are token ids, and temperatures, which bfloat16 would change by up to 0.4%.
+    # The root takes token ids and temperatures. bfloat16 would change a temperature by up to 0.4%.
     policy = replace(policy, cast_forward_inputs=False)
-    # The root keeps its parameters gathered after a pass unless told otherwise; between passes they are read.
+    # By default the root keeps its parameters gathered after a forward pass; they are read between passes.
     fully_shard(model, mp_policy=policy, reshard_after_forward=True)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor on the CPU; every rank takes part."""
+    """Return the full tensor on the CPU. Every rank must call it."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu()
 
 
-def sum_over_ranks(tensor: Tensor, gang: World) -> Tensor:
-    """Sum a CPU tensor over the gang in place."""
-    if gang.world > 1:
+def sum_over_ranks(tensor: Tensor, world: World) -> Tensor:
+    """Sum a CPU tensor over the ranks in place."""
+    if world.size > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
-def broadcast_bytes(data: bytes | None, gang: World) -> bytes:
-    """Give every rank the bytes of rank 0 (its ``data``; None elsewhere)."""
-    if gang.world == 1:
+def broadcast_bytes(data: bytes | None, world: World) -> bytes:
+    """Broadcast ``data`` of rank 0 to every rank; the other ranks pass None."""
+    if world.size == 1:
         if data is None:
-            raise ValueError("broadcast_bytes: rank 0 must bring the data")
+            raise ValueError("broadcast_bytes: data is None; rank 0 must pass bytes")
         return data
     length = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64)
     dist.broadcast(length, 0)

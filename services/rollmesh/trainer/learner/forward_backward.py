@@ -1,4 +1,4 @@
-"""Passes over a batch: scoring without a gradient, and the gradient of one minibatch."""
+"""Forward and backward passes: scoring without a gradient, and the gradient of one minibatch."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from rollmesh.trainer.learner.train_batch import Float64Array, Int64Array, Train
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """Where and how passes run."""
+    """Device, ranks and precision of the forward and backward passes."""
 
     device: torch.device
-    gang: World
+    world: World
     token_budget: int
     autocast: bool
-    """bfloat16 autocast: CUDA, one process (FSDP2 brings its own mixed precision)."""
+    """bfloat16 autocast, for one process on CUDA. FSDP2 has its own mixed precision."""
     mixed_shards: bool = False
-    """Sharded models gather bfloat16 parameters, whatever the dtype of their shards: CUDA, several processes."""
+    """Sharded models gather bfloat16 parameters for every dtype of their shards: several processes on CUDA."""
 
     def precision(self) -> torch.autocast | nullcontext[None]:
-        """Context of every forward pass."""
+        """Return the context manager for a forward pass."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
     def share(self, batch: TrainBatch, sequences: Int64Array) -> list[MicroBatch]:
-        """This rank's micro-batches of these trajectories; every rank gets the same number."""
-        bins = balanced_bins(batch.lengths[sequences].tolist(), self.token_budget, self.gang.world)
-        mine = bins[self.gang.rank :: self.gang.world]
-        return [pack(batch, sequences[indices].tolist(), self.device) for indices in mine]
+        """Return this rank's micro-batches of these trajectories. Every rank has the same number of them."""
+        bins = balanced_bins(batch.lengths[sequences].tolist(), self.token_budget, self.world.size)
+        bins_of_rank = bins[self.world.rank :: self.world.size]
+        return [pack(batch, sequences[indices].tolist(), self.device) for indices in bins_of_rank]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossRecipe:
-    """What is minimised."""
+    """Loss, its options, its aggregation and the weight of the KL term."""
 
     loss: PolicyLoss
     options: LossOptions
@@ -56,7 +56,7 @@ class TokenColumns:
     """Inputs of the loss as CPU tensors over the flat batch, [tokens]."""
 
     old_logprobs: Tensor  # float64
-    own: Tensor  # bool, the denominator is the token's own log-probability, detached
+    own: Tensor  # bool, True where the denominator is the token's own log-probability, detached
     behavior_logprobs: Tensor  # float64
     advantages: Tensor  # float64
     mask: Tensor  # bool
@@ -64,7 +64,7 @@ class TokenColumns:
     reference_logprobs: Tensor | None  # float64
 
     def loss_input(self, logprobs: Tensor, index: Tensor, sequence_index: Tensor, sequence_count: int) -> LossInput:
-        """The rows ``index`` beside ``logprobs`` [rows], on its device and in its dtype."""
+        """Select the rows ``index`` to match ``logprobs`` [rows], on its device and in its dtype."""
 
         def take(column: Tensor) -> Tensor:
             return column[index].to(logprobs)
@@ -83,18 +83,18 @@ class TokenColumns:
 
 @torch.no_grad()
 def score_batch(model: PolicyModel, compute: Compute, batch: TrainBatch, sequences: Int64Array) -> Float64Array:
-    """Log-probabilities of the policy tokens of these trajectories, 0 elsewhere, on every rank, float64 [tokens]."""
+    """Score the policy tokens of these trajectories: float64 [tokens] on every rank, 0 for all other tokens."""
     values = np.zeros(len(batch.token_ids), np.float64)
     for micro in compute.share(batch, sequences):
         with compute.precision():
             logprobs, _ = model.score(micro, entropy=False)
         values[micro.token_index] = logprobs.double().cpu().numpy()
-    return sum_over_ranks(torch.from_numpy(values), compute.gang).numpy()
+    return sum_over_ranks(torch.from_numpy(values), compute.world).numpy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientPass:
-    """What one minibatch gave besides its gradient."""
+    """Loss, scores and counts of one minibatch. The gradient is in the parameters."""
 
     loss: float
     logprobs: Float64Array  # [tokens] of the flat batch, 0 outside the minibatch
@@ -113,7 +113,7 @@ def accumulate_gradient(
 ) -> GradientPass:
     """Add the gradient of a minibatch to the parameters, micro-batch by micro-batch.
 
-    The aggregation weights are those of the whole minibatch, so the sum does not depend on how it was split.
+    The aggregation weights are computed over the whole minibatch, so the sum does not depend on the split.
     """
     member = np.isin(batch.sequence_index, sequences) & batch.policy_mask
     weights = recipe.aggregation(torch.from_numpy(member), columns.sequence_index, batch.trajectory_count)
@@ -130,13 +130,13 @@ def accumulate_gradient(
                 logprobs, columns.reference_logprobs[index].to(logprobs)
             )
         loss = aggregate(token_loss, data.mask, weights[index].to(logprobs))
-        # FSDP2 averages over the ranks; what must be summed is multiplied by their number.
-        torch.autograd.backward(loss * compute.gang.world)
+        # FSDP2 averages gradients over the ranks. Multiplying by the number of ranks makes it a sum.
+        torch.autograd.backward(loss * compute.world.size)
         values[0, index] = logprobs.detach().double().cpu()
         values[1, index] = entropy.double().cpu()
         totals += torch.tensor([loss.item(), 1, micro.token_count], dtype=torch.float64)
-    sum_over_ranks(values, compute.gang)
-    sum_over_ranks(totals, compute.gang)
+    sum_over_ranks(values, compute.world)
+    sum_over_ranks(totals, compute.world)
     return GradientPass(
         loss=float(totals[0]),
         logprobs=values[0].numpy(),
@@ -150,7 +150,7 @@ def accumulate_gradient(
 def judge_tokens(
     recipe: LossRecipe, batch: TrainBatch, columns: TokenColumns, logprobs: Float64Array
 ) -> tuple[Int64Array, TokenLoss]:
-    """What the loss makes of every policy token: (flat index [policy tokens], result [policy tokens]), on the CPU."""
+    """Evaluate the loss for every policy token on the CPU: (flat index [policy tokens], result [policy tokens])."""
     index = np.flatnonzero(batch.policy_mask)
     rows = torch.from_numpy(index)
     data = columns.loss_input(

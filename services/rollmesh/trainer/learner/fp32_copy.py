@@ -1,7 +1,7 @@
-"""A second copy of a sharded policy, in the trainer's own dtype: for scores that a reader must find again.
+"""A second copy of a sharded policy in the trainer's own dtype, for scores that readers must reproduce.
 
-FSDP2 casts the parameters to bfloat16 while it gathers them, so a model that is sharded with mixed precision has no
-other way to compute. The copy costs one more set of sharded weights on each rank, no gradients and no moments.
+FSDP2 casts the parameters to bfloat16 when it gathers them, so a model that is sharded with mixed precision cannot
+compute in another dtype. The copy costs one more set of sharded weights on each rank: no gradients and no moments.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from rollmesh.trainer.learner.policy_model import PolicyModel, load_policy_model
 
 
 class Fp32Copy:
-    """Follows the weights of ``model``; every rank makes the same calls."""
+    """Copy of ``model`` that is refreshed on each use. Every rank must make the same calls."""
 
     def __init__(self, model: PolicyModel, source: Path, compute: Compute) -> None:
         self._model = model
         self._source = source
         self._compute = replace(compute, autocast=False, mixed_shards=False)
-        self._twin: PolicyModel | None = None
+        self._copy: PolicyModel | None = None
 
     @property
     def compute(self) -> Compute:
-        """How to score with ``current``."""
+        """Compute settings for scoring with ``current``."""
         return self._compute
 
     @torch.no_grad()
     def current(self) -> PolicyModel:
-        """The twin with the present weights, made when it is first asked for."""
-        if self._twin is None:
+        """Copy the current weights and return the copy. The first call loads it."""
+        if self._copy is None:
             dtype = next(self._model.parameters()).dtype
-            self._twin = load_policy_model(self._source, dtype=dtype, device=self._compute.device)
-            self._twin.requires_grad_(False)
-            shard(self._twin, self._twin.causal_lm, self._compute.gang, mixed=False)
-        for mine, theirs in zip(self._twin.parameters(), self._model.parameters(), strict=True):
-            _local(mine).copy_(_local(theirs))
-        return self._twin
+            self._copy = load_policy_model(self._source, dtype=dtype, device=self._compute.device)
+            self._copy.requires_grad_(False)
+            shard(self._copy, self._copy.causal_lm, self._compute.world, mixed=False)
+        for target, current in zip(self._copy.parameters(), self._model.parameters(), strict=True):
+            _local(target).copy_(_local(current))
+        return self._copy
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -17,15 +17,15 @@ from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
-    """What the minibatches of a step added up to."""
+    """Totals over the minibatches of a train step."""
 
     logprobs: Float64Array  # [tokens], each at the start of its own minibatch
     entropy: Float64Array  # [tokens]
-    before_any_update: BoolArray  # [tokens], in the first minibatch
+    before_any_update: BoolArray  # [tokens], True in the first minibatch
     loss: float
     grad_norm: float
-    made: tuple[bool, ...]
-    """Whether each update was made: one whose gradient is not finite is not."""
+    applied: tuple[bool, ...]
+    """One entry per update: True if it was applied, False if its gradient was not finite."""
     microbatches: int
     forward_tokens: int
     gradient_seconds: float
@@ -33,8 +33,8 @@ class Updates:
 
     @property
     def trailing_skipped(self) -> int:
-        """Updates after the last one that was made."""
-        return next((i for i, made in enumerate(reversed(self.made)) if made), len(self.made))
+        """Number of skipped updates after the last applied one."""
+        return next((i for i, applied in enumerate(reversed(self.applied)) if applied), len(self.applied))
 
 
 def run_minibatches(
@@ -48,7 +48,7 @@ def run_minibatches(
     *,
     max_grad_norm: float,
 ) -> Updates:
-    """Make one optimizer step per minibatch (trajectory indices)."""
+    """Run one optimizer step per minibatch (trajectory indices)."""
     passes, norms, updates = [], [], []
     gradient_seconds = update_seconds = 0.0
     for sequences in minibatches:
@@ -66,7 +66,7 @@ def run_minibatches(
         before_any_update=np.isin(batch.sequence_index, minibatches[0]),
         loss=float(np.mean([p.loss for p in passes])),
         grad_norm=float(np.mean(norms)),
-        made=tuple(updates),
+        applied=tuple(updates),
         microbatches=sum(p.microbatches for p in passes),
         forward_tokens=sum(p.forward_tokens for p in passes),
         gradient_seconds=gradient_seconds,

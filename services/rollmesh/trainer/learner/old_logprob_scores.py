@@ -1,4 +1,4 @@
-"""Trainer-side log-probabilities for an old-logprob source, gathered before the first update of a step."""
+"""Trainer-side log-probabilities for an old-logprob source, computed before the first update of a train step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rollmesh.algorithms.old_logprobs import Evidence, OldLogprobs, OldLogprobSource
+from rollmesh.algorithms.old_logprobs import OldLogprobs, OldLogprobSource, TrainerLogprobs
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.trainer.learner.distributed import shard, sum_over_ranks
@@ -19,28 +19,28 @@ from rollmesh.trainer.learner.stage_logprobs import StageRecord
 from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, TrainBatch
 
 PolicyFolder = Callable[[int], Path | None]
-"""Verified folder of a policy version, None when it is no longer kept; asked on every rank."""
+"""Function that returns the verified folder of a policy version, or None if it is not kept. Called on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """Trainer-side values where they exist."""
+    """Trainer-side log-probabilities, for the tokens that have one."""
 
     logprobs: Float64Array  # [tokens]
     available: BoolArray  # [tokens]
-    own: BoolArray  # [tokens], available as the detached value of the gradient pass itself: no pass of its own
+    own: BoolArray  # [tokens], taken as the detached value of the gradient pass, without a separate forward pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominator:
-    """The chosen old log-probabilities."""
+    """Chosen old log-probabilities, the denominator of the ratios."""
 
     old: OldLogprobs
     own: BoolArray  # [tokens]
 
 
 class OldLogprobScorer:
-    """Runs the passes that an old-logprob source needs, and no more."""
+    """Runner of the forward passes that an old-logprob source requires."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class OldLogprobScorer:
     def denominator(
         self, batch: TrainBatch, source: OldLogprobSource, current_version: int, *, one_minibatch: bool
     ) -> Denominator:
-        """Old log-probabilities of every token, from ``source``.
+        """Compute the old log-probability of every token from ``source``.
 
-        With one minibatch the weights of the gradient pass are those the step began with, so what would be computed
-        with them is not computed twice.
+        With one minibatch the gradient pass runs on the weights at the start of the step, so its own log-probabilities
+        are used instead of a separate pass.
         """
-        found = self._gather(batch, source.evidence, current_version, one_minibatch)
+        found = self._gather(batch, source.trainer_logprobs, current_version, one_minibatch)
         old = source.choose(
             behavior=torch.from_numpy(batch.behavior_logprobs.astype(np.float64)),
             trainer=torch.from_numpy(found.logprobs),
@@ -74,36 +74,38 @@ class OldLogprobScorer:
         return Denominator(old=old, own=found.own & old.from_trainer.numpy())
 
     def reference(self, batch: TrainBatch, version: int) -> Float64Array:
-        """Log-probabilities under a pinned version, [tokens]; CheckpointError when it is not kept."""
+        """Score a batch under a pinned version, [tokens]. Raises CheckpointError if the version is not kept."""
         if self._reference is None or self._reference[0] != version:
             model = self._load(version)
             if model is None:
-                raise CheckpointError(f"policy_version {version}: kl_reference_version is not kept, pin it")
+                raise CheckpointError(f"policy_version {version}: kl_reference_version is not kept; pin this version")
             self._reference = (version, model)
         return score_batch(self._reference[1], self._compute, batch, np.arange(batch.trajectory_count))
 
-    def _gather(self, batch: TrainBatch, evidence: Evidence, current_version: int, one_minibatch: bool) -> Gathered:
+    def _gather(
+        self, batch: TrainBatch, trainer_logprobs: TrainerLogprobs, current_version: int, one_minibatch: bool
+    ) -> Gathered:
         tokens = len(batch.token_ids)
-        nothing = np.zeros(tokens, np.bool_)
+        no_token = np.zeros(tokens, np.bool_)
         zeros = np.zeros(tokens, np.float64)
-        if evidence is Evidence.NONE:
-            return Gathered(logprobs=zeros, available=nothing, own=nothing)
+        if trainer_logprobs is TrainerLogprobs.NONE:
+            return Gathered(logprobs=zeros, available=no_token, own=no_token)
         now = (
             batch.policy_mask
-            if evidence is Evidence.STEP_START
+            if trainer_logprobs is TrainerLogprobs.STEP_START
             else batch.policy_mask & (batch.versions == current_version)
         )
         if one_minibatch:
             values, own = zeros, now
         else:
             values = score_batch(self._model, self._compute, batch, np.unique(batch.sequence_index[now]))
-            own = nothing
+            own = no_token
         available = now.copy()
-        if evidence is Evidence.STAGE_END:
+        if trainer_logprobs is TrainerLogprobs.STAGE_END:
             recorded = self._stage.columns(batch)
             earlier = ~now & ~np.isnan(recorded)
             values, available = np.where(earlier, recorded, values), available | earlier
-        elif evidence is Evidence.SNAPSHOT:
+        elif trainer_logprobs is TrainerLogprobs.SNAPSHOT:
             values, available = self._snapshots(batch, current_version, values, available)
         return Gathered(logprobs=values, available=available, own=own)
 
@@ -116,19 +118,19 @@ class OldLogprobScorer:
             model = self._load(int(version))
             if model is None:
                 continue
-            mine = batch.versions == version
-            scored = score_batch(model, self._compute, batch, np.unique(batch.sequence_index[mine]))
-            values, available = np.where(mine, scored, values), available | mine
+            of_version = batch.versions == version
+            scored = score_batch(model, self._compute, batch, np.unique(batch.sequence_index[of_version]))
+            values, available = np.where(of_version, scored, values), available | of_version
         return values, available
 
     def _load(self, version: int) -> PolicyModel | None:
-        """A frozen, sharded model of this version; None on every rank when any rank cannot have it."""
+        """Load a frozen, sharded model of this version. Returns None on every rank if any rank cannot load it."""
         model = self._read(version)
-        found = sum_over_ranks(torch.tensor([float(model is not None)]), self._compute.gang)
-        if model is None or int(found) < self._compute.gang.world:
+        found = sum_over_ranks(torch.tensor([float(model is not None)]), self._compute.world)
+        if model is None or int(found) < self._compute.world.size:
             return None
         model.requires_grad_(False)
-        shard(model, model.causal_lm, self._compute.gang, mixed=self._compute.mixed_shards)
+        shard(model, model.causal_lm, self._compute.world, mixed=self._compute.mixed_shards)
         return model
 
     def _read(self, version: int) -> PolicyModel | None:
@@ -139,6 +141,6 @@ class OldLogprobScorer:
         try:
             return load_policy_model(folder, dtype=dtype, device=self._compute.device)
         except CheckpointError as error:
-            # Pruned between the look-up and the read: the source falls back and counts it.
-            get_logger("evidence").warning("policy_not_loaded", policy_version=version, message=str(error))
+            # The version was pruned between the look-up and the read. The source falls back and counts the tokens.
+            get_logger("old_logprob_scores").warning("policy_not_loaded", policy_version=version, message=str(error))
             return None

@@ -13,9 +13,9 @@ from rollmesh.config.trainer import TrainerConfig
 
 
 def learning_rate(config: TrainerConfig, train_step: int) -> float:
-    """Learning rate of ``train_step`` (the first is 1): linear warm-up, then the schedule over what is left.
+    """Return the learning rate of ``train_step`` (the first is 1): linear warm-up, then the schedule.
 
-    A function of the step alone, so that a restarted trainer needs no scheduler state.
+    It depends on the step only, so a restarted trainer needs no scheduler state.
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     if train_step <= warmup:
@@ -29,9 +29,10 @@ def learning_rate(config: TrainerConfig, train_step: int) -> float:
 
 
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; weight decay on matrices only. Its state exists from the start, so it can be loaded.
+    """Build AdamW over all parameters, with weight decay on matrices only.
 
-    The model must be sharded already: the moments take the layout of the parameters.
+    The optimizer state is allocated here, so that a saved state can be loaded into it. Shard the model first: the
+    moments take the layout of the parameters.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -51,22 +52,22 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Adam
 def set_hyperparameters(
     optimizer: torch.optim.AdamW, *, rate: float, betas: tuple[float, float], weight_decay: float
 ) -> None:
-    """Set those of the next updates; vectors are not decayed."""
+    """Set the hyperparameters of the next updates. Vectors are not decayed."""
     for group in optimizer.param_groups:
         decays = group["params"][0].ndim >= 2
         group.update(lr=rate, betas=betas, weight_decay=weight_decay if decays else 0.0)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale the gradients to at most ``max_norm`` over all ranks; returns the norm before, which may not be finite."""
+    """Clip the gradients to ``max_norm`` over all ranks; return the norm before clipping, which may not be finite."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def apply_update(optimizer: torch.optim.AdamW, max_norm: float) -> tuple[float, bool]:
-    """Clip, step and clear the gradients; returns (gradient norm, whether the weights were updated).
+    """Clip, step and clear the gradients; return (gradient norm, True if the weights were updated).
 
-    A gradient that is not finite updates nothing: one broken batch must not destroy the policy.
+    A gradient that is not finite is skipped: one broken batch must not destroy the policy.
     """
     norm = clip_gradients([p for g in optimizer.param_groups for p in g["params"]], max_norm)
     updated = math.isfinite(norm)

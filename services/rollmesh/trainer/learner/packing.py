@@ -1,4 +1,4 @@
-"""Micro-batches without padding: sequences binned by length and laid end to end."""
+"""Micro-batches without padding: sequences binned by length and concatenated."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ Int64Array = npt.NDArray[np.int64]
 
 
 def balanced_bins(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
-    """Indices of ``lengths`` in bins of at most ``budget`` tokens, about equally full, their number a multiple.
+    """Distribute the indices of ``lengths`` over balanced bins of at most ``budget`` tokens.
 
-    Longest first into the emptiest bin that still fits, a new bin when none does; a sequence longer than the budget
-    sits alone. At most ``multiple - 1`` bins are empty, none with ``multiple`` 1. After AReaL's Algorithm 1
-    (arXiv 2505.24298), with tokens instead of sequences as the load.
+    The number of bins is a multiple of ``multiple``. Each sequence, longest first, goes into the emptiest bin with
+    enough room, or into a new bin. A sequence longer than the budget has a bin to itself. At most ``multiple - 1`` bins
+    are empty; none with ``multiple`` 1. After AReaL's Algorithm 1 (arXiv 2505.24298), with tokens instead of sequences
+    as the load.
     """
     if not lengths:
         return []
-    # A sequence longer than the budget fills one bin and no more, so there are never fewer sequences than bins.
+    # A sequence longer than the budget counts as one full bin, so there are at least as many sequences as bins.
     fewest = -(-sum(min(length, budget) for length in lengths) // budget)
     count = -(-fewest // multiple) * multiple
     while True:
@@ -54,7 +55,7 @@ def _fill(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One forward pass: packed inputs and the tokens to score."""
+    """Inputs of one forward pass: the packed row and the tokens to score."""
 
     input_ids: Tensor  # int64 [1, tokens]
     position_ids: Tensor  # int64 [1, tokens]
@@ -62,21 +63,21 @@ class MicroBatch:
     rows: Tensor  # int64 [scored], position whose hidden state predicts the scored token
     targets: Tensor  # int64 [scored]
     temperatures: Tensor | None  # float32 [scored]; None when all are 1
-    token_index: Int64Array  # [scored], place of the scored token in the flat batch
+    token_index: Int64Array  # [scored], index of the scored token in the flat batch
     sequence_index: Tensor  # int64 [scored], sequence inside the micro-batch
     sequence_count: int
 
     @property
     def token_count(self) -> int:
-        """Tokens that go through the model."""
+        """Number of tokens in the forward pass."""
         return self.input_ids.shape[1]
 
 
 def pack(batch: TrainBatch, sequences: Sequence[int], device: torch.device) -> MicroBatch:
-    """Lay these sequences of the batch end to end; tokens that a policy wrote are scored.
+    """Concatenate these sequences of the batch; tokens that a policy wrote are scored.
 
-    The last token of a sequence predicts nothing and is left out. Without sequences it is a dummy of one token with
-    nothing to score: a rank that has run out of work must still take part in the collectives.
+    The last token of a sequence predicts no token and is dropped. Without sequences the result is a dummy of one token
+    that scores nothing: a rank without work must still join the collectives.
     """
     if not sequences:
         return _assemble([np.zeros(1, np.int32)], [np.empty(0, np.int64)], [], [np.empty(0, np.int32)], None, device)
@@ -95,7 +96,7 @@ def pack(batch: TrainBatch, sequences: Sequence[int], device: torch.device) -> M
 
 
 def pack_sequences(sequences: Sequence[Int32Array], temperature: float, device: torch.device) -> MicroBatch:
-    """Lay token ids end to end and score every token but the first of each sequence."""
+    """Concatenate token ids; every token but the first of each sequence is scored."""
     inputs, rows, places, targets = [], [], [], []
     packed, flat = 0, 0
     for ids in sequences:

@@ -1,7 +1,7 @@
-"""Check at load time that a model computes the same packed as alone, with the lengths and the precision of the run.
+"""Load-time check that packing does not change a model's results, at the lengths and precision of the run.
 
-Weights of a new model are small: a soft cap, an attention bias or a lost mask hardly moves its logits yet. So nothing
-that shows only in the size of a logit is judged by the logits of the present weights.
+The weights of a new model are small, so a soft cap, an attention bias or a lost mask hardly changes its logits. The
+logits of the current weights therefore cannot prove a property that depends on the size of the logits.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from rollmesh.errors import ConfigError
 from rollmesh.trainer.learner.attention import PACKED_ATTENTION, PackedLayout
 
 Precision = Callable[[], AbstractContextManager[Any]]
-"""Context of every forward pass of the run."""
+"""Factory of the context manager of a forward pass."""
 
 _SHORT = 7
 _TOLERANCE, _HALF_TOLERANCE = 1e-3, 3e-2
 _ROUNDING = 1e-5
-"""Change that another neighbour may make in float32, where every token is computed from the same numbers."""
+"""Tolerated relative change in float32 when only a neighbouring sequence or a later token changes."""
 _EAGER_TOKENS = 8192
-"""Above it, all scores of eager attention at once take too much memory: the reference is sdpa."""
+"""Longest probe for eager attention; above it the attention scores need too much memory, and sdpa is the reference."""
 _LARGE_HIDDEN = 1e5
-"""Gives logits far above every soft cap, so that a capped head cannot look linear."""
+"""Largest hidden value of the head test: its logits are far above any soft cap, so a capped head fails the test."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthLimit:
-    """Number of tokens up to which the RoPE frequencies are those of every other sequence."""
+    """Number of tokens up to which all sequences share the same RoPE frequencies."""
 
     tokens: int
     rope_type: str
 
-    def refusal(self, field: str, tokens: int) -> ConfigError:
-        """Error for a sequence, or a setting, of ``tokens`` tokens."""
+    def error(self, field: str, tokens: int) -> ConfigError:
+        """Return the error for a sequence, or a setting, of ``tokens`` tokens."""
         return ConfigError(
             f"{field}={tokens}: rope_type={self.rope_type} of this model changes all its frequencies above "
-            f"{self.tokens} tokens, so that a logprob depends on the longest sequence of the micro-batch; set "
-            f"generator.max_context_tokens to at most {self.tokens}, or give the model a rope_type without this (yarn, "
+            f"{self.tokens} tokens, so a logprob depends on the longest sequence of the micro-batch; set "
+            f"generator.max_context_tokens to at most {self.tokens}, or use a model with another rope_type (yarn, "
             "linear, llama3)"
         )
 
 
 def length_limit(config: PretrainedConfig) -> LengthLimit | None:
-    """Limit of a model with dynamic or longrope RoPE; None for all others."""
+    """Return the limit of a model with dynamic or longrope RoPE; None for all other models."""
     text = config.get_text_config()
     found = getattr(text, "rope_parameters", None) or {}
     kinds = list(found.values()) if all(isinstance(kind, Mapping) for kind in found.values()) else [found]
@@ -65,11 +65,11 @@ def length_limit(config: PretrainedConfig) -> LengthLimit | None:
 
 @torch.no_grad()
 def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Precision = nullcontext) -> bool:
-    """Put the model in train mode; compare two packed sequences with each alone in the model's own attention.
+    """Compare two packed sequences with each sequence alone in the model's own attention; set train mode.
 
-    One of the two is longer than every window of the model that sequences of ``longest`` tokens exceed. Returns
-    whether the head is a plain linear layer. Raises ConfigError when they differ, when a token sees a later one or its
-    neighbour, and when the model drops the arguments of its attention.
+    One sequence is longer than every attention window that sequences of ``longest`` tokens exceed. Returns True if the
+    head is a plain linear layer. Raises ConfigError if the results differ, if a token depends on a later token or on
+    the neighbouring sequence, and if the model drops its attention arguments.
     """
     device, name = next(causal_lm.parameters()).device, type(causal_lm).__name__
     vocab = int(causal_lm.config.vocab_size)
@@ -91,26 +91,26 @@ def check_packing(causal_lm: PreTrainedModel, *, longest: int = 0, precision: Pr
         rounding = _HALF_TOLERANCE if _is_half(packed) else _ROUNDING
         if moved[: len(ids[0])].max() > rounding:
             raise ConfigError(
-                f"model.path: {name} cannot be packed: a token changes with a later one (it ignores causality, keeps a "
-                "dropout, or does not use transformers' attention interface)"
+                f"model.path: {name} cannot be packed: a token depends on a later token (the model is not causal, has "
+                "a dropout, or does not use transformers' attention interface)"
             )
         if moved.max() > rounding or (packed - alone).abs().max() > _tolerance(packed) * scale:
             raise ConfigError(
-                f"model.path: {name} cannot be packed: a sequence sees its neighbour, noise, or other tokens than in "
-                "the model's own attention (it does not use transformers' attention interface, carries state across "
-                "positions, keeps a dropout, or builds a mask that is not passed on)"
+                f"model.path: {name} cannot be packed: a sequence depends on its neighbour or on noise, or differs "
+                "from the model's own attention (the model does not use transformers' attention interface, carries "
+                "state across positions, has a dropout, or builds a mask that it does not pass on)"
             )
         return _head_is_linear(causal_lm, _packed(ids))
 
 
 def output_head(causal_lm: Any) -> nn.Module | None:
-    """The layer from hidden states to logits, where the model names one."""
+    """Return the layer from hidden states to logits, or None if the model does not expose it."""
     head: nn.Module | None = causal_lm.get_output_embeddings()
     return head
 
 
 def _probe_length(config: PretrainedConfig, longest: int) -> int:
-    """Just above the largest window or chunk that the run exceeds; positions beyond it show nothing new."""
+    """Return a length just above the largest window or chunk that the run exceeds."""
     values = config.get_text_config().to_dict()
     windows = [v for k, v in values.items() if type(v) is int and ("window" in k or "chunk" in k) and 0 < v < longest]
     return max([_SHORT, *(window + 3 for window in windows)])
@@ -124,7 +124,7 @@ def _packed(ids: list[Tensor]) -> dict[str, Any]:
 
 
 def _hidden(causal_lm: Any, inputs: dict[str, Any]) -> Tensor:
-    """What the head gets; the logits of a model without a body of its own."""
+    """Return the input of the head, or the logits if the model has no separate base model."""
     if causal_lm.base_model is causal_lm:
         logits: Tensor = causal_lm(**inputs, use_cache=False).logits[0]
         return logits
@@ -150,7 +150,7 @@ def _tolerance(values: Tensor) -> float:
 
 
 def _head_is_linear(causal_lm: Any, inputs: dict[str, Any]) -> bool:
-    """Whether the logits are those of the head on the hidden states alone, also where they are large."""
+    """Tell whether the logits are the head applied to the hidden states, for large values too."""
     head = output_head(causal_lm)
     if head is None or causal_lm.base_model is causal_lm:
         return False

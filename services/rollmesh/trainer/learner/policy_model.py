@@ -1,4 +1,4 @@
-"""The policy as the trainer sees it: any Hugging Face causal LM, packed."""
+"""The trainer's policy model: any Hugging Face causal LM, with packed input."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ _REPLACED_FILES = (
 
 
 class PolicyModel(nn.Module):
-    """A causal LM whose forward pass returns log-probabilities of chosen tokens of a packed row.
+    """A causal LM whose forward pass returns the log-probabilities of selected tokens of a packed row.
 
-    The head runs inside ``forward`` (not after it), so that sharding hooks of the root module cover it.
+    The head runs inside ``forward``, so the sharding hooks of the root module cover it.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, *, linear_head: bool) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.linear_head = linear_head
-        """Whether the logits are the head of the hidden states; otherwise the model's own forward makes them."""
+        """True if the logits are the head applied to the hidden states; else the model's own forward computes them."""
         self.limit = length_limit(causal_lm.config)
-        """Longest sequence that may be packed with others; None for any."""
+        """Limit on the length of packed sequences; None if there is none."""
 
     @property
     def config(self) -> PretrainedConfig:
-        """Architecture of the model."""
+        """Hugging Face config of the model."""
         return self.causal_lm.config
 
     def forward(
@@ -66,21 +66,21 @@ class PolicyModel(nn.Module):
         temperatures: Tensor | None,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of ``targets``, predicted by the tokens at ``rows``; see ``MicroBatch``."""
+        """Compute log-probability and entropy of ``targets``, predicted at ``rows``; see ``MicroBatch``."""
         if self.limit is not None and (tokens := max(layout.lengths)) > self.limit.tokens:
-            raise self.limit.refusal("sequence tokens", tokens)
+            raise self.limit.error("sequence tokens", tokens)
         inputs = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, "layout": layout}
         if not self.linear_head:
             logits = self.causal_lm(**inputs, logits_to_keep=rows).logits[0]
             return score_logits(logits, targets, temperatures, entropy=entropy)
         hidden = self.causal_lm.base_model(**inputs).last_hidden_state[0]
         head = output_head(self.causal_lm)
-        assert head is not None, "linear_head says there is one"
+        assert head is not None, "linear_head requires an output head"
         size = int(self.config.vocab_size)
         return score_tokens(hidden[rows], head, targets, temperatures, size, entropy=entropy)
 
     def score(self, micro: MicroBatch, *, entropy: bool) -> tuple[Tensor, Tensor]:
-        """``forward`` on a micro-batch: (logprobs [scored], entropy [scored])."""
+        """Run ``forward`` on a micro-batch: (logprobs [scored], entropy [scored])."""
         scores: tuple[Tensor, Tensor] = self(
             micro.input_ids,
             micro.position_ids,
@@ -102,21 +102,21 @@ def load_policy_model(
     longest: int = 0,
     precision: Precision = nullcontext,
 ) -> PolicyModel:
-    """Load a Hugging Face folder (safetensors only) for training and check that packing does not change it.
+    """Load a Hugging Face folder (safetensors only) for training and check that packing does not change its results.
 
-    The check covers sequences of up to ``longest`` tokens, in ``precision``. Raises CheckpointError when the folder
-    cannot be read or its weights are of another architecture than its config, ConfigError when the architecture mixes
-    packed sequences (no transformers attention interface, state that crosses sequences, RoPE that depends on the
+    The check covers sequences of up to ``longest`` tokens, in ``precision``. Raises CheckpointError if the folder
+    cannot be read or its weights do not match the architecture of its config. Raises ConfigError if the architecture
+    mixes packed sequences (no transformers attention interface, state that crosses sequences, RoPE that depends on the
     length), is not causal, or routes tokens to experts.
     """
     register_packed_attention()
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        _refuse_experts(config)
-        _refuse_lengths(config, longest)
-        _without_dropout(config)
-        # Sizes that do not fit are taken in here and refused by name below, instead of by a table on the terminal.
+        _reject_experts(config)
+        _reject_lengths(config, longest)
+        _disable_dropout(config)
+        # Mismatched sizes are accepted here and rejected by name below; transformers would print a table.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
@@ -137,7 +137,7 @@ def load_policy_model(
             ) from error
         raise CheckpointError(f"{folder}: not a loadable causal LM: {error}") from error
     causal_lm: PreTrainedModel = loaded[0]
-    _refuse_other_weights(folder, loaded[1])
+    _reject_other_weights(folder, loaded[1])
     nn.Module.to(causal_lm, device)
     model = PolicyModel(causal_lm, linear_head=check_packing(causal_lm, longest=longest, precision=precision))
     if gradient_checkpointing:
@@ -145,25 +145,28 @@ def load_policy_model(
     return model
 
 
-def _refuse_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
-    """Weights that are missing would train from noise, and weights that are left over would be lost in silence."""
+def _reject_other_weights(folder: Path, info: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for missing, unexpected and mismatched weights.
+
+    A missing weight would start from noise. An unexpected weight would be dropped silently.
+    """
     found = {
         "without": sorted(info["missing_keys"]),
         "with an unknown": sorted(info["unexpected_keys"]),
         "with another shape of": sorted(str(key[0]) for key in info["mismatched_keys"]),
     }
-    wrong = [f"{what} {keys[0]} ({len(keys)} in all)" for what, keys in found.items() if keys]
+    wrong = [f"{problem} {keys[0]} ({len(keys)} in total)" for problem, keys in found.items() if keys]
     if wrong:
         raise CheckpointError(
-            f"{folder}: the weights are of another architecture than config.json: {'; '.join(wrong)}",
+            f"{folder}: the weights do not match the architecture in config.json: {'; '.join(wrong)}",
             reason=Reason.FOREIGN_ARCHITECTURE,
         )
 
 
 def write_policy_folder(folder: Path, weights: dict[str, Tensor], dtype: torch.dtype, source: Path) -> None:
-    """Write a folder that ``from_pretrained`` loads: weights in ``dtype``, everything else as ``source`` has it.
+    """Write a folder for ``from_pretrained``: weights in ``dtype``, all other files from ``source``.
 
-    ``weights`` are whole CPU tensors by their Hugging Face names, tied ones once.
+    ``weights`` are full CPU tensors by their Hugging Face names; tied weights occur once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -181,11 +184,11 @@ def _enable_checkpointing(causal_lm: Any) -> None:
     options = {"use_reentrant": False}
     if hasattr(causal_lm, "activation_checkpointing_enable"):
         causal_lm.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:  # its name before transformers 5.20
+    else:  # the name before transformers 5.20
         causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def _refuse_experts(config: PretrainedConfig) -> None:
+def _reject_experts(config: PretrainedConfig) -> None:
     for field in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"):
         experts = getattr(config, field, None)
         if isinstance(experts, int) and experts > 1:
@@ -195,14 +198,14 @@ def _refuse_experts(config: PretrainedConfig) -> None:
             )
 
 
-def _refuse_lengths(config: PretrainedConfig, longest: int) -> None:
+def _reject_lengths(config: PretrainedConfig, longest: int) -> None:
     limit = length_limit(config)
     if limit is not None and longest > limit.tokens:
-        raise limit.refusal("generator.max_context_tokens", longest)
+        raise limit.error("generator.max_context_tokens", longest)
 
 
-def _without_dropout(config: PretrainedConfig) -> None:
-    """On-policy ratios must be 1: the trainer's forward pass has to be the sampler's, in train mode too."""
+def _disable_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout to 0: on-policy ratios are 1 only if train mode computes the same as the sampler."""
     for field, value in config.to_dict().items():
         if "drop" in field and isinstance(value, float):
             setattr(config, field, 0.0)

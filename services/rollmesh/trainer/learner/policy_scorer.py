@@ -1,4 +1,4 @@
-"""``PolicyScorer``: log-probabilities under a published policy, without an optimizer. For audits and comparisons."""
+"""Log-probabilities under a published policy, without an optimizer: for audits and comparisons."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLOAT32_ULP = 2.0**-23
 
 
 class PolicyScorer:
-    """A policy that only scores; one process."""
+    """A policy for scoring only, in one process."""
 
     def __init__(self, model: PolicyModel, compute: Compute) -> None:
         self._model = model
@@ -39,28 +39,29 @@ class PolicyScorer:
         dtype: torch.dtype = torch.float32,
         tokens_per_microbatch: int = 4096,
     ) -> Self:
-        """Load a Hugging Face folder, whatever dtype it holds, in ``dtype``; CheckpointError when it cannot be read.
+        """Load a Hugging Face folder of any dtype in ``dtype``. Raises CheckpointError if it cannot be read.
 
-        float64 gives the policy's own value, free of the rounding of float32: what an engine is judged against. Norms
-        and rotary tables are in float64 too, which a model computes in float32 by itself.
+        float64 gives the reference value for engines, without the rounding of float32. Norms and rotary tables, which
+        models compute in float32, are then computed in float64 too.
         """
-        gang = World()
-        place = pick_device(device, gang.local_rank)
-        model = load_policy_model(Path(folder), dtype=dtype, device=place)
+        world = World()
+        torch_device = pick_device(device, world.local_rank)
+        model = load_policy_model(Path(folder), dtype=dtype, device=torch_device)
         model.requires_grad_(False)
-        return cls(model, Compute(device=place, gang=gang, token_budget=tokens_per_microbatch, autocast=False))
+        return cls(model, Compute(device=torch_device, world=world, token_budget=tokens_per_microbatch, autocast=False))
 
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[FloatArray]:
-        """``log_softmax(z / T)`` of each token given its predecessors, [tokens - 1] per sequence, in its own dtype."""
+        """Score each token but the first: ``log_softmax(z / T)``, [tokens - 1] per sequence, in the model's dtype."""
         with _Float64() if self._exact else nullcontext():
             return _scores(self._model, self._compute, sequences, temperature)
 
     def resolution(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float64Array]:
-        """How far the last float32 bit of the weights moves each log-probability, float64 [tokens - 1] per sequence.
+        """Measure the effect of the last float32 bit of the weights on each log-probability.
 
-        The largest change over a few draws in which every weight, and every position that goes into a rotary table, is
-        multiplied by 1 + u * 2**-23, u uniform in [-1, 1): a backward error that any float32 program makes. Wants a
-        scorer in float64, whose own rounding is far below; the weights are put back.
+        Returns float64 [tokens - 1] per sequence: the largest change over a few draws. Each draw multiplies every
+        weight, and every position that enters a rotary table, by 1 + u * 2**-23, u uniform in [-1, 1): a backward error
+        that any float32 program makes. Requires a float64 scorer, whose own rounding is far smaller. The weights are
+        restored.
         """
         exact = self.logprobs(sequences, temperature)
         moved = [np.zeros(len(values), np.float64) for values in exact]
@@ -69,18 +70,18 @@ class PolicyScorer:
         try:
             for _ in range(_RESOLUTION_DRAWS):
                 for parameter, weight in zip(self._model.parameters(), kept, strict=True):
-                    parameter.data.copy_(noise.on(weight))
+                    parameter.data.copy_(noise.perturb(weight))
                 for largest, values, centre in zip(moved, self.logprobs(sequences, temperature), exact, strict=True):
                     np.maximum(largest, np.abs(values - centre), out=largest)
         finally:
-            noise.end()
+            noise.remove_hooks()
             for parameter, weight in zip(self._model.parameters(), kept, strict=True):
                 parameter.data.copy_(weight)
         return moved
 
 
 class _Float64(TorchFunctionMode):
-    """Computes in float64 where a model asks for float32, as its norms and rotary tables do whatever its dtype."""
+    """Mode that replaces float32 by float64 in norms and rotary tables, which ignore the dtype of the model."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,34 +94,34 @@ class _Float64(TorchFunctionMode):
 
 
 class _LastBit:
-    """Noise in the last float32 bit: of weights on request, of the positions of rotary tables until ``end``."""
+    """Noise in the last float32 bit: of weights with ``perturb``, of rotary positions until ``remove_hooks``."""
 
     def __init__(self, model: PolicyModel) -> None:
         self._generator = torch.Generator().manual_seed(0)
         rotary = (module for module in model.modules() if hasattr(module, "inv_freq"))
         self._hooks = [module.register_forward_pre_hook(self._shift, with_kwargs=True) for module in rotary]
 
-    def on(self, values: Tensor) -> Tensor:
-        """The values times 1 + u * 2**-23, in float64."""
+    def perturb(self, values: Tensor) -> Tensor:
+        """Return the values times 1 + u * 2**-23, in float64."""
         noise = torch.rand(values.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
         return values * (1 + _FLOAT32_ULP * noise.to(values.device))
 
-    def end(self) -> None:
-        """Leave the model as it was."""
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 
     def _shift(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a rotary embedding, ``(x, position_ids)``, with other positions."""
+        """Replace the positions in the arguments of a rotary embedding, ``(x, position_ids)``."""
         if "position_ids" in kwargs:
-            return args, {**kwargs, "position_ids": self.on(kwargs["position_ids"].double())}
-        return (args[0], self.on(args[1].double()), *args[2:]), kwargs
+            return args, {**kwargs, "position_ids": self.perturb(kwargs["position_ids"].double())}
+        return (args[0], self.perturb(args[1].double()), *args[2:]), kwargs
 
 
 def score_sequences(
     model: PolicyModel, compute: Compute, sequences: Sequence[Int32Array], temperature: float
 ) -> list[Float32Array]:
-    """Packed scoring of sequences of at least 2 tokens, in the order given; every rank computes all of them."""
+    """Score sequences of at least 2 tokens, packed, and return the results in their order. Every rank scores all."""
     return [values.astype(np.float32, copy=False) for values in _scores(model, compute, sequences, temperature)]
 
 
@@ -134,6 +135,6 @@ def _scores(
         with compute.precision():
             values = model.score(micro, entropy=False)[0].cpu().numpy()
         edges = np.cumsum([len(sequences[i]) - 1 for i in indices])[:-1]
-        for i, part in zip(indices, np.split(values, edges), strict=True):
-            results[i] = part
+        for i, scores in zip(indices, np.split(values, edges), strict=True):
+            results[i] = scores
     return results

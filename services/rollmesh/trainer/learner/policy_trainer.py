@@ -1,9 +1,9 @@
-"""``PolicyTrainer``: one policy, its optimizer, and the train step.
+"""The policy trainer: one policy, its optimizer, and the train step.
 
     batch -> flat columns -> old logprobs -> per minibatch: (micro-batches: forward, loss, backward) -> update -> report
 
-Nothing in a step is random and the learning rate depends on the step alone, so weights and moments are the whole state
-and a replayed step gives the same weights.
+A step is deterministic and the learning rate depends on the step only. Weights and moments are therefore the complete
+state, and a replayed step gives the same weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NO_TENSORS: Mapping[str, Tensor] = MappingProxyType({})
 
 
 class PolicyTrainer:
-    """Trains one policy. Under torchrun every rank makes the same calls with the same arguments."""
+    """Trainer of one policy. Under torchrun every rank must make the same calls with the same arguments."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class PolicyTrainer:
         policy_folder: PolicyFolder | None = None,
     ) -> None:
         self.train_step = 0
-        """Number of batches the policy has been trained on."""
+        """Number of batches that the policy was trained on."""
         self._model = model
         self._config = config
         self._compute = compute
         self._source = source
         self._publish_dtype = publish_dtype
-        shard(model, model.causal_lm, compute.gang, mixed=compute.mixed_shards)
+        shard(model, model.causal_lm, compute.world, mixed=compute.mixed_shards)
         self._optimizer = build_optimizer(model, config)
         self._recipe = step_recipe(config, max_token_staleness)
         self._stage = StageRecord()
-        self._exact = Fp32Copy(model, source, compute)
-        self._evidence = OldLogprobScorer(model, compute, self._stage, policy_folder)
+        self._fp32_copy = Fp32Copy(model, source, compute)
+        self._old_logprob_scorer = OldLogprobScorer(model, compute, self._stage, policy_folder)
 
     @classmethod
     def from_folder(
@@ -80,7 +80,7 @@ class PolicyTrainer:
         *,
         dtype: str = "float32",
         device: str | None = None,
-        gang: World | None = None,
+        world: World | None = None,
         max_token_staleness: int | None = None,
         policy_folder: PolicyFolder | None = None,
         compute_dtype: torch.dtype = torch.float32,
@@ -89,26 +89,26 @@ class PolicyTrainer:
     ) -> Self:
         """Load a policy from a Hugging Face folder.
 
-        ``dtype`` is that of published weights; the trainer's own are ``compute_dtype``. ``mixed_precision`` runs the
-        passes in bfloat16; None does so on CUDA. ``device`` overrides ``config.device``. ``max_token_staleness`` masks
-        older tokens. ``policy_folder`` finds earlier versions, for the old-logprob source ``snapshot`` and the KL
-        reference. ``longest`` is the number of tokens of the longest sequence of the run: packing is checked for it.
-        Raises CheckpointError or ConfigError.
+        ``dtype`` is the dtype of published weights; the trainer's weights are in ``compute_dtype``. ``mixed_precision``
+        runs the passes in bfloat16; None enables it on CUDA. ``device`` overrides ``config.device``.
+        ``max_token_staleness`` masks older tokens. ``policy_folder`` finds earlier versions, for the old-logprob source
+        ``snapshot`` and the KL reference. ``longest`` is the number of tokens of the longest sequence of the run;
+        packing is checked at this length. Raises CheckpointError or ConfigError.
         """
-        gang = gang or World()
-        place = pick_device(device or config.device, gang.local_rank)
-        mixed = place.type == "cuda" if mixed_precision is None else mixed_precision
+        world = world or World()
+        torch_device = pick_device(device or config.device, world.local_rank)
+        mixed = torch_device.type == "cuda" if mixed_precision is None else mixed_precision
         compute = Compute(
-            device=place,
-            gang=gang,
+            device=torch_device,
+            world=world,
             token_budget=config.tokens_per_microbatch,
-            autocast=mixed and gang.world == 1,
-            mixed_shards=mixed and gang.world > 1,
+            autocast=mixed and world.size == 1,
+            mixed_shards=mixed and world.size > 1,
         )
         model = load_policy_model(
             Path(folder),
             dtype=compute_dtype,
-            device=place,
+            device=torch_device,
             gradient_checkpointing=config.gradient_checkpointing,
             longest=longest,
             precision=replace(compute, autocast=mixed).precision,
@@ -125,21 +125,21 @@ class PolicyTrainer:
 
     @property
     def parameter_count(self) -> int:
-        """Parameters of the policy, tied ones once."""
+        """Number of parameters of the policy; tied parameters count once."""
         return sum(p.numel() for p in self._model.parameters())
 
     def settings(self, train_step: int) -> StepSettings:
-        """Settings of the run file for a train step."""
+        """Return the settings of the run file for a train step."""
         return step_settings(self._config, self._recipe, train_step)
 
     def train(
         self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
     ) -> StepReport:
-        """Train on one batch and report; afterwards ``train_step == batch.train_step``.
+        """Train on one batch and return its report; afterwards ``train_step == batch.train_step``.
 
-        ``train_step_of_version`` names the train step of every version that wrote tokens of the batch. ``settings``
-        are those of the step's batch file, which may be older than the run file; None takes the run file's. Raises
-        DataError when the batch does not follow the last one or cannot be trained on; nothing was changed then.
+        ``train_step_of_version`` maps every version that wrote tokens of the batch to its train step. ``settings`` are
+        the settings in the batch file, which may be older than the run file; None uses the run file's. Raises DataError
+        if the batch does not follow the last one or cannot be trained on; the weights are then unchanged.
         """
         if batch.train_step != self.train_step + 1:
             raise DataError(f"batch {batch.train_step} does not follow train step {self.train_step}")
@@ -152,7 +152,7 @@ class PolicyTrainer:
         columns, old = self._columns(
             flat, train_step_of_version, recipe, settings.kl_reference_version, one_minibatch=len(minibatches) == 1
         )
-        evidence_seconds = time.perf_counter() - clock
+        scoring_seconds = time.perf_counter() - clock
         rate = settings.learning_rate
         set_hyperparameters(self._optimizer, rate=rate, betas=recipe.betas, weight_decay=recipe.weight_decay)
         done = run_minibatches(
@@ -174,8 +174,8 @@ class PolicyTrainer:
             loss=done.loss,
             learning_rate=rate,
             grad_norm=done.grad_norm,
-            updates=done.made.count(True),
-            skipped_updates=done.made.count(False),
+            updates=done.applied.count(True),
+            skipped_updates=done.applied.count(False),
             trailing_skipped_updates=done.trailing_skipped,
             microbatches=done.microbatches,
             forward_tokens=done.forward_tokens,
@@ -184,7 +184,7 @@ class PolicyTrainer:
                 flat, results, current_version(train_step_of_version, flat.train_step - 1), old.fallbacks
             ),
             seconds={
-                "evidence": evidence_seconds,
+                "evidence": scoring_seconds,
                 "gradient": done.gradient_seconds,
                 "update": done.update_seconds,
                 "statistics": time.perf_counter() - clock,
@@ -192,13 +192,13 @@ class PolicyTrainer:
         )
 
     def logprobs(self, sequences: Sequence[Int32Array], temperature: float = 1.0) -> list[Float32Array]:
-        """Log-probabilities of each token given its predecessors, float32 [tokens - 1] per sequence of >= 2 tokens.
+        """Score each token given its predecessors: float32 [tokens - 1] per sequence of >= 2 tokens.
 
-        Every rank computes all of them: for canaries and audits, so never in mixed precision: a reader that computes
-        in float32 must find the same numbers.
+        Every rank scores all sequences. Mixed precision is never used: the scores are for canaries and audits, and a
+        reader that computes in float32 must reproduce them.
         """
-        model = self._exact.current() if self._compute.mixed_shards else self._model
-        return score_sequences(model, self._exact.compute, sequences, temperature)
+        model = self._fp32_copy.current() if self._compute.mixed_shards else self._model
+        return score_sequences(model, self._fp32_copy.compute, sequences, temperature)
 
     def end_stage(
         self,
@@ -206,10 +206,11 @@ class PolicyTrainer:
         train_step_of_version: Mapping[int, int],
         kept: Collection[str] = (),
     ) -> int:
-        """Record log-probabilities of unfinished trajectories under the present weights, for ``stage_end``.
+        """Record log-probabilities of unfinished trajectories under the current weights, for ``stage_end``.
 
-        Call it at the barrier, before ``train``, with every trajectory that has new tokens and is not in the batch.
-        What was recorded of any other one is forgotten, unless ``kept`` names it. Returns how many were recorded.
+        Call it at the barrier, before ``train``, with every trajectory that has new tokens and is not in the batch. The
+        records of all other trajectories are dropped, except of those in ``kept``. Returns the number of trajectories
+        recorded.
         """
         self._stage.keep([*kept, *(t.trajectory_id for t in trajectories)])
         fresh = [t for t in trajectories if self._stage.unrecorded(t) > 0]
@@ -219,7 +220,7 @@ class PolicyTrainer:
             by_temperature.setdefault(trajectory.segments[-1].temperature, []).append(trajectory)
         for temperature, members in by_temperature.items():
             ids = [np.concatenate([t.prompt.token_ids, t.response_ids]).astype(np.int32) for t in members]
-            # In the precision of the gradient pass, so that on-policy ratios are 1.
+            # Same precision as the gradient pass, so that on-policy ratios are 1.
             scored = score_sequences(self._model, self._compute, ids, temperature)
             for trajectory, values in zip(members, scored, strict=True):
                 tail = values[len(trajectory.prompt.token_ids) - 1 :]
@@ -229,10 +230,10 @@ class PolicyTrainer:
     def explain(
         self, batch: Batch, train_step_of_version: Mapping[int, int], settings: StepSettings | None = None
     ) -> Iterator[TokenExplanation]:
-        """What the present weights would make of every response token of a batch; nothing is trained.
+        """Explain every response token of a batch under the current weights, without training.
 
-        ``settings`` as in ``train``. Several minibatches are judged as the first one is: the updates between them are
-        not made.
+        ``settings`` as in ``train``. All minibatches are evaluated like the first one, without the updates between
+        them.
         """
         recipe = (settings and settings.recipe) or self._recipe
         flat = _flatten(batch, train_step_of_version, recipe)
@@ -243,25 +244,25 @@ class PolicyTrainer:
         return explain_tokens(flat, logprobs, old, denominator.fell_back, index, judged)
 
     def export(self, folder: str | Path) -> None:
-        """Write the policy as a Hugging Face folder in the publishing dtype; rank 0 writes, every rank takes part."""
+        """Write the policy as a Hugging Face folder in the publishing dtype. Rank 0 writes; every rank must call it."""
         weights: dict[str, Tensor] = {}
         for name, parameter in self._model.causal_lm.named_parameters():
             value = whole(parameter)
-            if self._compute.gang.leads:
+            if self._compute.world.leads:
                 weights[name] = value
-        if self._compute.gang.leads:
+        if self._compute.world.leads:
             write_policy_folder(Path(folder), weights, self._publish_dtype, self._source)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Weights and moments by name: the live (possibly sharded) tensors, to be saved or filled in place.
+        """Return weights and moments by name: the live (possibly sharded) tensors, to save or to fill in place.
 
-        With the old-logprob source ``stage_end`` also a copy of what its stages recorded.
+        With the old-logprob source ``stage_end`` the result includes a copy of the recorded log-probabilities.
         """
         recorded = torch.from_numpy(self._stage.values())
         return self._live_tensors() | ({_STAGE_TENSOR: recorded} if len(recorded) else {})
 
     def tensors_to_fill(self, extra: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a saved state with this ``extra``: the live ones, and room for what its stages recorded."""
+        """Return the tensors to load a state with this ``extra`` into: the live tensors, and one for stage records."""
         recorded = sum(int(count) for _, count, _ in extra.get(_STAGE_LAYOUT, ()))
         return self._live_tensors() | ({_STAGE_TENSOR: torch.empty(recorded)} if recorded else {})
 
@@ -274,18 +275,18 @@ class PolicyTrainer:
         return tensors
 
     def state_extra(self) -> dict[str, Any]:
-        """The rest of the state, as JSON values."""
+        """Return the rest of the state, as JSON values."""
         layout = self._stage.layout()
         return {"train_step": self.train_step} | ({_STAGE_LAYOUT: layout} if layout else {})
 
     def restore_extra(self, extra: Mapping[str, Any], filled: Mapping[str, Tensor] = _NO_TENSORS) -> None:
-        """Take back ``state_extra``, after ``tensors_to_fill`` of it have been ``filled``."""
+        """Restore ``state_extra`` after its ``tensors_to_fill`` are ``filled``."""
         self.train_step = int(extra["train_step"])
         values = filled.get(_STAGE_TENSOR, torch.empty(0))
         self._stage.restore(extra.get(_STAGE_LAYOUT, ()) if len(values) else (), values.numpy())
 
     def forget_stages(self) -> None:
-        """Forget what the stages recorded: after a rollback none of that work is trained on."""
+        """Drop all stage records: after a rollback their trajectories are not trained on."""
         self._stage.keep(())
 
     def _columns(
@@ -300,10 +301,10 @@ class PolicyTrainer:
         current = current_version(train_step_of_version, flat.train_step - 1)
         algorithm, reference = recipe.algorithm, None
         source = SOURCES[algorithm.old_logprobs]
-        denominator = self._evidence.denominator(flat, source, current, one_minibatch=one_minibatch)
+        denominator = self._old_logprob_scorer.denominator(flat, source, current, one_minibatch=one_minibatch)
         if algorithm.kl_coefficient > 0:
             version = algorithm.kl_reference_version if reference_version is None else reference_version
-            reference = torch.from_numpy(self._evidence.reference(flat, version))
+            reference = torch.from_numpy(self._old_logprob_scorer.reference(flat, version))
         columns = TokenColumns(
             old_logprobs=denominator.old.values,
             own=torch.from_numpy(denominator.own),

@@ -1,4 +1,4 @@
-"""Log-probabilities recorded at the end of each stage, for the old-logprob source ``stage_end``."""
+"""Log-probabilities that are recorded at the end of each stage, for the old-logprob source ``stage_end``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollmesh.trainer.learner.train_batch import NO_VERSION, TrainBatch
 from rollmesh.types import Float32Array, Int32Array, Trajectory
 
 Layout = list[list[str | int]]
-"""[trajectory id, recorded tokens, digest of these tokens] in order."""
+"""List of [trajectory id, number of recorded tokens, digest of these tokens], in order."""
 
 _NOTHING = np.empty(0, np.float32)
 
@@ -21,28 +21,28 @@ _NOTHING = np.empty(0, np.float32)
 class _Recorded:
     logprobs: Float32Array  # [recorded tokens], NaN where unknown
     digest: str
-    """Of the tokens: an environment may have made a trajectory begin again under the same id."""
+    """Digest of the tokens: an environment may restart a trajectory under the same id."""
 
 
 class StageRecord:
-    """Per trajectory, what the trainer computed while the weights that sampled each token were still its own.
+    """Log-probabilities by trajectory, computed while the trainer had the weights that sampled each token.
 
-    Tokens that were not recorded in their own stage can never be: they stay unknown.
+    A token that is not recorded in its own stage stays unknown.
     """
 
     def __init__(self) -> None:
         self._recorded: dict[str, _Recorded] = {}
 
     def unrecorded(self, trajectory: Trajectory) -> int:
-        """Response tokens beyond those already looked at."""
+        """Return the number of response tokens after the recorded ones."""
         known = self._of(trajectory.trajectory_id, trajectory.response_ids)
         return trajectory.response_token_count - len(known)
 
     def append(self, trajectory: Trajectory, logprobs: Float32Array, current: int) -> None:
-        """Record the new tail of a trajectory.
+        """Record the new tokens at the end of a trajectory.
 
-        ``logprobs`` [response_tokens] cover the whole response; only tokens beyond the recorded ones are taken, and of
-        these only those of version ``current`` (the others become unknown).
+        ``logprobs`` [response_tokens] cover the whole response. Tokens after the recorded ones are taken if their
+        version is ``current``; otherwise they become unknown.
         """
         ids = trajectory.response_ids
         known = self._of(trajectory.trajectory_id, ids)
@@ -52,7 +52,7 @@ class StageRecord:
         )
 
     def columns(self, batch: TrainBatch) -> Float32Array:
-        """Recorded values for the tokens of a batch, NaN where unknown, [tokens]."""
+        """Return the recorded values of the tokens of a batch, NaN where unknown, [tokens]."""
         values = np.full(len(batch.token_ids), np.nan, np.float32)
         for i, trajectory_id in enumerate(batch.trajectory_ids):
             start = int(batch.starts[i] + batch.prompt_lengths[i])
@@ -66,20 +66,20 @@ class StageRecord:
             self._recorded.pop(trajectory_id, None)
 
     def keep(self, trajectory_ids: Iterable[str]) -> None:
-        """Drop all trajectories but these: the others were evicted, rolled back or died."""
+        """Drop all trajectories but these: the others were evicted, rolled back or lost."""
         kept = set(trajectory_ids)
         self._recorded = {i: recorded for i, recorded in self._recorded.items() if i in kept}
 
     def layout(self) -> Layout:
-        """What ``values`` holds, as JSON values."""
+        """Return the layout of ``values``, as JSON values."""
         return [[i, len(recorded.logprobs), recorded.digest] for i, recorded in self._recorded.items()]
 
     def values(self) -> Float32Array:
-        """All recorded log-probabilities end to end, float32 [recorded tokens of all trajectories]."""
+        """Return all recorded log-probabilities concatenated, float32 [recorded tokens of all trajectories]."""
         return np.concatenate([_NOTHING, *(recorded.logprobs for recorded in self._recorded.values())])
 
     def restore(self, layout: Iterable[Sequence[str | int]], values: Float32Array) -> None:
-        """Take back what ``layout`` and ``values`` gave."""
+        """Restore the records from the results of ``layout`` and ``values``."""
         self._recorded, start = {}, 0
         for trajectory_id, count, digest in layout:
             end = start + int(count)
@@ -101,14 +101,14 @@ def _digest(token_ids: Int32Array) -> str:
 
 
 def current_version(train_step_of_version: Mapping[int, int], trained_step: int) -> int:
-    """Version whose weights are those after ``trained_step`` batches: after a roll-back the newest; else NO_VERSION."""
+    """Return the newest version with the weights after ``trained_step`` batches; NO_VERSION if there is none."""
     return max((v for v, step in train_step_of_version.items() if step == trained_step), default=NO_VERSION)
 
 
 def response_versions(trajectory: Trajectory) -> Int32Array:
-    """Version of every response token, NO_VERSION where no policy wrote, [response_tokens]."""
-    parts = [
+    """Return the version of every response token, NO_VERSION where no policy wrote, [response_tokens]."""
+    versions = [
         np.full(len(s), NO_VERSION if s.behavior_logprobs is None else s.policy_version, np.int32)
         for s in trajectory.segments
     ]
-    return np.concatenate(parts) if parts else np.empty(0, np.int32)
+    return np.concatenate(versions) if versions else np.empty(0, np.int32)

@@ -1,4 +1,4 @@
-"""What one train step reports: numbers only, ready for JSON."""
+"""The report of one train step: numbers only, ready for JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatioStats:
-    """Importance ratios of the tokens in the loss, as the loss compared them with its bounds."""
+    """Importance ratios of the tokens in the loss, as the loss compares them with its bounds."""
 
     tokens: int
     mean: float
@@ -17,16 +17,16 @@ class RatioStats:
     min: float
     max: float
     clipped_high: float
-    """Share of tokens whose gradient the upper bound cut."""
+    """Share of tokens whose gradient is clipped at the upper bound."""
     clipped_low: float
     clipped_dual: float
     truncated: float
-    """Share of tokens whose importance weight was cut at its cap."""
+    """Share of tokens whose importance weight is truncated at its cap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapStats:
-    """``|behavior_logprob - trainer logprob|`` on tokens sampled by the very weights the step began with."""
+    """``|behavior_logprob - trainer logprob|`` on tokens sampled by the weights at the start of the step."""
 
     tokens: int
     mean: float
@@ -44,25 +44,25 @@ class SpreadStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchStats:
-    """What the batch was, before any computation."""
+    """Properties of the batch before any forward pass."""
 
     groups: int
     trajectories: int
     unscored_trajectories: int
     original_tokens: int
-    """Tokens that a policy wrote: what the denominators count."""
+    """Tokens that a policy wrote, the count in the denominators."""
     trained_tokens: int
     """Tokens in the numerator of the loss."""
     masked_fraction: float
     reward_mean: float
     reward_std: float
     outcome_mean: float
-    """Mean outcome value before shaping, over the trajectories that a verifier gave one; NaN if it gave none."""
+    """Mean outcome value before shaping, over the trajectories with a value from a verifier; NaN if there is none."""
     advantage_abs_mean: float
     all_right_groups: int
     """Groups without reward variance whose members all have a positive outcome."""
     all_wrong_groups: int
-    """Groups without reward variance whose members all have none."""
+    """Groups without reward variance in which no member has a positive outcome."""
     truncated_share: float
     off_policy_token_share: float
     """Share of trained tokens with staleness above 0."""
@@ -78,7 +78,7 @@ class BatchStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyStats:
-    """How the policy relates to whoever sampled the batch, at the moment each minibatch began."""
+    """Comparison of the policy with the behavior policies of the batch, at the start of each minibatch."""
 
     ratio: RatioStats
     ratio_by_staleness: Mapping[int, RatioStats]
@@ -86,7 +86,7 @@ class PolicyStats:
     """KL(behavior || policy) per token, k1."""
     kl_behavior_k3: float
     effective_sample_size: float
-    """Of the trajectories, weighted by the product of their token ratios."""
+    """Effective sample size of the trajectories, weighted by the product of their token ratios."""
     effective_sample_share: float
     entropy: float
     """Nats per token, at the sampling temperature."""
@@ -99,7 +99,7 @@ class PolicyStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One train step."""
+    """Report of one train step."""
 
     train_step: int
     loss: float
@@ -109,19 +109,19 @@ class StepReport:
     """Before clipping; mean over the minibatches."""
     updates: int
     skipped_updates: int
-    """Updates that were not made because the gradient was not finite."""
+    """Updates that were skipped because the gradient was not finite."""
     trailing_skipped_updates: int
-    """Those among them after which no update was made."""
+    """Skipped updates after the last applied one."""
     microbatches: int
     forward_tokens: int
-    """Tokens that went through the model in the gradient passes, prompts included."""
+    """Tokens in the forward passes of the gradient, prompts included."""
     seconds: Mapping[str, float]
     """Wall time by phase: evidence (old and reference logprobs), gradient, update, statistics."""
     batch: BatchStats
     policy: PolicyStats
 
     def to_json(self) -> dict[str, Any]:
-        """Nested dictionary of numbers with string keys."""
+        """Return a nested dictionary of numbers with string keys."""
         plain: dict[str, Any] = _plain(asdict(self))
         return plain
 

@@ -13,7 +13,7 @@ from rollmesh.trainer.learner.optimizer import learning_rate
 
 
 def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepRecipe:
-    """Recipe of the run file, the same for every train step."""
+    """Return the recipe of the run file, which is the same for every train step."""
     algorithm = config.algorithm
     definition = LOSSES[algorithm.loss]
     options = definition.options(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
@@ -33,7 +33,7 @@ def step_recipe(config: TrainerConfig, max_token_staleness: int | None) -> StepR
 
 
 def step_settings(config: TrainerConfig, recipe: StepRecipe, train_step: int) -> StepSettings:
-    """Settings of the run file for a train step."""
+    """Return the settings of the run file for a train step."""
     algorithm = config.algorithm
     reference = algorithm.kl_reference_version if algorithm.kl_coefficient > 0 else None
     rate = learning_rate(config, train_step)
@@ -41,7 +41,7 @@ def step_settings(config: TrainerConfig, recipe: StepRecipe, train_step: int) ->
 
 
 def differing_settings(recorded: StepSettings | None, present: StepSettings) -> dict[str, str]:
-    """``recorded -> present`` by the name of every recorded setting that the run file now has otherwise."""
+    """Return ``recorded -> present`` by name, for every recorded setting that differs from the run file."""
     if recorded is None:
         return {}
     before, now = _flat(recorded), _flat(present)
@@ -49,7 +49,7 @@ def differing_settings(recorded: StepSettings | None, present: StepSettings) -> 
 
 
 def loss_recipe(config: AlgorithmConfig) -> LossRecipe:
-    """The loss of an algorithm section, with the defaults of that loss where the section has none."""
+    """Return the loss of an algorithm section, with the defaults of that loss for unset fields."""
     definition = LOSSES[config.loss]
     return LossRecipe(
         loss=definition.loss,
@@ -68,6 +68,6 @@ def _flat(settings: StepSettings) -> dict[str, Any]:
     plain = settings.model_dump(mode="json")
     recipe = plain.pop("recipe") or {}
     algorithm = recipe.pop("algorithm", {})
-    # The version that the step measures its KL against stands beside the learning rate.
+    # The step's own kl_reference_version is in ``plain``.
     algorithm.pop("kl_reference_version", None)
     return {**plain, **recipe, **algorithm}

@@ -1,4 +1,4 @@
-"""The numbers of a train step, from flat columns, in float64."""
+"""Statistics of a train step, from flat columns, in float64."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rollmesh.trainer.learner.train_batch import BoolArray, Float64Array, Int64A
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenResults:
-    """What the passes found out about each token of a ``TrainBatch``; values matter where a policy wrote."""
+    """Results of the gradient pass for each token of a ``TrainBatch``; valid where a policy wrote the token."""
 
     logprobs: Float64Array  # [tokens], at the start of the token's minibatch
     entropy: Float64Array  # [tokens]
     ratio: Float64Array  # [tokens]
     clip: npt.NDArray[np.int8]  # [tokens], ClipReason
-    before_any_update: BoolArray  # [tokens], the weights that gave logprobs were those the step began with
+    before_any_update: BoolArray  # [tokens], True where logprobs are from the weights at the start of the step
     reference_logprobs: Float64Array | None = None  # [tokens]
 
 
 def batch_stats(batch: TrainBatch) -> BatchStats:
-    """Describe a batch; trajectories without a token in the loss have no staleness and no version span."""
+    """Describe a batch. Trajectories without a token in the loss have no staleness and no version span."""
     mask = batch.loss_mask
     tokens = int(mask.sum())
     original = int(batch.policy_mask.sum())
@@ -66,7 +66,7 @@ def policy_stats(
 ) -> PolicyStats:
     """Compare the policy with the behavior policies of the batch, over the tokens in the loss.
 
-    ``current_version`` is the version whose weights the step began with.
+    ``current_version`` is the version of the weights at the start of the step.
     """
     mask = batch.loss_mask
     behavior = batch.behavior_logprobs.astype(np.float64)
@@ -99,9 +99,9 @@ def policy_stats(
 
 
 def effective_sample_size(log_ratios: Float64Array, sequence_index: Int64Array) -> float:
-    """``(sum w)^2 / sum w^2`` with ``w_i = exp(sum_t log_ratio_t)``, unclipped (VCPO, arXiv 2602.17616).
+    """Compute ``(sum w)^2 / sum w^2`` with ``w_i = exp(sum_t log_ratio_t)``, unclipped (VCPO, arXiv 2602.17616).
 
-    ``log_ratios`` and ``sequence_index`` [tokens]; computed from log-weights, so that nothing overflows.
+    ``log_ratios`` and ``sequence_index`` are [tokens]. Log-weights are shifted by their maximum to avoid overflow.
     """
     if not len(log_ratios):
         return 0.0
@@ -112,7 +112,7 @@ def effective_sample_size(log_ratios: Float64Array, sequence_index: Int64Array) 
 
 
 def ratio_stats(ratio: Float64Array, clip: npt.NDArray[np.int8]) -> RatioStats:
-    """Summary of ratios and what was clipped, [tokens] each; of no tokens it is 1 everywhere."""
+    """Summarize ratios and clip reasons, [tokens] each. Without tokens mean, min and max are 1 and the rest is 0."""
     if not len(ratio):
         return RatioStats(
             tokens=0, mean=1, std=0, min=1, max=1, clipped_high=0, clipped_low=0, clipped_dual=0, truncated=0

@@ -1,4 +1,4 @@
-"""Why each token of a batch weighs what it weighs: version, ratio, weight, and what the loss or a mask did to it."""
+"""Explanation of the loss weight of each token: version, ratio, weight, and the effect of the clip or the mask."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _CLIP_WORDS: Mapping[ClipReason, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenExplanation:
-    """One response token. Numbers are 0 where ``policy_version`` is None."""
+    """Explanation of one response token. Numbers are 0 where ``policy_version`` is None."""
 
     trajectory_id: str
     position: int
-    """Counted from the first response token."""
+    """Index from the first response token."""
     token_id: int
     policy_version: int | None
-    """None where the environment wrote the token."""
+    """Version that wrote the token; None if the environment wrote it."""
     staleness: int
     """Train steps."""
     pure: bool
     behavior_logprob: float
     old_logprob: float
     old_logprob_fallback: str
-    """Why ``old_logprob`` is the sampler's and not what the run's source promises; empty where it is the source's."""
+    """Reason that ``old_logprob`` is the sampler's instead of the configured source's; empty if it is the source's."""
     logprob: float
     ratio: float
     advantage: float
     weight: float
-    """The token pushes its log-probability by weight * advantage / (what the aggregation divides by)."""
+    """Weight of the token: it pushes its log-probability by weight * advantage / (divisor of the aggregation)."""
     reason: str
-    """trained, clipped_high, clipped_low, clipped_dual, weight_truncated, zero_advantage, stale, environment."""
+    """One of trained, clipped_high, clipped_low, clipped_dual, weight_truncated, zero_advantage, stale, environment."""
 
 
 def explain_tokens(
@@ -61,8 +61,8 @@ def explain_tokens(
 ) -> Iterator[TokenExplanation]:
     """Explain every response token, in the order of the batch.
 
-    ``logprobs``, ``old_logprobs`` and ``fell_back`` (by reason) [tokens] belong to the flat batch; ``judged`` is what
-    the loss made of the policy tokens, whose places in the flat batch are ``index`` [policy tokens].
+    ``logprobs``, ``old_logprobs`` and ``fell_back`` (by reason) are [tokens] of the flat batch. ``judged`` is the loss
+    of the policy tokens, whose indices in the flat batch are ``index`` [policy tokens].
     """
     ratio, weight = np.zeros(len(batch.token_ids)), np.zeros(len(batch.token_ids))
     clip = np.zeros(len(batch.token_ids), np.int8)

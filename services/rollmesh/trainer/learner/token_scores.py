@@ -1,4 +1,4 @@
-"""From hidden states to the log-probability and entropy of chosen tokens, without keeping all logits."""
+"""Log-probability and entropy of selected tokens from hidden states, without storing all logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 LOGIT_ELEMENTS = 1 << 24
-"""Logits held at once: more are computed in chunks, and again in the backward pass."""
+"""Logits in memory at once. More are computed in chunks, and recomputed in the backward pass."""
 
 
 def score_tokens(
@@ -22,16 +22,16 @@ def score_tokens(
     entropy: bool,
     limit: int = LOGIT_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
-    """``log_softmax(z / T)`` of the target and the entropy of that distribution, in nats.
+    """Compute ``log_softmax(z / T)`` of the target and the entropy of that distribution, in nats.
 
-    ``hidden`` float [tokens, width], ``targets`` int64 [tokens], ``temperatures`` float [tokens] or None for T = 1;
-    returns (logprobs [tokens], entropy [tokens]), float32 unless the logits are float64. The entropy carries no
-    gradient and is 0 unless asked for.
+    ``hidden`` float [tokens, width], ``targets`` int64 [tokens], ``temperatures`` float [tokens] or None for T = 1.
+    Returns (logprobs [tokens], entropy [tokens]), float32 unless the logits are float64. The entropy has no gradient,
+    and is 0 unless ``entropy`` is set.
     """
     rows = max(1, limit // vocab_size)
     if len(targets) <= rows:
         return _score(hidden, targets, temperatures, head, entropy)
-    parts: list[tuple[Tensor, Tensor]] = []
+    scores: list[tuple[Tensor, Tensor]] = []
     for start in range(0, len(targets), rows):
         stop = start + rows
         chunk = (
@@ -41,9 +41,9 @@ def score_tokens(
             head,
             entropy,
         )
-        again = torch.is_grad_enabled()
-        parts.append(checkpoint(_score, *chunk, use_reentrant=False) if again else _score(*chunk))
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        recompute = torch.is_grad_enabled()
+        scores.append(checkpoint(_score, *chunk, use_reentrant=False) if recompute else _score(*chunk))
+    return torch.cat([s[0] for s in scores]), torch.cat([s[1] for s in scores])
 
 
 def _score(
@@ -55,7 +55,7 @@ def _score(
 def score_logits(
     logits: Tensor, targets: Tensor, temperatures: Tensor | None, *, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """The same from logits [tokens, vocab]."""
+    """Compute the scores of ``score_tokens`` from logits [tokens, vocab]."""
     scaled = logits if logits.dtype == torch.float64 else logits.float()
     if temperatures is not None:
         scaled = scaled / temperatures[:, None].to(scaled.dtype)

@@ -1,4 +1,4 @@
-"""A batch as flat columns: one row per token, one per trajectory. Built once, before anything is split."""
+"""A batch as flat columns, per token and per trajectory. Built once, before the split into minibatches."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ Int64Array = npt.NDArray[np.int64]
 Float64Array = npt.NDArray[np.float64]
 
 NO_VERSION = -1
-"""Version of a token that no policy wrote."""
+"""Version of tokens that no policy wrote."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Trajectories laid end to end, prompt and response; arrays of tokens have one entry per token of ``token_ids``."""
+    """Concatenated trajectories, prompt and response. Token arrays have one entry per token of ``token_ids``."""
 
     train_step: int
     trajectory_ids: tuple[str, ...]
-    group_index: Int64Array  # [trajectories], place of the trajectory's group in the batch
+    group_index: Int64Array  # [trajectories], index of the trajectory's group in the batch
     group_count: int
     starts: Int64Array  # [trajectories + 1], first token of each trajectory
     prompt_lengths: Int64Array  # [trajectories]
     rewards: Float64Array  # [trajectories], shaped
-    outcome_values: Float64Array  # [trajectories], as the verifier gave them; NaN where it gave none
+    outcome_values: Float64Array  # [trajectories], from the verifier; NaN without a value
     advantages: Float64Array  # [trajectories]
     truncated: BoolArray  # [trajectories], ended by the token budget
     token_ids: Int32Array  # [tokens]
     sequence_index: Int64Array  # [tokens]
-    policy_mask: BoolArray  # [tokens], a policy wrote it: what the denominators count
+    policy_mask: BoolArray  # [tokens], a policy wrote it: counted in the denominators
     loss_mask: BoolArray  # [tokens], in the numerator of the loss
     behavior_logprobs: Float32Array  # [tokens], 0 where no policy wrote
     versions: Int32Array  # [tokens], NO_VERSION where no policy wrote
-    staleness: Int32Array  # [tokens], train steps since the version's; 0 where no policy wrote
+    staleness: Int32Array  # [tokens], train steps since the train step of the version; 0 where no policy wrote
     pure: BoolArray  # [tokens], one version's weights and cache sampled it
     temperatures: Float32Array  # [tokens]
     unscored_trajectories: int
-    """Trajectories left out because they have no reward, from a verifier or assigned."""
+    """Trajectories that were dropped because they have neither a verifier's nor an assigned reward."""
 
     @property
     def trajectory_count(self) -> int:
-        """Trajectories that are trained on."""
+        """Number of trajectories that are trained on."""
         return len(self.trajectory_ids)
 
     @property
     def lengths(self) -> Int64Array:
-        """Tokens of each trajectory, prompt included, [trajectories]."""
+        """Number of tokens of each trajectory, prompt included, [trajectories]."""
         return np.diff(self.starts)
 
     @property
     def response_lengths(self) -> Int64Array:
-        """Tokens after the prompt, [trajectories]."""
+        """Number of tokens after the prompt, [trajectories]."""
         return self.lengths - self.prompt_lengths
 
     def loss_staleness(self) -> Int64Array:
-        """Largest staleness among the tokens in the loss, 0 for a trajectory without any, [trajectories]."""
+        """Return the largest staleness of the tokens in the loss, 0 for a trajectory without any, [trajectories]."""
         worst = np.zeros(self.trajectory_count, np.int64)
         np.maximum.at(worst, self.sequence_index[self.loss_mask], self.staleness[self.loss_mask])
         return worst
@@ -79,12 +79,13 @@ def build_train_batch(
     *,
     max_token_staleness: int | None = None,
 ) -> TrainBatch:
-    """Flatten a batch, compute its advantages and mark which tokens are trained on.
+    """Flatten a batch, compute its advantages and mark the tokens that are trained on.
 
-    ``train_step_of_version`` names the train step of every policy version that wrote tokens. Advantages compare the
-    members of a group that have a reward, be it ``reward.fixed_value``; others are left out. ``max_token_staleness``
-    masks older tokens (``on_stale: mask_old_segments``). Raises DataError for an unknown version, a repeated
-    trajectory, a segment without finite logprobs or with T = 0, an empty prompt, and a batch with nothing to train on.
+    ``train_step_of_version`` maps every policy version that wrote tokens to its train step. Advantages compare the
+    members of a group that have a reward, including ``reward.fixed_value``; members without one are dropped.
+    ``max_token_staleness`` masks older tokens (``on_stale: mask_old_segments``). Raises DataError for an unknown
+    version, a repeated trajectory, a segment without finite logprobs or with T = 0, an empty prompt, and a batch
+    without a reward.
     """
     members = [(g, t) for g, group in enumerate(batch.groups) for t in _scored(group)]
     total = sum(len(group.trajectories) for group in batch.groups)
@@ -122,14 +123,14 @@ def build_train_batch(
 
 
 def split_minibatches(batch: TrainBatch, count: int) -> list[Int64Array]:
-    """Trajectory indices of each minibatch: whole groups, in order, evenly; empty ones are dropped."""
+    """Split a batch evenly by whole groups, in order: trajectory indices per minibatch. Empty ones are dropped."""
     edges = np.linspace(0, batch.group_count, count + 1).round().astype(np.int64)
-    parts = [np.flatnonzero((batch.group_index >= a) & (batch.group_index < b)) for a, b in pairwise(edges)]
-    return [part for part in parts if len(part)]
+    minibatches = [np.flatnonzero((batch.group_index >= a) & (batch.group_index < b)) for a, b in pairwise(edges)]
+    return [minibatch for minibatch in minibatches if len(minibatch)]
 
 
 def _scored(group: Group) -> list[Trajectory]:
-    # The queue gives out members that have a reward and no others; reward.fixed_value leaves the kind of the outcome.
+    # The queue returns only members with a reward; reward.fixed_value does not change the kind of the outcome.
     return [t for t in group.trajectories if t.outcome is not None]
 
 
@@ -141,7 +142,7 @@ def _verdict(trajectory: Trajectory) -> float:
 def _columns(trajectory: Trajectory, train_step_of_version: Mapping[int, int], current: int) -> dict[str, Any]:
     prompt = trajectory.prompt.token_ids
     if len(prompt) == 0:
-        raise DataError(f"trajectory {trajectory.trajectory_id}: its prompt is empty")
+        raise DataError(f"trajectory {trajectory.trajectory_id}: the prompt is empty")
     count = len(prompt) + trajectory.response_token_count
     token_ids = np.concatenate([prompt, trajectory.response_ids]).astype(np.int32, copy=False)
     behavior = np.zeros(count, np.float32)
@@ -151,24 +152,24 @@ def _columns(trajectory: Trajectory, train_step_of_version: Mapping[int, int], c
     temperatures = np.ones(count, np.float32)
     start = len(prompt)
     for segment in trajectory.segments:
-        place = slice(start, start + len(segment))
+        span = slice(start, start + len(segment))
         start += len(segment)
         if segment.source is not SegmentSource.POLICY:
             continue
         where = f"trajectory {trajectory.trajectory_id}, policy_version {segment.policy_version}"
         if segment.behavior_logprobs is None or len(segment.behavior_logprobs) != len(segment):
-            raise DataError(f"{where}: needs one behavior_logprob per token")
+            raise DataError(f"{where}: behavior_logprobs must have one value per token")
         if not np.isfinite(segment.behavior_logprobs).all():
             raise DataError(f"{where}: a behavior_logprob is not finite")
         if segment.policy_version not in train_step_of_version:
-            raise DataError(f"{where}: no such policy version is known")
+            raise DataError(f"{where}: the policy version is unknown")
         if not segment.temperature > 0:
-            raise DataError(f"{where}: temperature {segment.temperature} cannot be trained on, it must be positive")
-        behavior[place] = segment.behavior_logprobs
-        versions[place] = segment.policy_version
-        staleness[place] = current - train_step_of_version[segment.policy_version]
-        pure[place] = segment.pure
-        temperatures[place] = segment.temperature
+            raise DataError(f"{where}: temperature={segment.temperature} must be positive for training")
+        behavior[span] = segment.behavior_logprobs
+        versions[span] = segment.policy_version
+        staleness[span] = current - train_step_of_version[segment.policy_version]
+        pure[span] = segment.pure
+        temperatures[span] = segment.temperature
     return {
         "token_ids": token_ids,
         "behavior_logprobs": behavior,

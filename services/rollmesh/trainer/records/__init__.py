@@ -1,1 +1,1 @@
-"""Records of a run that training leaves: metrics, the run log, trackers, and the shares that were trained on."""
+"""Records of a run: metrics, the run log, trackers, and the trained shares."""

@@ -1,8 +1,7 @@
-"""What the engines did between two train steps: the share of re-prefill, and the slots that stood idle.
+"""Work of the engines between two train steps: the share of re-prefill, and the share of idle slot time.
 
-Every generator registers the totals of its process with each heartbeat, and at once when it has loaded a policy. The
-trainer looks at them between steps and during them, so that one which dies meanwhile is missed for its last seconds
-only.
+Every generator registers the totals of its process with each heartbeat, and immediately after it loads a policy. The
+trainer reads them between steps and during steps, so only the last seconds of a crashed generator are lost.
 """
 
 from __future__ import annotations
@@ -10,45 +9,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollmesh.trainer.records.goodput import MOST_REMEMBERED, GeneratedTokens
+from rollmesh.trainer.records.goodput import MAX_REMEMBERED, GeneratedTokens
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 _NAMES = ("prefill_tokens", "reprefill_tokens", "running_slot_seconds", "slot_seconds")
 
 
 class EngineWork:
-    """Differences of the registered totals, over generators that come and go."""
+    """Differences of the registered totals, over generators that start and stop."""
 
     def __init__(self, generated: GeneratedTokens) -> None:
-        """``generated`` is told of every look."""
+        """Initialize the totals; ``generated`` receives every observation."""
         self._generated = generated
         self._seen: dict[str, GeneratorWork] = {}
         self._done = dict.fromkeys(_NAMES, 0.0)
 
     def begin(self, records: Sequence[GeneratorRecord]) -> None:
-        """What was done until now belongs to no step of this trainer (but its tokens to the run)."""
-        self.see(records)
+        """Assign all work so far to no step of this trainer. Its tokens still count for the run."""
+        self.observe(records)
         self._taken()
 
     def since_last(self, records: Sequence[GeneratorRecord]) -> dict[str, Any]:
-        """Work since the last step, and its shares (None without work): ``mesh.engines`` of a step report."""
-        self.see(records)
+        """Return the work since the last step, and its shares (None without work): ``mesh.engines`` of a report."""
+        self.observe(records)
         work = self._taken()
         return work | {
             "reprefill_share": _share(work["reprefill_tokens"], work["prefill_tokens"]),
             "bubble_ratio": _share(work["slot_seconds"] - work["running_slot_seconds"], work["slot_seconds"]),
         }
 
-    def see(self, records: Sequence[GeneratorRecord]) -> None:
-        """Note what was done, for the step under way."""
-        self._generated.take(records)
+    def observe(self, records: Sequence[GeneratorRecord]) -> None:
+        """Add the work of the generators to the current step."""
+        self._generated.add(records)
         for record in records:
             before = self._seen.pop(record.instance_id, GeneratorWork())
             for name in _NAMES:
                 self._done[name] += getattr(record.work, name) - getattr(before, name)
             self._seen[record.instance_id] = record.work
-        # A generator may be missing for a while (Redis was away) and must not be counted again from the start.
-        for instance_id in list(self._seen)[:-MOST_REMEMBERED]:
+        # A generator may be missing for a while (Redis unreachable). Its earlier work must not count twice.
+        for instance_id in list(self._seen)[:-MAX_REMEMBERED]:
             del self._seen[instance_id]
 
     def _taken(self) -> dict[str, float]:

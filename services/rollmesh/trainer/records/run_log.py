@@ -1,4 +1,4 @@
-"""Step reports and sample completions as JSON lines in the run folder, each train step once whatever dies."""
+"""Step reports and sample completions as JSON lines in the run folder, with each train step once after any crash."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class StepRecords:
-    """The two files of one run; only the trainer that holds the session writes them.
+    """The two log files of a run. Only the trainer that holds the session writes them.
 
-    ``tidy`` drops the lines of steps that will be replayed, and what a fenced trainer or an attempt that found no room
-    may have repeated, so every step has one line in the end. Writing raises CheckpointError (disk_full) without room;
-    it may be repeated.
+    ``tidy`` drops the lines of steps that will be replayed, and duplicates of a fenced trainer or a retried write, so
+    every step has one line at the end. Writes raise CheckpointError (disk_full) on a full disk and may be retried.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,17 +29,17 @@ class StepRecords:
         self._samples = folder / SAMPLES_FILE
 
     def tidy(self, train_step: int) -> None:
-        """Forget lines of later steps, repeated ones, and a last line that a kill has cut off."""
+        """Drop the lines of later steps, duplicates, and an incomplete last line."""
         for file in (self._metrics, self._samples):
             keep_lines_up_to(file, train_step)
 
     def append(self, record: Mapping[str, Any], samples: Iterable[Mapping[str, Any]]) -> None:
-        """Add the line of one step and its samples; they are on the device when this returns."""
+        """Append the line of one step and its samples, and fsync them."""
         append_lines(self._samples, samples)
         append_lines(self._metrics, [record])
 
     def newest(self, most: int, train_step: int) -> list[dict[str, Any]]:
-        """The reports of ``train_step`` and before among the last ``most`` lines, ascending; none without the file."""
+        """Return the reports up to ``train_step`` among the last ``most`` lines, ascending; none without the file."""
         if not self._metrics.exists():
             return []
         with self._metrics.open("rb") as stream:
@@ -50,23 +49,23 @@ class StepRecords:
 
 
 def append_lines(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON objects, one a line, or nothing; not-a-number and infinities become null."""
+    """Append JSON objects, one per line, all or none; NaN and infinities become null."""
     text = "".join(json.dumps(finite(record), separators=(",", ":"), allow_nan=False) + "\n" for record in records)
-    with _room_for(file), file.open("ab", buffering=0) as stream:
+    with _convert_disk_full(file), file.open("ab", buffering=0) as stream:
         before, rest = stream.seek(0, os.SEEK_END), text.encode()
         try:
             while rest:
                 rest = rest[stream.write(rest) :]
             os.fsync(stream.fileno())
         except OSError:
-            # Part of a line would spoil the next one.
+            # A partial line would corrupt the next one.
             with suppress(OSError):
                 stream.truncate(before)
             raise
 
 
 def keep_lines_up_to(file: Path, train_step: int) -> None:
-    """Rewrite a file without lines of steps above ``train_step``, without unreadable and without repeated ones."""
+    """Rewrite a file without the lines of steps above ``train_step``, unreadable lines and duplicates."""
     if not file.exists():
         return
     before = file.read_bytes()
@@ -79,7 +78,7 @@ def keep_lines_up_to(file: Path, train_step: int) -> None:
     if after == before:
         return
     temporary = file.with_name(f".{file.name}.tmp")
-    with _room_for(file):
+    with _convert_disk_full(file):
         with temporary.open("wb") as stream:
             stream.write(after)
             stream.flush()
@@ -88,8 +87,8 @@ def keep_lines_up_to(file: Path, train_step: int) -> None:
 
 
 @contextmanager
-def _room_for(file: Path) -> Iterator[None]:
-    """Turn the error of a full disk into the one that is waited out."""
+def _convert_disk_full(file: Path) -> Iterator[None]:
+    """Convert the OSError of a full disk to CheckpointError (disk_full), which is retried."""
     try:
         yield
     except OSError as error:
@@ -99,7 +98,7 @@ def _room_for(file: Path) -> Iterator[None]:
 
 
 def _identity(line: bytes) -> tuple[int, str] | None:
-    """Train step (and trajectory, for a sample) of a complete line."""
+    """Return train step and trajectory id (empty for a report) of a line; None if it is incomplete."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -110,7 +109,7 @@ def _identity(line: bytes) -> tuple[int, str] | None:
 
 
 def finite(value: Any) -> Any:
-    """The same JSON value with null for not-a-number and infinities."""
+    """Copy a JSON value with None in place of NaN and infinities."""
     if isinstance(value, float):
         return value if value - value == 0.0 else None
     if isinstance(value, Mapping):

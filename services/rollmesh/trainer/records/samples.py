@@ -1,4 +1,4 @@
-"""A few completions of every batch, for people."""
+"""A few decoded completions of every batch, for users to read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Decode = Callable[[Int32Array], str]
 
 
 def decoder(folder: Path) -> Decode:
-    """Token ids to text with the model's tokenizer; without one, the ids themselves."""
+    """Return a function from token ids to text with the model's tokenizer; without one, to the ids as text."""
     if not (folder / "tokenizer.json").is_file():
         return lambda ids: " ".join(map(str, ids.tolist()))
     tokenizer = Tokenizer(folder)
@@ -29,7 +29,7 @@ def decoder(folder: Path) -> Decode:
 
 
 def sample_completions(batch: Batch, count: int, decode: Decode) -> list[dict[str, Any]]:
-    """``count`` trajectories spread over the groups of the batch, a different member each time."""
+    """Select ``count`` trajectories spread over the groups of the batch, with a different member in each step."""
     if not batch.groups:
         return []
     chosen: list[Trajectory] = []

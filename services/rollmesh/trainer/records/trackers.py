@@ -1,4 +1,4 @@
-"""Optional trackers beside metrics.jsonl: TensorBoard and Weights & Biases (extras of the same name)."""
+"""Optional trackers in addition to metrics.jsonl: TensorBoard and Weights & Biases (extras of the same name)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from rollmesh.runtime.logging import get_logger
 
 
 class Tracker(Protocol):
-    """Somewhere that numbers by train step go."""
+    """A destination of numbers by train step."""
 
     def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
-        """Record the numbers of one step; a step that is trained again is recorded again."""
+        """Record the numbers of one step. A replayed step is recorded again."""
 
     def close(self) -> None:
-        """Flush and end."""
+        """Flush and close the tracker."""
 
 
 def build_trackers(config: RunConfig) -> list[Tracker]:
-    """The trackers of ``telemetry.trackers``; raises ConfigError naming the extra that is not installed.
+    """Build the trackers of ``telemetry.trackers``; raise ConfigError with the name of an extra that is not installed.
 
-    What fails later is logged: metrics.jsonl has every number, so no tracker is worth the run.
+    Later failures are only logged: metrics.jsonl has every number, so a tracker must not stop the run.
     """
     makers: dict[str, Callable[[RunConfig], Tracker]] = {"tensorboard": TensorBoardTracker, "wandb": WandbTracker}
-    return [_Dispensable(name, makers[name](config)) for name in dict.fromkeys(config.telemetry.trackers)]
+    return [_OptionalTracker(name, makers[name](config)) for name in dict.fromkeys(config.telemetry.trackers)]
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers of a nested record by ``a/b/c`` names; lists and text are left out."""
+    """Flatten the numbers of a nested record to ``a/b/c`` names. Lists and text are dropped."""
     numbers: dict[str, float] = {}
     for key, value in record.items():
         if isinstance(value, Mapping):
@@ -42,8 +42,8 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return numbers
 
 
-class _Dispensable:
-    """A tracker whose failures are logged."""
+class _OptionalTracker:
+    """A tracker whose failures are logged and not raised."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
@@ -53,13 +53,13 @@ class _Dispensable:
     def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
         try:
             self._tracker.log(train_step, numbers)
-        except Exception as error:  # whatever a tracker's client raises
+        except Exception as error:  # any error of the tracker's client
             self._log.error("tracker_failed", tracker=self._name, train_step=train_step, message=repr(error))
 
     def close(self) -> None:
         try:
             self._tracker.close()
-        except Exception as error:  # whatever a tracker's client raises
+        except Exception as error:  # any error of the tracker's client
             self._log.error("tracker_failed", tracker=self._name, message=repr(error))
 
 
@@ -79,11 +79,11 @@ class TensorBoardTracker:
             self._writer = self._open()
         except TypeError as error:
             raise ConfigError(f"telemetry.tracker_options.tensorboard: {error}") from error
-        except OSError as error:  # a full disk, perhaps: the next step tries again
+        except OSError as error:  # for example a full disk; the next step retries
             get_logger("trackers").error("tracker_failed", tracker="tensorboard", message=repr(error))
 
     def log(self, train_step: int, numbers: Mapping[str, float]) -> None:
-        """Record the numbers of one step; after one that could not be written the next begins a new file."""
+        """Record the numbers of one step. After a failed write the next step starts a new file."""
         writer, self._writer = self._writer or self._open(), None
         for name, value in numbers.items():
             writer.add_scalar(name, value, train_step)
@@ -91,16 +91,16 @@ class TensorBoardTracker:
         self._writer = writer
 
     def close(self) -> None:
-        """End the event file."""
+        """Close the event file."""
         if self._writer is not None:
             self._writer.close()
 
 
 class WandbTracker:
-    """A Weights & Biases run with the name of this run; ``tracker_options.wandb`` goes to ``wandb.init``.
+    """A Weights & Biases run with the name of this run; ``tracker_options.wandb`` is passed to ``wandb.init``.
 
-    A start that continues the run continues it there too. Numbers stand over ``train_step``: W&B's own steps only go
-    up, and what is logged for an older one is thrown away, which a resumed or rolled back trainer would do.
+    Continuing the run continues the W&B run. The x-axis is ``train_step``: W&B's own steps only increase, and W&B drops
+    numbers for an older step, which a resumed or rolled back trainer would log.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -113,7 +113,7 @@ class WandbTracker:
             "id": _stable_id(Path(config.folder) / "wandb-id", config.name),
             "resume": "allow",
             "dir": config.folder,
-            # Our lines go to the service's log alone, and W&B's own words are in its folder.
+            # Keep rollmesh's log lines out of W&B. W&B's own messages are in its folder.
             "settings": {"console": "off", "silent": True},
         }
         options |= config.telemetry.tracker_options.get("wandb", {})
@@ -122,7 +122,7 @@ class WandbTracker:
             self._run = wandb.init(**options, config=settings)
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
             raise ConfigError(
-                f"telemetry.trackers: wandb: {error} Set WANDB_API_KEY, or WANDB_MODE=offline for files to sync later"
+                f"telemetry.trackers: wandb: {error} Set WANDB_API_KEY, or WANDB_MODE=offline to sync files later"
             ) from error
         self._run.define_metric("train_step")
         self._run.define_metric("*", step_metric="train_step")
@@ -135,13 +135,13 @@ class WandbTracker:
         self._run.log({"train_step": train_step, **numbers})
 
     def close(self) -> None:
-        """Upload what is left."""
+        """Upload the remaining data."""
         self._run.finish()
 
 
 def _stable_id(file: Path, name: str) -> str:
-    """The id of this run folder at W&B: two folders may hold runs of one name."""
-    # Empty: a power cut came before its content was on disk.
+    """Return the W&B id of this run folder. Two folders may contain runs with the same name."""
+    # The file is empty after a power cut before its content was on disk.
     if not file.exists() or not file.stat().st_size:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{name}-{secrets.token_hex(4)}", encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Which lengths are trained: groups by the length decile of their longest trajectory.
+"""Trained lengths: groups by the length decile of their longest trajectory.
 
-The decile is the queue's own (``store/scripts/lib/group.lua``), so that trained and dropped groups compare:
-dropping the long ones is a bias that a mean length does not show.
+The decile is computed like the queue's (``store/scripts/lib/group.lua``), so trained and dropped groups are comparable.
+Dropping long groups is a bias that a mean length does not show.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DECILES = 10
 
 
 def length_decile(tokens: int, finished: Mapping[int, int]) -> int:
-    """Decile (0 to 9) of a length among all finished trajectories, given as counts by length bucket."""
+    """Return the decile (0 to 9) of a length among the finished trajectories, given as counts by length bucket."""
     bucket = math.floor(math.log2(tokens + 1) * 4)
     below = sum(count for other, count in finished.items() if other < bucket)
     total = sum(finished.values())
@@ -23,7 +23,7 @@ def length_decile(tokens: int, finished: Mapping[int, int]) -> int:
 
 
 def trained_by_decile(batch: Batch, finished: Mapping[int, int]) -> list[int]:
-    """Groups of a batch by length decile, [10]."""
+    """Count the groups of a batch by length decile, [10]."""
     counts = [0] * DECILES
     for group in batch.groups:
         longest = max((t.response_token_count for t in group.trajectories), default=0)
@@ -32,7 +32,7 @@ def trained_by_decile(batch: Batch, finished: Mapping[int, int]) -> list[int]:
 
 
 def dropped_by_decile(drop_deciles: Mapping[str, int]) -> list[int]:
-    """Dropped groups by length decile, [10], from counts by ``<reason>:<decile>``."""
+    """Sum dropped groups by length decile, [10], from counts by ``<reason>:<decile>``."""
     counts = [0] * DECILES
     for name, count in drop_deciles.items():
         counts[int(name.rpartition(":")[2])] += count
@@ -40,5 +40,5 @@ def dropped_by_decile(drop_deciles: Mapping[str, int]) -> list[int]:
 
 
 def trained_share(trained: Sequence[int], dropped: Sequence[int]) -> list[float | None]:
-    """Trained / (trained + dropped) by decile; None where no group has left the queue yet."""
+    """Compute trained / (trained + dropped) by decile; None where no group has left the queue yet."""
     return [t / (t + d) if t + d else None for t, d in zip(trained, dropped, strict=True)]

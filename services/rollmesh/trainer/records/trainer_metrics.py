@@ -1,4 +1,4 @@
-"""What the trainer exports to Prometheus."""
+"""Prometheus metrics of the trainer."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ _GAUGES = {
     "learning_rate": "Learning rate of the newest step.",
     "grad_norm": "Gradient norm before clipping.",
     "reward_mean": "Mean shaped reward of the batch.",
-    "outcome_mean": "Mean outcome value of the batch, before shaping, where a verifier gave one.",
+    "outcome_mean": "Mean outcome value of the batch, before shaping, over trajectories with a verifier's value.",
     "entropy_nats": "Mean entropy per token.",
     "kl_behavior_k3_nats": "k3 KL(behavior || policy) per token.",
     "ratio_mean": "Mean importance ratio.",
-    "ratio_clipped_ratio": "Share of tokens whose gradient a clip cut.",
-    "ratio_truncated_ratio": "Share of tokens whose importance weight was capped.",
+    "ratio_clipped_ratio": "Share of tokens whose gradient was clipped.",
+    "ratio_truncated_ratio": "Share of tokens whose importance weight was truncated at its cap.",
     "masked_ratio": "Share of tokens outside the numerator of the loss.",
     "effective_sample_ratio": "Effective sample size over trajectories, per trajectory.",
     "off_policy_token_ratio": "Share of trained tokens with staleness above 0.",
     "mixed_cache_token_ratio": "Share of trained tokens that attended to another version's cache.",
     "logprob_gap_pure_nats": "Mean |behavior_logprob - trainer logprob| on pure tokens of the current version.",
-    "logprob_gap_mixed_cache_nats": "The same on tokens with another version's cache.",
-    "logprob_gap_pure_tokens": "Tokens behind logprob_gap_pure_nats.",
-    "logprob_gap_mixed_cache_tokens": "Tokens behind logprob_gap_mixed_cache_nats.",
+    "logprob_gap_mixed_cache_nats": "Like logprob_gap_pure_nats, on tokens that attended to another version's cache.",
+    "logprob_gap_pure_tokens": "Tokens in logprob_gap_pure_nats.",
+    "logprob_gap_mixed_cache_tokens": "Tokens in logprob_gap_mixed_cache_nats.",
     "kl_behavior_k1_nats": "k1 KL(behavior || policy) per token.",
     "version_span_mean": "Mean newest minus oldest policy version within a trajectory.",
     "token_staleness_mean_steps": "Mean staleness of trained tokens, in train steps.",
     "response_length_mean_tokens": "Mean response length of the batch.",
     "truncated_ratio": "Share of trajectories cut off by the token budget.",
-    "goodput_ratio": "Trained tokens per generated token, since the run began; NaN where it is not known.",
+    "goodput_ratio": "Trained tokens per generated token since the start of the run; NaN if unknown.",
 }
 
 
@@ -59,7 +59,7 @@ class TrainerMetrics:
         self.replays = m.counter("rollmesh_trainer_replayed_steps_total", "Train steps replayed after a restart.")
         self.tokens = m.counter("rollmesh_trainer_trained_tokens_total", "Tokens in the numerator of the loss.")
         self.trajectories = m.counter("rollmesh_trainer_trajectories_total", "Trajectories trained on.")
-        self.skipped = m.counter("rollmesh_trainer_skipped_updates_total", "Updates dropped for a gradient not finite.")
+        self.skipped = m.counter("rollmesh_trainer_skipped_updates_total", "Updates skipped for a non-finite gradient.")
         self.fallbacks = m.counter(
             "rollmesh_trainer_old_logprob_fallbacks_total",
             "Tokens whose old logprob fell back to the sampler's.",
@@ -84,7 +84,7 @@ class TrainerMetrics:
         self._wasted = Growth(
             m.counter(
                 "rollmesh_trainer_wasted_tokens_total",
-                "Saved tokens given up while this trainer ran: of dropped groups, of unscorable and of dead members.",
+                "Saved tokens discarded while this trainer ran: of dropped groups, unscorable and dead members.",
                 ["reason"],
             )
         )
@@ -97,7 +97,8 @@ class TrainerMetrics:
         )
         self.disk_bytes = m.gauge("rollmesh_trainer_checkpoint_disk_bytes", "Size of the checkpoint store's disk.")
         self.reasserted = m.counter(
-            "rollmesh_trainer_reassertions_total", "Times the trainer told a restored Redis what has been trained."
+            "rollmesh_trainer_reassertions_total",
+            "Re-assertions of the trained steps: at startup and after a Redis restart.",
         )
         self.phase_seconds = m.histogram(
             "rollmesh_trainer_phase_seconds", "Wall time of a step's phases.", labels=["phase"]
@@ -105,7 +106,9 @@ class TrainerMetrics:
         self.staleness = m.histogram(
             "rollmesh_trainer_staleness_steps", "Staleness of trained trajectories, in train steps.", STALENESS_BUCKETS
         )
-        self.last_step = m.gauge("rollmesh_trainer_last_step_timestamp_seconds", "When the newest step ended.")
+        self.last_step = m.gauge(
+            "rollmesh_trainer_last_step_timestamp_seconds", "Unix time at the end of the newest step."
+        )
         self._gauges = {name: m.gauge(f"rollmesh_trainer_{name}", text) for name, text in _GAUGES.items()}
         for phase in _PHASES:
             self.phase_seconds.labels(phase=phase)
@@ -142,15 +145,15 @@ class TrainerMetrics:
         for name, value in gauge_values(report, goodput).items():
             self._gauges[name].set(value)
 
-    def see_disk(self, root: Path) -> None:
-        """Export how full the checkpoint store's disk is; a disk that cannot be asked keeps its last figures."""
+    def observe_disk(self, root: Path) -> None:
+        """Export size and free space of the checkpoint store's disk; on an error the last values stay."""
         with contextlib.suppress(OSError):
             usage = shutil.disk_usage(root)
             self.free_bytes.set(usage.free)
             self.disk_bytes.set(usage.total)
 
     def observe_groups(self, trained: Sequence[int], counts: StoreCounts) -> None:
-        """Export the groups of one step by length decile, and what left the queue untrained since the last one."""
+        """Export the groups of one step by length decile, and the drops and waste since the last step."""
         for decile, groups in enumerate(trained):
             self.groups.labels(length_decile=str(decile)).inc(groups)
         self._dropped.update({str(d): n for d, n in enumerate(dropped_by_decile(counts.drop_deciles))})
@@ -158,14 +161,14 @@ class TrainerMetrics:
 
 
 class Growth:
-    """A counter with one label that follows lifetime totals kept elsewhere, from its first look on."""
+    """A counter with one label that follows external lifetime totals, from the first update."""
 
     def __init__(self, counter: Counter) -> None:
         self.counter = counter
         self._seen: Mapping[str, int] | None = None
 
     def update(self, totals: Mapping[str, int]) -> None:
-        """Add what has been added; totals that shrank (Redis came back as an earlier state) add nothing."""
+        """Add the increase of each total. A total that decreased (Redis restored to an earlier state) adds 0."""
         if self._seen is not None:
             for label, total in totals.items():
                 self.counter.labels(label).inc(max(0, total - self._seen.get(label, 0)))
@@ -173,7 +176,7 @@ class Growth:
 
 
 def gauge_values(report: StepReport, goodput: float | None) -> Mapping[str, float]:
-    """Value of every gauge of a step, by the name after ``rollmesh_trainer_``."""
+    """Return the value of every gauge of a step, by its name without ``rollmesh_trainer_``."""
     batch, policy = report.batch, report.policy
     ratio = policy.ratio
     return {

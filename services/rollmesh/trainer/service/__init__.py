@@ -1,1 +1,1 @@
-"""The trainer's service: the training loop, its session with the queue, publishing, rollback and the ranks."""
+"""The trainer's service layer: training loop, session with the queue, publishing, rollback and ranks."""

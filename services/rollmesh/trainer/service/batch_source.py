@@ -1,4 +1,4 @@
-"""Getting the batch of a train step: from its file when there is one, else from the queue, and then into its file."""
+"""Source of the batch of a train step: its batch file if there is one, else the queue."""
 
 from __future__ import annotations
 
@@ -25,46 +25,47 @@ _REWRITABLE = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimedBatch:
-    """A batch as its file has it, which is on disk and confirmed: it may be trained on."""
+    """A batch that was read from its file; the file is on disk and confirmed, so it may be trained on."""
 
     stored: StoredBatch
     replayed: bool
-    """Whether the file was there already, from before a restart."""
+    """True if the file was written before a restart."""
 
     @property
     def batch(self) -> Batch:
-        """The groups to train on."""
+        """Groups to train on."""
         return self.stored.batch
 
     @property
     def settings(self) -> StepSettings | None:
-        """Settings to train with; None takes the run file's (a file of an older version)."""
+        """Settings to train with; None means the run file's, for a batch file of an older release."""
         return self.stored.footer.settings
 
 
 class BatchSource:
-    """Batches in order; a batch reaches the trainer only once its file is on the device and Redis knows."""
+    """Batches in order. A batch is returned only after its file is on disk and Redis has confirmed it."""
 
     def __init__(
         self,
         session: TrainingSession,
         checkpoints: CheckpointStore,
-        shelf: PolicyCatalog,
-        patience: Retry,
+        catalog: PolicyCatalog,
+        retry: Retry,
         settings: Callable[[int], StepSettings],
     ) -> None:
-        """``settings`` gives those of the run file for a train step."""
+        """Initialize the source; ``settings`` returns the settings of the run file for a train step."""
         self._settings = settings
         self._session = session
         self._checkpoints = checkpoints
-        self._shelf = shelf
-        self._patience = patience
-        self._log = get_logger("claims")
+        self._catalog = catalog
+        self._retry = retry
+        self._log = get_logger("batch_source")
 
     async def next(self, train_step: int, timeout: float) -> ClaimedBatch | None:
-        """The batch of ``train_step``; None when it was not cut within ``timeout`` seconds or the process is to stop.
+        """Return the batch of ``train_step``; None after ``timeout`` seconds without a cut, or at shutdown.
 
-        Raises CheckpointError when a step that Redis counts as trained has lost its batch file: it cannot be replayed.
+        Raises CheckpointError if Redis counts the step as trained but its batch file is missing or damaged, so that the
+        step cannot be replayed.
         """
         claimed = await self._from_file(train_step)
         if claimed is None:
@@ -76,7 +77,7 @@ class BatchSource:
     async def _confirm(self, claimed: ClaimedBatch) -> None:
         store, token = self._session.store, self._session.token
         step, ids = claimed.batch.train_step, [g.group_id for g in claimed.batch.groups]
-        await self._session.patiently(
+        await self._session.retry(
             "confirm_batch_file",
             lambda: store.confirm_batch_file(token, step, claimed.stored.footer.payload_sha256, ids),
         )
@@ -87,7 +88,7 @@ class BatchSource:
         except CheckpointError as error:
             if train_step <= self._session.trained_step:
                 raise CheckpointError(
-                    f"train step {train_step} has been trained on before, but cannot be replayed: {error}",
+                    f"train step {train_step} was trained before but cannot be replayed: {error}",
                     reason=error.reason,
                 ) from error
             if error.reason not in _REWRITABLE:
@@ -96,7 +97,7 @@ class BatchSource:
                 self._log.warning("batch_file_torn", train_step=train_step, message=str(error))
             return None
         await self._session.learn_policies()
-        self._shelf.remember(stored.footer.version_train_steps)
+        self._catalog.remember(stored.footer.version_train_steps)
         self._log_other_settings(train_step, stored.footer.settings)
         return ClaimedBatch(stored=stored, replayed=True)
 
@@ -108,34 +109,34 @@ class BatchSource:
 
     async def _from_queue(self, train_step: int, timeout: float) -> ClaimedBatch | None:
         store = self._session.store
-        started_ns, home = time.time_ns(), tracer().train_step(train_step)
+        started_ns, traceparent = time.time_ns(), tracer().train_step(train_step)
         found = await self._session.claim(train_step, timeout)
         if found is None:
             return None
         batch = await asyncio.to_thread(_joined, found)
-        tracer().span("claim", home, kind="client", start_ns=started_ns, groups=len(batch.groups)).end()
-        cursor = await self._session.patiently("cursor", store.cursor)
+        tracer().span("claim", traceparent, kind="client", start_ns=started_ns, groups=len(batch.groups)).end()
+        cursor = await self._session.retry("cursor", store.cursor)
         await self._session.learn_policies()
-        train_steps, settings = self._shelf.train_steps, self._settings(train_step)
+        train_steps, settings = self._catalog.train_steps, self._settings(train_step)
 
         def write() -> StoredBatch:
-            # Read back: a trainer that was superseded may have written the file in between, with other content.
+            # Read the file back: a superseded trainer may have written it in between, with different content.
             self._checkpoints.write_batch(batch, cursor, train_steps, settings)
             return self._checkpoints.stored_batch(train_step)
 
         async def write_unless_superseded() -> StoredBatch:
-            # A trainer that was stopped since its claim may wake up behind another one, which has rolled the run back.
+            # If this process was suspended since its claim, a newer trainer may have rolled the run back.
             await self._session.check()
             return await asyncio.to_thread(write)
 
-        with tracer().span("write_batch", home):
-            stored = await self._patience.with_room("write_batch", write_unless_superseded)
-        self._shelf.remember(stored.footer.version_train_steps)
+        with tracer().span("write_batch", traceparent):
+            stored = await self._retry.run("write_batch", write_unless_superseded)
+        self._catalog.remember(stored.footer.version_train_steps)
         return ClaimedBatch(stored=stored, replayed=False)
 
 
 def _joined(batch: Batch) -> Batch:
-    """The batch with one segment for what one policy version wrote in several partial saves."""
+    """Join segments that one policy version wrote in several partial saves."""
 
     def joined(group: Group) -> Group:
         trajectories = tuple(replace(t, segments=join_segments(t.segments)) for t in group.trajectories)

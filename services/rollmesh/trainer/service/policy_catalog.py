@@ -1,4 +1,4 @@
-"""Which policy versions exist, their train steps, and verified folders of those still kept."""
+"""Catalog of the policy versions: their train steps, and verified folders of the versions that are kept."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rollmesh.types import PolicyRecord
 
 
 class PolicyCatalog:
-    """The registry as the train step sees it; every rank has its own copy."""
+    """Copy of the policy registry for the train step. Every rank has its own."""
 
     def __init__(self, checkpoints: CheckpointStore) -> None:
         self._checkpoints = checkpoints
         self._records: dict[int, PolicyRecord] = {}
         self._pruned: dict[int, int] = {}
         self._verified: dict[int, Path] = {}
-        self._log = get_logger("shelf")
+        self._log = get_logger("policy_catalog")
 
     def update(self, records: Iterable[PolicyRecord]) -> None:
-        """Learn of policies; records never change."""
+        """Add records of policies. Records are immutable."""
         self._records |= {r.policy_version: r for r in records}
 
     def remember(self, train_steps: Mapping[int, int]) -> None:
-        """Learn the train steps of versions that wrote tokens of a batch, though no record of them may be left."""
+        """Store the train steps of versions that wrote tokens of a batch. Their records may be pruned."""
         self._pruned |= train_steps
 
     @property
     def remembered(self) -> Mapping[int, int]:
-        """Train steps of versions of which no record is left."""
+        """Train steps of the versions without a record."""
         return {version: step for version, step in self._pruned.items() if version not in self._records}
 
     @property
@@ -48,16 +48,16 @@ class PolicyCatalog:
 
     @property
     def newest(self) -> PolicyRecord | None:
-        """The policy with the highest version."""
+        """Record with the highest version; None without records."""
         return self._records[max(self._records)] if self._records else None
 
     def version_of(self, train_step: int) -> int:
-        """The policy version that has this train step, or that it will get when it is published next."""
+        """Return the newest version with this train step, or else the version that the next publication will have."""
         versions = [v for v, record in self._records.items() if record.train_step == train_step]
         return max(versions) if versions else max(self._records, default=-1) + 1
 
     def folder(self, policy_version: int) -> Path | None:
-        """Verified folder of a version; None when it is not known, pruned or refused (logged)."""
+        """Return the verified folder of a version; None if it is unknown, pruned or rejected (logged)."""
         if policy_version not in self._records:
             return None
         try:
@@ -67,9 +67,9 @@ class PolicyCatalog:
             return None
 
     def open(self, policy_version: int) -> Path:
-        """Verified folder of a version; raises CheckpointError with the reason why there is none.
+        """Return the verified folder of a version; raise CheckpointError with the reason if there is none.
 
-        Verified once and looked for each time: pruning takes what was verified before.
+        A folder is verified once. Each call checks that it exists, because it may have been pruned since.
         """
         verified = self._verified.pop(policy_version, None)
         if verified is None or not (verified / MANIFEST_FILE).is_file():

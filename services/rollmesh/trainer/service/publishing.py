@@ -1,8 +1,8 @@
-"""Publishing a policy: write the folder, announce it, prune; each train step once, each version number once.
+"""Publishing of policies: write the folder, announce it, prune. Each train step and version is published once.
 
-A crash may fall between any two of these. A folder without a manifest was never a policy. A whole folder that was not
-announced (or whose announcement a restored Redis has forgotten) is announced as it is instead of written again, so a
-version never names two sets of weights.
+The trainer may crash between any two of these steps. A folder without a manifest is not a policy. A complete folder
+without an announcement (or whose announcement is missing in a restored Redis) is announced unchanged and not rewritten,
+so a version never has two sets of weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import PASSING
+from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, Conflict
 from rollmesh.runtime.logging import get_logger, note_policy_version
@@ -35,33 +35,33 @@ _CANARY_SEED = 20_071_115
 
 
 def canary_sequences(vocab_size: int) -> list[Int32Array]:
-    """The fixed sequences of every manifest: the same ones for the same vocabulary, int32 [tokens] each."""
+    """Return the canary sequences, which are fixed for a vocabulary size, int32 [tokens] each."""
     noise = np.random.default_rng(_CANARY_SEED)
     return [noise.integers(0, vocab_size, CANARY_TOKENS).astype(np.int32) for _ in range(CANARY_SEQUENCES)]
 
 
 class Publisher:
-    """Publishes the crew's weights under the session that holds the run."""
+    """Publisher of the ranks' weights under the trainer's session."""
 
     def __init__(
         self,
         config: RunConfig,
-        crew: RankCoordinator,
+        ranks: RankCoordinator,
         session: TrainingSession,
         checkpoints: CheckpointStore,
-        patience: Retry,
+        retry: Retry,
         metrics: TrainerMetrics,
         executor: Executor,
         canary: list[Int32Array],
         progress: Progress,
         references: Collection[int] = (),
     ) -> None:
-        """``references``: versions that the KL is measured against, which stay."""
+        """Initialize the publisher; ``references`` are KL reference versions, which are never pruned."""
         self._config = config
-        self._crew = crew
+        self._ranks = ranks
         self._session = session
         self._checkpoints = checkpoints
-        self._patience = patience
+        self._retry = retry
         self._metrics = metrics
         self._executor = executor
         self._canary = canary
@@ -70,14 +70,14 @@ class Publisher:
         self._log = get_logger("publisher")
 
     async def publish(self, train_step: int) -> PolicyRecord:
-        """Publish and announce the weights of ``train_step``, unless that step has been published; idempotent.
+        """Publish and announce the weights of ``train_step``, unless that step is published already. Idempotent.
 
-        A newest policy that was damaged since is refused by every generator, so the same weights are published as the
+        Every generator rejects a damaged policy. If the newest policy is damaged, the same weights are published as the
         next version.
         """
-        newest = await self._session.patiently("latest_policy", self._session.store.latest_policy)
+        newest = await self._session.retry("latest_policy", self._session.store.latest_policy)
         if newest is not None:
-            self._crew.shelf.update([newest])
+            self._ranks.catalog.update([newest])
             self._metrics.policy_version.set(newest.policy_version)
             if newest.train_step > train_step:
                 return newest
@@ -90,7 +90,7 @@ class Publisher:
             parent = newest.policy_version if newest else None
             if newest is not None and newest.train_step == train_step and not published:
                 parent = self._progress.rolled_back_to
-            record = await self._patience.with_room(
+            record = await self._retry.run(
                 "publish", lambda: self._in_thread(lambda: self._write(version, train_step, parent))
             )
         await self._announce(record)
@@ -100,31 +100,29 @@ class Publisher:
     async def _announce(self, record: PolicyRecord) -> None:
         store, token = self._session.store, self._session.token
         try:
-            await self._session.patiently("announce_policy", lambda: store.announce_policy(token, record))
+            await self._session.retry("announce_policy", lambda: store.announce_policy(token, record))
         except Conflict:
-            # A re-assertion after a Redis restart may have announced it already.
-            if await self._session.patiently("policy", lambda: store.policy(record.policy_version)) != record:
+            # A re-assertion after a Redis restart may have announced the policy already.
+            if await self._session.retry("policy", lambda: store.policy(record.policy_version)) != record:
                 raise
-        self._crew.shelf.update([record])
+        self._ranks.catalog.update([record])
         self._metrics.published.inc()
         note_policy_version(record.policy_version)
         self._metrics.policy_version.set(record.policy_version)
-        await self._patience.with_room(
-            "mark_announced", lambda: asyncio.to_thread(self._checkpoints.mark_announced, record)
-        )
+        await self._retry.run("mark_announced", lambda: asyncio.to_thread(self._checkpoints.mark_announced, record))
         self._log.info(
             "policy_announced", policy_version=record.policy_version, train_step=record.train_step, path=record.path
         )
 
     async def _damaged(self, record: PolicyRecord) -> bool:
-        """Whether a published folder is not what was announced; False while the store cannot tell."""
+        """Tell whether a published folder differs from its announcement; False while the store is unreachable."""
         try:
             await asyncio.to_thread(self._checkpoints.open, record)
         except CheckpointError as error:
             self._log.error(
                 "policy_damaged", policy_version=record.policy_version, reason=error.reason, message=str(error)
             )
-            return error.reason not in PASSING
+            return error.reason not in TRANSIENT
         return False
 
     async def _whole_folder(self, version: int, train_step: int) -> PolicyRecord | None:
@@ -140,29 +138,29 @@ class Publisher:
         return None
 
     def _write(self, version: int, train_step: int, parent: int | None) -> PolicyRecord:
-        canary = self._crew.canary(self._canary)
+        canary = self._ranks.canary(self._canary)
         return self._checkpoints.publish(
             session=self._progress.label(self._session.token),
             policy_version=version,
             train_step=train_step,
             parent=parent,
-            write=self._crew.export,
+            write=self._ranks.export,
             canary=canary,
         )
 
     async def _prune(self) -> None:
         store = self._session.store
         await self._session.learn_policies()
-        pinned = await self._session.patiently("pinned_policy", store.pinned_policy)
-        generators = await self._session.patiently("generators", store.generators)
-        evaluations = await self._session.patiently("evaluations", store.evaluations)
+        pinned = await self._session.retry("pinned_policy", store.pinned_policy)
+        generators = await self._session.retry("generators", store.generators)
+        evaluations = await self._session.retry("evaluations", store.evaluations)
         kept = {0, *self._references} if pinned is None else {0, *self._references, pinned}
         in_use = {g.policy_version for g in generators}
         in_use |= {g.loading_version for g in generators if g.loading_version is not None}
         in_use |= {e.request.policy_version for e in evaluations if e.result is None}
         removed = await asyncio.to_thread(
             self._checkpoints.prune,
-            self._crew.shelf.records,
+            self._ranks.catalog.records,
             keep_last=kept_policies(self._config),
             pinned=kept,
             in_use=in_use,
@@ -177,10 +175,10 @@ class Publisher:
 
 
 def kept_policies(config: RunConfig) -> int:
-    """How many of the newest policies stay.
+    """Return the number of newest policies to keep.
 
-    The old-logprob source ``snapshot`` needs those of the staleness bound, and as many more as steps are replayed after
-    a crash: a replay that fell back to other logprobs would give other weights than those published.
+    The old-logprob source ``snapshot`` requires the versions within the staleness bound, plus one for each step that a
+    crash replays: a replay that falls back to other logprobs would give other weights than the published ones.
     """
     if config.trainer.algorithm.old_logprobs != "snapshot":
         return config.checkpoints.keep_last

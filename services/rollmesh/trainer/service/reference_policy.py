@@ -1,53 +1,53 @@
-"""The policy version that the KL is measured against: it is there before anything is trained, and it stays.
+"""The KL reference policy: it must exist before training starts, and it is never pruned.
 
-It may change when the run is continued. A step that is replayed keeps the one that its batch file names.
+The reference may change when the run is continued. A replayed step keeps the reference in its batch file.
 """
 
 from __future__ import annotations
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
-from rollmesh.checkpoints.reasons import PASSING
+from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 
 
-def check_reference(algorithm: AlgorithmConfig, shelf: PolicyCatalog) -> None:
-    """Raise ConfigError when the run file's reference is not there; ``shelf`` knows all that is published.
+def check_reference(algorithm: AlgorithmConfig, catalog: PolicyCatalog) -> None:
+    """Raise ConfigError if the run file's reference is missing; ``catalog`` has every published policy.
 
-    CheckpointError when that cannot be told for now: the disk is full, or the object store does not answer.
+    Raises CheckpointError if the check is not possible now: the disk is full, or the object store is unreachable.
     """
-    version, newest = algorithm.kl_reference_version, shelf.newest
+    version, newest = algorithm.kl_reference_version, catalog.newest
     if algorithm.kl_coefficient == 0 or (newest is None and version == 0):
         return  # a new run publishes version 0 before it trains
     if newest is None or version > newest.policy_version:
-        there = "a new run can name 0 only" if newest is None else f"the newest is {newest.policy_version}"
-        raise _refused(version, f"no such policy version is published yet ({there})")
+        allowed = "a new run can use 0 only" if newest is None else f"the newest is {newest.policy_version}"
+        raise _config_error(version, f"this policy version is not published yet ({allowed})")
     try:
-        shelf.open(version)
+        catalog.open(version)
     except CheckpointError as error:
-        if error.reason in PASSING:
+        if error.reason in TRANSIENT:
             raise
-        kept = "version 0, the newest (checkpoints.keep_last) and what was the reference so far"
-        raise _refused(version, f"{error}; kept are {kept}") from error
+        kept = "version 0, the newest versions (checkpoints.keep_last) and the previous reference"
+        raise _config_error(version, f"{error}; the kept versions are {kept}") from error
 
 
-def _refused(version: int, problem: str) -> ConfigError:
+def _config_error(version: int, problem: str) -> ConfigError:
     return ConfigError(f"trainer.algorithm.kl_reference_version={version}: {problem}")
 
 
 def references_in_use(algorithm: AlgorithmConfig, checkpoints: CheckpointStore, committed_step: int) -> frozenset[int]:
-    """Versions that must not be pruned: the run file's, and those of steps that are replayed."""
+    """Return the versions that must not be pruned: the run file's reference, and those of replayed steps."""
     found = {algorithm.kl_reference_version} if algorithm.kl_coefficient > 0 else set()
     for step in checkpoints.batch_steps():
         if step > committed_step:
-            found |= _named_by(checkpoints, step)
+            found |= _reference_of_step(checkpoints, step)
     return frozenset(found)
 
 
-def _named_by(checkpoints: CheckpointStore, train_step: int) -> set[int]:
+def _reference_of_step(checkpoints: CheckpointStore, train_step: int) -> set[int]:
     try:
         settings = checkpoints.batch_footer(train_step).settings
     except CheckpointError:
-        return set()  # refused or made again when its turn comes
+        return set()  # the training loop rejects or rewrites the file when it reaches this step
     return set() if settings is None or settings.kl_reference_version is None else {settings.kl_reference_version}

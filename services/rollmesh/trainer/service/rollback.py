@@ -1,13 +1,13 @@
-"""Going back to an older policy on purpose: its weights, fresh optimizer moments, no work of the abandoned branch.
+"""Rollback to an older policy: its weights, zero optimizer moments, no work of the abandoned branch.
 
-    weights of the named version, moments zero
-    state -> COMMITTED with one rollback more    from here on a restart continues after the rollback
-    publish -> announce                          the next version number, parent = the named version
-    drop unclaimed work (rolled_back)            all of it may hold tokens of the abandoned branch; nothing is cut
-                                                 until the last of it is gone
+    load the weights of the requested version, moments zero
+    state -> COMMITTED, rollback_count + 1       a restart from here continues after the rollback
+    publish -> announce                          the next version number, parent = the requested version
+    drop unclaimed work (rolled_back)            any of it may contain tokens of the abandoned branch; the leader cuts
+                                                 no batch until all of it is dropped
     finish the request
 
-The train step goes on: what was trained stays in the ledger. Every line may be repeated after a kill.
+The train step continues, and trained batches stay in the ledger. Every line may be repeated after a kill.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rollmesh.trainer.service.training_session import TrainingSession
 
 
 class RollbackRunner:
-    """Carries out requests between two train steps."""
+    """Runner of rollback requests, between two train steps."""
 
     def __init__(
         self,
-        crew: RankCoordinator,
+        ranks: RankCoordinator,
         session: TrainingSession,
         publisher: Publisher,
         checkpoints: CheckpointStore,
         progress: Progress,
         executor: Executor,
     ) -> None:
-        self._crew = crew
+        self._ranks = ranks
         self._session = session
         self._publisher = publisher
         self._checkpoints = checkpoints
@@ -47,17 +47,17 @@ class RollbackRunner:
         self._log = get_logger("rollback")
 
     async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
-        """Do what the pending request asks; nothing while batch files wait to be replayed. ``commit`` saves a state."""
+        """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state."""
         store = self._session.store
-        request = await self._session.patiently("rollback_request", store.rollback_request)
-        replaying = (await asyncio.to_thread(self._checkpoints.batch_steps) or [0])[-1] > self._crew.trainer.train_step
+        request = await self._session.retry("rollback_request", store.rollback_request)
+        replaying = (await asyncio.to_thread(self._checkpoints.batch_steps) or [0])[-1] > self._ranks.trainer.train_step
         if request is None or replaying:
             return
         try:
             if request.request_id != self._progress.rollback_id:
                 await self._go_back(request, commit)
-            record = await self._publisher.publish(self._crew.trainer.train_step)
-            dropped = await self._session.patiently("rollback", lambda: store.rollback(self._session.token))
+            record = await self._publisher.publish(self._ranks.trainer.train_step)
+            dropped = await self._session.retry("rollback", lambda: store.rollback(self._session.token))
             self._log.info(
                 "rolled_back",
                 to_version=request.policy_version,
@@ -67,12 +67,12 @@ class RollbackRunner:
         except CheckpointError as error:
             self._log.error("rollback_refused", policy_version=request.policy_version, message=str(error))
         token = self._session.token
-        await self._session.patiently("finish_rollback", lambda: store.finish_rollback(token, request))
+        await self._session.retry("finish_rollback", lambda: store.finish_rollback(token, request))
 
     async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> None:
         store, version = self._session.store, request.policy_version
-        self._crew.shelf.update(await self._session.patiently("policies", store.policies))
-        await asyncio.get_running_loop().run_in_executor(self._executor, self._crew.take_weights, version)
+        self._ranks.catalog.update(await self._session.retry("policies", store.policies))
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._ranks.take_weights, version)
         self._progress.rollback_count += 1
         self._progress.rollback_id = request.request_id
         self._progress.rolled_back_to = version

@@ -1,7 +1,7 @@
-"""The end of a stage: what the old-logprob source ``stage_end`` needs before the weights change.
+"""End of a stage: scores that the old-logprob source ``stage_end`` requires before the weights change.
 
-At the barrier no rollout runs. Tokens that the present weights have just sampled, in trajectories that go on after
-the update, are scored now, because these weights are gone afterwards.
+No rollout runs at the barrier. The trainer scores the tokens that the current weights sampled in trajectories that
+continue after the update, because the update replaces these weights.
 """
 
 from __future__ import annotations
@@ -18,48 +18,50 @@ from rollmesh.trainer.service.training_session import TrainingSession
 from rollmesh.types import Batch
 
 _POLL_SECONDS = 0.05
-_PARKING_SECONDS = 30.0
+_IDLE_TIMEOUT_SECONDS = 30.0
 
 
 class StageEnds:
-    """Records log-probabilities of unfinished work at each barrier."""
+    """Recorder of log-probabilities of unfinished trajectories, at each barrier."""
 
-    def __init__(self, crew: RankCoordinator, session: TrainingSession, executor: Executor, shutdown: Shutdown) -> None:
-        self._crew = crew
+    def __init__(
+        self, ranks: RankCoordinator, session: TrainingSession, executor: Executor, shutdown: Shutdown
+    ) -> None:
+        self._ranks = ranks
         self._session = session
         self._executor = executor
         self._shutdown = shutdown
         self._seen: dict[str, SavedTokens] = {}
-        """Unfinished work of the newest stage that was recorded."""
+        """Unfinished trajectories of the last recorded stage."""
         self._log = get_logger("stages")
 
     async def record(self, batch: Batch) -> int:
-        """Score what has been generated since the last stage and is not in ``batch``; returns how many trajectories.
+        """Score the tokens since the last stage that are not in ``batch``; return the number of trajectories.
 
-        Nothing is recorded during a replay, when newer policies exist already: those tokens are not of these weights.
+        A replay records nothing: newer policies exist, and the new tokens were not sampled by the current weights.
         """
-        newest = self._crew.shelf.newest
-        if newest is None or newest.train_step != self._crew.trainer.train_step:
+        newest = self._ranks.catalog.newest
+        if newest is None or newest.train_step != self._ranks.trainer.train_step:
             return 0
-        await self._until_parked()
+        await self._wait_until_idle()
         store, seen = self._session.store, self._seen
-        unclaimed = await self._session.patiently("unclaimed_trajectories", lambda: store.unclaimed_trajectories(seen))
+        unclaimed = await self._session.retry("unclaimed_trajectories", lambda: store.unclaimed_trajectories(seen))
         in_batch = {t.trajectory_id for g in batch.groups for t in g.trajectories}
-        others = {i: saved for i, saved in unclaimed.items() if i not in in_batch}
-        # By id: after a restart the same ones are packed, and so rounded, in the same way.
-        changed = [others[i].trajectory for i in sorted(others) if others[i] is not seen.get(i)]
-        kept = in_batch | others.keys()
+        unfinished = {i: saved for i, saved in unclaimed.items() if i not in in_batch}
+        # Sorted by id: after a restart the same trajectories are packed, and rounded, in the same way.
+        changed = [unfinished[i].trajectory for i in sorted(unfinished) if unfinished[i] is not seen.get(i)]
+        kept = in_batch | unfinished.keys()
         loop = asyncio.get_running_loop()
-        recorded = await loop.run_in_executor(self._executor, self._crew.end_stage, changed, kept)
-        self._seen = others
+        recorded = await loop.run_in_executor(self._executor, self._ranks.end_stage, changed, kept)
+        self._seen = unfinished
         return recorded
 
-    async def _until_parked(self) -> None:
-        """Wait until no rollout runs; what a worker has not saved by then falls back to the sampler's logprobs."""
-        deadline = time.monotonic() + _PARKING_SECONDS
-        while (leased := (await self._session.patiently("view", self._session.store.view)).leased) > 0:
+    async def _wait_until_idle(self) -> None:
+        """Wait until no rollout runs. Tokens that are not saved by then fall back to the sampler's logprobs."""
+        deadline = time.monotonic() + _IDLE_TIMEOUT_SECONDS
+        while (leased := (await self._session.retry("view", self._session.store.view)).leased) > 0:
             if time.monotonic() > deadline:
-                self._log.warning("rollouts_still_run_at_the_barrier", leased=leased, seconds=_PARKING_SECONDS)
+                self._log.warning("rollouts_still_run_at_the_barrier", leased=leased, seconds=_IDLE_TIMEOUT_SECONDS)
                 return
             if await wait_or_shutdown(self._shutdown, _POLL_SECONDS):
                 return

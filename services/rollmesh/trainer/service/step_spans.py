@@ -1,4 +1,4 @@
-"""The spans of a train step, and the mark that it leaves in the traces of its trajectories."""
+"""Spans of a train step, in its own trace and in the traces of its trajectories."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from rollmesh.runtime.tracing import tracer
 from rollmesh.trainer.service.batch_source import ClaimedBatch
 from rollmesh.types import Trajectory
 
-MOST_TRAJECTORIES = 512
-"""Trajectories of one step that get a span of their own; the spans cost some 30 microseconds each."""
+MAX_TRAJECTORIES = 512
+"""Maximum number of trajectories of one step with their own span; a span costs about 30 microseconds."""
 
 
 def step_span(claimed: ClaimedBatch) -> Span:
-    """The root span of the train step, linked to the trajectories that it trains on.
+    """Start the root span of the train step, linked to its trajectories.
 
-    A replay happens under it: the first training of the step has sent the root already.
+    A replay starts a child span, because the first training of the step has already sent the root.
     """
     step = claimed.batch.train_step
     return tracer().span(
@@ -29,18 +29,18 @@ def step_span(claimed: ClaimedBatch) -> Span:
 
 
 def mark_trained(claimed: ClaimedBatch, started_ns: int) -> None:
-    """In the trace of each trajectory: from when until now, and in which step, it was trained on."""
+    """Add a span from ``started_ns`` to now to the trace of each trajectory, with the train step."""
     if not tracer().on:
         return
     step = claimed.batch.train_step
-    home = tracer().train_step(step)
-    for trajectory in _trajectories(claimed)[:MOST_TRAJECTORIES]:
+    traceparent = tracer().train_step(step)
+    for trajectory in _trajectories(claimed)[:MAX_TRAJECTORIES]:
         versions = trajectory.policy_versions
         tracer().span(
             "train",
             trajectory.traceparent,
             kind="consumer",
-            links=[home],
+            links=[traceparent],
             start_ns=started_ns,
             trajectory=trajectory.trajectory_id,
             train_step=step,

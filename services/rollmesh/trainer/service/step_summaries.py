@@ -1,4 +1,4 @@
-"""The few numbers of every step that the queue keeps, so that a gateway elsewhere can draw its curves."""
+"""Summaries of the train steps in the queue, for the curves of a gateway on another host."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rollmesh.store import KEPT_REPORTS
 from rollmesh.trainer.records.run_log import StepRecords, finite
 from rollmesh.trainer.service.training_session import TrainingSession
 
-_Part = dict[str, "_Part | None"]
+_Fields = dict[str, "_Fields | None"]
 
-_REPORTED: _Part = {
+_REPORTED: _Fields = {
     "train_step": None,
     "time": None,
     "reward_mean": None,
@@ -39,16 +39,16 @@ _REPORTED: _Part = {
     },
     "mesh": {"goodput": None},
 }
-"""What the gateway shows of a line of metrics.jsonl; None takes a value as it is."""
+"""Fields of a line of metrics.jsonl that the gateway shows; None copies the value."""
 
 
 def reported(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a line of metrics.jsonl that the queue keeps, nested as there."""
-    return _part(record, _REPORTED)
+    """Select the fields of a line of metrics.jsonl that the queue stores, with the same nesting."""
+    return _select(record, _REPORTED)
 
 
 class StepSummaries:
-    """Keeps the reports in the queue in step with those in the run folder."""
+    """Copy of the run folder's reports in the queue, kept up to date."""
 
     def __init__(self, session: TrainingSession, records: StepRecords) -> None:
         self._session = session
@@ -56,36 +56,38 @@ class StepSummaries:
         self._assertions = 0
 
     async def restore(self, train_step: int) -> None:
-        """Forget the reports of later steps and fill in what the run folder has: a queue may have lost them, and so
-        may a folder, whose absence takes nothing away."""
-        # Read before: a Redis that comes back meanwhile makes the next report restore them again.
+        """Drop the reports of later steps and restore missing reports from the run folder.
+
+        A queue may have lost reports. Reports that are missing in the folder stay in the queue.
+        """
+        # Read before the work: if Redis restarts meanwhile, the next report restores again.
         self._assertions = self._session.assertions
         found = [reported(line) for line in await asyncio.to_thread(self._records.newest, KEPT_REPORTS, train_step)]
         after = found[0]["train_step"] - 1 if found and found[-1]["train_step"] == train_step else train_step
         await self._write(after, found if after < train_step else [])
 
     async def restore_if_lost(self, train_step: int) -> None:
-        """``restore``, if Redis came back as another server since then."""
+        """Call ``restore`` if Redis restarted since the last one."""
         if self._session.assertions != self._assertions:
             await self.restore(train_step)
 
     async def add(self, record: Mapping[str, Any]) -> None:
-        """The report of a step, in the place of its own and all later ones; SessionLost under a newer trainer."""
+        """Add the report of a step and drop its older report and all later ones. Raises SessionLost when fenced."""
         step = int(record["train_step"])
         await self.restore_if_lost(step - 1)
         await self._write(step - 1, [reported(record)])
 
     async def _write(self, after: int, records: list[dict[str, Any]]) -> None:
         session = self._session
-        await session.patiently("report_steps", lambda: session.store.report_steps(session.token, after, records))
+        await session.retry("report_steps", lambda: session.store.report_steps(session.token, after, records))
 
 
-def _part(record: Mapping[str, Any], wanted: _Part) -> dict[str, Any]:
+def _select(record: Mapping[str, Any], wanted: _Fields) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, inner in wanted.items():
         value = record.get(key)
         if inner is None and value is not None:
             found[key] = finite(value)
         elif inner is not None and isinstance(value, Mapping):
-            found[key] = _part(value, inner)
+            found[key] = _select(value, inner)
     return found

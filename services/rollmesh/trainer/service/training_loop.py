@@ -1,16 +1,16 @@
 """The training loop of rank 0.
 
-    batch file, or claim -> batch file      both fsynced before anything is trained on
+    batch file, or claim -> batch file      both fsynced before training
     confirm                                 Redis may drop the payloads
     stage end                               only with old_logprobs=stage_end, at its barrier
     train
     report_trained                          the batch's capacity is refunded
     record                                  one line in metrics.jsonl, its main numbers in the queue
     state -> COMMITTED -> report_committed  every state_every_steps
-    publish -> announce                     once per train step, whatever was replayed
+    publish -> announce                     once per train step, also after a replay
 
-A kill between any two lines is repaired by the next start: it loads the newest committed state, replays the batch
-files after it in order, and publishes only what was not announced.
+The trainer may be killed between any two lines. At the next start it loads the newest committed state, replays the
+batch files after it in order, and publishes only policies that were not announced.
 """
 
 from __future__ import annotations
@@ -58,51 +58,51 @@ LOOP_NAME = "train"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerDeps:
-    """What the loop works with; wired in ``main``."""
+    """Dependencies of the training loop; wired in ``main``."""
 
     config: RunConfig
-    crew: RankCoordinator
+    ranks: RankCoordinator
     session: TrainingSession
-    claims: BatchSource
+    batch_source: BatchSource
     publisher: Publisher
     rollbacks: RollbackRunner
     progress: Progress
     checkpoints: CheckpointStore
-    patience: Retry
+    retry: Retry
     metrics: TrainerMetrics
     records: StepRecords
     trackers: list[Tracker]
     decode: Decode
     health: Health
     stages: StageEnds | None
-    """Only with the old-logprob source ``stage_end``."""
+    """Recorder of stages; None except with the old-logprob source ``stage_end``."""
     executor: Executor
-    """One thread: every torch call of this process happens there, in order."""
+    """Executor with one thread, for every torch call of this process, in order."""
 
 
 class TrainingLoop:
-    """Trains until the last step of the run or shutdown."""
+    """Training loop of rank 0, until the last step of the run or shutdown."""
 
-    def __init__(self, place: TrainerDeps, shutdown: Shutdown) -> None:
-        self._place = place
+    def __init__(self, deps: TrainerDeps, shutdown: Shutdown) -> None:
+        self._deps = deps
         self._shutdown = shutdown
-        self._reports = StepSummaries(place.session, place.records)
-        self._engines = EngineWork(place.progress.generated)
+        self._reports = StepSummaries(deps.session, deps.records)
+        self._engines = EngineWork(deps.progress.generated)
         self._log = get_logger("training")
 
     @property
     def train_step(self) -> int:
-        """Batches the weights of this process were trained on."""
-        return self._place.crew.trainer.train_step
+        """Number of batches that the weights of this process were trained on."""
+        return self._deps.ranks.trainer.train_step
 
     async def run(self) -> None:
-        """Publish what is missing, then train; returns at the last step or at shutdown."""
-        place = self._place
+        """Publish a missing policy, then train until the last step or shutdown."""
+        deps = self._deps
         await self._tidy()
         await self._reports.restore(self.train_step)
-        # First: a rollback is the way out of weights that cannot be published.
-        await place.rollbacks.carry_out(self._save)
-        await place.publisher.publish(self.train_step)
+        # Before publishing: a rollback is the remedy for weights that cannot be published.
+        await deps.rollbacks.carry_out(self._save)
+        await deps.publisher.publish(self.train_step)
         self._engines.begin(await self._generators())
         watch = asyncio.create_task(self._watch_engines(), name="watch-engines")
         try:
@@ -112,18 +112,18 @@ class TrainingLoop:
             await asyncio.gather(watch, return_exceptions=True)
 
     async def _train(self) -> None:
-        place = self._place
-        last = place.config.trainer.train_steps
+        deps = self._deps
+        last = deps.config.trainer.train_steps
         waiting_since = time.monotonic()
         while not self._shutdown.is_set():
-            place.health.beat(LOOP_NAME)
-            # After the last step too: the policy that a finished run ends with may be the one to go back from.
-            await place.rollbacks.carry_out(self._save)
+            deps.health.beat(LOOP_NAME)
+            # After the last step too: an operator may roll back the final policy of a finished run.
+            await deps.rollbacks.carry_out(self._save)
             if self.train_step >= last:
                 break
-            claimed = await place.claims.next(self.train_step + 1, _CLAIM_SECONDS)
+            claimed = await deps.batch_source.next(self.train_step + 1, _CLAIM_SECONDS)
             if claimed is None:
-                await self._in_thread(place.crew.idle)
+                await self._in_thread(deps.ranks.idle)
                 continue
             waited = time.monotonic() - waiting_since
             with step_span(claimed):
@@ -134,43 +134,43 @@ class TrainingLoop:
         await self._commit()
         await self._tidy()
         await self._reports.restore_if_lost(self.train_step)
-        # A run that has reached its last step like this has diverged, too, each time it is started.
+        # A run that diverged at its last step raises this at every start.
         if self._diverged and (self.train_step >= last or not self._shutdown.is_set()):
             raise self._divergence()
 
     @property
     def _diverged(self) -> bool:
-        limit = self._place.config.trainer.nonfinite_updates_limit
-        return self._place.progress.nonfinite_updates_in_a_row >= limit
+        limit = self._deps.config.trainer.nonfinite_updates_limit
+        return self._deps.progress.nonfinite_updates_in_a_row >= limit
 
     def _divergence(self) -> TrainingDiverged:
-        count = self._place.progress.nonfinite_updates_in_a_row
+        count = self._deps.progress.nonfinite_updates_in_a_row
         return TrainingDiverged(
             f"train step {self.train_step}: the gradients of the last {count} updates are not finite "
-            f"(trainer.nonfinite_updates_limit={self._place.config.trainer.nonfinite_updates_limit}); the policy has "
-            "diverged. Roll back to an older version, or start a new run from one (model.path), with a lower "
+            f"(trainer.nonfinite_updates_limit={self._deps.config.trainer.nonfinite_updates_limit}); the policy has "
+            "diverged. Roll back to an older version, or start a new run from one (model.path) with a lower "
             "trainer.learning_rate"
         )
 
     async def _step(self, claimed: ClaimedBatch, waited: float, last: int) -> None:
-        place, step = self._place, claimed.batch.train_step
-        place.metrics.phase_seconds.labels(phase="wait").observe(waited)
-        if place.stages is not None:
-            await place.stages.record(claimed.batch)
-        home, started_ns = tracer().train_step(step), time.time_ns()
-        with tracer().span("train", home):
-            report = await self._in_thread(lambda: place.crew.train(claimed.batch, claimed.settings))
-        await place.session.report_trained(step)
+        deps, step = self._deps, claimed.batch.train_step
+        deps.metrics.phase_seconds.labels(phase="wait").observe(waited)
+        if deps.stages is not None:
+            await deps.stages.record(claimed.batch)
+        traceparent, started_ns = tracer().train_step(step), time.time_ns()
+        with tracer().span("train", traceparent):
+            report = await self._in_thread(lambda: deps.ranks.train(claimed.batch, claimed.settings))
+        await deps.session.report_trained(step)
         mark_trained(claimed, started_ns)
         await self._record(claimed, report, waited)
-        if step % place.config.checkpoints.state_every_steps == 0 or step == last:
-            with tracer().span("save", home):
+        if step % deps.config.checkpoints.state_every_steps == 0 or step == last:
+            with tracer().span("save", traceparent):
                 await self._commit()
         started = time.monotonic()
-        with tracer().span("publish", home, kind="producer") as span:
-            record = await place.publisher.publish(step)
+        with tracer().span("publish", traceparent, kind="producer") as span:
+            record = await deps.publisher.publish(step)
             span.set(policy_version=record.policy_version)
-        place.metrics.phase_seconds.labels(phase="publish").observe(time.monotonic() - started)
+        deps.metrics.phase_seconds.labels(phase="publish").observe(time.monotonic() - started)
         self._log.info(
             "step_trained",
             train_step=step,
@@ -183,33 +183,33 @@ class TrainingLoop:
         )
 
     async def _tidy(self) -> None:
-        place, step = self._place, self.train_step
-        await place.patience.with_room("tidy_records", lambda: asyncio.to_thread(place.records.tidy, step))
+        deps, step = self._deps, self.train_step
+        await deps.retry.run("tidy_records", lambda: asyncio.to_thread(deps.records.tidy, step))
 
     async def _commit(self) -> None:
-        """Save the trainer state, unless it is committed already."""
-        if self.train_step > self._place.session.committed_step:
+        """Save the trainer state, unless this step is committed already."""
+        if self.train_step > self._deps.session.committed_step:
             await self._save()
 
     async def _save(self) -> None:
-        place, progress = self._place, self._place.progress
+        deps, progress = self._deps, self._deps.progress
         started = time.monotonic()
-        label, extra = progress.label(place.session.token), progress.to_extra()
-        await place.patience.with_room(
+        label, extra = progress.label(deps.session.token), progress.to_extra()
+        await deps.retry.run(
             "save_state",
-            lambda: self._in_thread(lambda: place.crew.save(label, progress.rollback_count, extra)),
+            lambda: self._in_thread(lambda: deps.ranks.save(label, progress.rollback_count, extra)),
         )
-        place.metrics.writes.inc()
-        await place.session.report_committed(self.train_step)
-        place.metrics.committed_step.set(self.train_step)
-        place.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
-        await asyncio.to_thread(place.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
-        await asyncio.to_thread(place.metrics.see_disk, place.checkpoints.root)
+        deps.metrics.writes.inc()
+        await deps.session.report_committed(self.train_step)
+        deps.metrics.committed_step.set(self.train_step)
+        deps.metrics.phase_seconds.labels(phase="save").observe(time.monotonic() - started)
+        await asyncio.to_thread(deps.checkpoints.prune_states, keep_last=_KEPT_STATES, session=label)
+        await asyncio.to_thread(deps.metrics.observe_disk, deps.checkpoints.root)
 
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
-        place = self._place
-        progress = place.progress
-        counts = await place.session.patiently("counts", place.session.store.counts)
+        deps = self._deps
+        progress = deps.progress
+        counts = await deps.session.retry("counts", deps.session.store.counts)
         progress.trained_token_total += report.batch.trained_tokens
         progress.count_updates(report.updates, report.trailing_skipped_updates)
         deciles = trained_by_decile(claimed.batch, counts.finished_lengths)
@@ -218,42 +218,42 @@ class TrainingLoop:
         engines = self._engines.since_last(await self._generators())
         mesh = mesh_numbers(counts, progress) | {"engines": engines}
         record = step_record(report, mesh) | {
-            "policy_version": place.crew.shelf.version_of(report.train_step),
+            "policy_version": deps.ranks.catalog.version_of(report.train_step),
             "replayed": claimed.replayed,
             "wait_seconds": waited,
         }
-        samples = sample_completions(claimed.batch, place.config.trainer.sample_completions, place.decode)
-        # Fenced: a trainer that was stalled here while another took over must not write the step a second time.
+        samples = sample_completions(claimed.batch, deps.config.trainer.sample_completions, deps.decode)
+        # This call is fenced: a trainer that stalled here while another took over must not write the step twice.
         await self._reports.add(record)
-        await place.patience.with_room("record", lambda: asyncio.to_thread(place.records.append, record, samples))
-        place.metrics.observe_step(report, mesh["goodput"])
-        place.metrics.observe_groups(deciles, counts)
+        await deps.retry.run("record", lambda: asyncio.to_thread(deps.records.append, record, samples))
+        deps.metrics.observe_step(report, mesh["goodput"])
+        deps.metrics.observe_groups(deciles, counts)
         if claimed.replayed:
-            place.metrics.replays.inc()
-        for tracker in place.trackers:
+            deps.metrics.replays.inc()
+        for tracker in deps.trackers:
             tracker.log(report.train_step, flatten(record))
 
     async def _generators(self) -> list[GeneratorRecord]:
-        session = self._place.session
-        return await session.patiently("generators", session.store.generators)
+        session = self._deps.session
+        return await session.retry("generators", session.store.generators)
 
     async def _watch_engines(self) -> None:
-        """See generators come and go during long steps and long waits, too; a Redis that is away is not waited for."""
-        place = self._place
-        while not await wait_or_shutdown(self._shutdown, place.config.store.heartbeat_seconds):
+        """Count the generators' work during long steps and waits too; skip a poll while Redis is unreachable."""
+        deps = self._deps
+        while not await wait_or_shutdown(self._shutdown, deps.config.store.heartbeat_seconds):
             try:
-                self._engines.see(await place.session.store.generators())
+                self._engines.observe(await deps.session.store.generators())
             except StoreUnavailable:
                 continue
             except RollmeshError as error:
                 self._log.warning("generators_not_seen", message=str(error))
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._place.executor, call)
+        return await asyncio.get_running_loop().run_in_executor(self._deps.executor, call)
 
 
 def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
-    """What the whole mesh made of its tokens and groups so far."""
+    """Return the totals of tokens and groups over the mesh: goodput, drops, waste and trained lengths."""
     dropped = dropped_by_decile(counts.drop_deciles)
     trained = progress.trained_groups_by_length_decile
     return {
@@ -271,7 +271,7 @@ def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
 
 
 def step_record(report: StepReport, mesh: dict[str, Any]) -> dict[str, Any]:
-    """One line of metrics.jsonl: the report, the mesh, and the few numbers people ask for first."""
+    """Return one line of metrics.jsonl: the report, the mesh, and the main numbers at the top level."""
     batch = report.batch
     return report.to_json() | {
         "time": time.time(),

@@ -1,8 +1,8 @@
-"""The trainer's fenced session: one trainer at a time, patient with a Redis that is down, honest to one that forgot.
+"""The trainer's fenced session: one trainer at a time, with retries and re-assertion after a Redis restart.
 
-Every change in the queue is idempotent, so a call that failed is repeated until it succeeds or the process is asked
-to stop. When the server's run_id changes, Redis may have come back as an earlier state: the trainer then re-asserts
-what has been trained, from the checkpoint store, before anything else.
+Every change in the queue is idempotent, so a failed call is retried until it succeeds or the process shuts down. If the
+server's run_id changes, Redis may have been restored to an earlier state. The trainer then re-asserts the trained steps
+from the checkpoint store before any other call.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _LOG_EVERY_SECONDS = 30.0
 
 
 class Stopped(RollmeshError):
-    """The process was asked to stop while it waited; everything so far is safe."""
+    """Shutdown of the process during a wait; all completed work is safe."""
 
 
 class TrainingSession:
-    """What the trainer says to the queue, and what it knows of its own progress."""
+    """The trainer's calls to the queue, and its own record of the progress."""
 
     def __init__(
         self,
         store: TrajectoryStore,
         checkpoints: CheckpointStore,
-        shelf: PolicyCatalog,
+        catalog: PolicyCatalog,
         metrics: TrainerMetrics,
         shutdown: Shutdown,
     ) -> None:
         self.store = store
         self.token = ""
-        """The session; empty until ``open``."""
+        """Session token; empty until ``open``."""
         self.committed_step = 0
         """Train step of the newest committed state."""
         self.trained_step = 0
-        """Newest train step that is trained on, or whose batch file precedes another one."""
+        """Newest train step that is trained, or whose batch file is followed by another one."""
         self._checkpoints = checkpoints
-        self._shelf = shelf
+        self._catalog = catalog
         self._metrics = metrics
         self._shutdown = shutdown
         self._name = ""
@@ -61,77 +61,77 @@ class TrainingSession:
         self._run_id = ""
         self._assertions = 0
         self._listed_version = -1
-        """Policies up to this version have been read from the registry."""
+        """Newest policy version that was read from the registry."""
         self._lock = asyncio.Lock()
         self._log = get_logger("session")
 
     @property
     def assertions(self) -> int:
-        """How often Redis has been told what is trained: once at the start, and when it came back as another server."""
+        """Number of re-assertions of the training state: one at startup, and one per Redis restart."""
         return self._assertions
 
     async def open(self, name: str, limits: RunLimits) -> None:
-        """Open the session: every older trainer is refused from now on.
+        """Open the session; the queue then rejects every older trainer.
 
-        Raises ConfigError when the queue was filled for another checkpoint store: another run of the same name.
+        Raises ConfigError if the queue belongs to another checkpoint store: another run with the same name.
         """
         self._name = name
         self._lineage = await asyncio.to_thread(self._checkpoints.lineage)
-        self._run_id = await self.patiently("server_run_id", self.store.server_run_id)
-        await self.patiently("init_run", lambda: self.store.init_run(limits))
+        self._run_id = await self.retry("server_run_id", self.store.server_run_id)
+        await self.retry("init_run", lambda: self.store.init_run(limits))
         try:
-            self.token = await self.patiently("open_trainer_session", self._open_first)
+            self.token = await self.retry("open_trainer_session", self._open_first)
         except Conflict as error:
             raise ConfigError(
                 f"name: {self.store.connection.keys.run!r} on this Redis belongs to another run, whose checkpoints are "
-                f"not those in {self._checkpoints.root}; choose another name, the folder of that run "
-                "(checkpoints.folder), or another Redis database (store.url)"
+                f"not in {self._checkpoints.root}; choose another name, the folder of that run (checkpoints.folder), "
+                "or another Redis database (store.url)"
             ) from error
 
     async def _open_first(self) -> str:
         return await self.store.open_trainer_session(self._name, lineage=self._lineage)
 
     async def begin(self, committed_step: int) -> None:
-        """Tell Redis what the checkpoint store holds, and learn which policies exist.
+        """Send the contents of the checkpoint store to Redis, and read the policy registry.
 
-        Every batch file but the last one was trained on, or is replayed before anything else happens.
+        Every batch file but the newest was trained on, or is replayed before any other work.
         """
         steps = await asyncio.to_thread(self._checkpoints.batch_steps)
         self.committed_step = committed_step
         self.trained_step = max(committed_step, steps[-1] - 1 if steps else 0)
-        self._shelf.update(await asyncio.to_thread(self._checkpoints.complete_policies, announced_only=True))
-        await self.patiently("reassert_training", self._reassert)
-        await self._refuse_older_checkpoints(max(committed_step, steps[-1] if steps else 0))
+        self._catalog.update(await asyncio.to_thread(self._checkpoints.complete_policies, announced_only=True))
+        await self.retry("reassert_training", self._reassert)
+        await self._reject_older_checkpoints(max(committed_step, steps[-1] if steps else 0))
         await self.learn_policies()
         self._log.info(
             "session_opened", session=self.token, committed_step=committed_step, trained_step=self.trained_step
         )
 
     async def learn_policies(self) -> None:
-        """Let the shelf know what has been announced since it was last asked to."""
+        """Add the policies that were announced since the last call to the catalog."""
         after = self._listed_version
-        news = await self.patiently("policies", lambda: self.store.policies(after))
-        self._shelf.update(news)
-        self._listed_version = max((record.policy_version for record in news), default=after)
+        records = await self.retry("policies", lambda: self.store.policies(after))
+        self._catalog.update(records)
+        self._listed_version = max((record.policy_version for record in records), default=after)
 
-    async def _refuse_older_checkpoints(self, newest_step: int) -> None:
-        """A queue that has let go of batches whose files are gone cannot bring them back: ConfigError."""
-        known = (await self.patiently("training_state", self.store.training_state)).trained_step
+    async def _reject_older_checkpoints(self, newest_step: int) -> None:
+        """Raise ConfigError if the queue has dropped batches whose files are missing: they cannot be restored."""
+        known = (await self.retry("training_state", self.store.training_state)).trained_step
         if known > newest_step:
             raise ConfigError(
                 f"checkpoints.folder={self._checkpoints.root}: its newest batch file is of train step {newest_step}, "
-                f"but the queue has seen step {known} trained: these checkpoints were restored from an older copy, or "
-                "files were deleted. Restore newer ones, or delete the run's keys in Redis (embedded: the folder redis "
-                "in the run folder) to go on from these"
+                f"but the queue has recorded step {known} as trained: these checkpoints were restored from an older "
+                "copy, or files were deleted. Restore newer checkpoints, or delete the run's keys in Redis (embedded: "
+                "the folder redis in the run folder) to continue from these"
             )
 
     async def close(self) -> None:
-        """Give the session back, if Redis can be reached."""
+        """Release the session, unless Redis is unreachable."""
         with contextlib.suppress(StoreUnavailable, SessionLost):
             await self.store.close_trainer_session(self.token)
 
-    async def patiently(self, what: str, action: Callable[[], Awaitable[T]]) -> T:
-        """Repeat an idempotent action while Redis is away; raises Stopped at shutdown, SessionLost when fenced."""
+    async def retry(self, operation: str, action: Callable[[], Awaitable[T]]) -> T:
+        """Retry an idempotent action while Redis is unreachable. Raises Stopped at shutdown, SessionLost if fenced."""
         pause, waiting_since, logged = _FIRST_PAUSE_SECONDS, time.monotonic(), 0.0
         while True:
             assertions = self._assertions
@@ -145,19 +145,17 @@ class TrainingSession:
                 if time.monotonic() - logged > _LOG_EVERY_SECONDS:
                     logged = time.monotonic()
                     seconds = round(logged - waiting_since, 1)
-                    self._log.warning("waiting_for_redis", what=what, seconds=seconds, message=str(error))
+                    self._log.warning("waiting_for_redis", what=operation, seconds=seconds, message=str(error))
             if await wait_or_shutdown(self._shutdown, pause):
-                raise Stopped(f"{what}: asked to stop while waiting for Redis")
+                raise Stopped(f"{operation}: shut down while waiting for Redis")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     async def claim(self, train_step: int, timeout: float) -> Batch | None:
-        """The batch of a train step; None when it was not cut within ``timeout`` seconds, and at once at shutdown.
+        """Claim the batch of a train step; None after ``timeout`` seconds without a cut, and immediately at shutdown.
 
-        To claim only reads, so a wait for the cut may be broken off.
+        A claim only reads, so a wait for the cut may be cancelled.
         """
-        claim = asyncio.ensure_future(
-            self.patiently("claim", lambda: self.store.claim(self.token, train_step, timeout))
-        )
+        claim = asyncio.ensure_future(self.retry("claim", lambda: self.store.claim(self.token, train_step, timeout)))
         stopped = asyncio.ensure_future(self._shutdown.wait())
         try:
             await asyncio.wait({claim, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -168,27 +166,27 @@ class TrainingSession:
             await asyncio.gather(claim, stopped, return_exceptions=True)
 
     async def watch(self, every_seconds: float) -> None:
-        """Notice a restarted Redis even while a long step runs; ends at shutdown or raises SessionLost."""
+        """Watch for a Redis restart, also during a long step, until shutdown. Raises SessionLost if fenced."""
         while not await wait_or_shutdown(self._shutdown, every_seconds):
             await self._server_changed()
 
     async def report_trained(self, train_step: int) -> None:
-        """cut(s) -> consumed(s)."""
+        """Report a train step as trained: cut(s) -> consumed(s)."""
         self.trained_step = max(self.trained_step, train_step)
-        await self.patiently("report_trained", lambda: self.store.report_trained(self.token, train_step))
+        await self.retry("report_trained", lambda: self.store.report_trained(self.token, train_step))
 
     async def report_committed(self, train_step: int) -> None:
-        """A trainer state has been committed."""
+        """Report that the trainer state of a step is committed."""
         self.committed_step = train_step
-        await self.patiently("report_committed", lambda: self.store.report_committed(self.token, train_step))
+        await self.retry("report_committed", lambda: self.store.report_committed(self.token, train_step))
 
     async def check(self) -> None:
-        """Raise SessionLost when a newer trainer has taken over."""
+        """Raise SessionLost if a newer trainer has taken over."""
         committed = self.committed_step
-        await self.patiently("check_session", lambda: self.store.report_committed(self.token, committed))
+        await self.retry("check_session", lambda: self.store.report_committed(self.token, committed))
 
     async def _server_changed(self) -> bool:
-        """Whether Redis is another server than before; then it has been told what is trained."""
+        """Tell whether Redis has restarted; if so, re-assert the trained steps first."""
         async with self._lock:
             try:
                 run_id = await self.store.server_run_id()
@@ -196,7 +194,7 @@ class TrainingSession:
                     return False
                 self._log.warning("redis_restarted", run_id=run_id, before=self._run_id)
                 if self.token:
-                    # The restored state may be older than this session. A session that was fenced stays fenced.
+                    # The restored state may be older than this session. A fenced session stays fenced.
                     await self.store.open_trainer_session(self._name, self.token, lineage=self._lineage)
                     await self._reassert()
             except StoreUnavailable:
@@ -207,7 +205,7 @@ class TrainingSession:
     async def _reassert(self) -> None:
         known = (await self.store.training_state()).trained_step
         found = [s for s in await asyncio.to_thread(self._checkpoints.batch_steps) if s <= self.trained_step + 1]
-        # Files of steps that Redis knows as trained tell it nothing; the newest one has the cursor.
+        # Redis needs no files of steps that it counts as trained; the newest file has the cursor.
         steps = [s for s in found if s > known] or found[-1:]
         batches: list[tuple[int, list[str]]] = []
         digests: list[str] = []
@@ -226,7 +224,7 @@ class TrainingSession:
             committed_step=self.committed_step,
             trained_step=self.trained_step,
             batches=batches,
-            policies=self._shelf.records,
+            policies=self._catalog.records,
             cursor=cursor,
             digests=digests,
             known_step=known,

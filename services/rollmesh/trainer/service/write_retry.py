@@ -1,4 +1,4 @@
-"""Writing to a disk that may be full, or a store that may be away: again, later and later, until it is time to stop."""
+"""Retry of writes, with exponential back-off, while the disk is full or the object store is unreachable."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rollmesh.trainer.service.training_session import Stopped
 
 T = TypeVar("T")
 
-_PASSING = {Reason.DISK_FULL: "disk full", Reason.UNREACHABLE: "object store unreachable"}
+_TRANSIENT = {Reason.DISK_FULL: "disk full", Reason.UNREACHABLE: "object store unreachable"}
 _FIRST_PAUSE_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
 class Retry:
-    """Repeats a write that failed for want of room or of the store; generators serve what they have meanwhile."""
+    """Retry of writes that fail on a full disk or an unreachable store. Generators keep their policy meanwhile."""
 
     def __init__(
         self,
@@ -34,24 +34,27 @@ class Retry:
         self._health = health
         self._shutdown = shutdown
         self._first_pause_seconds = first_pause_seconds
-        self._log = get_logger("patience")
+        self._log = get_logger("write_retry")
 
-    async def with_room(self, what: str, write: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``write``; raises Stopped at shutdown and any CheckpointError but disk_full and unreachable."""
+    async def run(self, operation: str, write: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``write``, retried on disk_full and unreachable.
+
+        Raises Stopped at shutdown, and every other CheckpointError of ``write``.
+        """
         pause = self._first_pause_seconds
         while True:
             try:
                 result = await write()
             except CheckpointError as error:
                 self._metrics.failures.labels(reason=str(error.reason)).inc()
-                trouble = _PASSING.get(Reason(error.reason))
-                if trouble is None:
+                problem = _TRANSIENT.get(Reason(error.reason))
+                if problem is None:
                     raise
-                self._log.error(str(error.reason), what=what, retry_seconds=pause, message=str(error))
-                self._health.set_ready(False, f"{trouble}: {what}")
+                self._log.error(str(error.reason), what=operation, retry_seconds=pause, message=str(error))
+                self._health.set_ready(False, f"{problem}: {operation}")
             else:
                 self._health.set_ready(True)
                 return result
             if await wait_or_shutdown(self._shutdown, pause):
-                raise Stopped(f"{what}: asked to stop while waiting: {trouble}")
+                raise Stopped(f"{operation}: shut down while waiting: {problem}")
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

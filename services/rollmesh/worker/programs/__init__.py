@@ -1,4 +1,4 @@
-"""Rollout programs: what happens between a prompt and a finished trajectory."""
+"""Rollout programs, each of which turns a prompt into a finished trajectory."""
 
 from rollmesh.worker.program import Program, RolloutContext, RolloutResult
 from rollmesh.worker.programs.single_turn import SingleTurnProgram

@@ -1,12 +1,12 @@
-"""Many turns: the policy writes, the environment answers, and token ids are kept from turn to turn.
+"""Multi-turn program: policy and environment take turns, and token ids are kept from turn to turn.
 
-What the model wrote is never tokenised again; only the environment's text is, once. Its tokens are segments without
-logprobs and stay out of the loss. A partial trajectory is resumed by playing its finished turns to a new environment
-(``replayable``), or from a snapshot of the old one; if neither can be done, nothing is saved before the end and a lost
-worker means starting over.
+The policy's tokens are never tokenised again; only the environment's text is tokenised, once. Its tokens are segments
+without logprobs and stay out of the loss. A partial trajectory is resumed by replaying its complete turns in a new
+environment (``replayable``) or from a snapshot. If neither is possible, nothing is saved before the end, and the
+trajectory restarts if its worker dies.
 
-With snapshots a turn is saved, then played, then the snapshot is kept, then the reply is saved: whenever the worker
-dies, the newest snapshot covers all saved turns or all but the last, which is then played (again).
+With snapshots the order is: save the turn, play it, save the snapshot, save the reply. Whenever the worker dies, the
+newest snapshot covers all saved turns, or all but the last, and the last is then played again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 
 class EnvironmentFailed(RollmeshError, RuntimeError):
-    """The environment raised or took too long; the attempt is over, the trajectory is not."""
+    """The environment raised an error or timed out: the attempt fails, but the trajectory can be retried."""
 
 
 class _Episode:
-    """One environment in use: turns played so far and the reward they brought."""
+    """One environment in use, with the turns played so far and the newest reward."""
 
     def __init__(self, environment: Environment, trajectory: Trajectory, tokenizer: Tokenizer, timeout: float) -> None:
         self._environment = environment
@@ -48,14 +48,14 @@ class _Episode:
 
     @property
     def takes_snapshots(self) -> bool:
-        """Whether the trajectory is resumed from snapshots."""
+        """True if the trajectory is resumed from snapshots."""
         return not self._environment.replayable and isinstance(self._environment, SnapshotEnvironment)
 
     async def begin(self) -> None:
         await self._guarded(self._environment.reset(self._trajectory.prompt), "reset")
 
     async def play(self, token_ids: Int32Array) -> EnvironmentReply:
-        """Hand one finished turn to the environment; the key makes a repeated tool call recognisable."""
+        """Pass one complete turn to the environment; the key identifies a repeated tool call."""
         text = self._tokenizer.decode(token_ids)
         key = f"{self._trajectory.trajectory_id}:{self.turn_count}"
         reply = await self._guarded(self._environment.step(text, key), f"turn {self.turn_count}")
@@ -65,7 +65,7 @@ class _Episode:
         return reply
 
     def snapshot(self, reply: EnvironmentReply) -> bytes | None:
-        """The environment after its last reply; None when it cannot be saved or need not be."""
+        """Return a snapshot of the environment after ``reply``; None without ``takes_snapshots``."""
         environment = self._environment
         if not self.takes_snapshots:
             return None
@@ -77,7 +77,7 @@ class _Episode:
         return Snapshot(turn_count=self.turn_count, reply=reply, reward=self._reward, state=state).to_bytes()
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Go on from a snapshot; after ``begin``."""
+        """Restore the environment from a snapshot; call it after ``begin``."""
         assert isinstance(self._environment, SnapshotEnvironment)
         try:
             self._environment.restore(snapshot.state)
@@ -86,7 +86,7 @@ class _Episode:
         self.turn_count, self._reward = snapshot.turn_count, snapshot.reward
 
     async def aclose(self) -> None:
-        """The episode is over either way: an environment that cannot be closed costs a line in the log, no answer."""
+        """Close the environment; a failure is only logged, because the episode has ended."""
         try:
             await self._guarded(self._environment.aclose(), "aclose")
         except EnvironmentFailed as error:
@@ -94,28 +94,28 @@ class _Episode:
                 "environment_not_closed", trajectory=self._trajectory.trajectory_id, message=str(error)
             )
 
-    def ending(self, reason: FinishReason) -> RolloutResult:
+    def result(self, reason: FinishReason) -> RolloutResult:
         return RolloutResult(reason=reason, outcome=self.outcome)
 
     @property
     def outcome(self) -> RewardOutcome | None:
-        """The environment's reward of the episode; None when it gave none."""
+        """Newest reward of the episode; None if the environment returned none."""
         return _outcome(self._reward)
 
-    async def _guarded(self, awaitable: Awaitable[T], what: str) -> T:
+    async def _guarded(self, awaitable: Awaitable[T], operation: str) -> T:
         try:
             async with asyncio.timeout(self._timeout):
                 return await awaitable
         except TimeoutError as error:
-            raise EnvironmentFailed(f"environment: {what} took longer than {self._timeout:g} s") from error
+            raise EnvironmentFailed(f"environment: {operation} took longer than {self._timeout:g} s") from error
         except RollmeshError:
             raise
-        except Exception as error:  # whatever an environment of the user raises fails the attempt, not the worker
-            raise EnvironmentFailed(f"environment: {what}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # an error in a user's environment fails the attempt, not the worker
+            raise EnvironmentFailed(f"environment: {operation}: {type(error).__name__}: {error}") from error
 
 
 class EnvironmentProgram:
-    """Turns with one environment per trajectory."""
+    """Multi-turn program with one environment per trajectory."""
 
     def __init__(
         self,
@@ -135,79 +135,79 @@ class EnvironmentProgram:
         self._metrics = metrics
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:
-        """Play turns until the environment ends the episode or tokens or turns run out (LENGTH)."""
-        environment = self._made()
-        held = rollout.held
+        """Play turns until the environment ends the episode, or tokens or turns run out (LENGTH)."""
+        environment = self._make_environment()
+        active = rollout.active
         durable = environment.replayable or isinstance(environment, SnapshotEnvironment)
-        if held.token_count and not self._resumable(environment, rollout):
-            await rollout.restart(held)
+        if active.token_count and not self._resumable(environment, rollout):
+            await rollout.restart(active)
             self._metrics.restarted.inc()
         try:
-            async with aclosing(_Episode(environment, held.trajectory, self._tokenizer, self._timeout)) as episode:
+            async with aclosing(_Episode(environment, active.trajectory, self._tokenizer, self._timeout)) as episode:
                 await episode.begin()
                 return await self._play(episode, rollout, durable=durable)
         except Parked:
             if not durable:
-                held.restart()  # nobody could go on from these tokens: none of them is saved
+                active.restart()  # these tokens cannot be resumed, and none of them is saved
             raise
 
-    def _made(self) -> Environment:
-        """A fresh environment; making one may fail like everything else that it does."""
+    def _make_environment(self) -> Environment:
+        """Create an environment; raises EnvironmentFailed if the user's factory fails."""
         try:
             return self._make()
         except Exception as error:  # as in _guarded
-            raise EnvironmentFailed(f"environment: making one: {type(error).__name__}: {error}") from error
+            raise EnvironmentFailed(f"environment: creation: {type(error).__name__}: {error}") from error
 
     def _resumable(self, environment: Environment, rollout: RolloutContext) -> bool:
-        """Whether the saved turns can be gone on from."""
+        """Tell whether the trajectory can continue from its saved turns."""
         if environment.replayable:
             return True
         if not isinstance(environment, SnapshotEnvironment):
             return False
-        turns, snapshot = self._turns(rollout), rollout.held.snapshot
+        turns, snapshot = self._turns(rollout), rollout.active.snapshot
         played = sum(turn.complete for turn in turns)
         if not played or snapshot is None:
             return not played
         missing = played - Snapshot.from_bytes(snapshot).turn_count
-        unheard = turns[-1].complete and not turns[-1].answered
-        return missing == 0 or (missing == 1 and unheard)
+        reply_missing = turns[-1].complete and not turns[-1].answered
+        return missing == 0 or (missing == 1 and reply_missing)
 
     async def _play(self, episode: _Episode, rollout: RolloutContext, *, durable: bool) -> RolloutResult:
         reply = await self._replay(episode, rollout)
         while True:
             if reply is not None:
                 if reply.done:
-                    return episode.ending(FinishReason.ENVIRONMENT)
-                if not await self._hear(rollout, reply, durable):
-                    return episode.ending(FinishReason.LENGTH)
-            if rollout.left == 0 or episode.turn_count >= self._max_turns:
-                return episode.ending(FinishReason.LENGTH)
+                    return episode.result(FinishReason.ENVIRONMENT)
+                if not await self._append_reply(rollout, reply, durable):
+                    return episode.result(FinishReason.LENGTH)
+            if rollout.remaining_tokens == 0 or episode.turn_count >= self._max_turns:
+                return episode.result(FinishReason.LENGTH)
             if await rollout.sample(durable=durable) is not FinishReason.STOP:
-                return episode.ending(FinishReason.LENGTH)
+                return episode.result(FinishReason.LENGTH)
             reply = await self._turn(episode, rollout)
 
     async def _turn(self, episode: _Episode, rollout: RolloutContext) -> EnvironmentReply:
-        """Play the newest turn and keep a snapshot where that is how the trajectory is resumed."""
+        """Play the newest turn; save a snapshot if the trajectory is resumed from snapshots."""
         if episode.takes_snapshots:
-            await rollout.save(rollout.held)
+            await rollout.save(rollout.active)
         else:
-            await rollout.report_first_token(rollout.held)
+            await rollout.report_first_token(rollout.active)
         reply = await episode.play(self._turns(rollout)[-1].token_ids)
         snapshot = episode.snapshot(reply)
         if snapshot is not None:
-            await rollout.keep_snapshot(rollout.held, snapshot)
+            await rollout.keep_snapshot(rollout.active, snapshot)
         return reply
 
     async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
-        """The environment's reward, from its snapshot or by playing the turns again; None leaves it to the verifier."""
+        """Return the environment's reward, from its snapshot or by a replay; None requests the verifier."""
         turns = [turn for turn in turns_of(trajectory.segments, self._stop_token_ids) if turn.complete]
         try:
-            environment = self._made()
+            environment = self._make_environment()
             if not environment.replayable:
                 last = None if snapshot is None else Snapshot.from_bytes(snapshot)
                 if last is not None and last.turn_count == len(turns):
                     return _outcome(last.reward)
-                message = "its worker died before the score, and the environment that knew the reward went with it"
+                message = "the worker and its environment died before the trajectory was scored; the reward is lost"
                 return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)
             async with aclosing(_Episode(environment, trajectory, self._tokenizer, self._timeout)) as episode:
                 await episode.begin()
@@ -218,10 +218,10 @@ class EnvironmentProgram:
             return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
 
     def _turns(self, rollout: RolloutContext) -> list[Turn]:
-        return turns_of(rollout.held.segments, self._stop_token_ids)
+        return turns_of(rollout.active.segments, self._stop_token_ids)
 
     async def _replay(self, episode: _Episode, rollout: RolloutContext) -> EnvironmentReply | None:
-        """Play the finished turns of a partial trajectory; returns a reply that its tokens do not hold yet."""
+        """Replay the complete turns of a partial trajectory; returns the last reply if its tokens are not saved."""
         if episode.takes_snapshots:
             return await self._restore(episode, rollout)
         reply: EnvironmentReply | None = None
@@ -235,12 +235,12 @@ class EnvironmentProgram:
         return reply
 
     async def _restore(self, episode: _Episode, rollout: RolloutContext) -> EnvironmentReply | None:
-        """Like ``_replay``, from a snapshot that covers all finished turns but perhaps the last."""
+        """Do the same as ``_replay`` from a snapshot, which covers all complete turns or all but the last."""
         turns = self._turns(rollout)
         played = sum(turn.complete for turn in turns)
-        if not played or rollout.held.snapshot is None:
+        if not played or rollout.active.snapshot is None:
             return None
-        snapshot = Snapshot.from_bytes(rollout.held.snapshot)
+        snapshot = Snapshot.from_bytes(rollout.active.snapshot)
         episode.restore(snapshot)
         if snapshot.turn_count < played:
             return await self._turn(episode, rollout)
@@ -248,24 +248,24 @@ class EnvironmentProgram:
             return snapshot.reply
         return None if turns[-1].answered or not turns[-1].complete else snapshot.reply
 
-    async def _hear(self, rollout: RolloutContext, reply: EnvironmentReply, durable: bool) -> bool:
-        """Append the environment's text; False when the budget cannot hold it and a token of an answer."""
+    async def _append_reply(self, rollout: RolloutContext, reply: EnvironmentReply, durable: bool) -> bool:
+        """Append the environment's text; returns False if the budget has no room for it and one more token."""
         ids = self._tokenizer.encode(reply.text)
-        if len(ids) >= rollout.left:
+        if len(ids) >= rollout.remaining_tokens:
             return False
-        held = rollout.held
-        held.add(
+        active = rollout.active
+        active.add(
             Segment(
                 token_ids=ids,
                 behavior_logprobs=None,
-                policy_version=held.newest_version,
-                kv_min_version=held.newest_version,
+                policy_version=active.newest_version,
+                kv_min_version=active.newest_version,
                 source=SegmentSource.ENVIRONMENT,
                 temperature=rollout.params.temperature,
             )
         )
         if durable:
-            await rollout.save(held)
+            await rollout.save(active)
         return True
 
 

@@ -1,4 +1,4 @@
-"""Rollouts that an agent outside of the mesh makes, through the gateway: nothing to do here but old scores."""
+"""Program of agent runs: agents roll out through the gateway, and a worker only scores finished trajectories."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rollmesh.worker.program import RolloutContext, RolloutResult
 
 
 class OutsideProgram:
-    """Rolls nothing out; a worker with this program leases nothing new (see ``rollout.main``)."""
+    """Program that rolls nothing out; a worker with this program leases nothing new (see ``rollout.main``)."""
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:
-        """Let go: the trajectory waits for the gateway."""
+        """Raise LetGo: the trajectory waits for the gateway."""
         raise LetGo("rollout.program=agent: agents work through the gateway")
 
     async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
-        """The reward that was posted before the gateway died."""
+        """Return the reward posted before the gateway died."""
         return posted_outcome(snapshot)

@@ -1,4 +1,4 @@
-"""One prompt, one answer."""
+"""Single-turn program: one prompt, one answer."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from rollmesh.worker.program import RolloutContext, RolloutResult
 
 
 class SingleTurnProgram:
-    """Samples until a stop token or the end of the budget."""
+    """Program that samples until a stop token or the end of the budget."""
 
     async def run(self, rollout: RolloutContext) -> RolloutResult:
-        """Continue the answer; a partial one that already ends in a stop token is finished."""
-        segments = rollout.held.segments
+        """Continue the answer; a partial answer that ends in a stop token is finished already."""
+        segments = rollout.active.segments
         if segments and int(segments[-1].token_ids[-1]) in rollout.params.stop_token_ids:
             return RolloutResult(reason=FinishReason.STOP)
-        if rollout.left == 0:
+        if rollout.remaining_tokens == 0:
             return RolloutResult(reason=FinishReason.LENGTH)
         return RolloutResult(reason=await rollout.sample())
 
     async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
-        """The verifier scores single answers."""
+        """Return None: the verifier scores single answers."""
         return None

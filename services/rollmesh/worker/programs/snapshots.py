@@ -1,4 +1,4 @@
-"""What is kept of an environment with a partial trajectory, so that another worker can go on with it."""
+"""Environment snapshots, stored with partial trajectories so that another worker can resume them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmesh.errors import DataError
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 
 LARGEST_STATE_BYTES = 1 << 20
-"""Snapshots rest in the queue's memory beside the tokens."""
+"""Largest state of an environment; snapshots take memory of the queue, beside the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,16 +19,16 @@ class Snapshot:
     """An environment after a completed turn."""
 
     turn_count: int
-    """Turns that it has been told."""
+    """Number of turns played."""
     reply: EnvironmentReply
-    """Its answer to the last of them: the tokens may not hold it yet."""
+    """Reply to the last of these turns; its tokens may not be saved yet."""
     reward: float | None
     """Newest reward of the episode."""
     state: bytes
-    """What ``SnapshotEnvironment.snapshot`` gave."""
+    """Result of ``SnapshotEnvironment.snapshot``."""
 
     def to_bytes(self) -> bytes:
-        """Encode; DataError when the state is too large to be kept."""
+        """Encode as JSON; raises DataError if the state is too large."""
         if len(self.state) > LARGEST_STATE_BYTES:
             raise DataError(f"environment: a snapshot of {len(self.state)} bytes; the limit is {LARGEST_STATE_BYTES}")
         record = {
@@ -42,7 +42,7 @@ class Snapshot:
 
     @staticmethod
     def from_bytes(data: bytes) -> Snapshot:
-        """Decode; DataError when the bytes are no snapshot."""
+        """Decode; raises DataError if the bytes are not a snapshot."""
         try:
             record = json.loads(data)
             reply = EnvironmentReply(text=record["text"], done=record["done"], reward=record["reward"])

@@ -1,4 +1,4 @@
-"""The turns of a multi-turn response, read back from its tokens."""
+"""Turns of a multi-turn response, recovered from its tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rollmesh.types import Int32Array, Segment, SegmentSource
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What the policy wrote up to a stop token, and whether the environment's reply follows."""
+    """Tokens of the policy up to a stop token."""
 
     token_ids: Int32Array  # [tokens]; the stop token is the last one of a complete turn
     complete: bool
-    """It ends in a stop token."""
+    """True if the turn ends in a stop token."""
     answered: bool
-    """Environment tokens follow it."""
+    """True if environment tokens follow the turn."""
 
 
 def turns_of(segments: Sequence[Segment], stop_token_ids: Collection[int]) -> list[Turn]:

@@ -223,7 +223,7 @@ async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: 
         await stream.close()
 
         async def not_busy() -> bool:
-            found = gateway.service.agents.desk.find(agent.id)  # type: ignore[union-attr]
+            found = gateway.service.agents.session_manager.find(agent.id)  # type: ignore[union-attr]
             return not found.lock.locked()  # type: ignore[union-attr]
 
         await mesh.until("the call is over", not_busy)
@@ -279,7 +279,7 @@ async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..
         await mesh.until("the generator is idle", idle)
         assert not call.done()
         full = await http.post("/sessions", json={"wait_seconds": 0.2})
-        assert full.status_code == 429 and "paused by a person" in full.json()["error"]["message"]
+        assert full.status_code == 429 and "paused by an operator" in full.json()["error"]["message"]
         assert int(full.headers["retry-after"]) >= 1
         await mesh.store.set_user_paused(False)
         answer = await call

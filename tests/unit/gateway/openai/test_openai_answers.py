@@ -44,19 +44,19 @@ def add(held: ActiveTrajectory, tokenizer: Tokenizer, text: str, version: int = 
 
 async def test_text_is_told_as_it_becomes_certain_and_a_stop_string_ends_the_call(tokenizer: Tokenizer) -> None:
     held = make_held(tokenizer)
-    flow = AnswerStream(AnswerTurn(tokenizer, held.context_ids(), ["STOP"]), 0)
-    held.changed = lambda: flow.look(held)
+    stream = AnswerStream(AnswerTurn(tokenizer, held.context_ids(), ["STOP"]), 0)
+    held.changed = lambda: stream.update(held)
 
     async def sample() -> FinishReason:
         for text in ("one S", "T two", " STO", "P three"):
             add(held, tokenizer, text)
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            if held.enough:
+            if held.stop_requested:
                 return FinishReason.STOP
         raise AssertionError("the call went on behind its answer")
 
-    deltas = [delta async for delta in flow.run(sample)]
+    deltas = [delta async for delta in stream.run(sample)]
     assert "".join(d.text for d in deltas) == "one ST two "
     assert all("STO" not in d.text for d in deltas)
     assert [d.finish_reason for d in deltas][-1] == "stop"
@@ -66,8 +66,8 @@ async def test_text_is_told_as_it_becomes_certain_and_a_stop_string_ends_the_cal
 
 async def test_a_reader_that_leaves_cancels_the_call_and_an_error_reaches_it(tokenizer: Tokenizer) -> None:
     held = make_held(tokenizer)
-    flow = AnswerStream(AnswerTurn(tokenizer, held.context_ids()), 0)
-    held.changed = lambda: flow.look(held)
+    stream = AnswerStream(AnswerTurn(tokenizer, held.context_ids()), 0)
+    held.changed = lambda: stream.update(held)
     cancelled = asyncio.Event()
 
     async def forever() -> FinishReason:
@@ -79,9 +79,9 @@ async def test_a_reader_that_leaves_cancels_the_call_and_an_error_reaches_it(tok
             raise
         return FinishReason.STOP
 
-    news = flow.run(forever)
-    assert (await anext(news)).text == "one"
-    await news.aclose()
+    deltas = stream.run(forever)
+    assert (await anext(deltas)).text == "one"
+    await deltas.aclose()
     assert cancelled.is_set()
 
     async def broken() -> FinishReason:
@@ -98,9 +98,9 @@ async def test_a_replay_tells_all_of_a_complete_answer(tokenizer: Tokenizer) -> 
     add(held, tokenizer, "an answer")
     turn.feed(held.segments[0])
     turn.finish()
-    assert turn.news(final=True) == "an answer"
+    assert turn.new_text(final=True) == "an answer"
     for _ in range(2):
-        delta = AnswerStream(turn.afresh(), 0).replay("length")
+        delta = AnswerStream(turn.unsent_copy(), 0).replay("length")
         assert (delta.text, delta.finish_reason, len(delta.token_ids)) == ("an answer", "length", 9)
 
 
@@ -156,13 +156,14 @@ def test_completions_have_offsets_and_both_leave_out_what_nobody_asked_for() -> 
 
 def test_a_mark_comes_back_as_it_was_and_tells_the_reward() -> None:
     mark = AgentMark(
-        session_id="s", part=2, start_time=5.5, drift_count=1, turn={"characters": 3, "digest": "ab", "at": 9},
+        session_id="s", trajectory_index=2, start_time=5.5, drift_count=1,
+        turn={"characters": 3, "digest": "ab", "at": 9},
         outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=0.5, parts={"x": 1.0}), finish_reason="environment",
     )  # fmt: skip
     assert AgentMark.from_bytes(mark.to_bytes()) == mark
     assert posted_outcome(mark.to_bytes()) == mark.outcome
-    unknown = posted_outcome(AgentMark(session_id="s", part=0, start_time=0.0).to_bytes())
+    unknown = posted_outcome(AgentMark(session_id="s", trajectory_index=0, start_time=0.0).to_bytes())
     assert unknown is not None and unknown.kind is OutcomeKind.VERIFIER_ERROR
     assert posted_outcome(None) == unknown
-    asked = AgentMark(session_id="s", part=0, start_time=0.0, ask_verifier=True)
+    asked = AgentMark(session_id="s", trajectory_index=0, start_time=0.0, ask_verifier=True)
     assert posted_outcome(asked.to_bytes()) is None

@@ -56,7 +56,7 @@ def rollout_of(held: ActiveTrajectory) -> RolloutContext:
         return
 
     return RolloutContext(
-        held=held,
+        active=held,
         caller=None,  # type: ignore[arg-type]  # no call is made here
         params=SamplingParams(temperature=1.0, seed=0, stop_token_ids=(1,)),
         budget=2 * TOKENS,

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from rollmesh.agents import drain
-from rollmesh.agents.drain import farewell_at
+from rollmesh.agents.drain import drain_at
 from rollmesh.errors import StoreUnavailable
 
 
@@ -29,17 +29,17 @@ async def test_a_call_has_the_stated_time_to_be_answered(complete, monkeypatch) 
     assert drain._ANSWER_SECONDS == 2.0
     monkeypatch.setattr(drain, "_ANSWER_SECONDS", 0.2)
     shutdown = asyncio.Event()
-    async with farewell_at(shutdown, complete) as told:
+    async with drain_at(shutdown, complete) as notice:
         start = time.monotonic()
         shutdown.set()
-        error = await told.heard()
+        error = await notice.wait()
     assert time.monotonic() - start > 0.19
     assert (error.status, error.code) == (503, "shutting_down")
 
 
 async def test_a_run_that_needs_nothing_more_says_so_at_once() -> None:
     shutdown = asyncio.Event()
-    async with farewell_at(shutdown, _over) as told:
+    async with drain_at(shutdown, _over) as notice:
         shutdown.set()
-        error = await told.heard()
+        error = await notice.wait()
     assert (error.status, error.code) == (410, "run_complete")

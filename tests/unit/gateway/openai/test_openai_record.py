@@ -150,7 +150,7 @@ def test_an_answer_that_was_cut_short_is_closed_by_the_environment(tokenizer: To
 
 @pytest.mark.parametrize(
     ("content", "why"),
-    [("hello World", "comes back as"), ("hello", "comes back as"), (" hello world", "comes back as")],
+    [("hello World", "was sent back as"), ("hello", "was sent back as"), (" hello world", "was sent back as")],
 )
 def test_an_answer_that_comes_back_otherwise_has_drifted(tokenizer: Tokenizer, content: str, why: str) -> None:
     record = begun(tokenizer)

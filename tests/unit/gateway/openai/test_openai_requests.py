@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from rollmesh.agents.openai_errors import OpenAiError
 from rollmesh.agents.openai_http import as_openai
-from rollmesh.agents.parsed_request import check_recordable, read_ask, read_model
+from rollmesh.agents.parsed_request import check_recordable, parse_request, read_model
 from rollmesh.agents.request_schema import ChatRequest, Closed, CompletionRequest, RewardRequest
 from rollmesh.config.load import validate_run_config
 from rollmesh.text import Tokenizer
@@ -113,7 +113,7 @@ def test_other_models_are_not_found(name: str) -> None:
 
 
 def test_an_ask_has_the_context_and_the_parameters(tokenizer: Tokenizer, config: Any) -> None:
-    ask = read_ask(
+    ask = parse_request(
         ChatRequest.model_validate({**CHAT, "temperature": 0.5, "top_p": 0.9, "seed": -1}), config, tokenizer
     )
     assert ask.context.text == tokenizer.chat_text(CHAT["messages"])
@@ -121,17 +121,17 @@ def test_an_ask_has_the_context_and_the_parameters(tokenizer: Tokenizer, config:
     assert (ask.params.temperature, ask.params.top_p, ask.params.seed) == (0.5, 0.9, 2**63 - 1)
     assert ask.params.stop_token_ids == tokenizer.eos_token_ids
     ids = tokenizer.encode("hello").tolist()
-    by_ids = read_ask(CompletionRequest.model_validate({**TEXT, "prompt": ids}), config, tokenizer)
+    by_ids = parse_request(CompletionRequest.model_validate({**TEXT, "prompt": ids}), config, tokenizer)
     assert np.array_equal(by_ids.whole_ids(), ids)
     assert by_ids.context.text == "hello"
     with pytest.raises(OpenAiError, match=r"prompt\[1\]: token id -1"):
-        read_ask(CompletionRequest.model_validate({**TEXT, "prompt": [0, -1]}), config, tokenizer)
+        parse_request(CompletionRequest.model_validate({**TEXT, "prompt": [0, -1]}), config, tokenizer)
 
 
 def test_a_model_without_a_chat_template_says_so(config: Any, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path / "t", template="")
     with pytest.raises(OpenAiError, match="no chat template") as refused:
-        read_ask(ChatRequest.model_validate(CHAT), config, tokenizer)
+        parse_request(ChatRequest.model_validate(CHAT), config, tokenizer)
     assert (refused.value.status, refused.value.param) == (400, "messages")
 
 
@@ -196,5 +196,5 @@ def test_an_error_repeats_no_more_of_a_value_than_a_line() -> None:
 def test_a_list_of_ids_longer_than_any_context_is_refused_before_it_is_read(config: Any, tokenizer: Tokenizer) -> None:
     most = config.generator.max_context_tokens
     with pytest.raises(OpenAiError) as refused:
-        read_ask(CompletionRequest.model_validate({**TEXT, "prompt": [10**9] * (most + 1)}), config, tokenizer)
+        parse_request(CompletionRequest.model_validate({**TEXT, "prompt": [10**9] * (most + 1)}), config, tokenizer)
     assert (refused.value.param, refused.value.code) == ("prompt", "context_length_exceeded")

@@ -74,9 +74,9 @@ def test_the_pieces_told_are_the_decoded_whole_however_the_tokens_arrive(
     told = ""
     for start, end in itertools.pairwise(edges):
         turn.feed(segment(ids[start:end]))
-        told += turn.news()
+        told += turn.new_text()
     turn.finish()
-    told += turn.news(final=True)
+    told += turn.new_text(final=True)
     assert told == turn.text == tokenizer.decode(ids)
     assert turn.raw == tokenizer.decode(ids, special_tokens=True)
 
@@ -106,11 +106,11 @@ def test_a_stop_string_ends_the_answer_before_it_however_it_is_tokenised(
     told = ""
     for start in range(0, len(ids), size):
         turn.feed(segment(ids[start : start + size]))
-        told += turn.news()
+        told += turn.new_text()
         if turn.stopped:
             break
     turn.finish()
-    told += turn.news(final=True)
+    told += turn.new_text(final=True)
     place = find_stop(text, stops)
     assert turn.stopped == (place is not None)
     assert told == turn.text == (text if place is None else text[:place])
@@ -123,12 +123,12 @@ def test_a_stop_string_ends_the_answer_before_it_however_it_is_tokenised(
 def test_news_never_shows_what_may_become_a_stop_string(tokenizer: Tokenizer) -> None:
     turn = AnswerTurn(tokenizer, NONE, ["Observation:"])
     turn.feed(segment(character_ids(tokenizer, "the answer Obser")))
-    assert turn.news() == "the answer "
+    assert turn.new_text() == "the answer "
     assert turn.undecided
     turn.feed(segment(character_ids(tokenizer, "ve ")))
-    assert turn.news() == "Observe "
+    assert turn.new_text() == "Observe "
     turn.feed(segment(character_ids(tokenizer, "Observation: 42")))
-    assert (turn.news(), turn.news(final=True)) == ("", "")
+    assert (turn.new_text(), turn.new_text(final=True)) == ("", "")
     assert turn.text == "the answer Observe "
     assert turn.token_count == len("the answer Observe ")
 

@@ -50,7 +50,7 @@ def answering(status: int, body: object) -> Handler:
 @pytest.mark.parametrize(
     ("status", "body", "error", "message"),
     [
-        (400, {"error": {"message": "too long"}}, DataError, "refuses the call: too long"),
+        (400, {"error": {"message": "too long"}}, DataError, "rejects the call: too long"),
         (400, {"error": "no ids"}, DataError, "no ids"),
         (422, {"detail": [{"loc": ["input_ids"]}]}, DataError, "input_ids"),
         (429, {"error": {"message": "queue is full"}}, GenerationRefused, "HTTP 429: queue is full"),
@@ -58,7 +58,7 @@ def answering(status: int, body: object) -> Handler:
         (401, {"error": "Unauthorized"}, EngineError, "HTTP 401: Unauthorized"),
         (404, {"detail": "Not Found"}, EngineError, "/generate: HTTP 404: Not Found"),
         (500, {"object": "error", "message": "boom"}, EngineError, "HTTP 500: boom"),
-        (200, [1, 2], EngineError, "answered list"),
+        (200, [1, 2], EngineError, "the response is list"),
     ],
 )
 async def test_an_error_status_says_whose_fault_it_is(serve, status, body, error, message):

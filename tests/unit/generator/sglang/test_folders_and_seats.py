@@ -80,7 +80,7 @@ def test_damaged_folders_are_engine_errors(tmp_path):
         read_folder(folder)
 
 
-def make_seat(name: str = "t") -> ServerCall:
+def make_server_call(name: str = "t") -> ServerCall:
     call = GenerationCall(
         trajectory_id=name,
         context_ids=np.arange(5, dtype=np.int32),
@@ -93,51 +93,51 @@ def make_seat(name: str = "t") -> ServerCall:
 
 
 def test_slots_go_out_in_order_of_arrival_and_are_kept_until_the_call_leaves():
-    seats = SlotQueue(2)
-    first, second, third = (make_seat(n) for n in "abc")
-    for seat in (first, second, third):
-        seats.enter(seat)
-    assert not seats.take(second)
-    assert seats.take(first) and seats.take(second) and not seats.take(third)
-    assert (seats.running_count, seats.waiting_count, seats.context_tokens) == (2, 1, 10)
+    queue = SlotQueue(2)
+    first, second, third = (make_server_call(n) for n in "abc")
+    for server_call in (first, second, third):
+        queue.enter(server_call)
+    assert not queue.take(second)
+    assert queue.take(first) and queue.take(second) and not queue.take(third)
+    assert (queue.running_count, queue.waiting_count, queue.context_tokens) == (2, 1, 10)
     third.changed.clear()
-    seats.leave(first)
-    assert third.changed.is_set() and seats.take(third)
-    assert first.running is False and list(seats) == [second, third]
-    seats.leave(second)
-    seats.leave(third)
-    assert (seats.running_count, seats.waiting_count) == (0, 0)
+    queue.leave(first)
+    assert third.changed.is_set() and queue.take(third)
+    assert first.running is False and list(queue) == [second, third]
+    queue.leave(second)
+    queue.leave(third)
+    assert (queue.running_count, queue.waiting_count) == (0, 0)
 
 
 def test_a_call_that_leaves_the_queue_lets_the_next_one_in():
-    seats = SlotQueue(1)
-    first, second = make_seat("a"), make_seat("b")
-    seats.enter(first)
-    seats.enter(second)
-    seats.leave(first)
-    assert second.changed.is_set() and seats.take(second)
+    queue = SlotQueue(1)
+    first, second = make_server_call("a"), make_server_call("b")
+    queue.enter(first)
+    queue.enter(second)
+    queue.leave(first)
+    assert second.changed.is_set() and queue.take(second)
 
 
 def test_time_counts_only_while_something_is_decoded():
-    seats = SlotQueue(2)
-    seat = make_seat()
-    seats.account()
-    assert seats.busy_seconds == 0
-    seats.enter(seat)
-    seats.take(seat)
-    seats.stand_still(True)
-    before = seats.busy_seconds
-    seats.account()
-    assert seats.busy_seconds == before
-    seats.stand_still(False)
-    seats.account()
-    assert seats.busy_seconds >= before and seats.running_seconds == seats.busy_seconds
+    queue = SlotQueue(2)
+    server_call = make_server_call()
+    queue.account()
+    assert queue.busy_seconds == 0
+    queue.enter(server_call)
+    queue.take(server_call)
+    queue.set_paused(True)
+    before = queue.busy_seconds
+    queue.account()
+    assert queue.busy_seconds == before
+    queue.set_paused(False)
+    queue.account()
+    assert queue.busy_seconds >= before and queue.running_seconds == queue.busy_seconds
 
 
 def test_the_oldest_version_in_a_cache_never_exceeds_the_one_that_samples():
-    seat = make_seat()
-    seat.kv_min = {3: 3, 4: 3, 5: 5}
-    assert [seat.kv_min_version(v) for v in (3, 4, 5, 6)] == [3, 3, 5, 6]
-    assert not seat.begun
-    seat.context.append(1)
-    assert seat.begun
+    server_call = make_server_call()
+    server_call.kv_min = {3: 3, 4: 3, 5: 5}
+    assert [server_call.kv_min_version(v) for v in (3, 4, 5, 6)] == [3, 3, 5, 6]
+    assert not server_call.begun
+    server_call.context.append(1)
+    assert server_call.begun

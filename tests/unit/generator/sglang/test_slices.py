@@ -108,10 +108,10 @@ def test_without_spans_the_version_is_taken_only_where_no_load_met_the_slice():
         (answer([1, 2], [("3", 1, 2)]), "cover"),
         (answer([1, 2], [("2", 0, 2), ("3", 1, 2)]), "cover"),
         (answer([1, 2], [("default", 0, 2)]), "malformed"),
-        (answer([1, 2], output_token_logprobs=[[-1.0, 1, None]]), "log-probabilities of 1"),
+        (answer([1, 2], output_token_logprobs=[[-1.0, 1, None]]), "2 tokens do not match 1 log-prob"),
         (answer([1, 2], output_token_logprobs=[[-1.0, 1, None], [-1.0, 3, None]]), "log-probabilities"),
         (answer([1, VOCAB]), "outside the vocabulary"),
-        (answer([1] * 9), "9 tokens where 8"),
+        (answer([1] * 9), "9 tokens, requested 8"),
         (answer([1], output_token_logprobs=[[]]), "malformed"),
     ],
 )

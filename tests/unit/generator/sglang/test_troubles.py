@@ -67,8 +67,8 @@ def test_a_clock_counts_only_while_it_runs():
     stood = clock.seconds()
     clock.stop()
     assert clock.stopped and clock.seconds() == stood
-    clock.go_on()
-    clock.go_on()
+    clock.start()
+    clock.start()
     deadline = time.monotonic() + 5
     while clock.seconds() == stood:
         assert time.monotonic() < deadline
@@ -90,8 +90,8 @@ async def test_the_deadline_of_a_slice_stands_still_while_the_server_is_paused(s
 
 async def test_tokens_of_weights_that_were_never_loaded_end_the_engine(server, start):
     engine = await start()
-    server.version = "9"  # it was started anew
-    with pytest.raises(EngineLost, match=r"serves policy version 9, which .* has not loaded .*started anew"):
+    server.version = "9"  # it was restarted
+    with pytest.raises(EngineLost, match=r"serves policy version 9, which .* has not loaded .*restarted"):
         await collect(engine, make_call())
     with pytest.raises(EngineLost):
         engine.status()
@@ -168,7 +168,7 @@ async def test_a_server_that_refuses_to_score_is_an_engine_error_and_goes_on(ser
 async def test_a_wrong_key_is_an_error_at_once_that_names_the_field(server, start):
     server.key = "another"
     started = time.monotonic()
-    with pytest.raises(ConfigError, match=r"generator\.sglang\.admin_key: .* refuses it: .*HTTP 401"):
+    with pytest.raises(ConfigError, match=r"generator\.sglang\.admin_key: .* rejects it: .*HTTP 401"):
         await start(start_timeout_seconds=60.0)
     assert time.monotonic() - started < 30
 

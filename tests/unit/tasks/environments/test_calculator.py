@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmesh.errors import ConfigError
-from rollmesh.tasks.environments.arithmetic import ArithmeticRefused, evaluate, written
+from rollmesh.tasks.environments.arithmetic import ArithmeticRejected, evaluate, format_value
 from rollmesh.tasks.environments.environment_factory import environment_factory
 from rollmesh.tasks.environments.environment_protocol import EnvironmentReply
 from rollmesh.types import Prompt
@@ -44,7 +44,7 @@ PROMPT = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exac
     ],
 )
 def test_arithmetic_is_exact(expression: str, result: str) -> None:
-    assert written(evaluate(expression)) == result
+    assert format_value(evaluate(expression)) == result
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_arithmetic_is_exact(expression: str, result: str) -> None:
 )
 def test_everything_else_is_refused_at_once(expression: str) -> None:
     start = time.thread_time()  # the work itself: a busy machine may hold anybody up
-    with pytest.raises(ArithmeticRefused):
+    with pytest.raises(ArithmeticRejected):
         evaluate(expression)
     assert time.thread_time() - start < 1.0
 
@@ -91,11 +91,11 @@ def test_everything_else_is_refused_at_once(expression: str) -> None:
 def test_any_text_gives_a_bounded_number_or_a_refusal(expression: str) -> None:
     try:
         value = evaluate(expression)
-    except ArithmeticRefused:
+    except ArithmeticRejected:
         return
     assert isinstance(value, Fraction)
     assert value.numerator.bit_length() <= 4096
-    assert len(written(value)) < 1300
+    assert len(format_value(value)) < 1300
 
 
 async def play(turns: list[str], **options: Any) -> list[EnvironmentReply]:
@@ -185,12 +185,12 @@ async def test_an_environment_of_ones_own_is_made_anew_per_trajectory(own_enviro
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("abacus", {}, "rollout.environment: 'abacus' is none of calculator"),
+        ("abacus", {}, "rollout.environment: 'abacus' is not one of calculator"),
         ("own_environment_module:Nothing", {}, "has no 'Nothing'"),
         ("own_environment_module:Half", {}, "needs async step, aclose"),
-        ("own_environment_module:Echo", {"size": 1}, "rollout.environment_options: .* refuses"),
-        ("calculator", {"reply": "no place"}, "has no {result}"),
-        ("calculator", {"tag": "a b"}, "is not a plain word"),
+        ("own_environment_module:Echo", {"size": 1}, "rollout.environment_options: .* rejects"),
+        ("calculator", {"reply": "no place"}, "must contain {result}"),
+        ("calculator", {"tag": "a b"}, "must be an identifier"),
     ],
 )
 def test_a_wrong_environment_is_a_config_error(

@@ -56,8 +56,8 @@ def test_options_reach_the_task(tokenizer: Tokenizer) -> None:
     ("task", "options", "message"),
     [
         ("chain_summ", {}, "reasoning-gym has no task 'chain_summ'; for example .*chain_sum"),
-        ("chain_sum", {"min_termz": 1}, "data.source.options: chain_sum refuses"),
-        ("chain_sum", {"min_terms": 9, "max_terms": 2}, "data.source.options: chain_sum refuses"),
+        ("chain_sum", {"min_termz": 1}, "data.source.options: chain_sum rejects"),
+        ("chain_sum", {"min_terms": 9, "max_terms": 2}, "data.source.options: chain_sum rejects"),
     ],
 )
 def test_a_wrong_task_or_option_is_named(

@@ -228,7 +228,7 @@ def test_a_file_that_changes_under_the_run_is_noticed(tmp_path: Path, tokenizer:
     source = open_jsonl(path, tokenizer, held_out_ratio=0)
     write_jsonl(path, numbered(4))
     os.utime(path, ns=(1, 1))
-    with pytest.raises(DataError, match="changed while the run reads it"):
+    with pytest.raises(DataError, match="the file changed while the run was reading it"):
         source.prompt(0, 0)
 
 
@@ -303,7 +303,7 @@ def test_a_callable_in_the_working_directory_gives_prompts(own_module: str, toke
         ("own_rows_module:missing", {}, ConfigError, "data.source.target: module 'own_rows_module' has no 'missing'"),
         ("no_such_module_x:f", {}, ConfigError, "data.source.target: no module 'no_such_module_x'"),
         ("own_rows_module:number", {}, ConfigError, "is not callable"),
-        ("own_rows_module:rows", {"size": 1}, ConfigError, "data.source.options: .* refuses"),
+        ("own_rows_module:rows", {"size": 1}, ConfigError, "data.source.options: .* rejects"),
         ("own_rows_module:wrong", {}, DataError, r"own_rows_module:wrong\[0\]: expected a mapping"),
     ],
 )

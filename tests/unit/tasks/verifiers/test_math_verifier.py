@@ -52,7 +52,7 @@ def test_answers_are_compared_as_mathematics(verifier: Verifier, answer: Any, re
 
 
 def test_a_reference_that_is_no_mathematics_is_an_error(verifier: Verifier) -> None:
-    with pytest.raises(VerifierError, match="no mathematics that sympy can read"):
+    with pytest.raises(VerifierError, match="not mathematics that sympy can read"):
         verifier.verify(r"\boxed{1}", {"answer": "$$"})
 
 

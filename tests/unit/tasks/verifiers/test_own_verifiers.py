@@ -73,9 +73,9 @@ def test_a_class_is_made_with_the_options() -> None:
         ("own_verifiers_module:slow", {}, "must be a plain function"),
         ("own_verifiers_module:no_metadata", {}, "cannot be called as f"),
         ("own_verifiers_module:strict", {"x": 1}, "cannot be called as f"),
-        ("own_verifiers_module:Length", {"x": 1}, "reward.options: .* refuses"),
+        ("own_verifiers_module:Length", {"x": 1}, "reward.options: .* rejects"),
         ("own_verifiers_module:Nothing", {}, "needs a method verify"),
-        (":f", {}, "is not of the form module:name"),
+        (":f", {}, "must have the form module:name"),
     ],
 )
 def test_what_is_no_verifier_is_refused_by_name(target: str, options: dict[str, Any], message: str) -> None:

@@ -256,16 +256,16 @@ def test_a_composite_is_the_weighted_sum_and_shows_its_parts() -> None:
 
 def test_a_part_that_fails_fails_the_whole() -> None:
     parts = {"a": {"verifier": "exact"}, "b": {"verifier": "numeric"}}
-    with pytest.raises(VerifierError, match="numeric: the prompt's answer holds no number"):
+    with pytest.raises(VerifierError, match="numeric: the prompt's answer contains no number"):
         build_verifier("composite", {"parts": parts}).verify("x", {"answer": "x"})
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("exakt", {}, "reward.verifier: 'exakt' is none of exact, numeric"),
+        ("exakt", {}, "reward.verifier: 'exakt' is not one of exact, numeric"),
         ("exact", {"extrakt": "whole"}, r"reward.options: exact .*extrakt.*allowed: extract: str = 'whole'"),
-        ("exact", {"extract": "nowhere"}, "extract: 'nowhere' is none of whole"),
+        ("exact", {"extract": "nowhere"}, "extract: 'nowhere' is not one of whole"),
         ("countdown", {"hint": 1}, "reward.options: countdown .*allowed: none"),
         ("numeric", {"tolerance": -1}, "reward.options.tolerance: -1"),
         ("numeric", {"tolerance": math.nan}, "reward.options.tolerance: nan"),
@@ -275,11 +275,15 @@ def test_a_part_that_fails_fails_the_whole() -> None:
         ("composite", {"parts": {}}, "reward.options.parts: expected a mapping"),
         ("composite", {"parts": {"a": {}}}, "reward.options.parts.a: expected verifier"),
         ("composite", {"parts": {"a": {"verifier": "exact", "weight": "1"}}}, "reward.options.parts.a.weight: '1'"),
-        ("composite", {"parts": {"a": {"verifier": "exakt"}}}, "'exakt' is none of"),
+        ("composite", {"parts": {"a": {"verifier": "exakt"}}}, "'exakt' is not one of"),
         ("http_judge", {"url": "ftp://x"}, "reward.options.url"),
-        ("http_judge", {"url": "http://x", "format": "chat"}, "format=chat needs model, and template"),
+        ("http_judge", {"url": "http://x", "format": "chat"}, "format=chat needs model, and a template"),
         ("http_judge", {"url": "http://x", "timeout_seconds": 0}, "timeout_seconds=0"),
-        ("http_judge", {"url": "http://x", "api_key_env": "NO_SUCH_KEY_X"}, "the environment has no NO_SUCH_KEY_X"),
+        (
+            "http_judge",
+            {"url": "http://x", "api_key_env": "NO_SUCH_KEY_X"},
+            "the environment variable NO_SUCH_KEY_X is not set",
+        ),
         ("http_judge", {"url": "http://x", "score_pattern": "\\d"}, "needs a group around the number"),
         ("python_code", {"timeout_seconds": 0}, "timeout_seconds=0"),
     ],

@@ -1,15 +1,17 @@
-"""An SGLang server as the engine of a generator, over HTTP only: nothing of SGLang is imported here.
+"""The SGLang engine: a generator engine over the HTTP API of an SGLang server; never imports SGLang.
 
-engine     asyncio face: implements ``generator.engines.protocol.Engine``
-state      what the parts share
-calls      a call's way: its turn, its slices, its end
-seats      which calls run, which wait, what they hold
-slices     one request of a call and what comes back (pure)
-reload     the order of steps that changes the weights under running requests (pure)
-folders    what a policy folder holds, compared before the server is asked to load it
-server     the server behind it all: started or found, watched, paused, loaded
-settings   whether its settings let it serve the run (pure)
-clock      stands still while it is paused
-api        its HTTP endpoints
-process    one that this process starts, and keeper, which outlives both just long enough to end it
+sglang_engine     asyncio interface: implements ``generator.engines.engine_protocol.Engine``
+sglang_options    options of one server
+engine_state      state shared by the modules below
+server_calls      queueing, requests and end of calls
+slot_queue        running and waiting calls
+slices            request and response of one slice of a call (pure)
+reload_plan       steps that change the weights under running requests (pure)
+folders           contents of a policy folder, compared before the server loads it
+server            the SGLang server: start or connect, probe, pause, load
+server_settings   check of the server's settings against the run (pure)
+running_clock     clock that stops while the server is paused
+api               HTTP endpoints of the server
+server_process    the server as a child process
+orphan_guard      parent of the server process: kills it if the generator dies
 """

@@ -1,4 +1,4 @@
-"""What the parts of the engine share: which weights are where, what holds decoding up, what has been counted."""
+"""Shared state of the engine: policy versions, reasons to hold decoding, and counters."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rollmesh.generator.engines.sglang.slot_queue import SlotQueue
 
 @dataclass(slots=True)
 class EngineState:
-    """One engine's state; changed in one asyncio loop."""
+    """State of one engine; changed in one asyncio loop."""
 
-    seats: SlotQueue
+    queue: SlotQueue
     folder: PolicyFolder | None = None
-    """The first policy: every later one has its architecture. None until the engine has started."""
+    """The first policy; later policies have the same architecture. None until the engine has started."""
     in_service: int = -1
-    """Policy version whose tokens may be delivered."""
+    """Policy version in service: its tokens may be delivered."""
     on_trial: int | None = None
-    """Version in the server that has not been put in service yet."""
+    """Version in the server that is not in service yet."""
     paused: bool = False
     loading: bool = False
     draining: bool = False
-    """A load waits for the calls that have begun; no other call begins."""
+    """True while a load waits for the calls that have started; other calls do not start."""
     closed: bool = False
     failure: EngineLost | None = None
     load_count: int = 0
     cache_space: str = field(default_factory=lambda: secrets.token_hex(4))
-    """Keeps this process's cache keys apart from those of an earlier one in front of the same server."""
+    """Prefix of this process's cache keys: an earlier process may have used the same server."""
     server_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by whoever pauses and continues the server."""
+    """Lock of the operations that pause and continue the server."""
     generated_tokens: int = 0
     prefill_tokens: int = 0
     reprefill_tokens: int = 0
@@ -42,11 +42,11 @@ class EngineState:
 
     @property
     def cache_key(self) -> str:
-        """The prefix cache that calls which begin now share: of these weights alone."""
+        """Key of the prefix cache for calls that start now; it holds only keys and values of the current weights."""
         return f"{self.cache_space}-{self.load_count}"
 
     def serving(self) -> PolicyFolder:
-        """The architecture; raises unless the engine serves."""
+        """Return the first policy's folder; raise unless the engine serves."""
         if self.folder is None:
             raise EngineError("the engine has not been started")
         if self.closed:
@@ -55,11 +55,11 @@ class EngineState:
             raise self.failure
         return self.folder
 
-    def lose(self, error: EngineLost) -> None:
-        """The server is of no use any more: every call ends, and so does every later one."""
+    def mark_lost(self, error: EngineLost) -> None:
+        """Fail every running and later call, because the server is lost."""
         if self.failure is None and not self.closed:
             self.failure = error
-            for seat in self.seats:
-                if seat.request is not None:
-                    seat.request.cancel()
-            self.seats.wake_all()
+            for server_call in self.queue:
+                if server_call.request is not None:
+                    server_call.request.cancel()
+            self.queue.wake_all()

@@ -1,7 +1,6 @@
-"""What a policy folder holds, read without torch: enough to know whether a running server can take it.
+"""Contents of a policy folder, read without torch, to check that a running server can load it.
 
-SGLang's own answer to weights that do not fit comes when some of them are in place already, so whatever can be known
-before is checked here.
+SGLang reports weights that do not fit only after it has replaced some of them, so they are checked here before.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ class PolicyFolder:
     vocab_size: int
     max_positions: int
     architecture: Mapping[str, Any]
-    """The fields of config.json that decide the shape of the computation."""
+    """Fields of config.json that determine the shape of the computation."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Shape of every stored tensor by name."""
+    """Shape of every stored tensor, by name."""
 
 
 def read_folder(path: Path) -> PolicyFolder:
-    """Read config.json and the headers of the weight files; EngineError names what is wrong."""
+    """Read config.json and the headers of the weight files; EngineError names the invalid file or field."""
     config = _read_json(path / "config.json")
     _refuse_ambiguous(config, path)
     tensors: dict[str, tuple[int, ...]] = {}
@@ -68,7 +67,9 @@ def read_folder(path: Path) -> PolicyFolder:
     try:
         vocab_size, max_positions = int(config["vocab_size"]), int(config["max_position_embeddings"])
     except (KeyError, TypeError, ValueError) as error:
-        raise UnsupportedModel(f"{path / 'config.json'}: vocab_size and max_position_embeddings are needed") from error
+        raise UnsupportedModel(
+            f"{path / 'config.json'}: vocab_size and max_position_embeddings must be integers"
+        ) from error
     return PolicyFolder(
         path=path,
         vocab_size=vocab_size,
@@ -79,17 +80,17 @@ def read_folder(path: Path) -> PolicyFolder:
 
 
 def _refuse_ambiguous(config: Mapping[str, Any], path: Path) -> None:
-    """Raise UnsupportedModel when the two keys of rotary embedding differ: libraries disagree on which one counts."""
+    """Raise UnsupportedModel if the two rotary embedding keys differ: libraries disagree on their precedence."""
     scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
     if scaling and parameters and scaling != parameters:
         raise UnsupportedModel(
             f"{path / 'config.json'}: rope_scaling={scaling} and rope_parameters={parameters}: keep one of them; the "
-            "trainer takes rope_scaling"
+            "trainer uses rope_scaling"
         )
 
 
 def difference(running: PolicyFolder, other: PolicyFolder) -> str:
-    """The first thing in which ``other`` does not fit the running architecture; empty when it fits."""
+    """Describe the first difference of ``other`` from the running architecture; empty if it fits."""
     for key in _ARCHITECTURE_KEYS:
         mine, theirs = running.architecture.get(key), other.architecture.get(key)
         if mine != theirs:
@@ -100,7 +101,7 @@ def difference(running: PolicyFolder, other: PolicyFolder) -> str:
         if other.tensors[name] != shape:
             return f"{name} has shape {list(other.tensors[name])}, the running policy has {list(shape)}"
     surplus = sorted(set(other.tensors) - set(running.tensors))
-    return f"tensor {surplus[0]}, which the running policy has not" if surplus else ""
+    return f"tensor {surplus[0]}, which the running policy does not have" if surplus else ""
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -114,7 +115,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes by name from a safetensors header, which must account for every byte of the file."""
+    """Read shapes by name from a safetensors header, which must account for every byte of the file."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))

@@ -1,9 +1,9 @@
-"""Runs a program and ends it, with all that it started, when the process that asked for it is gone.
+"""Script that runs a program and kills the program with all its children when the generator dies.
 
-Started as a script of its own (standard library only, no package import): ``python -I -S keeper.py COMMAND...`` with
-a pipe as standard input, in a session of its own. The other end of the pipe is held by the generator; when that dies,
-however it dies, the pipe ends and the whole session is killed. SIGTERM is passed on to the program alone, which then
-ends its own children. Exits with the program's status, or 128 plus the signal that ended it.
+Usage: ``python -I -S orphan_guard.py COMMAND...`` (standard library only, no package import) in a new session, with a
+pipe as standard input. The generator holds the other end of the pipe. When the generator dies for any reason, the pipe
+closes and the guard kills the whole session. SIGTERM is forwarded only to the program, which then ends its children.
+The exit status is the program's status, or 128 plus the signal that ended it.
 """
 
 import os
@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def _prepare_child() -> None:
-    """Between fork and exec, in a process with one thread: default signals, and death with the keeper (Linux)."""
+    """Restore default signals between fork and exec, and die with the guard (Linux); the process has one thread."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -32,7 +32,7 @@ def _kill_session_when_orphaned() -> None:
 
 
 def main(command: list[str]) -> int:
-    """Run ``command`` to its end."""
+    """Run ``command`` until it exits; return its status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

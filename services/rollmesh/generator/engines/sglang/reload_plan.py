@@ -1,14 +1,14 @@
-"""What a load does to running requests, and what a failed one means. Pure functions.
+"""Steps of a weight update under running requests, and classification of a failed one. Pure functions.
 
 mode        running requests                        server's cache     order
 interrupt   retract: back to its queue, prefilled   dropped            pause(retract), update(flush), continue
             again under the new weights
             abort: end as interrupted               dropped            abort each, pause(retract), update(flush), ...
-keep_kv     go on where they are                    kept               pause(in_place), update(no flush), continue
-drain       have finished before                    dropped            pause(retract), update(flush), continue
+keep_kv     continue in place                       kept               pause(in_place), update(no flush), continue
+drain       finished before                         dropped            pause(retract), update(flush), continue
 
-A version below the one in service (a pin) ends running calls: the versions of one call never fall. Going back from a
-version that was loaded but not put in service drops whatever was computed under it.
+A version below the one in service (a pin) ends running calls: the versions of one call never decrease. A load that
+replaces a version on trial drops all tokens sampled under that version.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReloadPlan:
-    """How the weights are changed."""
+    """Steps of one weight update."""
 
     end_running: bool
-    """Running calls end as interrupted first."""
+    """True if running calls end as interrupted first."""
     pause_mode: str
     flush: bool
-    """The server drops its cache with the update."""
+    """True if the server drops its cache with the update."""
 
 
 def plan_reload(
     mode: OnNewVersion, *, interrupt: str, version: int, in_service: int, on_trial: int | None
 ) -> ReloadPlan:
-    """The way from the policy ``in_service`` to ``version``.
+    """Plan the update from the policy ``in_service`` to ``version``.
 
-    ``on_trial`` is a version in the server that was not put in service: the load takes it back out.
+    ``on_trial`` is a version in the server that was not put in service: the load replaces it.
     """
     falls = version < in_service
     if on_trial is not None or falls:
@@ -45,14 +45,14 @@ def plan_reload(
     return ReloadPlan(end_running=ends, pause_mode="retract", flush=True)
 
 
-_UNTOUCHED = ("Failed to get weights iterator", "Failed to get model loader")
-"""What the server says when it has given up before it wrote a single weight."""
+_UNCHANGED_MESSAGES = ("Failed to get weights iterator", "Failed to get model loader")
+"""Error messages of a server that failed before it wrote a single weight."""
 
 
 def nothing_changed(message: str, reported_version: str, version_before: int) -> bool:
-    """Whether a failed update certainly left the old weights in place.
+    """Tell whether a failed update certainly left the old weights in place.
 
-    An update that failed half-way claims to have rolled back, but reads the weights for that from the folder that it
-    could not load: such a server is in an unknown state.
+    The server reports a rollback after an update that failed half-way, but it reads the weights for the rollback from
+    the folder that it could not load. The state of the server is then unknown.
     """
-    return message.startswith(_UNTOUCHED) and reported_version == str(version_before)
+    return message.startswith(_UNCHANGED_MESSAGES) and reported_version == str(version_before)

@@ -1,4 +1,4 @@
-"""A clock that can be stopped."""
+"""Clock that can be stopped."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class RunningClock:
-    """Seconds that have passed while it was not stopped."""
+    """Clock that counts the seconds during which it is not stopped."""
 
     def __init__(self) -> None:
         self._passed = 0.0
@@ -14,18 +14,18 @@ class RunningClock:
 
     @property
     def stopped(self) -> bool:
-        """Whether it stands still."""
+        """True while the clock is stopped."""
         return self._since is None
 
     def seconds(self) -> float:
-        """The time on it."""
+        """Return the seconds counted so far."""
         return self._passed if self._since is None else self._passed + time.monotonic() - self._since
 
     def stop(self) -> None:
-        """Stand still; nothing happens to a clock that does."""
+        """Stop the clock; no effect if it is stopped."""
         self._passed, self._since = self.seconds(), None
 
-    def go_on(self) -> None:
-        """Run again; nothing happens to a clock that runs."""
+    def start(self) -> None:
+        """Start the clock again; no effect if it runs."""
         if self._since is None:
             self._since = time.monotonic()

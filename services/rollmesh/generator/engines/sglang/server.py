@@ -1,4 +1,4 @@
-"""The server behind the engine: started or found, watched, paused and continued, given new weights."""
+"""The SGLang server of the engine: start or connect, probe, pause and continue, load weights."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.runtime.free_port import free_port
 from rollmesh.runtime.logging import get_logger
 
-_LOOK_SECONDS = 0.25
-_LOOK_TIMEOUT_SECONDS = 20.0
-_MOST_MISSED_LOOKS = 3
+_POLL_SECONDS = 0.25
+_PROBE_TIMEOUT_SECONDS = 20.0
+_MAX_MISSED_PROBES = 3
 _STOP_GRACE_SECONDS = 2.0
-"""A server that is stopped has no request left to finish."""
-_LAST_WORDS_SECONDS = 1.0
+"""Time between SIGTERM and SIGKILL; a server that is stopped has no request left to finish."""
+_EXIT_SECONDS = 1.0
 _WRONG_KEY = frozenset({401, 403})
 
 
 class SglangServer:
-    """One SGLang deployment; ``lost`` is called once when it is gone or in an unknown state."""
+    """One SGLang deployment; ``lost`` is called once if it dies or its state is unknown."""
 
     def __init__(self, options: SglangOptions, lost: Callable[[EngineLost], None]) -> None:
         self._options = options
@@ -43,33 +43,33 @@ class SglangServer:
         self._loads = 0
         self._updating = False
         self.clock = RunningClock()
-        """Stands still while the server is paused: what the deadlines of its requests are counted in."""
+        """Clock of the request deadlines; stopped while the server is paused."""
         self.policy_version = -1
-        """Version of the weights in it."""
+        """Version of the weights in the server."""
         self.known_versions: set[int] = set()
-        """Every version that it was told to load: tokens of another one are not ours."""
+        """Every version that this engine has sent to the server; tokens of any other version are rejected."""
         self.doubtful_versions: set[int] = set()
-        """Versions whose load was cancelled half-way: it may have them, nobody has checked them."""
+        """Versions whose load was cancelled; the server may have these weights unchecked."""
         self.kv_token_capacity = 0
 
     @property
     def paused(self) -> bool:
-        """Whether it holds its requests."""
+        """True while the server holds its requests."""
         return self.clock.stopped
 
     @property
     def api(self) -> SglangApi:
-        """Its endpoints."""
+        """HTTP client of the server; EngineError before ``start``."""
         if self._api is None:
             raise EngineError("the engine has not been started")
         return self._api
 
     async def start(self, folder: Path, policy_version: int) -> None:
-        """Start it on ``folder``, or find it and load ``folder``; EngineLost when it does not come up."""
+        """Start the server on ``folder``, or connect and load ``folder``; EngineLost if it is not ready in time."""
         options = self._options
         self.known_versions.add(policy_version)
         try:
-            self._process = self._launched(folder, policy_version) if options.url is None else None
+            self._process = self._launch(folder, policy_version) if options.url is None else None
             self._api = self._api or SglangApi(str(options.url), options.admin_key)
             await self._until_up()
         finally:
@@ -80,9 +80,9 @@ class SglangServer:
             await self._update(folder, policy_version, flush=True)
             await self.resume()
         self.policy_version = policy_version
-        self._watch = asyncio.create_task(self._keep_watch(), name="sglang-watch")
+        self._watch = asyncio.create_task(self._probe_until_lost(), name="sglang-watch")
 
-    def _launched(self, folder: Path, policy_version: int) -> ServerProcess:
+    def _launch(self, folder: Path, policy_version: int) -> ServerProcess:
         options, port = self._options, free_port()
         self._api = SglangApi(f"http://127.0.0.1:{port}", options.admin_key)
         if options.admin_key is not None:
@@ -93,7 +93,7 @@ class SglangServer:
         return process
 
     async def aclose(self) -> None:
-        """Stop watching; end the server if it is ours, let it go on if it is not."""
+        """Stop probing, and stop the server if this process started it; a server at a url continues."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -106,29 +106,29 @@ class SglangServer:
             await self._api.aclose()
 
     async def pause(self, mode: str) -> None:
-        """Hold its running requests: ``in_place``, or ``retract`` to drop their cache too."""
-        await self._control(self.api.pause(mode))
+        """Hold the running requests: ``in_place``, or ``retract`` to drop their cache too."""
+        await self._send_control(self.api.pause(mode))
         self.clock.stop()
 
     async def resume(self) -> None:
-        """Let it go on."""
-        await self._control(self.api.resume())
-        self.clock.go_on()
+        """Continue the running requests."""
+        await self._send_control(self.api.resume())
+        self.clock.start()
 
-    async def _control(self, request: Coroutine[Any, Any, None]) -> None:
-        """A server that cannot be paused or continued any more is lost: nobody knows whether it is held."""
+    async def _send_control(self, request: Coroutine[Any, Any, None]) -> None:
+        """Send a pause or continue request; a failure loses the server, because its state is unknown."""
         try:
             await request
         except EngineError as error:
-            lost = EngineLost(str(await self.explained(error)))
+            lost = EngineLost(str(await self.explain(error)))
             self._lost(lost)
             raise lost from error
 
     async def load(self, folder: Path, policy_version: int, *, flush: bool) -> None:
         """Change the weights of the paused server.
 
-        EngineError when it refuses and goes on with the old ones, EngineLost when nobody knows which it has. After a
-        cancellation nobody knows either: what it samples from the new ones is refused.
+        Raises EngineError if the server rejects them and keeps the old ones, EngineLost if its weights are unknown.
+        They are also unknown after a cancellation: tokens sampled from the new weights are then rejected.
         """
         self.known_versions.add(policy_version)
         self._updating = True
@@ -146,60 +146,64 @@ class SglangServer:
         self.doubtful_versions.discard(policy_version)
         self.policy_version = policy_version
 
-    async def explained(self, error: EngineError) -> EngineError:
-        """What a failed request means: the end of the server, if it has just died, else the error itself."""
+    async def explain(self, error: EngineError) -> EngineError:
+        """Return EngineLost if the server has just died, else the error itself."""
         if self._process is None:
             return error
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LAST_WORDS_SECONDS):
-                return self._obituary(await self._process.ended())
+            async with asyncio.timeout(_EXIT_SECONDS):
+                return self._exit_error(await self._process.ended())
         return error
 
-    def not_ours(self, version: str) -> EngineLost:
-        """What it means when weights answer that were not loaded from here."""
+    def unknown_version_error(self, version: str) -> EngineLost:
+        """Return the error for tokens of a version that this engine has not loaded."""
         return EngineLost(
             f"the SGLang server at {self.api.url} serves policy version {version}, which this generator has not loaded "
-            f"(it loaded {self.policy_version}): the server was started anew, or somebody else loads weights into it"
+            f"(it loaded {self.policy_version}): the server was restarted, or another client loads weights into it; "
+            "give each generator its own server"
         )
 
     async def _update(self, folder: Path, policy_version: int, *, flush: bool) -> None:
         seconds = self._options.update_timeout_seconds
         try:
             message = await self.api.update_weights(str(folder), str(policy_version), flush=flush, seconds=seconds)
-            reported = str((await self.api.model_info(_LOOK_TIMEOUT_SECONDS)).get("weight_version"))
+            reported = str((await self.api.model_info(_PROBE_TIMEOUT_SECONDS)).get("weight_version"))
         except EngineError as error:
-            raise EngineLost(f"loading policy version {policy_version}: {await self.explained(error)}") from error
+            raise EngineLost(f"loading policy version {policy_version}: {await self.explain(error)}") from error
         if message and nothing_changed(message, reported, self.policy_version):
-            raise EngineError(f"the SGLang server refuses policy version {policy_version}: {message}")
+            raise EngineError(f"the SGLang server rejects policy version {policy_version}: {message}")
         if message:
             raise EngineLost(f"the SGLang server loaded policy version {policy_version} in part: {message}")
         if reported != str(policy_version):
-            raise EngineLost(f"the SGLang server took policy version {policy_version} and reports {reported}")
+            raise EngineLost(f"the SGLang server loaded policy version {policy_version} but reports {reported}")
 
     async def _until_up(self) -> None:
         limit = self._options.start_timeout_seconds
         deadline = time.monotonic() + limit
-        while (trouble := await self._trouble()) is not None:
+        while (problem := await self._startup_problem()) is not None:
             if self._process is not None and not self._process.alive:
-                raise self._obituary(await self._process.ended())
+                raise self._exit_error(await self._process.ended())
             if time.monotonic() > deadline:
-                why = trouble if self._process is None else self._process.last_words()
+                reason = problem if self._process is None else self._process.log_tail()
                 raise EngineLost(
-                    f"the SGLang server was not ready within generator.sglang.start_timeout_seconds={limit:g}: {why}"
+                    f"the SGLang server was not ready within generator.sglang.start_timeout_seconds={limit:g}: {reason}"
                 )
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
-    async def _trouble(self) -> str | None:
-        """Why the server is not up yet; one of ours is up when it takes requests, one at a url may be paused."""
+    async def _startup_problem(self) -> str | None:
+        """Return the reason that the server is not up yet, or None.
+
+        A server that this process started is up once it accepts requests. A server at a url may be paused.
+        """
         if self._process is not None:
-            ready = await self.api.ready(_LOOK_TIMEOUT_SECONDS)
+            ready = await self.api.ready(_PROBE_TIMEOUT_SECONDS)
             return None if ready else "not ready"
         try:
-            await self.api.model_info(_LOOK_TIMEOUT_SECONDS)
+            await self.api.model_info(_PROBE_TIMEOUT_SECONDS)
         except HttpError as error:
             if error.status in _WRONG_KEY:
                 raise ConfigError(
-                    f"generator.sglang.admin_key: the SGLang server at {self.api.url} refuses it: {error}"
+                    f"generator.sglang.admin_key: the SGLang server at {self.api.url} rejects it: {error}"
                 ) from error
             return str(error)
         except EngineError as error:
@@ -217,33 +221,36 @@ class SglangServer:
             max_running_requests=info.get("max_running_requests"),
         )
 
-    async def _keep_watch(self) -> None:
-        """Report the server's end, or that it does not answer any more; a paused one answers as well."""
+    async def _probe_until_lost(self) -> None:
+        """Probe the server until it dies, does not answer or has unknown weights, and report that as lost.
+
+        A paused server answers probes.
+        """
         missed = 0
         while True:
-            await self._rest()
+            await self._sleep()
             if self._process is not None and not self._process.alive:
-                self._lost(self._obituary(await self._process.ended()))
+                self._lost(self._exit_error(await self._process.ended()))
                 return
             loads = self._loads
             try:
-                info = await self.api.model_info(_LOOK_TIMEOUT_SECONDS)
+                info = await self.api.model_info(_PROBE_TIMEOUT_SECONDS)
                 missed = 0
             except EngineError as error:
                 missed += 1
                 self._log.warning("server_does_not_answer", missed=missed, message=str(error))
-                if missed >= _MOST_MISSED_LOOKS:
+                if missed >= _MAX_MISSED_PROBES:
                     self._lost(EngineLost(f"the SGLang server at {self.api.url} does not answer: {error}"))
                     return
             else:
                 reported = str(info.get("weight_version"))
                 settled = loads == self._loads and not self._updating and not self.doubtful_versions
                 if settled and reported != str(self.policy_version):
-                    self._lost(self.not_ours(reported))
+                    self._lost(self.unknown_version_error(reported))
                     return
 
-    async def _rest(self) -> None:
-        """Sleep until the next look, or until the server has ended."""
+    async def _sleep(self) -> None:
+        """Sleep until the next probe, or until the server has exited."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._options.probe_seconds):
                 if self._process is not None:
@@ -251,6 +258,6 @@ class SglangServer:
                 else:
                     await asyncio.sleep(2 * self._options.probe_seconds)
 
-    def _obituary(self, status: int) -> EngineLost:
+    def _exit_error(self, status: int) -> EngineLost:
         assert self._process is not None
-        return EngineLost(f"the SGLang server ended with status {status}; {self._process.last_words()}")
+        return EngineLost(f"the SGLang server ended with status {status}; {self._process.log_tail()}")

@@ -1,4 +1,4 @@
-"""A server that this process starts: its own session and Python, its log, its end."""
+"""The SGLang server as a child process: session, log file and exit."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from pathlib import Path
 
 from rollmesh.errors import EngineError
 
-_KEEPER = Path(__file__).with_name("keeper.py")
+_ORPHAN_GUARD = Path(__file__).with_name("orphan_guard.py")
 _TAIL_BYTES = 65_536
-_LAST_LINES = 12
-_LINES_OF_AN_EXCEPTION = 40
-_EXCEPTIONS = ("hit an exception", "Traceback (most recent call last)")
+_TAIL_LINES = 12
+_EXCEPTION_LINES = 40
+_EXCEPTION_MARKS = ("hit an exception", "Traceback (most recent call last)")
 _NOISE = ("nanobind", " - leaked")
 
 
-def telling_lines(log: str) -> str:
-    """The lines that tell what ended a program: its last exception, else its last lines."""
+def relevant_lines(log: str) -> str:
+    """Extract the reason of an exit from a log: its last exception, else its last lines."""
     lines = [line for line in log.splitlines() if line.strip() and not any(noise in line for noise in _NOISE)]
-    begins = [number for number, line in enumerate(lines) if any(mark in line for mark in _EXCEPTIONS)]
-    if not begins:
-        return "\n".join(lines[-_LAST_LINES:])
-    # The trace of an exception begins soon after it is announced.
-    first = next((b for b in begins if begins[-1] - b <= 2), begins[-1])
-    return "\n".join(lines[first : first + _LINES_OF_AN_EXCEPTION])
+    starts = [number for number, line in enumerate(lines) if any(mark in line for mark in _EXCEPTION_MARKS)]
+    if not starts:
+        return "\n".join(lines[-_TAIL_LINES:])
+    # The trace of an exception starts within 2 lines of its announcement.
+    first = next((b for b in starts if starts[-1] - b <= 2), starts[-1])
+    return "\n".join(lines[first : first + _EXCEPTION_LINES])
 
 
 def write_private(file: Path, text: str) -> None:
-    """Write a file that nobody else can read."""
+    """Write a file that only this user can read."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with open(file, "w", encoding="utf-8", opener=_private) as stream:
         stream.write(text)
@@ -45,7 +45,7 @@ def _private(path: str, flags: int) -> int:
 
 
 class ServerProcess:
-    """One started program. It dies with this process, however that dies (keeper)."""
+    """One started program; ``orphan_guard`` kills it if this process dies."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> None:
         self._log_file = log_file
@@ -57,11 +57,11 @@ class ServerProcess:
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         try:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
-            # Ours alone: the server writes its arguments there, the key among them.
+            # Readable by this user only: the server writes its arguments there, including the key.
             with open(self._log_file, "ab", opener=_private) as log:
                 self._log_start = log.tell()
                 return subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_KEEPER), *command],
+                    [sys.executable, "-I", "-S", str(_ORPHAN_GUARD), *command],
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=log,
@@ -73,20 +73,20 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the keeper, which leads the session."""
+        """Process id of the orphan guard, which leads the session."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the program runs."""
+        """True while the program runs."""
         return not self._ended.done()
 
     async def ended(self) -> int:
-        """Wait for its end; returns the exit status, 128 plus the signal where one ended it."""
+        """Wait until the program exits; returns its exit status, or 128 plus the signal that ended it."""
         return await asyncio.shield(self._ended)
 
     async def stop(self, grace_seconds: float) -> None:
-        """SIGTERM, and SIGKILL for the whole session after the grace period."""
+        """Send SIGTERM to the program, and SIGKILL to the whole session after the grace period."""
         if self.alive:
             self._process.terminate()
             with contextlib.suppress(TimeoutError):
@@ -95,20 +95,20 @@ class ServerProcess:
         self._kill_session()
         await self.ended()
 
-    def last_words(self) -> str:
-        """The last lines of its log, and where the rest is."""
+    def log_tail(self) -> str:
+        """Return the last lines and the path of the program's log."""
         try:
             with self._log_file.open("rb") as log:
                 end = log.seek(0, os.SEEK_END)
                 log.seek(max(self._log_start, end - _TAIL_BYTES))
-                tail = telling_lines(log.read().decode(errors="replace"))
+                tail = relevant_lines(log.read().decode(errors="replace"))
         except OSError as error:
             return f"its log {self._log_file} cannot be read: {error}"
         return f"see {self._log_file}; its last lines:\n{tail}" if tail else f"it wrote nothing to {self._log_file}"
 
     def _wait(self) -> None:
         status = self._process.wait()
-        self._kill_session()  # what the program may have left behind
+        self._kill_session()  # processes that the program may have left behind
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(RuntimeError):  # the loop has ended before the server

@@ -1,4 +1,4 @@
-"""Whether a server's settings let it serve this run. A pure function of what /server_info says."""
+"""Check of an SGLang server's settings against the run: a pure function of the /server_info response."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from rollmesh.generator.engines.sglang.sglang_options import SPARE_TOKENS, Sglan
 
 
 def check_settings(info: Mapping[str, Any], options: SglangOptions, url: str) -> int:
-    """Tokens that the server's key-value cache holds; ConfigError names the setting that cannot work."""
+    """Return the capacity of the server's key-value cache in tokens; ConfigError names a setting that cannot work."""
     longest = options.max_context_tokens
     need = longest + SPARE_TOKENS
     if options.url is not None:
-        _check_a_found_server(info, options, need)
+        _check_running_server(info, options, need)
     capacity = int(info.get("max_total_num_tokens") or 0)
     # The server rounds a context up to whole pages and keeps one back.
     room = need + 2 * int(info.get("page_size") or 1)
     if 0 < capacity < room:
         raise ConfigError(
             f"the SGLang server at {url} has a key-value cache of {capacity} tokens; generator.max_context_tokens="
-            f"{longest} needs {room}: make it smaller, or the cache larger (--mem-fraction-static, --max-total-tokens)"
+            f"{longest} needs {room}: decrease it, or enlarge the cache (--mem-fraction-static, --max-total-tokens)"
         )
     return capacity
 
 
-def _check_a_found_server(info: Mapping[str, Any], options: SglangOptions, need: int) -> None:
-    """Of what a server gets that we start."""
+def _check_running_server(info: Mapping[str, Any], options: SglangOptions, need: int) -> None:
+    """Check the settings of a server at a url; a started server gets them from its command line."""
     context = info.get("context_length")
     if isinstance(context, int) and context < need:
         raise ConfigError(

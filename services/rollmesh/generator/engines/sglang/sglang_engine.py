@@ -1,4 +1,4 @@
-"""The asyncio face of the SGLang engine."""
+"""The asyncio interface of the SGLang engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,27 +25,27 @@ from rollmesh.generator.engines.sglang.slices import empty_chunk, read_scores, s
 from rollmesh.generator.engines.sglang.slot_queue import ServerCall, SlotQueue
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array
 
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 
 
 class SglangEngine:
-    """Calls in slices on one SGLang server; implements ``protocol.Engine``.
+    """Engine that runs calls in slices on one SGLang server; implements ``engine_protocol.Engine``.
 
-    Calls are queued here, at most ``slots`` of them have a request in the server. Weights that were loaded into the
-    paused engine are on trial until ``resume``: what the server samples under them meanwhile is held back, and dropped
-    if other weights take their place.
+    Calls are queued here, and at most ``slots`` of them have a request in the server. Weights loaded while the engine
+    is paused are on trial until ``resume``: tokens sampled under them are held, and dropped if other weights replace
+    them.
     """
 
     def __init__(self, options: SglangOptions) -> None:
         self._options = options
-        self._seats = SlotQueue(options.slots)
-        self._state = EngineState(self._seats)
-        self._server = SglangServer(options, self._state.lose)
+        self._queue = SlotQueue(options.slots)
+        self._state = EngineState(self._queue)
+        self._server = SglangServer(options, self._state.mark_lost)
         self._calls = Calls(options, self._state, self._server)
         self._load_lock = asyncio.Lock()
 
     async def start(self, folder: Path, policy_version: int) -> None:
-        """Start or find the server with the first policy; EngineLost when there is none in time."""
+        """Start or connect to the server with the first policy; EngineLost if it is not ready in time."""
         state = self._state
         if state.folder is not None:
             raise EngineError("the engine has been started already")
@@ -65,51 +64,52 @@ class SglangEngine:
         state.folder, state.in_service = policy, policy_version
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
-        """Stream the chunks of one call; closing the generator early frees its slot."""
+        """Stream the chunks of one call; closing the stream early releases its slot."""
         vocab_size = self._state.serving().vocab_size
         budget = check_call(call, vocab_size=vocab_size, longest=self._options.max_context_tokens)
-        seat = ServerCall(call=call, budget=budget, backlog=Backlog.of(call), context=call.context_ids.tolist())
-        self._seats.enter(seat)
+        server_call = ServerCall(call=call, budget=budget, backlog=Backlog.of(call), context=call.context_ids.tolist())
+        self._queue.enter(server_call)
         try:
             while True:
-                if not await self._calls.turn(seat):
+                if not await self._calls.wait_until_ready(server_call):
                     yield empty_chunk(FinishReason.INTERRUPTED, self._state.in_service)
                     return
-                for chunk in await self._calls.next_chunks(seat):
+                for chunk in await self._calls.next_chunks(server_call):
                     yield chunk
                     if chunk.finish_reason is not None:
                         return
         finally:
-            self._seats.leave(seat)
-            self._calls.forget(seat)
+            self._queue.leave(server_call)
+            self._calls.forget(server_call)
 
-    async def interrupt(self, trajectory_ids: Many[str] | None = None) -> int:
-        """End these calls (None: all) as ``interrupted``; returns how many."""
+    async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
+        """End these calls (None: all) as ``interrupted``; returns the number of calls ended."""
         self._state.serving()
         wanted = None if trajectory_ids is None else set(trajectory_ids)
-        chosen = [s for s in self._seats if wanted is None or s.call.trajectory_id in wanted]
+        chosen = [s for s in self._queue if wanted is None or s.call.trajectory_id in wanted]
         count = self._calls.mark_interrupted(chosen)
         async with self._state.server_lock:
             await self._calls.end_requests(chosen)
         return count
 
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
-        """Take what callers have made durable; calls that were held for it continue."""
-        for seat in self._seats:
-            count = context_token_counts.get(seat.call.trajectory_id)
+        """Record the durable tokens of the trajectories; calls held for them continue."""
+        for server_call in self._queue:
+            count = context_token_counts.get(server_call.call.trajectory_id)
             if count is not None:
-                seat.backlog.acknowledge(count)
-                seat.changed.set()
+                server_call.backlog.acknowledge(count)
+                server_call.changed.set()
 
     async def stage(self, folder: Path) -> None:
-        """Find out whether the weights fit; EngineError when they do not. The server reads them in ``load``."""
+        """Check that the weights fit; EngineError if they do not. The server reads them in ``load``."""
         self._state.serving()
         await asyncio.to_thread(self._read_fitting, folder)
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
-        """Swap to the policy in ``folder``; returns the seconds during which decoding stood still.
+        """Swap to the policy in ``folder``; returns the seconds during which decoding stopped.
 
-        EngineError when it cannot be served and the old weights go on; EngineLost when the server's state is unknown.
+        Raises EngineError if it cannot be served and the old weights keep serving, EngineLost if the server's state is
+        unknown.
         """
         state = self._state
         state.serving()
@@ -122,10 +122,10 @@ class SglangEngine:
                     return await self._swap(folder, policy_version, mode)
             finally:
                 state.draining = False
-                self._seats.wake_all()
+                self._queue.wake_all()
 
-    async def score(self, sequences: Many[Int32Array]) -> list[Float32Array]:
-        """Log-probabilities (T=1) of each token given its predecessors, [tokens - 1] per sequence."""
+    async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+        """Compute the log-probability (T=1) of each token after the first, [tokens - 1] per sequence."""
         vocab_size, longest = self._state.serving().vocab_size, self._options.max_context_tokens
         for number, ids in enumerate(sequences):
             if not 1 <= len(ids) <= longest:
@@ -133,13 +133,13 @@ class SglangEngine:
             check_ids(ids, vocab_size, f"sequences[{number}]")
         async with self._state.server_lock:
             held = self._server.paused
-            if held:  # a paused server answers nothing
+            if held:  # a paused server does not answer requests
                 await self._server.resume()
             try:
                 return await self._scores(sequences)
             finally:
-                # Tokens of weights on trial are held back anyway. A second pause would drop the cache that the running
-                # calls have just got back, and cost them another prefill.
+                # Tokens of weights on trial are held anyway. A second pause would drop the cache that the running calls
+                # have just computed, and cost another prefill.
                 if held and self._state.on_trial is None and self._state.failure is None:
                     await self._server.pause(self._options.pause_mode)
 
@@ -151,10 +151,10 @@ class SglangEngine:
             state.paused = True
             if not self._server.paused:
                 await self._server.pause(self._options.pause_mode)
-            self._seats.stand_still(True)
+            self._queue.set_paused(True)
 
     async def resume(self) -> None:
-        """Continue decoding; weights that were on trial are in service."""
+        """Continue decoding; weights on trial are put in service."""
         state = self._state
         state.serving()
         async with state.server_lock:
@@ -162,42 +162,42 @@ class SglangEngine:
             if self._server.paused:
                 await self._server.resume()
             state.in_service, state.on_trial = self._server.policy_version, None
-            self._seats.stand_still(False)
-            self._seats.wake_all()
+            self._queue.set_paused(False)
+            self._queue.wake_all()
 
     def status(self) -> EngineStatus:
-        """Load and counters as this side of the server sees them; EngineError when the server is lost."""
-        state, seats = self._state, self._seats
+        """Return load and counters as counted by this engine; EngineError if the server is lost."""
+        state, queue = self._state, self._queue
         if state.folder is None:
             raise EngineError("the engine has not been started")
         if state.failure is not None:
             raise state.failure
-        seats.account()
+        queue.account()
         return EngineStatus(
             policy_version=self._server.policy_version,
-            running_count=seats.running_count,
-            waiting_count=seats.waiting_count,
-            slot_count=seats.slot_count,
-            kv_tokens_used=seats.context_tokens,
+            running_count=queue.running_count,
+            waiting_count=queue.waiting_count,
+            slot_count=queue.slot_count,
+            kv_tokens_used=queue.context_tokens,
             kv_token_capacity=self._server.kv_token_capacity,
             generated_token_total=state.generated_tokens,
             prefill_token_total=state.prefill_tokens,
             reprefill_token_total=state.reprefill_tokens,
             cached_token_total=state.cached_tokens,
-            decode_step_total=None,  # the server does not tell
-            busy_seconds_total=seats.busy_seconds,
-            running_slot_seconds_total=seats.running_seconds,
+            decode_step_total=None,  # the server does not report it
+            busy_seconds_total=queue.busy_seconds,
+            running_slot_seconds_total=queue.running_seconds,
             held_back_total=state.held_back,
             paused=state.paused,
         )
 
     async def aclose(self) -> None:
-        """End running calls as ``interrupted``, then the server if it is ours."""
+        """End running calls as ``interrupted``, then stop the server if this process started it."""
         state = self._state
         if state.closed:
             return
         state.closed = True
-        calls = list(self._seats)
+        calls = list(self._queue)
         self._calls.mark_interrupted(calls)
         if state.folder is not None and state.failure is None:
             with contextlib.suppress(EngineError):
@@ -206,7 +206,7 @@ class SglangEngine:
         await self._calls.aclose()
         await self._server.aclose()
 
-    async def _scores(self, sequences: Many[Int32Array]) -> list[Float32Array]:
+    async def _scores(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
         limit = self._options.request_timeout_seconds
         requests = [asyncio.ensure_future(self._score(ids)) for ids in sequences]
         try:
@@ -216,14 +216,14 @@ class SglangEngine:
             lost = EngineLost(
                 f"the SGLang server scored no sequence within generator.sglang.request_timeout_seconds={limit:g}"
             )
-            self._state.lose(lost)
+            self._state.mark_lost(lost)
             raise lost from error
         except EngineLost:
             raise
         except EngineError as error:
-            raise self._state.failure or await self._server.explained(error) from error
-        except (DataError, GenerationRefused) as error:  # the sequences were checked, and nobody else asks
-            raise EngineError(f"the SGLang server does not score: {error}") from error
+            raise self._state.failure or await self._server.explain(error) from error
+        except (DataError, GenerationRefused) as error:  # unexpected: the sequences were checked
+            raise EngineError(f"the SGLang server rejects the canary sequences: {error}") from error
         finally:
             for request in requests:
                 request.cancel()
@@ -243,12 +243,12 @@ class SglangEngine:
         return policy
 
     async def _drain(self) -> None:
-        """Wait until every call that has begun has ended; the others wait for the load."""
+        """Wait until every call that has started has ended; the other calls wait for the load."""
         self._state.draining = True
-        self._seats.wake_all()
-        while any(seat.begun for seat in self._seats):
+        self._queue.wake_all()
+        while any(server_call.begun for server_call in self._queue):
             self._state.serving()
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _swap(self, folder: Path, version: int, mode: OnNewVersion) -> float:
         state = self._state
@@ -269,29 +269,31 @@ class SglangEngine:
         finally:
             if not state.paused and state.failure is None:
                 await self._server.resume()
-                self._seats.stand_still(False)
+                self._queue.set_paused(False)
             state.loading = False
         return time.monotonic() - started
 
     async def _hold(self, plan: ReloadPlan) -> None:
-        """End the running calls if they must, and pause the server as the plan says."""
+        """End the running calls and pause the server according to the plan."""
         if plan.end_running:
-            ending = [seat for seat in self._seats if seat.begun]
+            ending = [server_call for server_call in self._queue if server_call.begun]
             self._calls.mark_interrupted(ending)
             await self._calls.end_requests(ending)
-        if not self._server.paused or plan.pause_mode != "in_place":  # also from held in place to retracted
+        if not self._server.paused or plan.pause_mode != "in_place":  # also changes a pause in place to retract
             await self._server.pause(plan.pause_mode)
-        self._seats.stand_still(True)
+        self._queue.set_paused(True)
 
     def _stamp(self, before: int, version: int, plan: ReloadPlan) -> None:
-        """The weights have changed: what tokens from here on are called, and what running slices may deliver."""
+        """Record the new version: the version of further tokens, and the tokens that running slices may deliver."""
         state = self._state
-        for seat in self._seats:
-            seat.met_load = True
-            if state.on_trial is not None and seat.slicing:
-                seat.refused.add(state.on_trial)
-            if seat.kv_min:
-                seat.kv_min[version] = version if plan.flush else min(version, seat.kv_min.get(before, before))
+        for server_call in self._queue:
+            server_call.met_load = True
+            if state.on_trial is not None and server_call.slicing:
+                server_call.refused.add(state.on_trial)
+            if server_call.kv_min:
+                server_call.kv_min[version] = (
+                    version if plan.flush else min(version, server_call.kv_min.get(before, before))
+                )
         state.load_count += 1
         if state.paused:
             state.on_trial = version if version != state.in_service else None

@@ -1,7 +1,7 @@
-"""One slice of a call: the request, and what its answer means. Pure functions.
+"""Request and response of one slice of a call. Pure functions.
 
-A call is generated in requests of at most ``chunk_token_count`` tokens. Only a finished answer says which tokens were
-sampled from which weights (``weight_versions``), so a slice is also what can be delivered at once.
+A call is generated in requests of at most ``chunk_token_count`` tokens. Only a finished response reports the weights of
+each token (``weight_versions``), so a slice is also the unit of delivery.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """What one request brought."""
+    """Tokens of one response."""
 
     token_ids: Int32Array  # [tokens]
     logprobs: Float32Array  # [tokens], log_softmax(z/T) over the full vocabulary; raw at T=0
     spans: tuple[TokenSpan, ...]
-    """Cover the tokens in order without gaps."""
+    """Spans that cover the tokens in order without gaps."""
     stopped: bool
-    """The last token is one of the call's stop tokens."""
+    """True if the last token is one of the call's stop tokens."""
     aborted: bool
-    """Ended by an abort before its budget."""
+    """True if an abort ended the slice before its budget."""
     cut: bool = False
-    """Tokens at its end were refused."""
+    """True if tokens at its end were rejected."""
     prompt_token_count: int = 0
     cached_token_count: int = 0
 
@@ -47,14 +47,14 @@ class Slice:
         return len(self.token_ids)
 
 
-_UNTOUCHED = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-"""Said, because a server may have preferences of its own for what a request leaves open."""
+_DEFAULT_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""Sampling parameters sent explicitly, because a server may have other defaults."""
 
 
 def slice_body(
     context: Sequence[int], new_token_count: int, sampling: SamplingParams, *, request_id: str, cache_key: str
 ) -> dict[str, Any]:
-    """The /generate request that continues ``context``; ids in, ids out, one log-probability a token."""
+    """Build the /generate request that continues ``context``; token ids in and out, one log-probability a token."""
     return {
         "rid": request_id,
         "input_ids": context,
@@ -66,9 +66,9 @@ def slice_body(
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            **_UNTOUCHED,
+            **_DEFAULT_SAMPLING,
             "stop_token_ids": list(sampling.stop_token_ids),
-            # Without stop tokens of our own, those of the model's configuration must not end the answer either.
+            # Without stop tokens in the call, those of the model's configuration must not end the response either.
             "ignore_eos": not sampling.stop_token_ids,
             "no_stop_trim": True,
             "skip_special_tokens": False,
@@ -77,11 +77,11 @@ def slice_body(
 
 
 def score_body(ids: Sequence[int], *, request_id: str) -> dict[str, Any]:
-    """The /generate request that returns the log-probabilities (T=1) of ``ids`` and samples nothing."""
+    """Build the /generate request that returns the log-probabilities (T=1) of ``ids`` and samples no token."""
     return {
         "rid": request_id,
         "input_ids": ids,
-        "extra_key": request_id,  # scored under the weights of this moment, never from a cache
+        "extra_key": request_id,  # unique, so that the current weights score, never a cache
         "return_logprob": True,
         "logprob_start_len": 0,
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0, "ignore_eos": True},
@@ -91,15 +91,15 @@ def score_body(ids: Sequence[int], *, request_id: str) -> dict[str, Any]:
 def read_slice(
     answer: Mapping[str, Any], call: SamplingParams, *, vocab_size: int, budget: int, sole_version: int | None
 ) -> Slice:
-    """Take an answer apart; EngineError when it cannot be true.
+    """Parse a response; EngineError if it is malformed or inconsistent.
 
-    ``sole_version`` is the version that the whole slice must be of where the answer does not say it: an answer
-    without spans is accepted only when no load met the slice.
+    ``sole_version`` is the version of the whole slice if the response has no spans. None rejects a response without
+    spans, because weights were loaded during the slice.
     """
     meta = answer.get("meta_info")
     ids = answer.get("output_ids")
     if not isinstance(meta, Mapping) or not isinstance(ids, list):
-        raise EngineError("SGLang /generate: the answer has no meta_info or no output_ids")
+        raise EngineError("SGLang /generate: the response has no meta_info or no output_ids")
     try:
         tokens = np.array(ids, np.int64).reshape(-1)
         logprobs, stamped = _read_logprobs(meta.get("output_token_logprobs") or [])
@@ -108,18 +108,18 @@ def read_slice(
         spans = _read_spans(meta, len(tokens), sole_version)
         prompt, cached = int(meta.get("prompt_tokens") or 0), int(meta.get("cached_tokens") or 0)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-        raise EngineError(f"SGLang /generate: malformed answer: {error!r}") from error
+        raise EngineError(f"SGLang /generate: malformed response: {error!r}") from error
     if len(tokens) != len(logprobs) or (tokens != stamped).any():
-        raise EngineError(f"SGLang /generate: {len(tokens)} tokens, but log-probabilities of {len(logprobs)} others")
+        raise EngineError(f"SGLang /generate: {len(tokens)} tokens do not match {len(logprobs)} log-probabilities")
     if len(tokens) > budget:
-        raise EngineError(f"SGLang /generate: {len(tokens)} tokens where {budget} were asked for")
+        raise EngineError(f"SGLang /generate: {len(tokens)} tokens, requested {budget}")
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         raise EngineError(f"SGLang /generate: a token id outside the vocabulary of {vocab_size} tokens")
     return Slice(
         token_ids=tokens.astype(np.int32),
         logprobs=logprobs,
         spans=spans,
-        # The model's own end tokens stop a request beside ours: only ours end the call.
+        # The model's end tokens also stop a request, but only the call's stop tokens end the call.
         stopped=bool(len(tokens)) and int(tokens[-1]) in call.stop_token_ids,
         aborted=kind == "abort",
         prompt_token_count=prompt,
@@ -128,7 +128,7 @@ def read_slice(
 
 
 def _read_logprobs(entries: Sequence[Sequence[Any]]) -> tuple[Float32Array, np.ndarray[Any, Any]]:
-    """Log-probabilities and token ids of [[logprob, id, ...], ...]; null becomes NaN."""
+    """Split [[logprob, id, ...], ...] into log-probabilities and token ids; null becomes NaN."""
     values = np.array([math.nan if e[0] is None else e[0] for e in entries], np.float32)
     return values, np.array([e[1] for e in entries], np.int64)
 
@@ -149,9 +149,9 @@ def _read_spans(meta: Mapping[str, Any], count: int, sole_version: int | None) -
 
 
 def without(piece: Slice, refused: Collection[int], floor: int) -> tuple[Slice, bool]:
-    """The slice up to its first token that must not be delivered, and whether the versions went down there.
+    """Cut a slice before its first token that must not be delivered; also return True if a lower version caused it.
 
-    ``refused`` versions were in the server but never in service; versions of one call never fall below ``floor``.
+    ``refused`` versions were in the server but never in service. Versions of one call never fall below ``floor``.
     """
     for number, span in enumerate(piece.spans):
         if span.policy_version not in refused and span.policy_version >= floor:
@@ -171,7 +171,7 @@ def without(piece: Slice, refused: Collection[int], floor: int) -> tuple[Slice, 
 
 
 def check_finite(piece: Slice) -> None:
-    """Raise EngineError when a log-probability that is to be delivered is none."""
+    """Raise EngineError if a log-probability is not finite."""
     for span in piece.spans:
         if not np.isfinite(piece.logprobs[span.start : span.end]).all():
             raise EngineError(
@@ -187,9 +187,9 @@ def chunks_of(
     cached_token_count: int,
     idle_version: int,
 ) -> list[Chunk]:
-    """One chunk a span; the last carries the finish reason.
+    """Build one chunk per span; the last chunk carries the finish reason.
 
-    ``idle_version`` stamps the empty chunk of a call that ends without a further token.
+    ``idle_version`` is the version of the empty chunk of a call that ends without a further token.
     """
     chunks = [
         Chunk(
@@ -209,7 +209,7 @@ def chunks_of(
 
 
 def empty_chunk(reason: FinishReason, policy_version: int) -> Chunk:
-    """The end of a call without a further token."""
+    """Build the last chunk of a call that ends without a further token."""
     return Chunk(
         token_ids=np.empty(0, np.int32),
         behavior_logprobs=np.empty(0, np.float32),
@@ -220,7 +220,7 @@ def empty_chunk(reason: FinishReason, policy_version: int) -> Chunk:
 
 
 def read_scores(answer: Mapping[str, Any], count: int) -> Float32Array:
-    """Log-probabilities of the tokens after the first, float32 [count - 1]; NaN where the server gives none."""
+    """Read the log-probabilities of the tokens after the first, float32 [count - 1]; NaN for missing values."""
     try:
         values, _ = _read_logprobs(answer["meta_info"]["input_token_logprobs"])
     except (LookupError, TypeError, ValueError) as error:

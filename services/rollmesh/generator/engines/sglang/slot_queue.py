@@ -1,4 +1,4 @@
-"""The calls inside the engine: who waits for a slot, who has one, and what each of them holds."""
+"""Running and waiting calls of the engine, and the state of each call."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ class ServerCall:
 
     call: GenerationCall
     budget: int
-    """Tokens that it may still get."""
+    """Tokens that may still be sampled."""
     backlog: Backlog
     context: list[int]
-    """Everything that its next token follows."""
+    """All tokens before the next one."""
     running: bool = False
-    """Whether it has a slot; it keeps it between its slices."""
+    """True while the call has a slot; it keeps the slot between its slices."""
     request_id: str = ""
-    """Request under way, empty between two slices."""
+    """Id of the request in progress, empty between two slices."""
     request: asyncio.Future[Any] | None = None
-    """The same as a task: cancelled when no answer can come any more."""
+    """Future of the request in progress; cancelled if the server is lost."""
     slicing: bool = False
-    """A slice has been sent and not been delivered."""
+    """True while a slice has been sent and not been delivered."""
     met_load: bool = False
-    """A load happened since the slice was sent."""
+    """True if weights were loaded since the slice was sent."""
     interrupted: bool = False
-    """It ends with the tokens that it has."""
+    """True once the call must end with its current tokens."""
     cache_key: str = ""
     floor: int = -1
-    """Policy version of its newest token."""
+    """Policy version of the call's newest token."""
     kv_min: dict[int, int] = field(default_factory=dict)
-    """Oldest version in its cache, by the version that samples."""
+    """Oldest version in the call's cache, by sampling version."""
     refused: set[int] = field(default_factory=set)
-    """Versions of its slice that were on trial and not put in service."""
+    """Versions of the current slice that were on trial and not put in service."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when what it waits for may have happened."""
+    """Set when a waiting call must check its conditions again."""
 
     @property
     def begun(self) -> bool:
-        """Whether it has a slot or tokens."""
+        """True once the call has a slot or new tokens."""
         return self.running or len(self.context) > len(self.call.context_ids)
 
     def kv_min_version(self, policy_version: int) -> int:
-        """Oldest version in the cache while ``policy_version`` sampled."""
+        """Return the oldest version in the cache while ``policy_version`` sampled."""
         return min(policy_version, self.kv_min.get(policy_version, policy_version))
 
 
 class SlotQueue:
-    """At most ``slot_count`` calls have a slot; the others wait in order of arrival. One asyncio loop."""
+    """Queue in which at most ``slot_count`` calls have a slot; the rest wait in order of arrival. One asyncio loop."""
 
     def __init__(self, slot_count: int) -> None:
         self.slot_count = slot_count
@@ -64,8 +64,8 @@ class SlotQueue:
         """Time with at least one running call."""
         self.running_seconds = 0.0
         """Integral of running calls over time."""
-        self.standing_still = False
-        """Nothing is decoded, whoever has a slot."""
+        self.paused = False
+        """True while decoding is stopped."""
         self._waiting: deque[ServerCall] = deque()
         self._running: dict[ServerCall, None] = {}
         self._since = time.monotonic()
@@ -80,60 +80,60 @@ class SlotQueue:
 
     @property
     def waiting_count(self) -> int:
-        """Calls without one."""
+        """Calls without a slot."""
         return len(self._waiting)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the running calls' contexts."""
-        return sum(len(seat.context) for seat in self._running)
+        """Tokens in the contexts of the running calls."""
+        return sum(len(server_call.context) for server_call in self._running)
 
-    def enter(self, seat: ServerCall) -> None:
-        """Queue a call; from now on, those that are held for their callers have less time."""
-        self._waiting.append(seat)
+    def enter(self, server_call: ServerCall) -> None:
+        """Queue a call; held calls have less time from now on."""
+        self._waiting.append(server_call)
         for other in self._running:
             if other.backlog.blocked:
                 other.changed.set()
 
-    def take(self, seat: ServerCall) -> bool:
-        """Give the call a slot if one is free and nobody came before it."""
-        if not self._waiting or self._waiting[0] is not seat or len(self._running) >= self.slot_count:
+    def take(self, server_call: ServerCall) -> bool:
+        """Give the call a slot if one is free and no call arrived before it."""
+        if not self._waiting or self._waiting[0] is not server_call or len(self._running) >= self.slot_count:
             return False
         self.account()
         self._waiting.popleft()
-        self._running[seat] = None
-        seat.running = True
-        self._call_next()
+        self._running[server_call] = None
+        server_call.running = True
+        self._wake_next()
         return True
 
-    def leave(self, seat: ServerCall) -> None:
-        """Forget a call; the next one may take its slot."""
+    def leave(self, server_call: ServerCall) -> None:
+        """Remove a call; the next call may take its slot."""
         self.account()
-        if seat.running:
-            del self._running[seat]
-            seat.running = False
+        if server_call.running:
+            del self._running[server_call]
+            server_call.running = False
         else:
-            self._waiting.remove(seat)
-        self._call_next()
+            self._waiting.remove(server_call)
+        self._wake_next()
 
     def wake_all(self) -> None:
-        """Let every call look again at what it waits for."""
-        for seat in self:
-            seat.changed.set()
+        """Wake every call to check its conditions again."""
+        for server_call in self:
+            server_call.changed.set()
 
-    def stand_still(self, still: bool) -> None:
-        """Decoding stops or goes on."""
+    def set_paused(self, paused: bool) -> None:
+        """Record that decoding stops or continues."""
         self.account()
-        self.standing_still = still
+        self.paused = paused
 
     def account(self) -> None:
-        """Add up the time since the last change."""
+        """Add the time since the last change to the counters."""
         now = time.monotonic()
-        if self._running and not self.standing_still:
+        if self._running and not self.paused:
             self.busy_seconds += now - self._since
             self.running_seconds += (now - self._since) * len(self._running)
         self._since = now
 
-    def _call_next(self) -> None:
+    def _wake_next(self) -> None:
         if self._waiting and len(self._running) < self.slot_count:
             self._waiting[0].changed.set()

@@ -1,14 +1,16 @@
 """The embedded engine: continuous batching of Hugging Face causal LMs on CPU or one GPU.
 
-engine     asyncio face: implements ``generator.engines.protocol.Engine``
-  worker   the model thread: commands, admission, one decode step after another
-    batch      calls in slots: per-slot numbers, chunks, finishing
-    cache      key-value cache in length tiers
-    stepper    one decode step for the present rows: as they are, or padded to buckets of static shape
-    graphs     CUDA only: capture and replay of a padded step
-    plan       views of one step, rebuilt only when the rows change
-    model      prefill, decode and scoring forward
-    sampling   noise keyed by (seed, trajectory, position), inverse CDF
-    admission  pure: which calls fit, how to batch their prefill
-  weights, architecture, rope   from a Hugging Face folder to packed tensors
+torch_engine           asyncio interface: implements ``generator.engines.engine_protocol.Engine``
+  model_thread         the model thread: commands, admission, decode steps
+    running_batch      calls in slots: prefill, chunks, end of calls
+    slots              arrays of per-slot numbers
+    kv_cache           key-value cache in length tiers
+    stepper            one decode step for the current rows, exact or padded to buckets of static shape
+    graphs             CUDA only: capture and replay of a padded step
+    plan               views of one step, rebuilt only when the rows change
+    decoder_model      forward pass for prefill, decode and scoring
+    multiply           matrix products by torch or numpy
+    sampling           noise keyed by (seed, trajectory, position), inverse CDF
+    prefill_admission  admission and prefill batches (pure)
+  weights, architecture, rope   packed tensors from a Hugging Face folder
 """

@@ -1,4 +1,4 @@
-"""What the engine must know of a Hugging Face ``config.json``; anything it cannot compute is refused by name."""
+"""Model architecture from a Hugging Face ``config.json``; unsupported keys are rejected by name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _FAMILIES = ("qwen2", "qwen3", "llama")
 _ORIGINAL_CONTEXT = "original_max_position_embeddings"
 _ABSENT_KV_HEADS: Mapping[str, int | None] = {"qwen2": 32, "qwen3": 32, "llama": None}
 _ABSENT_HEAD_SIZE: Mapping[str, int | None] = {"qwen2": None, "qwen3": 128, "llama": None}
-"""Values that transformers gives to a key that config.json lacks; None derives them from the other sizes."""
+"""Defaults of transformers for a key missing from config.json; None derives them from the other sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary position embedding; the last four numbers belong to ``llama3`` only."""
+    """Rotary position embedding; the last four fields are for ``llama3`` only."""
 
     theta: float
     kind: str = "default"
@@ -31,7 +31,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """Shape of a decoder-only transformer: two policies with equal architectures can replace each other."""
+    """Shape of a decoder-only transformer; policies with equal architectures can replace each other."""
 
     family: str
     vocab_size: int
@@ -56,12 +56,12 @@ class Architecture:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Elements of key-value cache per token, times one byte: multiply by the dtype's size."""
+        """Elements of key-value cache per token; multiply by the dtype's size for bytes."""
         return 2 * self.layer_count * self.kv_head_count * self.head_size
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read ``config.json``; UnsupportedModel names the key that is missing or not supported."""
+    """Read ``config.json``; UnsupportedModel names a missing or unsupported key."""
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -109,7 +109,7 @@ def architecture_from_config(config: Mapping[str, Any]) -> Architecture:
 
 
 def difference(running: Architecture, other: Architecture) -> str:
-    """Name the first field in which two architectures differ, with both values; empty when they are equal."""
+    """Describe the first field in which two architectures differ, with both values; empty if they are equal."""
     for f in fields(Architecture):
         here, there = getattr(running, f.name), getattr(other, f.name)
         if here != there:
@@ -133,12 +133,12 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
-    """Read the rotary embedding as transformers does: where both keys are present, ``rope_scaling`` counts."""
+    """Read the rotary embedding as transformers does: ``rope_scaling`` takes precedence over ``rope_parameters``."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(key) or {}
     nested = [name for name, value in scaling.items() if isinstance(value, Mapping)]
     if nested:
-        raise UnsupportedModel(f"config.{key}.{nested[0]}: rotary embeddings that differ by layer are not supported")
+        raise UnsupportedModel(f"config.{key}.{nested[0]}: rotary embeddings per layer type are not supported")
     theta = float(scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     for origin, values in ((f"config.{key}", scaling), ("config", config)):

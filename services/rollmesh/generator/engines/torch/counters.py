@@ -1,4 +1,4 @@
-"""Lifetime counters of an engine; written by the model thread, read by anyone."""
+"""Lifetime counters of an engine; written by the model thread, read by any thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counters:
-    """All values only grow; see ``protocol.EngineStatus`` for their meaning."""
+    """Counters that never decrease; documented in ``engine_protocol.EngineStatus``."""
 
     generated_tokens: int = 0
     prefill_tokens: int = 0

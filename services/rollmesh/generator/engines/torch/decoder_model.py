@@ -16,20 +16,20 @@ from rollmesh.generator.engines.torch.rope import rotate_, rotation_table
 from rollmesh.generator.engines.torch.weights import Layer, Weights
 
 _LOGIT_ROWS = 1024
-"""Positions scored at once: bounds the [positions, vocab] block."""
+"""Maximum number of positions scored at once; limits the [positions, vocab] block."""
 
 _SHORT_CONTEXT = 512
-"""Longest context whose score matrix is written out in prefill, where numpy multiplies."""
+"""Longest context whose full score matrix is computed in prefill, if numpy multiplies."""
 
 BoundLayer = tuple[Layer, Operand, Operand, Operand, Operand]
 """A layer and the operands of its four matrices: qkv, output, gate_up, down."""
 
 
 def unit_norm(x: Tensor, floor: Tensor, out: Tensor | None = None) -> Tensor:
-    """x / sqrt(sum(x^2) + floor^2) over the last dimension, in float32; ``floor`` = sqrt(size * eps).
+    """Compute x / sqrt(sum(x^2) + floor^2) over the last dimension in float32; ``floor`` = sqrt(size * eps).
 
-    sqrt(size) times this, times the norm's weight, is the RMS norm; both factors live in the packed weights. Three
-    kernels instead of the six of the textbook form, and hypot keeps eps exact.
+    The RMS norm is this value times sqrt(size) times the norm's weight; the packed weights contain both factors. This
+    form needs three kernels, the textbook form needs six. hypot keeps eps exact.
     """
     if x.dtype != torch.float32:
         result = unit_norm(x.float(), floor)
@@ -38,7 +38,7 @@ def unit_norm(x: Tensor, floor: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 class DecoderModel:
-    """Stateless besides weights; the caches belong to the caller. Not safe for concurrent use."""
+    """Forward pass over packed weights; the caller owns the caches. Not safe for concurrent use."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class DecoderModel:
         *,
         swap_in_place: bool | None = None,
     ) -> None:
-        """``swap_in_place``: ``swap`` copies into the tensors in use; None does so on a GPU."""
+        """Bind the weights; with ``swap_in_place`` (default on a GPU), ``swap`` copies into the tensors in use."""
         self.arch = arch
         self._swap_in_place = device.type != "cpu" if swap_in_place is None else swap_in_place
         self.device = device
@@ -65,10 +65,10 @@ class DecoderModel:
         self._bind(weights)
 
     def swap(self, weights: Weights) -> None:
-        """Serve other weights of the same architecture from the next call on.
+        """Replace the weights by others of the same architecture, from the next call on.
 
-        On a GPU they are copied into the tensors in use: no second copy in its memory, and no address changes, so
-        that captured graphs compute with the new weights.
+        On a GPU they are copied into the tensors in use. This needs no second copy in GPU memory and keeps all
+        addresses, so captured graphs compute with the new weights.
         """
         if not self._swap_in_place:
             self._bind(weights)
@@ -77,7 +77,7 @@ class DecoderModel:
             old.copy_(new, non_blocking=True)
 
     def decode(self, tokens: Tensor, plan: StepPlan) -> Tensor:
-        """Append one token to every row of the plan and advance it; returns the logits [rows, vocab], a buffer."""
+        """Append one token to every row and advance the plan; returns the logits [rows, vocab], a reused buffer."""
         multiply, x = self.multiply, plan.states
         torch.index_select(self.weights.embedding, 0, tokens, out=x)
         rotations = self._rotations.index_select(0, plan.positions).unsqueeze(1)
@@ -113,12 +113,12 @@ class DecoderModel:
         """Compute keys and values of right-padded contexts, tokens int64 [batch, length].
 
         ``store(layer, keys, values)`` receives [batch, kv_heads, length, head_size] tensors; columns beyond a row's
-        own length are garbage. The last layer stops there: nothing after its keys and values is needed.
+        length are undefined. The pass stops after the keys and values of the last layer.
         """
         self._forward(tokens, store, keys_only=True)
 
     def score(self, tokens: Tensor) -> Tensor:
-        """log_softmax at T=1 of each token given the ones before it, float32 [batch, length - 1]."""
+        """Compute log_softmax at T=1 of each token after the first, float32 [batch, length - 1]."""
         x = self._forward(tokens, lambda _layer, _keys, _values: None, keys_only=False)
         batch, length = tokens.shape
         states = unit_norm(x, self._floor).mul_(self.weights.norm).view(batch, length, -1)[:, :-1].flatten(0, 1)
@@ -170,10 +170,10 @@ class DecoderModel:
         return x
 
     def _attend_causally(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention within contexts: queries [batch, kv, g, length, d], keys and values [batch, kv, length, d].
+        """Attend within contexts: queries [batch, kv, g, length, d], keys and values [batch, kv, length, d].
 
-        torch's fused kernel does not get going on short contexts on a CPU; there whole score matrices are cheaper,
-        with all queries of a kv head in one product.
+        torch's fused kernel is slow for short contexts on a CPU. Full score matrices are cheaper there, with all
+        queries of a kv head in one product.
         """
         batch, kv, group, length, size = queries.shape
         if length > len(self._causal):

@@ -1,6 +1,6 @@
-"""Capture and replay of decode steps as CUDA graphs: the one part of the engine that a CPU cannot run.
+"""Capture and replay of decode steps as CUDA graphs: the only part of the engine that a CPU cannot run.
 
-Not yet run on a GPU. What is captured is the padded step of ``stepper``, which a CPU runs and tests without capture.
+Not yet run on a GPU. The captured work is the padded step of ``stepper``, which a CPU runs and tests without capture.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 
 class GraphPool:
-    """All graphs of one engine: captured on one stream, with one pool for what a step allocates in between.
+    """Graphs of one engine, captured on one stream, with one memory pool for a step's temporary tensors.
 
-    Graphs of a pool must not run at the same time; a model thread replays one after another. Nothing that outlives a
-    step may be allocated while it is captured.
+    Graphs of a pool must not run at the same time; the model thread replays them one after another. Memory allocated
+    during a capture must not be used after the step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,14 +23,14 @@ class GraphPool:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
-        """Record ``work`` without executing it; the result executes it on the stream that is current then.
+        """Record ``work`` without running it; return a function that runs it on the current stream.
 
         ``work`` must have run once before: kernels and library handles are set up on first use, which a capture
-        forbids. Other threads may go on using the device.
+        forbids. Other threads may use the device during the capture.
         """
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
-        # torch.cuda.graph would also empty the allocator's cache, which costs more than the capture.
+        # torch.cuda.graph would also empty the allocator's cache, which takes longer than the capture.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -39,7 +39,7 @@ class GraphPool:
                 graph.capture_end()
 
         def replay() -> None:
-            with torch.cuda.device(self._device):  # another thread's current device says nothing about this one's
+            with torch.cuda.device(self._device):  # the current device is per thread
                 graph.replay()
 
         return replay

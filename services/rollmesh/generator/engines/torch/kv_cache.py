@@ -1,11 +1,11 @@
 """Key-value cache in length tiers.
 
-A tier is a dense block of rows of one width. A call starts in the narrowest tier that holds its context and moves
-to the next one when it has outgrown it, so short calls never pay attention over the length of the longest one, and
-the rows of a tier are one strided view without gathering. Rows stay dense: the last row fills a hole.
+A tier is a dense block of rows of one width. A call starts in the narrowest tier that holds its context and moves to
+the next tier when it outgrows the row. So the attention of a short call does not span the length of the longest call,
+and the rows of a tier are one strided view without gathering. Rows stay dense: the last row fills a hole.
 
-Blocks grow on demand and give unused rows back, so that the tokens allocated never exceed the capacity (while calls
-move, one block or the rows that move exist twice).
+Blocks grow on demand and release unused rows, so the allocated tokens never exceed the capacity. While calls move, one
+block or the moved rows exist twice.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _COARSE_NARROWEST, _COARSE_GROWTH, _COARSE_SLACK = 256, 2.0, 1.25
 
 
 def tier_widths(longest: int) -> tuple[int, ...]:
-    """Ascending widths up to exactly ``longest`` tokens; each about 1.5 times the one before."""
+    """Return ascending tier widths up to exactly ``longest`` tokens; each is about 1.5 times the previous one."""
     return _widths(longest, longest, _NARROWEST, _GROWTH)
 
 
 def coarse_tier_widths(longest: int) -> tuple[int, ...]:
-    """Few widths, doubling from 256, the last one at most 1.25 times a doubling: a tier costs a GPU several launches
-    per layer, and every combination of tiers that have rows is a graph of its own."""
+    """Return few tier widths for a GPU: doubling from 256, the last one at most 1.25 times a doubling.
+
+    Each tier costs several kernel launches per layer, and each combination of tiers in use needs its own graph.
+    """
     return _widths(longest, math.ceil(longest / _COARSE_SLACK), _COARSE_NARROWEST, _COARSE_GROWTH)
 
 
@@ -50,25 +52,25 @@ class Tier:
         self.width = width
         self.slots: list[int] = []
         self.held_count = 0
-        """Rows at the end that steps leave out; see ``KvCache.hold``."""
+        """Rows at the end that steps skip; see ``KvCache.hold``."""
         self.row_capacity = 0
         self._heads = arch.kv_head_count
         self.keys = torch.empty((arch.layer_count, 0, arch.head_size, width), dtype=dtype, device=device)
-        """[layers, rows * kv_heads, head_size, width]: transposed, a third cheaper to multiply by few queries."""
+        """Transposed keys [layers, rows * kv_heads, head_size, width]: a third cheaper to multiply by few queries."""
         self.values = torch.empty((arch.layer_count, 0, width, arch.head_size), dtype=dtype, device=device)
-        """[layers, rows * kv_heads, width, head_size]."""
+        """Values [layers, rows * kv_heads, width, head_size]."""
         self.mask = torch.empty((0, 1, width), dtype=dtype, device=device)
-        """0 where a row has a token, -inf elsewhere, [rows * kv_heads, 1, width]."""
+        """Additive mask [rows * kv_heads, 1, width]: 0 at tokens of the row, -inf elsewhere."""
 
     @property
     def active_count(self) -> int:
-        """Rows that a step computes, from the first one on."""
+        """Leading rows that a step computes."""
         return len(self.slots) - self.held_count
 
     def resize(self, row_capacity: int) -> None:
         """Reallocate the block for ``row_capacity`` rows and keep the rows in use."""
         kept, total = len(self.slots) * self._heads, row_capacity * self._heads
-        # What lies beyond a call's tokens is multiplied by a softmax weight of 0, so it must be finite: zeros.
+        # Entries beyond a call's tokens are multiplied by a softmax weight of 0, so they must be finite: zeros.
         keys = self.keys.new_zeros((self.keys.shape[0], total, *self.keys.shape[2:]))
         values = self.values.new_zeros((self.values.shape[0], total, *self.values.shape[2:]))
         mask = self.mask.new_full((total, 1, self.width), -torch.inf)
@@ -78,11 +80,11 @@ class Tier:
         self.keys, self.values, self.mask, self.row_capacity = keys, values, mask, row_capacity
 
     def rows(self, start: int, stop: int) -> slice:
-        """Where these rows lie in ``keys`` and ``values`` (dimension 1) and ``mask`` (dimension 0)."""
+        """Return the slice of these rows in ``keys`` and ``values`` (dimension 1) and ``mask`` (dimension 0)."""
         return slice(start * self._heads, stop * self._heads)
 
     def exchange(self, one: int, other: int) -> None:
-        """Let two rows change places."""
+        """Swap two rows."""
         here, there = self.rows(one, one + 1), self.rows(other, other + 1)
         for block, mine, theirs in (
             (self.keys, (slice(None), here), (slice(None), there)),
@@ -107,7 +109,7 @@ class Tier:
 
 
 class KvCache:
-    """Where the keys and values of every slot are."""
+    """Keys and values of every slot, in tiers."""
 
     def __init__(
         self,
@@ -124,42 +126,42 @@ class KvCache:
         """Longest context that one row can hold."""
         self.tiers = [Tier(arch, width, dtype, device) for width in widths(self.longest)]
         self.before_move: Callable[[Tier], None] | None = None
-        """Told of a tier whose block is about to be reallocated: views of it must be dropped."""
+        """Called with a tier whose block is about to be reallocated: views of it must be dropped."""
         self._place: dict[int, tuple[Tier, int]] = {}
 
     @property
     def reserved(self) -> int:
-        """Tokens of cache that the rows in use take: their tiers' widths."""
+        """Cache tokens taken by the rows in use: the sum of their tiers' widths."""
         return sum(len(tier.slots) * tier.width for tier in self.tiers)
 
     @property
     def allocated(self) -> int:
-        """Tokens of cache that the blocks take; never more than the capacity."""
+        """Cache tokens taken by the blocks; never more than the capacity."""
         return sum(tier.row_capacity * tier.width for tier in self.tiers)
 
     def width_for(self, length: int) -> int:
-        """Width of the row that a call with ``length`` cached tokens gets."""
+        """Return the width of the row for a call with ``length`` cached tokens."""
         return self._tier_for(length).width
 
     def has_room(self, widths: Iterable[int]) -> bool:
-        """Whether rows of these widths fit beside those in use."""
+        """Tell whether rows of these widths fit in addition to those in use."""
         return self.reserved + sum(widths) <= self.token_capacity
 
     def write(self, slot: int, keys: Tensor, values: Tensor) -> None:
-        """Fill the first positions of a slot: keys [layers, kv_heads, d, n], values [layers, kv_heads, n, d]."""
+        """Write the first positions of a slot: keys [layers, kv_heads, d, n], values [layers, kv_heads, n, d]."""
         tier, index = self._place[slot]
         rows, count = tier.rows(index, index + 1), values.shape[2]
         tier.keys[:, rows, :, :count] = keys
         tier.values[:, rows, :count] = values
 
     def read(self, slot: int, count: int) -> tuple[Tensor, Tensor]:
-        """The first ``count`` positions of a slot, as ``write`` takes them; views."""
+        """Return views of the first ``count`` positions of a slot, in the shapes of ``write``."""
         tier, index = self._place[slot]
         rows = tier.rows(index, index + 1)
         return tier.keys[:, rows, :, :count], tier.values[:, rows, :count]
 
     def add(self, slot: int, length: int) -> None:
-        """Give ``slot`` a row of ``length`` valid tokens, to be written next; ``has_room`` was checked."""
+        """Give ``slot`` a row of ``length`` valid tokens, to be written next; the caller has checked ``has_room``."""
         tier = self._tier_for(length)
         index = len(tier.slots)
         self._reserve(tier, index + 1)
@@ -170,14 +172,14 @@ class KvCache:
         mask[..., :length] = 0.0
 
     def remove(self, slot: int) -> None:
-        """Free the row of ``slot``."""
+        """Release the row of ``slot``."""
         tier, index = self._place.pop(slot)
         tier.remove(index)
         if index < len(tier.slots):
             self._place[tier.slots[index]] = (tier, index)
 
     def hold(self, slots: Collection[int]) -> None:
-        """Move the rows of these slots behind the others of their tier; ``held_count`` is valid until rows change."""
+        """Move the rows of these slots to the end of their tier; ``held_count`` is valid until rows change."""
         for tier in self.tiers:
             tier.held_count = sum(slot in slots for slot in tier.slots)
             front = tier.active_count
@@ -193,20 +195,20 @@ class KvCache:
         tier.mask[tier.rows(index, index + 1), :, length:] = -torch.inf
 
     def next_width(self, slot: int) -> int:
-        """Width of the tier above the slot's own."""
+        """Return the width of the next wider tier than the slot's."""
         tier, _ = self._place[slot]
         return self.tiers[self.tiers.index(tier) + 1].width
 
     def promote(self, source: Tier, slots: Sequence[int]) -> None:
-        """Move slots of one tier to the next wider one; the caller has made room for the difference."""
+        """Move slots of one tier to the next wider tier; the caller has made room for the difference."""
         target = self.tiers[self.tiers.index(source) + 1]
         start, stop = len(target.slots), len(target.slots) + len(slots)
         self._reserve(target, stop, vacated=len(slots) * source.width)
         into = target.rows(start, stop)
-        everyone = len(slots) == len(source.slots)
-        moved = list(source.slots) if everyone else list(slots)
+        all_rows = len(slots) == len(source.slots)
+        moved = list(source.slots) if all_rows else list(slots)
         index: slice | Tensor = source.rows(0, stop - start)
-        if not everyone:
+        if not all_rows:
             heads = range(source.rows(0, 1).stop)
             rows = [self._place[s][1] * len(heads) + h for s in moved for h in heads]
             index = torch.tensor(rows, device=source.keys.device)
@@ -215,8 +217,8 @@ class KvCache:
         target.mask[into, :, : source.width] = source.mask[index]
         target.mask[into, :, source.width :] = -torch.inf
         for slot in moved:
-            self.remove(slot) if not everyone else self._place.pop(slot)
-        if everyone:
+            self.remove(slot) if not all_rows else self._place.pop(slot)
+        if all_rows:
             source.slots.clear()
         target.slots.extend(moved)
         self._place.update({slot: (target, start + i) for i, slot in enumerate(moved)})
@@ -225,7 +227,7 @@ class KvCache:
         return next((t for t in self.tiers if t.width > length), self.tiers[-1])
 
     def _reserve(self, tier: Tier, rows: int, vacated: int = 0) -> None:
-        """Grow the block of ``tier``, taking unused rows from the others when the capacity demands it."""
+        """Grow the block of ``tier``; take unused rows from the other tiers if the capacity requires it."""
         if rows <= tier.row_capacity:
             return
         others = [t for t in self.tiers if t is not tier]

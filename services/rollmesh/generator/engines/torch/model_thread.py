@@ -1,7 +1,7 @@
-"""The model thread: takes commands, admits waiting calls, decodes step after step, hands chunks to asyncio.
+"""The model thread: runs commands, admits waiting calls, decodes, and delivers chunks to asyncio.
 
 commands   from the asyncio thread, run between two steps; without running calls the thread sleeps on them
-waiting    calls in order of arrival; preempted ones go back to where they were
+waiting    calls in order of arrival; preempted calls return to their position
 outbox     chunks of the last few steps, delivered to the asyncio thread in one wake-up
 """
 
@@ -33,16 +33,16 @@ from rollmesh.generator.engines.torch.weights import Weights
 from rollmesh.types import Chunk, FinishReason
 
 _STRIDE = 4
-"""Steps between two admissions and between two deliveries: batches prefills and wake-ups."""
+"""Steps between two admissions and between two deliveries; batches prefills and wake-ups."""
 _QUIET_SECONDS = 0.0005
 _LONGEST_GATHERING_SECONDS = 0.01
 _FILL = 0.85
-"""Share of the cache that an estimated peak may take; tier widths and estimates both round."""
+"""Share of the cache that an estimated peak may take; tier widths and estimates are rounded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
-    """A policy that waits to be put in service."""
+    """Request to put a policy in service."""
 
     weights: Weights
     policy_version: int
@@ -51,7 +51,7 @@ class Swap:
 
 
 class ModelThread:
-    """Owns the batch; every method but ``post``, ``start`` and ``join`` runs in the model thread."""
+    """Owner of the batch; every method but ``post``, ``start`` and ``join`` runs in the model thread."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ModelThread:
         self._arrivals = 0
         self._steps_since_admission = _STRIDE
         self._stuck = False
-        """Whether calls that wait cannot start beside held ones: until a command or the end of a hold."""
+        """True while waiting calls cannot start next to held ones, until a command or the end of a hold."""
         self._swaps: list[Swap] = []
         self._ended = False
         self._ending = threading.Lock()
@@ -87,7 +87,7 @@ class ModelThread:
         self._thread.join()
 
     def post(self, command: Callable[[], None]) -> bool:
-        """Run ``command`` in the model thread between two steps; False when that thread has ended."""
+        """Run ``command`` in the model thread between two steps; return False if the thread has ended."""
         with self._ending:
             if not self._ended:
                 self._commands.put(command)
@@ -103,14 +103,14 @@ class ModelThread:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: RunningCall) -> None:
-        """Forget a call whose caller has gone."""
+        """Remove a call whose caller has disconnected."""
         if sequence.slot >= 0:
             self.batch.drop(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def interrupt(self, trajectory_ids: Iterable[str] | None) -> int:
-        """End calls as interrupted; returns how many."""
+        """End these calls (None: all) as interrupted; returns the number of calls ended."""
         wanted = None if trajectory_ids is None else set(trajectory_ids)
         running = [s for s in self.batch.running() if wanted is None or s.call.trajectory_id in wanted]
         queued = [s for s in self.waiting if wanted is None or s.call.trajectory_id in wanted]
@@ -120,7 +120,7 @@ class ModelThread:
         return len(running) + len(queued)
 
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
-        """Note what callers have saved, and let calls continue that were held for it."""
+        """Record the tokens that callers have saved; calls held for them continue."""
         for sequence in (*self.batch.running(), *self.waiting):
             count = context_token_counts.get(sequence.call.trajectory_id)
             if count is not None:
@@ -134,7 +134,7 @@ class ModelThread:
             self._try_swaps()
 
     def stop(self) -> None:
-        """End every call as interrupted and leave the thread."""
+        """End every call as interrupted and end the thread."""
         self.interrupt(None)
         self._stopping = True
 
@@ -155,7 +155,7 @@ class ModelThread:
         self._close()
 
     def _run_commands(self) -> None:
-        """Run what was posted; with nothing to decode, sleep until something is."""
+        """Run the posted commands; with no call to decode, sleep until the next command."""
         idle = self.paused or not (self.batch.active_count or (self.waiting and not self._stuck))
         if idle:
             self._deliver()
@@ -167,7 +167,7 @@ class ModelThread:
             self._gather()
 
     def _seconds_to_sleep(self) -> float | None:
-        """Return the time until a held call is to end; None without one, and while decoding is paused."""
+        """Return the seconds until a held call must end; None without held calls and while decoding is paused."""
         since = self.batch.held_since
         return None if since is None or self.paused else max(0.0, since + self._hold_seconds() - time.monotonic())
 
@@ -175,7 +175,7 @@ class ModelThread:
         return hold_seconds(contended=bool(self.waiting or self._swaps))
 
     def _gather(self) -> None:
-        """Let calls that arrive together start together: wait for a quiet moment after the first of them."""
+        """Wait for a short pause in arrivals, so that calls that arrive together start together."""
         deadline = time.monotonic() + _LONGEST_GATHERING_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -205,7 +205,7 @@ class ModelThread:
         self._stuck = not running and self.batch.held_since is not None
 
     def _admit(self) -> None:
-        """Move waiting calls into slots, oldest first, as far as slots, cache and prefill budget go."""
+        """Move waiting calls into slots, oldest first, within the limits of slots, cache and prefill budget."""
         batch = self.batch
         if not self.waiting or not batch.free_slots:
             return
@@ -231,7 +231,7 @@ class ModelThread:
             batch.admit(chosen)
 
     def _expected_to_fit(self, candidates: list[RunningCall]) -> bool:
-        """Whether the estimated peak of running and candidate calls stays within the cache."""
+        """Tell whether the estimated peak of running and candidate calls fits in the cache."""
         cache = self.batch.cache
         if cache.token_capacity >= self._options.slots * cache.longest:
             return True
@@ -246,7 +246,7 @@ class ModelThread:
         return peak_tokens(lengths, remaining) <= _FILL * cache.token_capacity
 
     def _try_swaps(self) -> None:
-        """Carry out pending swaps in order; a drain waits for every call that has begun."""
+        """Run pending swaps in order; a drain waits for every call that has started."""
         while self._swaps:
             swap = self._swaps[0]
             begun = self.batch.running_count or any(s.started for s in self.waiting)
@@ -258,7 +258,7 @@ class ModelThread:
             try:
                 swap.done.set_result(self._swap(swap))
             except Exception as error:
-                # The engine has failed half-way through; whoever waits for the swap must hear of it.
+                # The engine has failed half-way through the swap: its caller must receive the error.
                 reason = f"policy version {swap.policy_version}: the swap failed: {error!r}"
                 swap.done.set_exception(EngineError(reason))
                 raise
@@ -302,7 +302,7 @@ class ModelThread:
         self._loop.call_soon_threadsafe(hand_over)
 
     def _close(self) -> None:
-        """Answer what is still pending, so that no caller waits for a thread that has ended."""
+        """Answer all pending requests, so that no caller waits for a thread that has ended."""
         with self._ending:
             self._ended = True
         while not self._commands.empty():

@@ -1,8 +1,8 @@
-"""Matrix products: torch's, or numpy's BLAS over the same memory where that is faster.
+"""Matrix products by torch, or by numpy's BLAS over the same memory if that is faster.
 
-The BLAS in torch's wheels runs AVX2 kernels on AMD processors; the OpenBLAS in numpy's has AVX-512 ones, a lighter
-call, and takes small batched products two to four times faster. Which one wins depends on the processor, the builds
-and the environment (OPENBLAS_CORETYPE), so both are timed at start. Operands are prepared once and reused.
+The BLAS in torch's wheels runs AVX2 kernels on AMD processors. The OpenBLAS in numpy's wheels has AVX-512 kernels and a
+cheaper call, and computes small batched products two to four times faster. The result depends on the processor, the
+builds and the environment (OPENBLAS_CORETYPE), so both are timed at startup. Operands are prepared once and reused.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 Operand = Any
-"""A tensor, or a numpy view of one; opaque to everyone but the Multiply that made it."""
+"""A tensor or a numpy view of it; used only by the Multiply that made it."""
 
 _TRIALS = 7
 _TRIAL_ROWS = 16
 
 
 class Multiply(Protocol):
-    """out = a @ b for two matrices or two batches of matrices."""
+    """Product out = a @ b of two matrices or two batches of matrices."""
 
     def operand(self, tensor: Tensor) -> Operand:
-        """Prepare a tensor; the operand shares its memory."""
+        """Prepare a tensor as an operand, which shares its memory."""
 
     def __call__(self, a: Operand, b: Operand, out: Operand) -> object:
         """Write the product into ``out``."""
 
 
 class TorchMultiply:
-    """Any device and dtype."""
+    """Products by torch, for any device and dtype."""
 
     def operand(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor unchanged."""
         return tensor
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor) -> object:
@@ -46,10 +46,10 @@ class TorchMultiply:
 
 
 class NumpyMultiply:
-    """float32 on the CPU."""
+    """Products by numpy, for float32 on the CPU."""
 
     def operand(self, tensor: Tensor) -> Any:
-        """A numpy view of the tensor."""
+        """Return a numpy view of the tensor."""
         return tensor.numpy()
 
     def __call__(self, a: Any, b: Any, out: Any) -> object:
@@ -58,19 +58,19 @@ class NumpyMultiply:
 
 
 def fastest_multiply(weight: Tensor, head_size: int) -> Multiply:
-    """The faster one for products with ``weight`` [in, out] and for the attention of small batches."""
+    """Return the faster implementation for products with ``weight`` [in, out] and attention of small batches."""
     plain = TorchMultiply()
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not _threads_agree():
         return plain
     with torch.inference_mode():
-        rivals: tuple[Multiply, ...] = (plain, NumpyMultiply())
-        return min(rivals, key=lambda rival: _seconds(rival, weight, head_size))
+        candidates: tuple[Multiply, ...] = (plain, NumpyMultiply())
+        return min(candidates, key=lambda candidate: _seconds(candidate, weight, head_size))
 
 
 def _threads_agree() -> bool:
-    """Whether numpy's BLAS was told to use as many threads as torch does: it takes all cores otherwise."""
-    told = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-    return told == str(torch.get_num_threads())
+    """Tell whether numpy's BLAS is set to torch's number of threads; it uses all cores otherwise."""
+    blas_threads = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+    return blas_threads == str(torch.get_num_threads())
 
 
 def _seconds(multiply: Multiply, weight: Tensor, head_size: int) -> float:

@@ -1,7 +1,7 @@
 """Views of one decode step, made once for a set of rows and reused until the rows change.
 
-Slicing a tensor costs about as much as multiplying two small ones, so a step only does arithmetic: every view that it
-reads or writes hangs in the plan, and one in-place addition moves all positions forward. Fields named ``..._op`` are
+Slicing a tensor takes about as long as multiplying two small ones, so a step only does arithmetic. The plan contains
+every view that a step reads or writes, and one in-place addition advances all positions. Fields named ``..._op`` are
 operands of the run's ``Multiply`` over the memory of the tensor named before them.
 """
 
@@ -22,12 +22,12 @@ from rollmesh.generator.engines.torch.multiply import Multiply, Operand
 from rollmesh.generator.engines.torch.rope import as_pairs
 
 _SPAN = 16
-"""Attention spans are rounded up to this many tokens, so that a plan lives for several steps."""
+"""Attention spans are rounded up to a multiple of this, so that a plan is valid for several steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierPlan:
-    """One tier's share of a step. n = rows in use * kv_heads, g = query heads per kv head, d = head size."""
+    """Views of one tier in a step. n = rows in use * kv_heads, g = query heads per kv head, d = head size."""
 
     place: tuple[Tensor, Tensor]  # int64 [n] each: row and position that this step writes
     keys: tuple[Tensor, ...]  # per layer [n, width, d], to write by place
@@ -48,10 +48,10 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """Everything that one decode step reads and writes besides weights."""
+    """Memory that one decode step reads and writes, except weights."""
 
     step_count: int
-    """Steps until a row outgrows its attention span; the plan is void afterwards."""
+    """Steps until a row outgrows its attention span; the plan is invalid afterwards."""
     tiers: tuple[TierPlan, ...]
     counters: Tensor  # int64 [rows * kv_heads], next position of each: advanced by one a step
     positions: Tensor  # int64 [rows]
@@ -68,7 +68,7 @@ class StepPlan:
     up: Tensor  # [rows, mlp]
     gated: Tensor  # [rows, mlp]
     gated_op: Operand
-    change: Tensor  # [rows, hidden], what a block adds to the residual stream
+    change: Tensor  # [rows, hidden], added to the residual stream by a block
     change_op: Operand
     logits: Tensor  # [rows, vocab]
     logits_op: Operand
@@ -76,7 +76,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierShare:
-    """What a plan takes of one tier: its first rows, over the first tokens."""
+    """Part of one tier in a plan: its first rows, over the first ``span`` tokens."""
 
     tier: Tier
     rows: int
@@ -84,7 +84,7 @@ class TierShare:
 
 
 class Planner:
-    """Owns the step buffers and cuts plans out of them."""
+    """Owner of the step buffers; builds plans over them."""
 
     def __init__(
         self,
@@ -96,8 +96,11 @@ class Planner:
         *,
         shared_score_tokens: int = 0,
     ) -> None:
-        """``slot_count`` bounds the rows of a plan. ``shared_score_tokens``: largest rows * span of a tier, when all
-        plans are to share one buffer for attention scores; 0 gives each plan its own."""
+        """Allocate buffers for plans of at most ``slot_count`` rows.
+
+        All plans share one buffer for attention scores of at most ``shared_score_tokens`` (rows * span of a tier); 0
+        gives each plan its own buffer.
+        """
         self._arch = arch
         self._multiply = multiply
         self._scratch: Tensor | None = None
@@ -120,7 +123,7 @@ class Planner:
         self._rows = torch.arange(slot_count * heads, device=device)
 
     def plan(self, cache: KvCache, lengths: npt.NDArray[np.int64]) -> StepPlan:
-        """Plan steps for the active rows of all tiers; ``lengths`` [rows] are the cached tokens of all rows."""
+        """Build the plan for the active rows of all tiers; ``lengths`` [rows] are the cached tokens of all rows."""
         shares: list[TierShare] = []
         active: list[npt.NDArray[np.int64]] = []
         steps, start = cache.longest, 0
@@ -137,11 +140,11 @@ class Planner:
         return self.build(shares, self.counters(np.concatenate(active)), steps)
 
     def counters(self, lengths: npt.NDArray[np.int64]) -> Tensor:
-        """Next position of every row and kv head, int64 [rows * kv_heads]."""
+        """Return the next position of every row and kv head, int64 [rows * kv_heads]."""
         return torch.from_numpy(np.repeat(lengths, self._arch.kv_head_count)).to(self._rows.device)
 
     def build(self, shares: Iterable[TierShare], counters: Tensor, step_count: int) -> StepPlan:
-        """Cut a plan for these shares of the tiers; row r of it advances ``counters`` [rows * kv_heads]."""
+        """Build the plan for these shares of the tiers; a step advances ``counters`` [rows * kv_heads]."""
         arch, op, heads = self._arch, self._multiply.operand, self._arch.kv_head_count
         parts: list[TierPlan] = []
         count = 0

@@ -1,4 +1,4 @@
-"""Which calls may start and how their prefill is batched: pure functions over lengths."""
+"""Admission of calls and batching of their prefill: pure functions over lengths."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _QUANTILE = 0.8
 
 
 def remaining_estimate(generated: Int64Array, budget: Int64Array, history: Int64Array) -> Int64Array:
-    """Tokens that calls will still generate, int64 [calls].
+    """Estimate the tokens that calls will still generate, int64 [calls].
 
-    The 0.8 quantile of the finished response lengths in ``history`` (ascending) among those longer than what a call
-    has ``generated`` already, bounded by its ``budget``; the whole budget where history knows no longer response.
+    The estimate is the 0.8 quantile of the response lengths in ``history`` (ascending) that exceed the tokens that a
+    call has ``generated``, at most its ``budget``. It is the whole budget if no response in the history is longer.
     """
     shorter = np.searchsorted(history, generated, side="right")
     longer = len(history) - shorter
@@ -26,10 +26,10 @@ def remaining_estimate(generated: Int64Array, budget: Int64Array, history: Int64
 
 
 def peak_tokens(lengths: Int64Array, remaining: Int64Array) -> int:
-    """Most tokens in the cache at any moment until all calls have finished, if none joins.
+    """Return the peak of tokens in the cache until all calls have finished, if no other call starts.
 
-    Past-Future scheduling: the total peaks just before some call ends. Sorted by remaining tokens, descending, the
-    peak before call i ends is the sum of the first i lengths plus i times its remaining tokens.
+    Past-Future scheduling: the total peaks just before a call ends. With calls sorted by remaining tokens, descending,
+    the total before call i ends is the sum of the first i lengths plus i times its remaining tokens.
     """
     if not len(lengths):
         return 0
@@ -39,9 +39,9 @@ def peak_tokens(lengths: Int64Array, remaining: Int64Array) -> int:
 
 
 def prefill_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices of ``lengths`` in batches: longest first, each at most ``token_budget`` tokens with padding.
+    """Group indices of ``lengths`` into batches, longest first, of at most ``token_budget`` tokens with padding.
 
-    A single context longer than the budget is a batch of its own.
+    A single context longer than the budget is a separate batch.
     """
     batches: list[list[int]] = []
     width = 0

@@ -1,7 +1,7 @@
 """Rotary position embedding as one complex multiplication.
 
-Hugging Face rotates dimension i with dimension i + D/2. The dot product of a query and a key does not change when
-both are permuted alike, so the packed projections put each such pair side by side and the rotation becomes
+Hugging Face rotates dimension i with dimension i + D/2. The dot product of a query and a key does not change if both
+are permuted in the same way, so the packed projections put each pair side by side. The rotation is then
 ``(a + ib) * exp(i * position * frequency)``: one operation in place instead of six.
 """
 
@@ -18,10 +18,10 @@ from rollmesh.generator.engines.torch.architecture import Rope
 def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
     """Compute the angular frequency of each pair, float32 [head_size / 2].
 
-    Same float32 operations in the same order as transformers, so that every bit agrees with the trainer's: a last bit
-    of a frequency grows with the position into 5e-4 nats within 6,500 tokens. ``llama3`` is the scaling of the Llama
-    3.1 release: wavelengths beyond the original context are stretched by ``factor``, short ones are kept, those between
-    are interpolated.
+    The float32 operations and their order are those of transformers, so that every bit is equal to the trainer's: an
+    error in the last bit of a frequency grows with the position to 5e-4 nats within 6,500 tokens. ``llama3`` is the
+    scaling of the Llama 3.1 release: wavelengths beyond the original context are stretched by ``factor``, short ones
+    are kept, those between are interpolated.
     """
     exponent = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     frequency = 1.0 / (rope.theta**exponent)
@@ -38,14 +38,14 @@ def inverse_frequencies(rope: Rope, head_size: int) -> Tensor:
 def rotation_table(rope: Rope, head_size: int, positions: int, device: torch.device) -> Tensor:
     """Compute exp(i * position * frequency), complex64 [positions, 1, head_size / 2].
 
-    The angle is a float32 product as in Hugging Face's modules, so that long contexts agree with the trainer.
+    The angle is a float32 product as in Hugging Face's modules, so that long contexts are equal to the trainer's.
     """
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_size)[None, :]
     return torch.complex(angle.cos(), angle.sin()).unsqueeze(1).to(device)
 
 
 def pair_order(head_size: int) -> Tensor:
-    """Order of a head's dimensions that brings rotation partners together, int64 [head_size]."""
+    """Return the order of a head's dimensions that puts rotation pairs side by side, int64 [head_size]."""
     return torch.arange(head_size).view(2, head_size // 2).t().reshape(-1)
 
 

@@ -1,4 +1,4 @@
-"""The running calls: who enters, one decode step for all of them, who leaves. Model thread only."""
+"""The running calls: admission, decode steps and end of calls. Model thread only."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Emit = Callable[[RunningCall, Chunk | Exception], None]
 class RunningBatch:
     """Calls in slots over one model and one cache.
 
-    A call's context is prefilled without its last token; that token is the input of the call's first decode step.
-    So every token is sampled in a decode step, and calls with the same context share one prefill by copying rows.
+    A call's context is prefilled without its last token, which is the input of the call's first decode step. So every
+    token is sampled in a decode step, and calls with the same context share one prefill by copying rows.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class RunningBatch:
         self.cache = cache
         self.policy_version = 0
         self.response_lengths: deque[int] = deque(maxlen=_HISTORY)
-        """Lengths of finished responses, for the admission's estimate."""
+        """Lengths of finished responses, for ``remaining_estimate``."""
         self._slots = SlotTable(slots, model.arch.vocab_size, model.device)
         self._stepper = stepper
         self._forward_tokens = forward_tokens
@@ -63,7 +63,7 @@ class RunningBatch:
         self._rows = np.zeros(0, np.int64)
         """Slots of all rows of the cache, in order, while ``_order`` is valid."""
         self._held: dict[RunningCall, float] = {}
-        """Calls whose callers are behind with saving, and since when (monotonic seconds)."""
+        """Calls held because their callers are late to save, with the start of the hold (monotonic seconds)."""
         self._donors: dict[bytes, set[int]] = {}
         self._donated: dict[int, bytes] = {}
 
@@ -74,17 +74,17 @@ class RunningBatch:
 
     @property
     def active_count(self) -> int:
-        """Calls that the next step samples a token for: those in slots that are not held."""
+        """Calls for which the next step samples a token: calls in slots that are not held."""
         return self.running_count - len(self._held)
 
     @property
     def held_since(self) -> float | None:
-        """Monotonic seconds since when the first of the held calls is held; None when there is none."""
+        """Start of the oldest hold in monotonic seconds; None without held calls."""
         return min(self._held.values(), default=None)
 
     @property
     def free_slots(self) -> int:
-        """Slots that a call could take."""
+        """Number of free slots."""
         return len(self._slots.free)
 
     @property
@@ -93,21 +93,21 @@ class RunningBatch:
         return self._slots.length_sum + self.active_count * self._step
 
     def running(self) -> list[RunningCall]:
-        """The running calls."""
+        """Return the running calls."""
         return self._slots.running()
 
     def load(self) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Cached tokens, response positions and remaining budgets of the running calls, int64 [running] each."""
+        """Return cached tokens, response positions and remaining budgets of the running calls, int64 [running] each."""
         positions, budgets = self._slots.generated(self._step)
         slots = np.array([s.slot for s in self._slots.running()], np.int64)
         return self._slots.cached(slots, self._step), positions, budgets
 
     def admit(self, sequences: Sequence[RunningCall]) -> None:
-        """Prefill calls and put them into slots; the caller has checked slots and cache room."""
-        self._disband()
+        """Prefill calls and put them into slots; the caller has checked free slots and cache room."""
+        self._write_back()
         contexts = {s: s.context_ids() for s in sequences}
-        leaders: dict[bytes, RunningCall] = {}
-        followers: list[tuple[RunningCall, int]] = []
+        prefilled: dict[bytes, RunningCall] = {}
+        copies: list[tuple[RunningCall, int]] = []
         for sequence in sequences:
             context = contexts[sequence]
             cached = len(context) - 1
@@ -117,13 +117,13 @@ class RunningBatch:
             key = context.tobytes()
             donor = next(iter(self._donors.get(key, ())), None)
             if donor is None:
-                leaders[key] = sequence
+                prefilled[key] = sequence
             elif cached:
-                followers.append((sequence, donor))
+                copies.append((sequence, donor))
             self._donors.setdefault(key, set()).add(slot)
             self._donated[slot] = key
-        self._prefill([(s, contexts[s]) for s in leaders.values()])
-        for sequence, donor in followers:
+        self._prefill([(s, contexts[s]) for s in prefilled.values()])
+        for sequence, donor in copies:
             count = len(contexts[sequence]) - 1
             self.cache.write(sequence.slot, *self.cache.read(donor, count))
             sequence.cached_token_count = count
@@ -147,7 +147,7 @@ class RunningBatch:
                 self.cache.write(sequence.slot, keys[:, row, ..., :count], values[:, row, :, :count])
 
     def _compute_keys(self, tokens: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Keys [layers, batch, kv_heads, d, tokens] and values [layers, batch, kv_heads, tokens, d], padded."""
+        """Return keys [layers, batch, kv_heads, d, tokens] and values [layers, batch, kv_heads, tokens, d], padded."""
         arch = self.model.arch
         (batch, length), size = tokens.shape, arch.head_size
         like = self.model.weights.embedding
@@ -162,8 +162,8 @@ class RunningBatch:
         return keys, values
 
     def step(self) -> None:
-        """Sample one token for every active call and deliver what is due; there is at least one."""
-        order = self._ready()
+        """Sample one token for every active call and emit the chunks that are due; requires an active call."""
+        order = self._prepare_step()
         logits = self._stepper.logits(self._tokens)
         self._tokens, drawn = sample(logits, order.noise_at(self._step), order.sampling)
         tokens, logprobs = self._tokens.cpu().numpy(), drawn.cpu().numpy()
@@ -195,37 +195,37 @@ class RunningBatch:
 
     def _hold_if_blocked(self, sequence: RunningCall) -> None:
         if sequence.backlog.blocked:
-            self._disband()
+            self._write_back()
             self._slots.hold(sequence.slot, self._step)
             self._held[sequence] = time.monotonic()
             self._counters.held_back += 1
 
     def release_unblocked(self) -> None:
-        """Let held calls continue whose callers have saved enough."""
+        """Continue held calls whose callers have saved enough tokens."""
         for sequence in [s for s in self._held if not s.backlog.blocked]:
-            self._disband()
+            self._write_back()
             del self._held[sequence]
             self._slots.release(sequence.slot, self._step)
             self.cache.trim(sequence.slot, int(self._slots.cached(sequence.slot, self._step)))
 
     def end_held(self, since: float) -> None:
-        """End calls as interrupted that are held since ``since`` (monotonic seconds) or longer."""
+        """End calls as interrupted that have been held since ``since`` (monotonic seconds) or longer."""
         self.interrupt([s for s, at in self._held.items() if at <= since])
 
     def interrupt(self, sequences: Iterable[RunningCall]) -> None:
-        """End running calls as interrupted with the tokens they have."""
+        """End running calls as interrupted with their current tokens."""
         for sequence in sequences:
             self._finish(sequence, FinishReason.INTERRUPTED)
 
     def drop(self, sequence: RunningCall) -> None:
-        """Forget a running call whose caller has gone."""
+        """Remove a running call whose caller has disconnected."""
         self._leave(sequence)
 
     def swap(self, policy_version: int) -> None:
-        """Close every open chunk under the old version; tokens from here on carry the new one.
+        """Close every open chunk under the old version; further tokens carry the new one.
 
-        Running calls keep their cache and its kv_min_version; a call that has met a newer version than the new one ends
-        as interrupted. The cached prompts are of the old version, so no call that starts from now on may copy them.
+        Running calls keep their cache and its kv_min_version. A call with tokens of a newer version than the new one
+        ends as interrupted. Cached prompts have the old version, so calls that start later must not copy them.
         """
         for sequence in self._slots.running():
             undelivered = self._slots.undelivered(sequence.slot, self._step)
@@ -240,20 +240,20 @@ class RunningBatch:
         self._donated.clear()
 
     def make_room(self) -> list[RunningCall]:
-        """Move rows that have outgrown their tier; returns the calls that were preempted for want of cache.
+        """Move rows that have outgrown their tier; returns the calls preempted for lack of cache.
 
-        Held calls give way first, they end as interrupted. Then it is the youngest call, so the oldest always goes on
-        and the queue always moves.
+        Held calls end first, as interrupted. Then the youngest call is preempted, so the oldest call always continues
+        and the queue always advances.
         """
         preempted: list[RunningCall] = []
         if self._order is not None and self._step < self._plan_until:
             return preempted
-        # Widest first: a tier must not receive rows before its own outgrown ones have left it.
+        # Widest first: a tier must move its outgrown rows before it receives others.
         for tier in reversed(self.cache.tiers[:-1]):
             while grown := self._grown(tier):
                 gain = self.cache.next_width(grown[0]) - tier.width
                 if self.cache.has_room([gain] * len(grown)):
-                    self._disband()
+                    self._write_back()
                     self.cache.promote(tier, grown)
                 elif self._held:
                     self.interrupt([max(self._held, key=lambda s: s.arrival)])
@@ -293,7 +293,7 @@ class RunningBatch:
         self._leave(sequence)
 
     def _leave(self, sequence: RunningCall) -> None:
-        self._disband()
+        self._write_back()
         slot = sequence.slot
         self._held.pop(sequence, None)
         self.cache.remove(slot)
@@ -304,15 +304,15 @@ class RunningBatch:
             if not self._donors[key]:
                 del self._donors[key]
 
-    def _disband(self) -> None:
-        """Write back what a step keeps in row order, before rows move."""
+    def _write_back(self) -> None:
+        """Write the state in row order back to the slots before rows move."""
         if self._order is not None:
             self._slots.last_tokens[self._order.slots] = self._tokens.cpu().numpy()
             self._order = None
             self._plan_until = self._step
             self._stepper.release()
 
-    def _ready(self) -> RowOrder:
+    def _prepare_step(self) -> RowOrder:
         if self._order is None:
             self.cache.hold({s.slot for s in self._held})
             tiers = self.cache.tiers

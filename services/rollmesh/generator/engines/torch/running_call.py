@@ -21,40 +21,40 @@ class RunningCall:
 
     call: GenerationCall
     deliver: Deliver
-    """Hands a chunk or the final error to the caller; runs in the asyncio thread."""
+    """Function that passes a chunk or the final error to the caller; runs in the asyncio thread."""
     budget: int
-    """Tokens that may be sampled in all: the call's own limit or what the context leaves."""
+    """Maximum number of tokens to sample: the call's limit, or the room left in the context."""
     noise_key: int
     backlog: Backlog
     arrival: int = 0
     slot: int = -1
-    """Slot while running, -1 while waiting."""
+    """Slot of a running call; -1 while waiting."""
     written: list[Int32Array] = field(default_factory=list)
-    """Tokens already delivered, for a new prefill after a preemption."""
+    """Delivered tokens, for a new prefill after a preemption."""
     written_count: int = 0
     kv_min_version: int = 0
     newest_version: int = -1
-    """Newest policy version of its tokens and its cache; versions of one call never fall below it."""
+    """Newest policy version of the call's tokens and cache; later tokens never have an older version."""
     cached_token_count: int = 0
     """Prompt tokens copied from another call's cache, reported with the next chunk."""
 
     @property
     def started(self) -> bool:
-        """Whether the caller has seen tokens of it."""
+        """True once the caller has received tokens."""
         return self.written_count > 0
 
     @property
     def position(self) -> int:
-        """Tokens after the prompt so far, those of earlier calls included."""
+        """Number of response tokens so far, including those of earlier calls."""
         return len(self.call.context_ids) - self.call.prompt_token_count + self.written_count
 
     def context_ids(self) -> Int32Array:
-        """Everything that the next token follows, int32 [tokens]."""
+        """Return all tokens before the next one, int32 [tokens]."""
         return np.concatenate((self.call.context_ids, *self.written)) if self.written else self.call.context_ids
 
 
 def make_running_call(call: GenerationCall, deliver: Deliver, *, vocab_size: int, longest: int) -> RunningCall:
-    """Check a call against the model; DataError names the field, the value and the limit."""
+    """Check a call against the model and build its state; DataError names the field, the value and the limit."""
     budget = check_call(call, vocab_size=vocab_size, longest=longest)
     return RunningCall(
         call=call,

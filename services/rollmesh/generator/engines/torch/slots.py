@@ -1,7 +1,7 @@
-"""Per-slot numbers of the running calls, as arrays: what a decode step needs without touching Python objects.
+"""Arrays of per-slot numbers of the running calls, so that a decode step reads no Python objects.
 
-A slot keeps its index for a call's life, while rows of the cache move. Whatever grows by one a step is stored minus
-the step count, so that a step updates nothing; ``arrange`` gathers the row order once per change of rows.
+A call keeps its slot index until it ends, while rows of the cache move. A number that increases by one per step is
+stored minus the step count, so that a step updates no array. ``arrange`` gathers the row order once per change of rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Int64Array = npt.NDArray[np.int64]
 _NOT_HELD = np.iinfo(np.int64).max
 
 HISTORY = 256
-"""Tokens of a slot kept until they are delivered; also the longest chunk."""
+"""Capacity of a slot for tokens not yet delivered; also the longest chunk."""
 
 
 _NOISE_STEPS = 8
@@ -32,14 +32,14 @@ _NOISE_STEPS = 8
 
 @dataclass(slots=True, kw_only=True)
 class RowOrder:
-    """The running slots in cache order, with what each step reads."""
+    """The running slots in cache order, with the arrays that each step reads."""
 
     slots: Int64Array  # [rows]
     keys: UInt64Array  # [rows]
-    positions: Int64Array  # [rows], positions of the tokens to be drawn next, minus the step count
+    positions: Int64Array  # [rows], positions of the next tokens, minus the step count
     stops: Int64Array  # [rows, most stop ids], -1 where unused
     common_stop: np.int64 | None
-    """The one stop id of every row, if there is just one: compared without a second dimension."""
+    """Single stop id shared by every row, or None; compared without a second dimension."""
     emit_at: Int64Array  # [rows]
     finish_at: Int64Array  # [rows]
     sampling: StepSampling
@@ -50,7 +50,7 @@ class RowOrder:
     """Step count of the first row of ``noise``."""
 
     def noise_at(self, step: int) -> torch.Tensor:
-        """Uniform numbers of one step, float64 [rows, 1]."""
+        """Return the uniform numbers of one step, float64 [rows, 1]."""
         ahead = step - self.noise_from
         if ahead >= len(self.noise):
             steps = step + np.arange(_NOISE_STEPS)[:, None]
@@ -61,7 +61,7 @@ class RowOrder:
         return self.noise[ahead]
 
     def stopped(self, tokens: Int64Array) -> BoolArray:
-        """Which rows drew one of their stop ids, [rows]."""
+        """Return a mask of the rows that drew one of their stop ids, [rows]."""
         if self.common_stop is not None:
             found: BoolArray = tokens == self.common_stop
         else:
@@ -74,7 +74,7 @@ class RowOrder:
 
 
 class SlotTable:
-    """Arrays indexed by slot, and the ring of tokens not yet delivered."""
+    """Arrays indexed by slot, and the ring buffer of tokens not yet delivered."""
 
     def __init__(self, count: int, vocab_size: int, device: torch.device) -> None:
         self.sequences: list[RunningCall | None] = [None] * count
@@ -83,9 +83,9 @@ class SlotTable:
         self.lengths = np.zeros(count, np.int64)
         """Cached tokens minus the step count."""
         self.length_sum = 0
-        """Sum of ``lengths`` over the active calls, and of the cached tokens of the held ones."""
+        """Sum of ``lengths`` over the active calls and of cached tokens over the held calls."""
         self._held_at = np.full(count, _NOT_HELD)
-        """Step count at which a call was held: for the numbers of its slot, no step has been made since."""
+        """Step count at which a call was held; the numbers of its slot count no later step."""
         self._vocab_size = vocab_size
         self._device = device
         self._keys = np.zeros(count, np.uint64)
@@ -99,12 +99,12 @@ class SlotTable:
         self._finish_at = np.zeros(count, np.int64)
         self._tokens = np.zeros((count, HISTORY), np.int32)
         self._logprobs = np.zeros((count, HISTORY), np.float32)
-        self._unfiled: list[tuple[Int64Array, Float32Array]] = []
-        self._unfiled_slots = np.zeros(0, np.int64)
-        self._unfiled_from = 0
+        self._recorded: list[tuple[Int64Array, Float32Array]] = []
+        self._recorded_slots = np.zeros(0, np.int64)
+        self._recorded_from = 0
 
     def running(self) -> list[RunningCall]:
-        """The running calls, in slot order."""
+        """Return the running calls in slot order."""
         return [s for s in self.sequences if s is not None]
 
     def occupy(self, sequence: RunningCall, last_token: int, cached: int, step: int) -> int:
@@ -128,7 +128,7 @@ class SlotTable:
         return slot
 
     def vacate(self, slot: int) -> None:
-        """Free a slot."""
+        """Release a slot."""
         sequence = self.sequences[slot]
         assert sequence is not None
         sequence.slot = -1
@@ -139,12 +139,12 @@ class SlotTable:
         self.free.append(slot)
 
     def hold(self, slot: int, step: int) -> None:
-        """Stop counting steps for a slot, all of whose tokens are delivered."""
+        """Stop counting steps for a slot; all its tokens must be delivered."""
         self._held_at[slot] = step
         self.length_sum += step
 
     def release(self, slot: int, step: int) -> None:
-        """Count steps for a held slot again, as if those in between had not been made."""
+        """Count steps for a held slot again; steps during the hold do not count."""
         sequence = self.sequences[slot]
         assert sequence is not None
         missed = step - self._held_at[slot]
@@ -157,33 +157,33 @@ class SlotTable:
         self.length_sum -= step
 
     def cached(self, slots: int | Int64Array, step: int) -> Int64Array:
-        """Cached tokens of these slots, int64 [slots]."""
+        """Return the cached tokens of these slots, int64 [slots]."""
         found: Int64Array = self.lengths[slots] + self._now(slots, step)
         return found
 
     def record(self, tokens: Int64Array, logprobs: Float32Array) -> None:
-        """Keep the tokens of one step, [rows] each, in the order of the last ``arrange``."""
-        self._unfiled.append((tokens, logprobs))
+        """Store the tokens of one step, [rows] each, in the order of the last ``arrange``."""
+        self._recorded.append((tokens, logprobs))
 
-    def _file(self) -> None:
-        """Move what was recorded in row order to the slots; many steps cost little more than one."""
-        if not self._unfiled:
+    def _store_recorded(self) -> None:
+        """Move recorded tokens from row order to the slots; many steps cost little more than one."""
+        if not self._recorded:
             return
-        tokens, logprobs = (np.stack(column, axis=1) for column in zip(*self._unfiled, strict=True))
-        columns = np.arange(self._unfiled_from, self._unfiled_from + len(self._unfiled)) % HISTORY
-        place = (self._unfiled_slots[:, None], columns)
+        tokens, logprobs = (np.stack(column, axis=1) for column in zip(*self._recorded, strict=True))
+        columns = np.arange(self._recorded_from, self._recorded_from + len(self._recorded)) % HISTORY
+        place = (self._recorded_slots[:, None], columns)
         self._tokens[place] = tokens
         self._logprobs[place] = logprobs
-        self._unfiled_from += len(self._unfiled)
-        self._unfiled.clear()
+        self._recorded_from += len(self._recorded)
+        self._recorded.clear()
 
     def undelivered(self, slot: int, step: int) -> int:
-        """Tokens sampled for a slot and not yet in a chunk."""
+        """Return the number of tokens sampled for a slot and not yet in a chunk."""
         return int(self._now(slot, step) - self._sent_at[slot])
 
     def take_chunk(self, sequence: RunningCall, step: int, version: int, reason: FinishReason | None) -> Chunk:
         """Cut a chunk from the tokens not yet delivered."""
-        self._file()
+        self._store_recorded()
         slot = sequence.slot
         step = int(self._now(slot, step))
         columns = np.arange(self._sent_at[slot], step) % HISTORY
@@ -204,8 +204,8 @@ class SlotTable:
 
     def arrange(self, slots: Int64Array, step: int) -> RowOrder:
         """Gather the arrays in the order of ``slots`` (the rows of the cache)."""
-        self._file()
-        self._unfiled_slots, self._unfiled_from = slots, step
+        self._store_recorded()
+        self._recorded_slots, self._recorded_from = slots, step
         stops = self._stops[slots]
         order = RowOrder(
             slots=slots,
@@ -224,23 +224,23 @@ class SlotTable:
         return order
 
     def refresh(self, order: RowOrder) -> None:
-        """Take over new chunk times after an event that moved no row."""
+        """Copy new chunk times into ``order`` after an event that moved no row."""
         order.emit_at = self._emit_at[order.slots]
         order.schedule()
 
     def generated(self, step: int) -> tuple[Int64Array, Int64Array]:
-        """Response positions and tokens left in the budget of the running calls, int64 [running] each."""
+        """Return response positions and remaining budgets of the running calls, int64 [running] each."""
         slots = np.array([s.slot for s in self.running()], np.int64)
         now = self._now(slots, step)
         return self._positions[slots] + now, self._finish_at[slots] - now
 
     def _now(self, slots: int | Int64Array, step: int) -> Int64Array:
-        """Step count that the numbers of these slots are relative to."""
+        """Return the step count to which the numbers of these slots are relative."""
         now: Int64Array = np.minimum(step, self._held_at[slots])
         return now
 
     def _next_emit(self, sequence: RunningCall, step: int) -> int:
-        # Aligned over all calls: one wake-up of the asyncio thread carries every running call's chunk.
+        # Aligned over all calls: one wake-up of the asyncio thread delivers the chunks of every running call.
         size = min(sequence.call.chunk_token_count, HISTORY)
         return (step // size + 1) * size
 

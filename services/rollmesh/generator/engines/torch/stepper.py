@@ -1,10 +1,10 @@
-"""One decode step for whatever rows are in the cache: planned as they are, or padded to static shapes.
+"""One decode step for the rows in the cache: planned for the exact rows, or padded to static shapes.
 
 A CUDA graph replays fixed shapes at fixed addresses. So the padded step rounds the rows of every tier up to a bucket
-(1, 2, 4, 8 ... or all rows that the tier's block has) and attends over the tier's whole width. Rows beyond those in
-use are scratch: they belong to no call, decode token 0 from position 0, and what they write is overwritten or masked
-when a call takes the row. A row of a held call may serve as scratch too, from the end of its tokens; ``KvCache.trim``
-masks what was written there. Every row only reads its own cache, so padding cannot reach a call.
+(1, 2, 4, 8 ... or all rows of the tier's block) and attends over the tier's whole width. Rows beyond those in use are
+scratch: they belong to no call and decode token 0 from position 0. Their writes are overwritten or masked when a call
+takes the row. The row of a held call may be scratch too, after the end of its tokens; ``KvCache.trim`` masks these
+writes. Every row reads only its own cache, so padding cannot affect a call.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from rollmesh.generator.engines.torch.plan import Planner, StepPlan, TierShare
 from rollmesh.generator.engines.torch.slots import Int64Array
 
 Capture = Callable[[Callable[[], object]], Callable[[], object]]
-"""Turns a function over static memory into one that does the same."""
+"""Function that captures work over static memory and returns a function that replays it."""
 
-_MOST_STEPS = 64
-"""Combinations of buckets kept, with their graphs."""
+_MAX_STEPS = 64
+"""Maximum number of bucket combinations kept, with their graphs."""
 
 
 class Stepper(Protocol):
-    """Decodes the rows of a cache, in the order of its tiers."""
+    """Decoder of the rows of a cache, in the order of its tiers."""
 
     def prepare(self, lengths: Int64Array) -> int:
-        """Get ready for the active rows; returns for how many steps that holds.
+        """Prepare steps for the active rows; returns the number of steps for which this is valid.
 
-        ``lengths`` [rows] are the cached tokens of all rows in order, those of held rows too.
+        ``lengths`` [rows] are the cached tokens of all rows in order, including held rows.
         """
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Append ``tokens`` int64 [active]; returns the logits [active, vocab], a buffer valid until the next step."""
+        """Append ``tokens`` int64 [active]; returns the logits [active, vocab], valid until the next step."""
 
     def release(self) -> None:
-        """Rows are about to move: drop what ``prepare`` made."""
+        """Drop the result of ``prepare`` because rows are about to move."""
 
 
 def make_stepper(model: DecoderModel, cache: KvCache, slots: int, *, graphs: bool) -> Stepper:
-    """The padded stepper where ``graphs`` are wanted (captured on a GPU only), else the plain one."""
+    """Build the padded stepper if ``graphs`` is set (captured on a GPU only), else the plain one."""
     if not graphs:
         return PlainStepper(model, cache, slots)
     on_gpu = model.device.type == "cuda"
-    return BucketedStepper(model, cache, slots, GraphPool(model.device).capture if on_gpu else _as_it_is)
+    return BucketedStepper(model, cache, slots, GraphPool(model.device).capture if on_gpu else _uncaptured)
 
 
 class PlainStepper:
-    """Steps over exactly the rows in use and little more than the tokens they have."""
+    """Stepper over exactly the rows in use and spans a little longer than their tokens."""
 
     def __init__(self, model: DecoderModel, cache: KvCache, slots: int) -> None:
         self._model = model
@@ -64,22 +64,22 @@ class PlainStepper:
         self._plan: StepPlan | None = None
 
     def prepare(self, lengths: Int64Array) -> int:
-        """Plan these rows."""
+        """Plan the active rows."""
         self._plan = self._planner.plan(self._cache, lengths)
         return self._plan.step_count
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Decode one token a row."""
+        """Decode one token per row."""
         assert self._plan is not None
         return self._model.decode(tokens, self._plan)
 
     def release(self) -> None:
-        """Let go of the views of the cache."""
+        """Drop the views of the cache."""
         self._plan = None
 
 
 class BucketedStepper:
-    """Padded steps of static shape, each made once per combination of buckets and reused."""
+    """Stepper with padded steps of static shape, each made once per combination of buckets and reused."""
 
     def __init__(self, model: DecoderModel, cache: KvCache, slots: int, capture: Capture) -> None:
         self._model = model
@@ -87,7 +87,7 @@ class BucketedStepper:
         self._capture = capture
         self._planner = Planner(
             model.arch,
-            2 * slots,  # a power of two is less than twice what it rounds up
+            2 * slots,  # rounding up to a power of two less than doubles the rows
             model.multiply,
             model.weights.embedding.dtype,
             model.device,
@@ -96,16 +96,16 @@ class BucketedStepper:
         self._steps: OrderedDict[tuple[tuple[int, int], ...], _StaticStep] = OrderedDict()
         self._current: _StaticStep | None = None
         self._live: Tensor | None = None
-        """Rows of the padded step that belong to calls, int64 [rows]; None when all do."""
+        """Rows of the padded step that belong to calls, int64 [rows]; None if all rows do."""
         cache.before_move = self._forget
 
     @property
     def step_count(self) -> int:
-        """Combinations of buckets that are ready."""
+        """Number of bucket combinations that are ready."""
         return len(self._steps)
 
     def prepare(self, lengths: Int64Array) -> int:
-        """Find or make the step whose buckets hold these rows, and place them in it."""
+        """Find or build the step whose buckets hold these rows, and set their positions."""
         shares: list[tuple[int, TierShare]] = []
         padded_lengths, live = [], []
         steps, start, active, padded_start = self._cache.longest, 0, 0, 0
@@ -114,7 +114,7 @@ class BucketedStepper:
             if not used:
                 continue
             rows = bucket(used, tier.row_capacity)
-            # Held rows that serve as padding are written after their own tokens only.
+            # Held rows used as padding are written only after their tokens.
             here = lengths[first:start][:rows]
             steps = min(steps, tier.width - int(here.max()))
             padded_lengths.append(np.pad(here, (0, rows - len(here))))
@@ -129,7 +129,7 @@ class BucketedStepper:
         return steps
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Decode one token a row."""
+        """Decode one token per row."""
         step, live = self._current, self._live
         assert step is not None
         if live is None:
@@ -138,7 +138,7 @@ class BucketedStepper:
         return step.run(None).index_select(0, live)
 
     def release(self) -> None:
-        """Forget which rows are whose; the static steps stay."""
+        """Forget the current rows; the static steps are kept."""
         self._current = None
 
     def _step_of(self, shares: list[tuple[int, TierShare]]) -> _StaticStep:
@@ -146,20 +146,20 @@ class BucketedStepper:
         step = self._steps.get(key)
         if step is None:
             step = self._steps[key] = _StaticStep(self._model, self._planner, [s for _, s in shares], self._capture)
-            if len(self._steps) > _MOST_STEPS:
+            if len(self._steps) > _MAX_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return step
 
     def _forget(self, tier: Tier) -> None:
-        """The block of ``tier`` moves: what was made over its old memory must never run again."""
+        """Delete the steps over the old memory of ``tier``, whose block moves; they must not run again."""
         number = self._cache.tiers.index(tier)
         for key in [key for key in self._steps if any(number == n for n, _ in key)]:
             del self._steps[key]
 
 
 class _StaticStep:
-    """The decode step of one combination of buckets, over memory that stays where it is."""
+    """The decode step of one combination of buckets, over memory with fixed addresses."""
 
     def __init__(self, model: DecoderModel, planner: Planner, shares: list[TierShare], capture: Capture) -> None:
         rows = sum(share.rows for share in shares)
@@ -169,20 +169,20 @@ class _StaticStep:
         self.tokens = tokens
         """Input of the step, int64 [padded rows]; token 0 in scratch rows."""
         self._logits = plan.logits
-        # Without ``self``: a cycle would keep the old memory of a block that moves until the next garbage collection.
+        # Without ``self``: a cycle would keep the old memory of a moved block until the next garbage collection.
         self._work: Callable[[], object] = lambda: model.decode(tokens, plan)
         self._capture: Capture | None = capture
         self._ran = False
 
     def place(self, counters: Tensor) -> None:
-        """Set the next position of every row; which rows are scratch may have changed, so their tokens too."""
+        """Set the next position of every row, and token 0 everywhere because the scratch rows may have changed."""
         self._counters.copy_(counters)
         self.tokens.zero_()
 
     def run(self, tokens: Tensor | None) -> Tensor:
-        """Decode ``tokens`` [padded rows], or what is in ``self.tokens``; returns logits [padded rows, vocab].
+        """Decode ``tokens`` [padded rows], or ``self.tokens`` for None; returns logits [padded rows, vocab].
 
-        The first run is a plain one, and serves as the warm-up that a capture needs; the second one captures.
+        The first run executes directly and is the warm-up that a capture needs. The second run captures.
         """
         if tokens is not None:
             self.tokens.copy_(tokens)
@@ -194,9 +194,9 @@ class _StaticStep:
 
 
 def bucket(rows: int, most: int) -> int:
-    """The smallest power of two that holds ``rows``, at most ``most``."""
+    """Return the smallest power of two that holds ``rows``, at most ``most``."""
     return min(1 << (rows - 1).bit_length(), most)
 
 
-def _as_it_is(work: Callable[[], object]) -> Callable[[], object]:
+def _uncaptured(work: Callable[[], object]) -> Callable[[], object]:
     return work

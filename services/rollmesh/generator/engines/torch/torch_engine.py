@@ -1,10 +1,9 @@
-"""The asyncio face of the torch engine."""
+"""The asyncio interface of the torch engine."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from collections.abc import Sequence as Many
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
@@ -31,9 +30,9 @@ T = TypeVar("T")
 
 
 class TorchEngine:
-    """Continuous batching of one Hugging Face causal LM in this process; implements ``protocol.Engine``.
+    """Engine that batches calls of one Hugging Face causal LM in this process; implements ``engine_protocol.Engine``.
 
-    A model thread decodes; the asyncio side only queues calls and receives chunks.
+    A model thread decodes; the asyncio thread only queues calls and receives chunks.
     """
 
     def __init__(self, options: TorchEngineOptions) -> None:
@@ -41,17 +40,17 @@ class TorchEngine:
         self._device = options.torch_device()
         self._dtype = options.torch_dtype()
         self._arch: Architecture | None = None
-        self._worker: ModelThread | None = None
+        self._thread: ModelThread | None = None
         self._closed = False
         self._load_lock = asyncio.Lock()
         self._staged: tuple[Path, Weights] | None = None
 
     async def start(self, folder: Path, policy_version: int) -> None:
-        """Load the first policy and start the model thread; EngineError when the folder cannot be served.
+        """Load the first policy and start the model thread.
 
-        Raises ConfigError for a context that no policy of this model can have.
+        Raises EngineError if the folder cannot be served, ConfigError if the model does not support the context length.
         """
-        if self._worker is not None:
+        if self._thread is not None:
             raise EngineError("the engine has been started already")
         arch = await asyncio.to_thread(read_architecture, folder)
         if self._options.max_context_tokens > arch.max_positions:
@@ -81,16 +80,16 @@ class TorchEngine:
             return batch
 
         self._arch = arch
-        self._worker = ModelThread(make_batch, self._options, asyncio.get_running_loop())
-        self._worker.start()
+        self._thread = ModelThread(make_batch, self._options, asyncio.get_running_loop())
+        self._thread.start()
 
     async def generate(self, call: GenerationCall) -> AsyncGenerator[Chunk, None]:
-        """Stream the chunks of one call; closing the generator early frees its slot."""
-        worker = self._serving()
+        """Stream the chunks of one call; closing the stream early releases its slot."""
+        thread = self._serving()
         chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        vocab = worker.batch.model.arch.vocab_size
-        sequence = make_running_call(call, chunks.put_nowait, vocab_size=vocab, longest=worker.batch.cache.longest)
-        self._post(worker, lambda: worker.submit(sequence))
+        vocab = thread.batch.model.arch.vocab_size
+        sequence = make_running_call(call, chunks.put_nowait, vocab_size=vocab, longest=thread.batch.cache.longest)
+        self._post(thread, lambda: thread.submit(sequence))
         ended = False
         try:
             while not ended:
@@ -101,32 +100,32 @@ class TorchEngine:
                 yield chunk
         finally:
             if not ended:
-                worker.post(lambda: worker.cancel(sequence))
+                thread.post(lambda: thread.cancel(sequence))
 
-    async def interrupt(self, trajectory_ids: Many[str] | None = None) -> int:
-        """End these calls (None: all) as ``interrupted``; returns how many."""
-        worker = self._serving()
-        return await self._call(worker, lambda: worker.interrupt(trajectory_ids))
+    async def interrupt(self, trajectory_ids: Sequence[str] | None = None) -> int:
+        """End these calls (None: all) as ``interrupted``; returns the number of calls ended."""
+        thread = self._serving()
+        return await self._call(thread, lambda: thread.interrupt(trajectory_ids))
 
     def acknowledge(self, context_token_counts: Mapping[str, int]) -> None:
-        """Take what callers have made durable; calls that were held for it continue."""
-        worker = self._worker
-        if worker is not None:
-            worker.post(lambda: worker.acknowledge(context_token_counts))
+        """Record the durable tokens of the trajectories; calls held for them continue."""
+        thread = self._thread
+        if thread is not None:
+            thread.post(lambda: thread.acknowledge(context_token_counts))
 
     async def stage(self, folder: Path) -> None:
-        """Read and pack the weights in ``folder`` beside the running calls; ``load`` of it then only swaps."""
+        """Read and pack the weights in ``folder`` while calls run, so that ``load`` only swaps them."""
         self._serving()
         async with self._load_lock:
             self._staged = None
             self._staged = folder, await asyncio.to_thread(self._read_compatible, folder)
 
     async def load(self, folder: Path, policy_version: int, mode: OnNewVersion) -> float:
-        """Swap to the policy in ``folder``; returns the seconds during which decoding stood still.
+        """Swap to the policy in ``folder``; returns the seconds during which decoding stopped.
 
-        Weights are read beside the running calls, unless they are staged; loads follow each other in order.
+        Weights that are not staged are read while calls run. Loads run in order.
         """
-        worker = self._serving()
+        thread = self._serving()
         async with self._load_lock:
             staged, self._staged = self._staged, None
             if staged is not None and staged[0] == folder:
@@ -134,19 +133,19 @@ class TorchEngine:
             else:
                 weights = await asyncio.to_thread(self._read_compatible, folder)
             swap = Swap(weights=weights, policy_version=policy_version, mode=mode, done=Future())
-            self._post(worker, lambda: worker.request_swap(swap))
+            self._post(thread, lambda: thread.request_swap(swap))
             return await asyncio.wrap_future(swap.done)
 
-    async def score(self, sequences: Many[Int32Array]) -> list[Float32Array]:
-        """Log-probabilities (T=1) of each token given its predecessors, [tokens - 1] per sequence."""
-        worker = self._serving()
-        vocab, longest = worker.batch.model.arch.vocab_size, self._options.max_context_tokens
+    async def score(self, sequences: Sequence[Int32Array]) -> list[Float32Array]:
+        """Compute the log-probability (T=1) of each token after the first, [tokens - 1] per sequence."""
+        thread = self._serving()
+        vocab, longest = thread.batch.model.arch.vocab_size, self._options.max_context_tokens
         for number, ids in enumerate(sequences):
             if not 1 <= len(ids) <= longest:
                 raise DataError(f"sequences[{number}]: {len(ids)} tokens, expected 1 to {longest}")
             if int(ids.min()) < 0 or int(ids.max()) >= vocab:
                 raise DataError(f"sequences[{number}]: a token id is outside the vocabulary of {vocab} tokens")
-        return await self._call(worker, lambda: self._score(worker.batch.model, sequences))
+        return await self._call(thread, lambda: self._score(thread.batch.model, sequences))
 
     async def pause(self) -> None:
         """Stop decoding; running calls are held."""
@@ -157,19 +156,19 @@ class TorchEngine:
         await self._set_paused(False)
 
     def status(self) -> EngineStatus:
-        """Load and counters, without waiting for a decode step; EngineError when the model thread has failed."""
-        worker = self._worker
-        if worker is None:
+        """Return load and counters without waiting for a decode step; EngineError if the model thread has failed."""
+        thread = self._thread
+        if thread is None:
             raise EngineError("the engine has not been started")
-        if worker.failure is not None:
-            raise worker.failure
-        counters = worker.counters
+        if thread.failure is not None:
+            raise thread.failure
+        counters = thread.counters
         return EngineStatus(
-            policy_version=worker.batch.policy_version,
-            running_count=worker.batch.running_count,
-            waiting_count=len(worker.waiting),
+            policy_version=thread.batch.policy_version,
+            running_count=thread.batch.running_count,
+            waiting_count=len(thread.waiting),
             slot_count=self._options.slots,
-            kv_tokens_used=worker.batch.tokens_used,
+            kv_tokens_used=thread.batch.tokens_used,
             kv_token_capacity=self._options.kv_tokens,
             generated_token_total=counters.generated_tokens,
             prefill_token_total=counters.prefill_tokens,
@@ -179,48 +178,48 @@ class TorchEngine:
             busy_seconds_total=counters.busy_seconds,
             running_slot_seconds_total=counters.running_slot_seconds,
             held_back_total=counters.held_back,
-            paused=worker.paused,
+            paused=thread.paused,
         )
 
     async def aclose(self) -> None:
         """End running calls as ``interrupted`` and stop the model thread."""
-        if self._worker is None or self._closed:
+        if self._thread is None or self._closed:
             return
         self._closed = True
-        worker = self._worker
-        worker.post(worker.stop)
-        await asyncio.to_thread(worker.join)
+        thread = self._thread
+        thread.post(thread.stop)
+        await asyncio.to_thread(thread.join)
 
     def _serving(self) -> ModelThread:
-        if self._worker is None:
+        if self._thread is None:
             raise EngineError("the engine has not been started")
         if self._closed:
             raise GenerationRefused("the engine has stopped")
-        if self._worker.failure is not None:
-            raise self._worker.failure
-        return self._worker
+        if self._thread.failure is not None:
+            raise self._thread.failure
+        return self._thread
 
-    def _post(self, worker: ModelThread, command: Callable[[], None]) -> None:
-        if not worker.post(command):
-            raise worker.failure or GenerationRefused("the engine has stopped")
+    def _post(self, thread: ModelThread, command: Callable[[], None]) -> None:
+        if not thread.post(command):
+            raise thread.failure or GenerationRefused("the engine has stopped")
 
     def _read_compatible(self, folder: Path) -> Weights:
         arch = read_architecture(folder)
         assert self._arch is not None
         if differs := difference(self._arch, arch):
             raise EngineError(f"{folder}: another architecture: {differs}")
-        # On a GPU the new weights are copied into those in use at the swap (Model.swap), so they wait in host memory.
+        # On a GPU the swap copies the new weights into those in use (DecoderModel.swap), so they stay in host memory.
         return load_weights(folder, arch, self._dtype, torch.device("cpu"))
 
     async def _set_paused(self, paused: bool) -> None:
-        worker = self._serving()
+        thread = self._serving()
 
         def command() -> None:
-            worker.paused = paused
+            thread.paused = paused
 
-        await self._call(worker, command)
+        await self._call(thread, command)
 
-    async def _call(self, worker: ModelThread, function: Callable[[], T]) -> T:
+    async def _call(self, thread: ModelThread, function: Callable[[], T]) -> T:
         """Run ``function`` in the model thread and return its result."""
         done: Future[T] = Future()
 
@@ -229,13 +228,13 @@ class TorchEngine:
                 return
             try:
                 done.set_result(function())
-            except Exception as error:  # the caller's to handle: the model thread goes on
+            except Exception as error:  # for the caller to handle: the model thread continues
                 done.set_exception(error)
 
-        self._post(worker, command)
+        self._post(thread, command)
         return await asyncio.wrap_future(done)
 
-    def _score(self, model: DecoderModel, sequences: Many[Int32Array]) -> list[Float32Array]:
+    def _score(self, model: DecoderModel, sequences: Sequence[Int32Array]) -> list[Float32Array]:
         results: list[Float32Array] = [np.empty(0, np.float32) for _ in sequences]
         for batch in prefill_batches([len(ids) for ids in sequences], self._options.forward_tokens(self._device)):
             width = len(sequences[batch[0]])

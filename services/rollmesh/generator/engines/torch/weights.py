@@ -1,8 +1,8 @@
-"""From a Hugging Face folder of safetensors to the packed tensors that the forward pass reads.
+"""Packed tensors of the forward pass, read from a Hugging Face folder of safetensors.
 
 An RMS norm is x / sqrt(sum(x^2) + size * eps) times sqrt(size) times its weight. The forward pass computes the first
-factor (``model.unit_norm``); the other two are multiplied into the matrices that follow, or kept as one vector where
-that matrix is shared (a tied head).
+factor (``decoder_model.unit_norm``). The other two are multiplied into the next matrices, or kept as one vector if that
+matrix is shared (a tied head).
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Weights:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[Layer, ...]
     norm: Tensor  # [hidden], times sqrt(hidden)
-    head: Tensor  # [hidden, vocab]; a view of the embedding where it is tied
+    head: Tensor  # [hidden, vocab]; a view of the embedding if it is tied
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all tensors; a tied head is counted once."""
+        """Bytes of all tensors; a tied head counts once."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor once, in a fixed order."""
+        """Yield every tensor once, in a fixed order."""
         yield self.embedding
         for layer in self.layers:
             parts = (layer.qkv, layer.qkv_bias, layer.qk_norm, layer.output, layer.output_bias)
@@ -63,8 +63,7 @@ class Weights:
 
 
 def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Read and pack the weights in ``folder``; UnsupportedModel names the tensor that is missing or has another
-    shape."""
+    """Read and pack the weights in ``folder``; UnsupportedModel names a missing tensor or a wrong shape."""
     with _open_tensors(folder) as read, torch.inference_mode():
         hidden = arch.hidden_size
 
@@ -75,7 +74,7 @@ def load_weights(folder: Path, arch: Architecture, dtype: torch.dtype, device: t
             return found.float()
 
         def place(packed: Tensor) -> Tensor:
-            # A copy: safetensors may hand out views of a mapped file that is pruned while the policy serves.
+            # A copy: safetensors may return views of a mapped file that is pruned while the policy serves.
             return packed.to(device=device, dtype=dtype, copy=True, memory_format=torch.contiguous_format)
 
         embedding = place(tensor("model.embed_tokens.weight", arch.vocab_size, hidden))
@@ -106,8 +105,8 @@ def _pack_layer(
         return values[:, order] if paired else values
 
     def by_kv_head(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Each key-value head is followed through by its own queries: [kv, group + 2, size, ...]. A row of the
-        # projection is then a stack of multi-query heads, and attention needs no case for grouped heads.
+        # Per key-value head: its queries, its key, its value, [kv, group + 2, size, ...]. A row of the projection is
+        # then a stack of multi-query heads, and attention needs no case for grouped heads.
         grouped = q.view(kv, group, *q.shape[1:])
         return torch.cat((grouped, k.unsqueeze(1), v.unsqueeze(1)), dim=1).flatten(0, 2)
 
@@ -167,5 +166,5 @@ def _shard_of_each_tensor(folder: Path) -> dict[str, str] | None:
         raise EngineError(f"{index}: not a safetensors index: {error!r}") from error
     foreign = {s for s in shards.values() if Path(s).name != s}
     if foreign:
-        raise EngineError(f"{index}: shard names leave the folder: {sorted(foreign)}")
+        raise EngineError(f"{index}: shard names must be files in the folder: {sorted(foreign)}")
     return shards

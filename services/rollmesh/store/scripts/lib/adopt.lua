@@ -1,5 +1,5 @@
--- A trainer whose session was opened in the part that Redis has lost is the newest one: nothing newer is known. A
--- token that is remembered and not current was fenced.
+-- Makes a trainer current whose session Redis has lost, since no newer session is recorded. A recorded token that is not
+-- current was fenced.
 local function adopt_trainer(token)
   require_run()
   local current = call('HGET', K.meta, 'trainer')

@@ -1,5 +1,5 @@
--- Every train step publishes one policy. A second one of the same step is that of a rollback: the versions before it are
--- an abandoned branch, and no trajectory may start on them any more.
+-- Every train step publishes one policy. A second policy of the same step comes from a rollback: the versions before it
+-- are an abandoned branch, and no trajectory may start on them.
 local function add_policy(version, train_step, path, digest)
   local newest = call('HMGET', K.meta, 'policy_version', 'policy_train_step')
   if tonumber(newest[1]) >= 0 and tonumber(train_step) <= tonumber(newest[2]) then

@@ -13,7 +13,7 @@ local function now()
   return clock
 end
 
--- A whole number as text; Lua's own way writes large ones as 1.7e+12.
+-- A whole number as text; tostring writes large numbers as 1.7e+12.
 local function integer(number)
   return string.format('%d', number)
 end
@@ -24,7 +24,7 @@ local function words_of(text)
   return words
 end
 
--- Counter changes are added up and written once per script.
+-- Counter changes are summed and written once per script.
 local deltas, delta_count = {}, 0
 local function count(name, by)
   if not deltas[name] then

@@ -1,5 +1,5 @@
--- A server that came back with another run_id may have come back as an earlier state. The first fenced script that
--- sees it opens a recovery; nobody has to be told. A clean stop, announced before the shutdown, needs none.
+-- A server that came back with another run_id may have an earlier state. The first fenced script that reads the new
+-- run_id opens a recovery. A clean stop, announced before the shutdown, needs no recovery.
 local function server_run_id()
   local info = call('INFO', 'server')
   local _, before = string.find(info, 'run_id:', 1, true)
@@ -10,8 +10,8 @@ local function ttl_ms()
   return tonumber(call('HGET', K.limits, 'session_ttl_ms') or '30000')
 end
 
--- A time of the run's record, at most `latest`. One further ahead was written before the clock of the host was set back:
--- it is brought forward, or what waits for it would wait for as long as the clock was set back.
+-- A time of the run's record, at most `latest`. A later time was written before the clock of the host was set back. It is
+-- replaced by `latest`, because its waiters would wait longer by the size of the clock change.
 local function recorded_time(field, value, latest)
   local time = tonumber(value or '0')
   if time <= latest then return time end
@@ -47,7 +47,7 @@ local function recovering()
     open_recovery(run_id)
     return true
   end
-  -- Somebody works on after the announcement of a stop: it no longer speaks for what a crash would leave.
+  -- A client has called after the announced stop, so a later crash is not a clean stop.
   if meta[5] then call('HDEL', K.meta, 'clean') end
   if not meta[2] then return false end
   local ends = recorded_time('recovering_until', meta[2], now() + ttl_ms())

@@ -1,6 +1,5 @@
--- A first token that was reported and never saved is gone, and its group may be younger without it. In a group of an
--- older release that reads every member: a script that gives many trajectories back ends its call once it has read so
--- many.
+-- Drops a reported first token that was never saved; its group may be younger without it. In a group of an older release
+-- this reads every member, so a script that releases many trajectories stops after MOST_MEMBERS_READ members.
 local members_read, MOST_MEMBERS_READ = 0, 256
 local function forget_first_token(group, id)
   call('HDEL', trajectory_key(id), 'step')
@@ -8,8 +7,8 @@ local function forget_first_token(group, id)
   recompute_step(group, id)
 end
 
--- A held trajectory goes back: unfinished to partial or pending, finished to the scoring queue; to none when its group is
--- gone, and its record with the next slice.
+-- Returns a held trajectory: an unfinished one becomes partial or pending, a finished one joins the scoring queue. When
+-- its group is gone it joins no queue, and the next slice deletes its record.
 local function give_back(id, free_attempt)
   local group = load_group(group_of(id))
   if not group then return call('HDEL', trajectory_key(id), 'session') end

@@ -1,4 +1,4 @@
--- Groups are read once and written once per script; scores of one group in one call cost one HSET.
+-- Groups are read once and written once per script; all scores of a group in one call need one HSET.
 local groups, touched = {}, {}
 
 local function group_of(id)
@@ -49,8 +49,8 @@ local function step_field(id)
   return 's' .. string.match(id, '%d+$')
 end
 
--- Smallest train_step whose tokens are in the loss, for an open group. The step of each member stands beside it, so that
--- it is found again without a look at every member.
+-- Lowers the smallest train_step whose tokens are in the loss, for an open group. The group's record also stores the step
+-- of each member, so that the minimum can be recomputed without a read of every member.
 local function lower_step(group, step, id)
   if not group then return end
   call('HSET', group_key(group.id), step_field(id), step)
@@ -62,7 +62,7 @@ end
 
 local IN_LOSS = {leased = true, partial = true, finished = true, scored = true}
 
--- A group of an older release does not have the steps of its members.
+-- The record of a group of an older release does not have the steps of its members.
 local function lowest_of_members(group)
   local lowest
   for member = 0, group.launched - 1 do
@@ -81,7 +81,7 @@ local function lowest_of_group(group)
   return lowest
 end
 
--- After a member's tokens have left the loss.
+-- Recomputes the step of a group after a member's tokens have left the loss.
 local function recompute_step(group, id)
   if not group then return end
   call('HDEL', group_key(group.id), step_field(id))
@@ -96,7 +96,7 @@ local function recompute_step(group, id)
   end
 end
 
--- Lua hands on 8,000 words at most, and says so after what was written before; a long trajectory has more of them.
+-- Lua unpacks at most 8,000 values and fails after earlier writes; a long trajectory has more values.
 local SLICE = 4000
 local function in_slices(words, hand_on)
   for at = 1, #words, SLICE do hand_on(unpack(words, at, math.min(at + SLICE - 1, #words))) end
@@ -113,14 +113,14 @@ local function payload_keys(id, links, keys)
   end
 end
 
--- A member without a score: its tokens are wasted whatever becomes of its group, which is not charged with them again.
+-- Counts the tokens of a member without a score as wasted. A later drop of its group does not count them again.
 local function waste(id, reason, tokens)
   call('HSET', trajectory_key(id), 'wasted', 1)
   call('HINCRBY', K.drops, 'tokens:' .. reason, tokens)
 end
 
--- Takes one member out of every index and counter; adds its keys to `keys` and returns its saved tokens, and those of
--- them that have been wasted before.
+-- Removes one member from every index and counter; adds its keys to `keys` and returns its saved tokens, and the number
+-- of them that were counted as wasted before.
 local function take_out_member(id, keys)
   local v = call('HMGET', trajectory_key(id), 'state', 'session', 'tokens', 'links', 'wasted')
   local state = v[1] or 'pending'
@@ -137,8 +137,8 @@ local function take_out_member(id, keys)
   return tokens, v[5] and tokens or 0
 end
 
--- Deletes a group's record, prompt and members; returns their saved tokens, those of the longest, and how many have
--- been wasted before.
+-- Deletes a group's record, prompt and members; returns their saved tokens, those of the longest member, and the number
+-- of tokens counted as wasted before.
 local function delete_records(gid, launched)
   local total, longest, wasted, keys = 0, 0, 0, {group_key(gid), prompt_key(gid)}
   for member = 0, launched - 1 do
@@ -151,7 +151,7 @@ local function delete_records(gid, launched)
   return total, longest, wasted
 end
 
--- Each drop forgets up to four old ones, so that they do not grow between two train steps.
+-- Each drop deletes up to four old tombstones, so that their number does not grow between two train steps.
 local TOMBSTONE_STEPS = 256
 
 local function bury_group(gid)
@@ -189,8 +189,9 @@ local function take_out_of_queues(group, reason)
   call('HINCRBY', K.drops, 'groups:' .. reason, 1)
 end
 
--- A large group is gone with its record, its members out of every queue: none is leased again, and their workers lose
--- them. Their records are deleted in slices (sweep_dropped), the last of which notes the drop if there is a reason.
+-- A large group is deleted in two stages. Its record is deleted now and its members leave every queue, so that none is
+-- leased again. The records of the members are deleted in slices (sweep_dropped); the last slice records the drop if
+-- there is a reason.
 local MOST_MEMBERS_AT_ONCE = 100
 
 local function delete_group(group, reason)
@@ -208,13 +209,13 @@ local function delete_group(group, reason)
   call('UNLINK', group_key(gid))
 end
 
--- Takes a group out of the queue for a reason: members, payload, indexes; leaves a tombstone and a ledger entry.
+-- Removes a group from the queue for a reason: members, payload, indexes; leaves a tombstone and a ledger entry.
 local function drop_group(group, reason)
   take_out_of_queues(group, reason)
   delete_group(group, reason)
 end
 
--- How many trajectories one lease may bury: each may drop its group.
+-- Maximum number of trajectories that one lease may turn into dead letters; each may drop its group.
 local function most_burials()
   local members = math.min(MOST_MEMBERS_AT_ONCE, 2 * tonumber(call('HGET', K.limits, 'group_size')))
   return math.max(1, math.min(4, math.floor(400 / (2 * members + 15))))
@@ -258,10 +259,10 @@ local function member_without_score(group, id)
   end
 end
 
--- Letters keep their payload, so their number and their bytes are bounded: the oldest make room.
+-- Dead letters keep their payload, so their number and their bytes are bounded: the oldest are deleted first.
 local MOST_LETTERS = 1000
 
--- Ids and logprobs, list entries and keys as the memory estimate of the scheduler counts them, and the prompt.
+-- Bytes of ids and logprobs, list entries and keys, as in the memory estimate of the scheduler, and of the prompt.
 local function letter_bytes(id, tokens)
   return 8 * tonumber(tokens) + 90 * call('LLEN', letter_segments_key(id)) + call('STRLEN', letter_prompt_key(id)) + 1500
 end
@@ -286,7 +287,7 @@ local function forget_letter(id)
   return call('ZREM', K.letters, id)
 end
 
--- The newest letter stays, however large it is.
+-- The newest letter stays, regardless of its size.
 local function forget_surplus_letters(newest)
   local letters = call('ZCARD', K.letters)
   local bytes, most_bytes = tonumber(call('HGET', K.meta, 'letter_bytes')), most_letter_bytes()
@@ -298,7 +299,7 @@ local function forget_surplus_letters(newest)
   end
 end
 
--- A dead trajectory leaves a letter with its payload and counts as a member without a score.
+-- Turns a trajectory into a dead letter with its payload; it counts as a member without a score.
 local function bury(id, reason)
   local gid = group_of(id)
   local v = call('HMGET', trajectory_key(id), 'attempts', 'tokens', 'links', 'birth')

@@ -1,5 +1,5 @@
--- The version rises with every record that is written or removed, and by the clock: a Redis that came back as it was
--- before does not give a version twice.
+-- The version rises with every record that is written or removed, and with the clock, so that a Redis that came back with
+-- an earlier state never repeats a version.
 local function next_registry_version()
   local version = integer(math.max(tonumber(call('HGET', K.desired, 'registry_version') or '0') + 1, now()))
   call('HSET', K.desired, 'registry_version', version)

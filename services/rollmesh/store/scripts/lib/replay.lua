@@ -1,4 +1,4 @@
--- A replay waits until the staleness bound and memory allow one more group. The bounds are those of the schedule.
+-- A replay waits until the staleness bound and memory allow one more group. The bounds equal those of the scheduler.
 local ADMISSION_SHARE = 0.8
 
 local function has_room_for_a_group()
@@ -10,7 +10,7 @@ local function has_room_for_a_group()
   return limit == 0 or tonumber(string.match(memory, 'used_memory:(%d+)')) < ADMISSION_SHARE * limit
 end
 
--- The prompt of the group is there already.
+-- The prompt of the group is stored already.
 local function open_replay(gid, letter, needed)
   local sequence = call('HINCRBY', K.meta, 'admission_seq', 1)
   call('HSET', group_key(gid), 'index', sequence, 'needed', needed, 'launched', needed, 'scored', 0, 'terminal', 0,

@@ -1,8 +1,8 @@
 local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
 
--- One item of append and finish is a head, "id incarnation offset before tokens after versions finish bytes generator n"
--- with '-' for an empty word, and n segments; `before` and `after` are the digests of all tokens up to the offset, and up
--- to the end of the item. Returns the item at a place in ARGV, and the place of the next one.
+-- An item of append and finish is a head, "id incarnation offset before tokens after versions finish bytes generator n"
+-- with '-' for an empty word, and n segments; `before` and `after` are the digests of all tokens up to the offset and up
+-- to the end of the item. Returns the item at an index of ARGV, and the index of the next item.
 local function read_item(at)
   local id, incarnation, offset, before, tokens, after, versions, finish, bytes, generator, n =
     string.match(ARGV[at], '^(%S+) (%d+) (%d+) (%S+) (%d+) (%S+) (%S+) (%S+) (%d+) (%S+) (%d+)$')
@@ -47,13 +47,13 @@ local function lowest_step(versions)
   return lowest
 end
 
--- Name of the chunk that an element stands for; nil for one that is a segment itself.
+-- Name of the chunk that an element links; nil for an inline segment.
 local function chunk_of(element)
   if string.byte(element) == 64 then return string.sub(element, 2) end
 end
 
--- Every version and every upload is looked up before the first write: one that is not there leaves the whole call
--- without effect.
+-- Every version and every upload is checked before the first write, so a missing one leaves the whole call without
+-- effect.
 local function check(items)
   for _, item in ipairs(items) do
     item.step = lowest_step(item.versions)
@@ -66,8 +66,8 @@ local function check(items)
   end
 end
 
--- A segment over 64 KB was stored under its own key with a time limit; the script that links it lifts the limit.
--- Returns the names of all chunks that the trajectory is linked to now; nil without a new one.
+-- A segment over 64 KB was uploaded under its own key with an expiry; the script that links it removes the expiry.
+-- Returns the names of all linked chunks of the trajectory; nil without a new chunk.
 local function link_chunks(id, first, last)
   local names
   for at = first, last do
@@ -81,9 +81,9 @@ local function link_chunks(id, first, last)
   return names
 end
 
--- Writes the tokens of one item, if it continues the very tokens that are there. Field d<n> is the digest of the first n
--- tokens, for every n at which a save ended; a version without these fields left none, and its tokens go by their number.
--- Returns status, tokens saved after it, and the fields still to be written.
+-- Writes the tokens of one item if it continues the saved tokens. Field d<n> is the digest of the first n tokens, for
+-- every n at which a save ended. Older releases did not write these fields; then only the number of tokens is compared.
+-- Returns status, number of saved tokens, the fields that the caller must write, and the state before.
 local function save(session, item)
   local id, offset, tokens = item.id, item.offset, item.tokens
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step', 'incarnation', 'd' .. offset,
@@ -98,7 +98,7 @@ local function save(session, item)
   end
   if item.last < item.first then return SAVED, saved, {}, v[2] end
   local names = link_chunks(id, item.first, item.last)
-  -- Lua hands on 8,000 words at most, and says so after what was written before.
+  -- Lua unpacks at most 8,000 values and fails after earlier writes.
   for at = item.first, item.last, 4000 do
     call('RPUSH', segments_key(id), unpack(ARGV, at, math.min(at + 3999, item.last)))
   end
@@ -111,7 +111,7 @@ local function save(session, item)
     fields[#fields + 1] = item.step
     lower_step(load_group(group_of(id)), item.step, id)
   end
-  -- For people who watch the rollout: who wrote its newest tokens.
+  -- For display: policy version and generator of the newest tokens.
   local version = string.match(item.versions, '%-?%d+$')
   if version then
     fields[#fields + 1] = 'version'

@@ -1,6 +1,6 @@
--- A setting is "number value" under its name: pause (1|0), hold (1|0: the launcher's own pause), pin (version or ''),
--- rollback ("request version" or ''), scale:<service> (replicas or ''). The number only rises, and by the clock: a
--- setting that Redis has forgotten is older than any made since.
+-- A setting is "number value" under its name: pause (1|0), hold (1|0: the launcher's pause), pin (version or ''),
+-- rollback ("request version" or ''), scale:<service> (replicas or ''). The number only rises, and with the clock, so a
+-- setting that Redis has lost is older than any setting written afterwards.
 local function setting_number(name)
   return tonumber(string.match(call('HGET', K.settings, name) or '', '^%d+') or '0')
 end
@@ -15,7 +15,7 @@ local function write_setting(name, number, value)
     call('HSET', K.meta, 'user_paused', value)
   elseif name == 'hold' then
     call('HSET', K.meta, 'launcher_paused', value)
-    -- A Redis written before holds existed does not say whose pause it has; a launcher has always ended it.
+    -- A release without holds did not record the owner of a pause; the launcher has always ended it.
     if setting_number('pause') == 0 then call('HSET', K.meta, 'user_paused', 0) end
   elseif name == 'pin' then
     call('HDEL', K.meta, 'pinned', 'pin_owner', 'pin_instance')

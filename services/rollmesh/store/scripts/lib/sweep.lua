@@ -1,5 +1,5 @@
--- Deletes the records of some groups of a confirmed batch: from here on their batch file has them, and Redis knows that
--- they are cut. Returns the number of groups in the batch, 0 without a confirmed one.
+-- Deletes the records of a range of groups of a confirmed batch: their batch file has them, and Redis still records that
+-- they are cut. Returns the number of groups in the batch, 0 without a confirmed batch.
 local function sweep_groups(step, first, last)
   if not call('HGET', batch_key(step), 'digest') then return 0 end
   for _, gid in ipairs(call('LRANGE', batch_groups_key(step), first, last)) do

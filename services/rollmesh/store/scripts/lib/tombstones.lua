@@ -1,9 +1,9 @@
--- A tombstone takes about 100 bytes, so their number is bounded, however many groups are dropped in one train step.
+-- A tombstone takes about 100 bytes, so their number is bounded, regardless of the number of drops in a train step.
 local MOST_TOMBSTONES = 65536
 
--- Old tombstones become a floor: every prompt position up to it is known. Below the cursor every position is present
--- or gone, so nothing that was never admitted can fall under a floor below it. A tombstone past the cursor (Redis came
--- back from before its admission) stays until the cursor has passed it.
+-- Replaces old tombstones by a floor: every prompt position up to the floor counts as admitted. Every position below the
+-- cursor was admitted, so a floor below the cursor covers no other position. A tombstone past the cursor (Redis came back
+-- with a state before its admission) stays until the cursor has passed it.
 local function forget_tombstones(first_kept, most)
   local surplus = call('ZCARD', K.tombstones) - MOST_TOMBSTONES
   local oldest = call('ZRANGE', K.tombstones, 0, most - 1, 'WITHSCORES')
