@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.errors import ConfigError
+from rollmesh.errors import ConfigError, VerifierError
 from rollmesh.tasks.sandbox import command, identity
+from rollmesh.tasks.sandbox.command import Sandbox
 from rollmesh.tasks.sandbox.enter import Isolation, strongest_isolation
 from rollmesh.tasks.sandbox.probe import SandboxLevel, probe_sandbox
 from rollmesh.tasks.verifiers.python_code import PythonCodeVerifier
@@ -181,6 +182,14 @@ def test_code_that_may_fork_shares_its_memory_between_its_processes() -> None:
     assert verifier.sandbox.limits.address_space_bytes == 128 << 20
     code = "import os, sys\npid = os.fork()\nif pid == 0: os._exit(7)\nprint(os.waitpid(pid, 0)[1] >> 8)"
     assert verifier.verify(code, {"tests": [{"input": "", "output": "7"}]}).value == 1.0
+
+
+def test_code_that_cannot_be_confined_is_refused_with_the_error_of_the_kernel() -> None:
+    if strongest_isolation(identity.own_uid(0) if os.geteuid() == 0 else None) is not Isolation.SEALED:
+        pytest.skip("nothing is mounted on this machine")
+    limits = PythonCodeVerifier(allow_shared_uid=True).sandbox.limits
+    with pytest.raises(VerifierError, match=r"cannot confine code: OSError: .*mount .*Invalid argument"):
+        Sandbox(limits=limits, scratch_bytes=-1).run(b"", b"", timeout_seconds=60.0)
 
 
 def test_answers_still_use_threads_and_files_and_every_stream() -> None:

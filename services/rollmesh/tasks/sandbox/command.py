@@ -97,23 +97,41 @@ class Sandbox:
         # The base interpreter of a virtual environment: the environment is not needed and may be private.
         interpreter = os.path.realpath(sys.executable)
         home = seal.WORKING_FOLDER if confinement.isolation is Isolation.SEALED else confinement.folder
-        try:
-            process = subprocess.Popen(
-                [interpreter, "-I", "-S", "-B", _SCRIPT_NAME],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**_ENVIRONMENT, "HOME": home},
-                start_new_session=True,
-                preexec_fn=partial(enter, confinement, _SCRIPT_NAME, script),
-            )
-        except (subprocess.SubprocessError, OSError) as error:
-            raise VerifierError(f"python_code: this machine cannot confine code: {error}") from error
+        process = _start([interpreter, "-I", "-S", "-B", _SCRIPT_NAME], home, confinement, script)
         with process:
             try:
                 return _ScriptIO(process, stdin, self.output_bytes).run(time.monotonic() + timeout_seconds)
             finally:
                 _kill(process)
+
+
+def _start(command: list[str], home: str, confinement: Confinement, script: bytes) -> subprocess.Popen[bytes]:
+    reason_reader, reason_writer = os.pipe()
+    with open(reason_reader, encoding="utf-8") as reason:
+        try:
+            try:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env={**_ENVIRONMENT, "HOME": home},
+                    start_new_session=True,
+                    preexec_fn=partial(_enter, reason_writer, confinement, script),
+                )
+            finally:
+                os.close(reason_writer)
+        except (subprocess.SubprocessError, OSError) as error:
+            raise VerifierError(f"python_code: this machine cannot confine code: {reason.read() or error}") from error
+
+
+def _enter(reason_writer: int, confinement: Confinement, script: bytes) -> None:
+    """Enter the confinement; on an error, write its text, which subprocess would drop."""
+    try:
+        enter(confinement, _SCRIPT_NAME, script)
+    except BaseException as error:
+        os.write(reason_writer, f"{type(error).__name__}: {error}".encode())
+        raise
 
 
 def remove_folders_of(pid: int) -> None:
