@@ -118,42 +118,49 @@ async def _lead(
         retry = Retry(trainer_metrics, health, shutdown)
         with contextlib.suppress(Stopped):
             progress = await _take_over(config, session, checkpoints, ranks, executor)
-            algorithm = config.trainer.algorithm
-            model = resolve_model(config.model.path)
-            vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
-            publisher = Publisher(
-                config,
-                ranks,
-                session,
-                checkpoints,
-                retry,
-                trainer_metrics,
-                executor,
-                canary_sequences(vocab_size),
-                progress,
-                await asyncio.to_thread(references_in_use, algorithm, checkpoints, ranks.trainer.train_step),
-            )
-            stage_end = algorithm.old_logprobs == "stage_end"
-            deps = TrainerDeps(
-                config=config,
-                ranks=ranks,
-                session=session,
-                batch_source=BatchSource(session, checkpoints, ranks.catalog, retry, ranks.trainer.settings),
-                publisher=publisher,
-                rollbacks=RollbackRunner(ranks, session, publisher, checkpoints, progress, executor),
-                progress=progress,
-                checkpoints=checkpoints,
-                retry=retry,
-                metrics=trainer_metrics,
-                records=StepRecords(Path(config.folder)),
-                trackers=build_trackers(config),
-                decode=decoder(model),
-                health=health,
-                stages=StageEnds(ranks, session, executor, shutdown) if stage_end else None,
-                executor=executor,
+            deps = await _build_deps(
+                config, shutdown, session, checkpoints, ranks, executor, trainer_metrics, retry, progress, health
             )
             health.set_ready(True)
             await _run(TrainingLoop(deps, shutdown), deps)
+
+
+async def _build_deps(
+    config: RunConfig,
+    shutdown: Shutdown,
+    session: TrainingSession,
+    checkpoints: CheckpointStore,
+    ranks: RankCoordinator,
+    executor: ThreadPoolExecutor,
+    metrics: TrainerMetrics,
+    retry: Retry,
+    progress: Progress,
+    health: Health,
+) -> TrainerDeps:
+    algorithm, model = config.trainer.algorithm, resolve_model(config.model.path)
+    vocab_size = architecture_of(read_json(model / "config.json"), str(model)).vocab_size
+    references = await asyncio.to_thread(references_in_use, algorithm, checkpoints, ranks.trainer.train_step)
+    canary = canary_sequences(vocab_size)
+    publisher = Publisher(config, ranks, session, checkpoints, retry, metrics, executor, canary, progress, references)
+    stage_end = algorithm.old_logprobs == "stage_end"
+    return TrainerDeps(
+        config=config,
+        ranks=ranks,
+        session=session,
+        batch_source=BatchSource(session, checkpoints, ranks.catalog, retry, ranks.trainer.settings),
+        publisher=publisher,
+        rollbacks=RollbackRunner(ranks, session, publisher, checkpoints, progress, executor),
+        progress=progress,
+        checkpoints=checkpoints,
+        retry=retry,
+        metrics=metrics,
+        records=StepRecords(Path(config.folder)),
+        trackers=build_trackers(config),
+        decode=decoder(model),
+        health=health,
+        stages=StageEnds(ranks, session, executor, shutdown) if stage_end else None,
+        executor=executor,
+    )
 
 
 @contextlib.asynccontextmanager
