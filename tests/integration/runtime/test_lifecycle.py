@@ -99,7 +99,7 @@ CRASHING = """
 import asyncio, logging, threading, warnings
 import httpx
 from rollmesh.config.services import TelemetryConfig
-from rollmesh.runtime.log_capture import adopt_foreign_lines
+from rollmesh.runtime.log_capture import capture_foreign_logs
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.admin_http import admin_server
 from rollmesh.runtime.lifecycle import run_service
@@ -107,7 +107,7 @@ from rollmesh.runtime.logging import configure_logging
 from rollmesh.runtime.metrics import Metrics
 
 configure_logging(TelemetryConfig(), service="reward-0", run="demo")
-adopt_foreign_lines()
+capture_foreign_logs()
 
 async def forgotten():
     raise ValueError("nobody awaits this")

@@ -227,7 +227,7 @@ async def test_checkpoints_restored_from_an_older_copy_are_refused_until_the_que
         run.start()
         with pytest.raises(AssertionError, match="the trainer ended"):
             await run.until_finished()
-        assert "train step 1, but the queue has seen step 2 trained" in run.log()
+        assert "train step 1, but the queue has recorded step 2 as trained" in run.log()
 
         await run.store.connection.command("FLUSHDB")
         await run.store.init_run(run_limits(config))
