@@ -34,7 +34,7 @@ class Unclaimed:
         self._connection = connection
         self._keys = connection.keys
 
-    async def unclaimed_trajectories(self, seen: Mapping[str, SavedTokens]) -> dict[str, SavedTokens]:
+    async def read(self, seen: Mapping[str, SavedTokens]) -> dict[str, SavedTokens]:
         """Return every trajectory with saved tokens in open and ready groups; open first, in admission order.
 
         ``seen`` is the result of an earlier read. A trajectory without new tokens is the same object as in ``seen``.

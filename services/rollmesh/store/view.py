@@ -1,4 +1,4 @@
-"""Reads of the whole queue: the scheduler's view, sizes for operators, and the ledger of drops."""
+"""Reads of the whole queue: the scheduler's view, sizes for operators, and the groups in the queue."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from rollmesh.mesh import Desired, GroupView, MeshView
 from rollmesh.store.limits import Limits
 from rollmesh.store.operator_settings import Settings
-from rollmesh.store.queue_types import Drop, StoreCounts
+from rollmesh.store.queue_types import StoreCounts
 from rollmesh.store.redis_connection import Connection, Reply
 
 _LIVE = ("leased", "finished", "scored", "unscorable", "dead")
 
 
-class View:
-    """Reads of the whole queue, and its pause switches."""
+class MeshReader:
+    """Reads of the whole queue."""
 
     def __init__(self, connection: Connection, limits: Limits, settings: Settings) -> None:
         self._connection = connection
@@ -95,22 +95,6 @@ class View:
             finished_lengths={int(bucket): n for bucket, n in _pairs(raw[12]).items()},
         )
 
-    async def ledger(self, after: str = "", limit: int = 1000) -> list[Drop]:
-        """Return the groups that left untrained, oldest first, after an entry id; about 100,000 entries are kept."""
-        start = f"({after}" if after else "-"
-        entries = await self._connection.command("XRANGE", self._keys.single("ledger"), start, "+", "COUNT", limit)
-        return [
-            Drop(
-                entry_id=entry.decode(),
-                time_seconds=int(entry.partition(b"-")[0]) / 1000,
-                group_id=fields[b"group"].decode(),
-                reason=fields[b"reason"].decode(),
-                token_count=int(fields[b"tokens"]),
-                length_decile=int(fields[b"decile"]),
-            )
-            for entry, fields in entries
-        ]
-
     async def live_groups(self) -> list[str]:
         """Return the ids of open, ready and cut groups, of waiting replays, and of drops not swept yet; O(groups)."""
         queues = await self._connection.commands(
@@ -123,32 +107,6 @@ class View:
             ]
         )
         return list(dict.fromkeys(group_id.decode() for queue in queues for group_id in queue))
-
-    async def dropped_groups(self) -> dict[str, str]:
-        """Return the drop reason of every group in the ledger, by group id; O(ledger), for audits."""
-        found: dict[str, str] = {}
-        after = ""
-        while page := await self.ledger(after):
-            found |= {drop.group_id: drop.reason for drop in page if drop.group_id}
-            after = page[-1].entry_id
-        return found
-
-    async def forgotten_drops(self) -> int:
-        """Return the number of entries trimmed from the ledger; their groups are only counted by reason."""
-        ledger = self._keys.single("ledger")
-        if not await self._connection.command("EXISTS", ledger):
-            return 0
-        facts = await self._connection.command("XINFO", "STREAM", ledger)
-        pairs = facts if isinstance(facts, dict) else dict(zip(facts[::2], facts[1::2], strict=True))
-        return int(pairs[b"entries-added"]) - int(pairs[b"length"])
-
-    async def set_user_paused(self, paused: bool) -> None:
-        """Pause or resume the run for an operator; a paused run gives no new leases."""
-        await self._settings.write("pause", int(paused))
-
-    async def set_launcher_paused(self, paused: bool) -> None:
-        """Pause or resume the run for its launcher; an operator's pause is independent of it."""
-        await self._settings.write("hold", int(paused))
 
 
 def _blocked(stored: bytes, now: float) -> tuple[str, float | None]:
