@@ -83,7 +83,7 @@ async def pause(run_folder: Path, paused: bool) -> None:
     """Let workers lease nothing new, or let them go on."""
     folder = RunFolder(run_folder)
     async with running_store(load_run_config(folder.config_file), folder) as running:
-        await running.store.set_user_paused(paused)
+        await running.store.settings.set_user_paused(paused)
 
 
 @pytest.mark.alone  # two real servers and a trainer want both cores

@@ -97,7 +97,7 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
 async def half_way(config: RunConfig, folder: Path) -> int:
     """Rollouts under way of which the queue has some tokens."""
     async with running_store(config, RunFolder(folder)) as running:
-        marks, _ = await running.store.trajectory_page("leased", None, 100)
+        marks, _ = await running.store.inspection.trajectory_page("leased", None, 100)
     return sum(mark.token_count > 0 for mark in marks)
 
 

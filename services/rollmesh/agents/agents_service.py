@@ -80,10 +80,10 @@ class OpenAiService:
     async def policies(self) -> tuple[Mapping[int, int], PolicyRecord | None]:
         """Return the number of serving generators by policy version, and the newest announced policy."""
         serving: dict[int, int] = {}
-        for record in await self.store.generators():
+        for record in await self.store.generators.live():
             if record.serving:
                 serving[record.policy_version] = serving.get(record.policy_version, 0) + 1
-        return serving, await self.store.latest_policy()
+        return serving, await self.store.policies.latest()
 
     async def complete(self) -> bool:
         """Tell whether training needs no more rollouts."""
@@ -108,7 +108,7 @@ async def openai_service(
     metrics = OpenAiMetrics(registry)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(GenerationClient(security))
-        generators, policies = GeneratorPool(store), NewestPolicy(store)
+        generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
         limits = _call_limits(config, tokenizer, SaveLimits.of(config.rollout.partial_save_tokens))
         unrecorded_saving = SaveLimits(chunk_token_count=_UNRECORDED_CHUNK_TOKENS, unacknowledged_token_limit=0)
         caller = Caller(client, generators, policies, _call_limits(config, tokenizer, unrecorded_saving), metrics)
@@ -116,12 +116,12 @@ async def openai_service(
         loops = _Loops(shutdown)
         agents: Agents | None = None
         if config.rollout.program == "agent":
-            await store.init_run(run_limits(config))
+            await store.limits.init_run(run_limits(config))
             reward = await stack.enter_async_context(RewardClient(config, security=security))
             session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
             worker_metrics = WorkerMetrics(registry)
             session = WorkerSession(
-                store, instance_name(config, "gateway", index), config.store.heartbeat_seconds, worker_metrics
+                store.sessions, instance_name(config, "gateway", index), config.store.heartbeat_seconds, worker_metrics
             )
             worker = _worker(
                 config,
@@ -129,7 +129,7 @@ async def openai_service(
                 WorkerDeps(
                     store=store,
                     session=session,
-                    saver=Saver(store, session),
+                    saver=Saver(store.trajectories, session),
                     generators=generators,
                     policies=policies,
                     caller=Caller(client, generators, policies, limits, worker_metrics),
@@ -168,7 +168,7 @@ async def openai_service(
 async def _complete(config: RunConfig, store: TrajectoryStore) -> bool:
     if config.rollout.program != "agent":
         return False
-    state = await store.training_state()
+    state = await store.training.state()
     return max(state.trained_step, state.cut_step) >= config.trainer.train_steps
 
 

@@ -156,7 +156,7 @@ async def _opened(service: OpenAiService, session_manager: SessionManager, wait_
 
 
 async def _why_none(service: OpenAiService) -> str:
-    desired = await service.store.desired()
+    desired = await service.store.leadership.desired()
     if desired.paused:
         return desired.reason or "the run is paused"
     serving, _ = await service.policies()

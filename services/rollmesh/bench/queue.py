@@ -119,7 +119,7 @@ def _rate(roles: list[Role], work: Work) -> float:
 
 async def _prepare(url: str, run_name: str, group_size: int, groups: int, tokens: int) -> Work:
     async with await TrajectoryStore.connect(StoreConfig(), run=run_name, url=url) as store:
-        await store.init_run(
+        await store.limits.init_run(
             RunLimits(
                 group_size=group_size,
                 groups_per_batch=8,
@@ -131,13 +131,13 @@ async def _prepare(url: str, run_name: str, group_size: int, groups: int, tokens
                 train_steps=1 << 20,
             )
         )
-        leader = await store.acquire_leadership("bench")
+        leader = await store.leadership.acquire("bench")
         if leader is None:
             raise RuntimeError(f"the run {run_name} of the bench already has a leader")
-        trainer = await store.open_trainer_session("bench")
+        trainer = await store.training.open_session("bench")
         record = PolicyRecord(policy_version=0, train_step=0, path="0", manifest_digest="0")
-        await store.announce_policy(trainer, record)
-        await store.set_desired(leader, Desired(pool_size=1 << 20))
+        await store.policies.announce(trainer, record)
+        await store.leadership.set_desired(leader, Desired(pool_size=1 << 20))
         return Work(
             url=url,
             run=run_name,
@@ -177,11 +177,11 @@ class _Resident:
     async def cycle(self, role: Role, segment: Segment) -> None:
         """Admit and complete one group, and consume the oldest group."""
         index = self.cursor
-        await self.store.admit(
+        await self.store.leadership.admit(
             self.work.leader, [new_group(index, self.work.group_size)], Cursor(index=index), Cursor(index=index + 1)
         )
         await produce_group(self.store, self.session, role, segment, self.work.group_size)
-        oldest = (await self.store.view()).ready[0].group_id
+        oldest = (await self.store.mesh.view()).ready[0].group_id
         await consume_step(self.store, self.work, self.step, oldest, role)
         self.cursor, self.step = index + 1, self.step + 1
 
@@ -228,7 +228,7 @@ async def _resident(stack: contextlib.AsyncExitStack, folder: Path, name: str, s
     stack.callback(server.kill)
     work = await _prepare(server.url, "flatness", _FLAT_GROUP_SIZE, 0, FLAT_TOKENS)
     store = await stack.enter_async_context(await TrajectoryStore.connect(StoreConfig(), run=work.run, url=server.url))
-    queue = _Resident(name=name, store=store, work=work, session=await store.open_session("bench"))
+    queue = _Resident(name=name, store=store, work=work, session=await store.sessions.open("bench"))
     queue.cursor = await _fill(store, work, queue.session, 0, size)
     await _settled(store)
     return queue
@@ -250,10 +250,10 @@ async def _add_ballast(store: TrajectoryStore, until: int) -> None:
 async def _fill(store: TrajectoryStore, work: Work, session: str, cursor: int, size: int) -> int:
     """Add ready groups until ``size`` trajectories are resident; return the new cursor."""
     segment = payload(FLAT_TOKENS // 2)
-    while (missing := size // work.group_size - (await store.view()).ready_groups) > 0:
+    while (missing := size // work.group_size - (await store.mesh.view()).ready_groups) > 0:
         count = min(_FILL_GROUPS, missing)
         groups = [new_group(cursor + at, work.group_size) for at in range(count)]
-        await store.admit(work.leader, groups, Cursor(index=cursor), Cursor(index=cursor + count))
+        await store.leadership.admit(work.leader, groups, Cursor(index=cursor), Cursor(index=cursor + count))
         for _ in range(count):
             await produce_group(store, session, Role(), segment, work.group_size)
         cursor += count

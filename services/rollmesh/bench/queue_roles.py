@@ -85,17 +85,17 @@ def payload(tokens: int) -> Segment:
 
 async def produce_group(store: TrajectoryStore, session: str, role: Role, segment: Segment, group_size: int) -> None:
     """Lease the trajectories of one group, and save, finish and score them."""
-    leased = await role.timed("lease", store.lease(session, group_size))
+    leased = await role.timed("lease", store.trajectories.lease(session, group_size))
     ids = [item.trajectory.trajectory_id for item in leased]
     tokens = len(segment)
     saves = [Append(trajectory_id=i, token_offset=0, segments=[segment]) for i in ids]
-    await role.timed("partial save", store.append(session, saves))
+    await role.timed("partial save", store.trajectories.append(session, saves))
     rest: dict[str, Any] = {"token_offset": tokens, "segments": [segment], "digest": TokenDigest().extended([segment])}
     finishes = [Finish(trajectory_id=i, finish_reason=FinishReason.STOP, **rest) for i in ids]
-    await role.timed("finish", store.finish(session, finishes))
+    await role.timed("finish", store.trajectories.finish(session, finishes))
     outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=1.0, parts={"exact": 1.0})
     scores = [Score(trajectory_id=i, outcome=outcome, shaped_reward=float(at % 2)) for at, i in enumerate(ids)]
-    results = await role.timed("score", store.score(session, scores))
+    results = await role.timed("score", store.trajectories.score(session, scores))
     if len(results) != group_size or not all(r.status.ok for r in results):
         raise RuntimeError(f"the bench lost a trajectory: {results}")
 
@@ -111,32 +111,32 @@ async def consume_step(store: TrajectoryStore, work: Work, step: int, group_id: 
     """Consume one batch of one group, from its cut to its trained report."""
     # As in a run, the trainer (there, another process) claims the batch while the leader cuts it.
     _, batch = await asyncio.gather(
-        role.timed("cut", store.cut(work.leader, step, [group_id])),
-        role.timed("claim", store.claim(work.trainer, step, 10.0)),
+        role.timed("cut", store.leadership.cut(work.leader, step, [group_id])),
+        role.timed("claim", store.training.claim(work.trainer, step, 10.0)),
     )
     if batch is None or len(batch.groups[0].trajectories) != work.group_size:
         raise RuntimeError(f"the bench claimed a wrong batch at step {step}")
     if batch.groups[0].trajectories[0].response_token_count != work.tokens:
         raise RuntimeError(f"the bench claimed a short trajectory at step {step}")
-    await role.timed("confirm", store.confirm_batch_file(work.trainer, step, f"digest-{step}"))
-    await role.timed("report trained", store.report_trained(work.trainer, step))
+    await role.timed("confirm", store.training.confirm_batch_file(work.trainer, step, f"digest-{step}"))
+    await role.timed("report trained", store.training.report_trained(work.trainer, step))
 
 
 async def produce(work: Work, role: Role) -> None:
     """Admit, lease, save, finish and score ``work.groups`` groups, with a limited lead over the consumer."""
     segment = payload(work.tokens // 2)
     async with await TrajectoryStore.connect(StoreConfig(), run=work.run, url=work.url) as store:
-        sessions = [await store.open_session("bench") for _ in range(PRODUCER_TASKS)]
+        sessions = [await store.sessions.open("bench") for _ in range(PRODUCER_TASKS)]
         cursor, done = Cursor(index=work.first_group), 0
         role.started = time.time()
         while done < work.groups:
-            if (await store.view()).ready_groups >= BACKLOG_GROUPS:
+            if (await store.mesh.view()).ready_groups >= BACKLOG_GROUPS:
                 await asyncio.sleep(_BACKLOG_PAUSE_SECONDS)
                 continue
             count = min(ADMITTED_GROUPS, work.groups - done)
             after = Cursor(index=cursor.index + count)
             groups = [new_group(cursor.index + at, work.group_size) for at in range(count)]
-            await role.timed("admit", store.admit(work.leader, groups, cursor, after))
+            await role.timed("admit", store.leadership.admit(work.leader, groups, cursor, after))
             turns = iter(range(count))
             await asyncio.gather(
                 *(_produce_groups(store, session, role, segment, work.group_size, turns) for session in sessions)
@@ -151,7 +151,7 @@ async def consume(work: Work, role: Role) -> None:
         step, last = work.first_step, work.first_step + work.groups
         role.started = time.time()
         while step < last:
-            ready = (await store.view()).ready
+            ready = (await store.mesh.view()).ready
             for view in ready[: last - step]:
                 await consume_step(store, work, step, view.group_id, role)
                 step += 1

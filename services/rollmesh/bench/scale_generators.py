@@ -218,7 +218,9 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
             serving_state.address = f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}"
             await server.start()
             stack.push_async_callback(server.stop, 0.5)
-            registrations.append(Registration(store, engine, serving_state, metrics, Health(), reporter, config.store))
+            registrations.append(
+                Registration(store.generators, engine, serving_state, metrics, Health(), reporter, config.store)
+            )
             engines.append(engine)
             serving_states.append(serving_state)
         loops = [
@@ -242,7 +244,7 @@ async def _follow_policies(
     """Serve the newest announced version on every generator."""
     version = -1
     while True:
-        newest = await store.latest_policy()
+        newest = await store.policies.latest()
         if newest is not None and newest.policy_version > version:
             version = newest.policy_version
             for engine, serving_state in zip(engines, serving_states, strict=True):
@@ -272,7 +274,7 @@ async def _renew_records(store: TrajectoryStore, count: int, config: RunConfig) 
         beat += 1
         for at in range(0, count, _BEATS_AT_ONCE):
             renewed = [replace(record, running_count=beat % 2) for record in records[at : at + _BEATS_AT_ONCE]]
-            await asyncio.gather(*(store.register_generator(record, ttl) for record in renewed))
+            await asyncio.gather(*(store.generators.register(record, ttl) for record in renewed))
             due = started + config.store.heartbeat_seconds * (at + _BEATS_AT_ONCE) / count
             await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
         if not count:

@@ -118,7 +118,7 @@ class _Mesh:
     async def until(self, goal: str, reached: Callable[[StoreCounts], object]) -> None:
         """Wait until the counts satisfy ``reached``. Raises ScaleError if a process ends or the time limit passes."""
         deadline = time.monotonic() + _START_SECONDS
-        while not reached(await self.store.counts()):
+        while not reached(await self.store.mesh.counts()):
             ended = [p for processes in self.processes.values() for p in processes if p.poll() is not None]
             if ended or time.monotonic() > deadline:
                 logs = "\n".join(log.read_text()[-2000:] for log in sorted(self.folder.glob("*.log")))
@@ -144,9 +144,9 @@ async def measure_level(folder: Path, load: Load, build: Path) -> Level:
         stack.callback(lambda: mesh.stop(*mesh.processes))
         await _start(mesh)
         await asyncio.sleep(load.warm_up_seconds)
-        before, cpu_before, began = await store.counts(), mesh.cpu_seconds(), time.time()
+        before, cpu_before, began = await store.mesh.counts(), mesh.cpu_seconds(), time.time()
         in_flight, pings = await _watch(store, load.window_seconds)
-        after, cpu_after, ended = await store.counts(), mesh.cpu_seconds(), time.time()
+        after, cpu_after, ended = await store.mesh.counts(), mesh.cpu_seconds(), time.time()
         # The workers release their trajectories; the counts are final once the consumer has stopped too.
         for parts in (("leader", "workers"), ("consumer", "reward service", "emulated generators")):
             await asyncio.to_thread(mesh.stop, *parts)
@@ -157,7 +157,7 @@ async def measure_level(folder: Path, load: Load, build: Path) -> Level:
             tokens=after.totals["saved_tokens_total"] - before.totals["saved_tokens_total"],
             cpu_seconds={part: seconds - cpu_before[part] for part, seconds in cpu_after.items()},
             samples={"PING of Redis": pings, **_samples(folder, began, ended)},
-            faults=_faults(after, await store.counts(), _ledger(folder)),
+            faults=_faults(after, await store.mesh.counts(), _ledger(folder)),
         )
 
 

@@ -54,14 +54,14 @@ async def _probe(lines: IO[str], samples: Samples) -> None:
 
 
 def _time_the_leader(samples: Samples) -> None:
-    """Time every view and every decision of this process's leader; works with any build."""
+    """Time every view and every decision of this process's leader."""
     from rollmesh.rollout import leader
-    from rollmesh.store.view import View
+    from rollmesh.store.view import MeshReader
 
     def timed(name: str, begun: float) -> None:
         samples.setdefault(name, []).append(time.perf_counter() - begun)
 
-    view, decide = View.view, vars(leader)["decide"]
+    view, decide = MeshReader.view, vars(leader)["decide"]
 
     @functools.wraps(view)
     async def timed_view(*arguments: Any, **options: Any) -> Any:
@@ -77,28 +77,28 @@ def _time_the_leader(samples: Samples) -> None:
         timed("decision", begun)
         return result
 
-    View.view = timed_view  # type: ignore[method-assign]
+    MeshReader.view = timed_view  # type: ignore[method-assign]
     vars(leader)["decide"] = timed_decide
 
 
 async def _consume(config: RunConfig, answers: Answers, ledger: Path, shutdown: Shutdown) -> None:
     """Act as a trainer without training: claim, check and acknowledge every batch, and announce a version."""
     async with await TrajectoryStore.connect(config.store, config.name) as store:
-        await store.init_run(run_limits(config))
-        session = await store.open_trainer_session("scale")
-        await store.announce_policy(session, _policy(0))
+        await store.limits.init_run(run_limits(config))
+        session = await store.training.open_session("scale")
+        await store.policies.announce(session, _policy(0))
         step = 1
         with ledger.open("a", encoding="utf-8") as lines:
             while not shutdown.is_set():
-                batch = await store.claim(session, step, _CLAIM_SECONDS)
+                batch = await store.training.claim(session, step, _CLAIM_SECONDS)
                 if batch is None:
                     continue
                 lines.write(json.dumps({"step": step, "groups": await _checked(batch, answers)}) + "\n")
                 lines.flush()
-                await store.confirm_batch_file(session, step, f"digest-{step}")
-                await store.report_trained(session, step)
-                await store.report_committed(session, step)
-                await store.announce_policy(session, _policy(step))
+                await store.training.confirm_batch_file(session, step, f"digest-{step}")
+                await store.training.report_trained(session, step)
+                await store.training.report_committed(session, step)
+                await store.policies.announce(session, _policy(step))
                 step += 1
 
 

@@ -71,7 +71,7 @@ class Scene:
                 canary=canary,
             )
         )
-        await self.store.announce_policy(self.session, record)
+        await self.store.policies.announce(self.session, record)
         self.folder = self.checkpoints.root / record.path
         self.byte_count = sum(f.stat().st_size for f in self.folder.iterdir())
 
@@ -94,7 +94,7 @@ class Scene:
         """Wait until the generator serves ``version``. Raises EngineError if its process has ended."""
         async with asyncio.timeout(_DEADLINE_SECONDS):
             while True:
-                for record in await self.store.generators():
+                for record in await self.store.generators.live():
                     if record.serving and record.policy_version == version:
                         return record
                 if self.process is not None and self.process.poll() is not None:
@@ -176,8 +176,8 @@ async def open_scene(
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
         client = await stack.enter_async_context(GenerationClient())
         scene = Scene(config, store, CheckpointStore.from_config(config), client, model)
-        await store.init_run(run_limits(config))
-        scene.session = await store.open_trainer_session("bench")
+        await store.limits.init_run(run_limits(config))
+        scene.session = await store.training.open_session("bench")
         await scene.publish(0, await asyncio.to_thread(model.policy, 0))
         process = _start_generator(folder, environment or {})
         stack.push_async_callback(_stop, process)

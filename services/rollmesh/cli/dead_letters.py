@@ -25,7 +25,7 @@ def list_letters(run: RunFolderArgument, as_json: JsonOption = False) -> None:
     async def main() -> None:
         async with store_of(run) as (_, _, store):
             # The newest is last, so that it stays visible in a terminal.
-            letters = (await store.dead_letters())[::-1]
+            letters = (await store.dead_letters.newest())[::-1]
         if as_json:
             typer.echo(json.dumps([asdict(letter) for letter in letters]))
             return
@@ -44,7 +44,7 @@ def inspect(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
-            letter = await store.dead_letter(trajectory_id)
+            letter = await store.dead_letters.get(trajectory_id)
         typer.echo(json.dumps(asdict(letter), indent=2, default=str))
 
     run_async(main)
@@ -56,7 +56,7 @@ def replay(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
-            group_id = await store.replay_dead_letter(trajectory_id)
+            group_id = await store.dead_letters.replay(trajectory_id)
         typer.echo(f"{trajectory_id} replayed as group {group_id}, when the run has capacity for it")
 
     run_async(main)
@@ -68,7 +68,7 @@ def delete(run: RunFolderArgument, trajectory_id: IdArgument) -> None:
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
-            if not await store.delete_dead_letter(trajectory_id):
+            if not await store.dead_letters.delete(trajectory_id):
                 raise Conflict(f"no dead letter {trajectory_id}")
         typer.echo(f"{trajectory_id} deleted")
 

@@ -42,8 +42,8 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
 
     async def main() -> None:
         async with store_of(run) as (config, folder, store):
-            view, counts = await store.view(), await store.counts()
-            generators, failure = await store.generators(), await store.failure()
+            view, counts = await store.mesh.view(), await store.mesh.counts()
+            generators, failure = await store.generators.live(), await store.leadership.failure()
         failure = failure or RecordedRun(folder.path).failure
         pages = read_endpoints(folder.path, "gateway")
         if as_json:
@@ -171,7 +171,7 @@ def pin(
         if release == (version is not None):
             raise typer.BadParameter("expected either --version N or --release")
         async with store_of(run) as (_, _, store):
-            await store.pin_policy(version)
+            await store.policies.pin(version)
         typer.echo("released" if release else f"pinned to policy version {version}")
 
     run_async(main)
@@ -191,7 +191,7 @@ def rollback(
 
     async def main() -> None:
         async with store_of(run) as (_, _, store):
-            request = await store.request_rollback(version)
+            request = await store.rollbacks.request(version)
         typer.echo(
             f"rollback to policy version {version} requested ({request.request_id}): the trainer performs it before "
             "its next step, or at its next start if it has ended"

@@ -51,12 +51,12 @@ def scale(
     async def main() -> None:
         async with store_of(run) as (config, folder, store):
             changes = parse_replicas(config, replicas or ())
-            requested = dict(await store.scale_requests())
+            requested = dict(await store.scaling.requests())
             for service, number in changes.items():
                 if number is not None and not force:
                     check_capacity(config, requested, service, number)
                     requested[service] = number
-            has_launcher = [await store.request_scale(service, number) for service, number in changes.items()]
+            has_launcher = [await store.scaling.request(service, number) for service, number in changes.items()]
             rows = await _rows(config, folder, store)
         if as_json:
             typer.echo(json.dumps(rows))
@@ -81,7 +81,7 @@ def parse_replicas(config: RunConfig, arguments: Sequence[str]) -> dict[str, int
 
 
 async def _rows(config: RunConfig, folder: RunFolder, store: TrajectoryStore) -> dict[str, Mapping[str, int]]:
-    configured, requested = configured_replicas(config), await store.scale_requests()
+    configured, requested = configured_replicas(config), await store.scaling.requests()
     running = Counter(endpoint.service for endpoint in read_endpoints(folder.path))
     return {
         service: {

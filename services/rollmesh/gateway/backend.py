@@ -81,10 +81,10 @@ class RunReads:
         return await self._viewer.detail(trajectory_id, first_token, token_limit)
 
     async def policies(self, limit: int) -> PolicyList:
-        policies = await self._store.policies()
-        generators = await self._store.generators()
-        pinned = await self._store.pinned_policy()
-        points = {point.policy_version: point for point in finished_evaluations(await self._store.evaluations())}
+        policies = await self._store.policies.announced()
+        generators = await self._store.generators.live()
+        pinned = await self._store.policies.pinned()
+        points = {point.policy_version: point for point in finished_evaluations(await self._store.evaluations.all())}
         newest = policies[-1].policy_version if policies else -1
         views = [
             PolicyView(
@@ -100,13 +100,13 @@ class RunReads:
         return PolicyList(policies=views, total=len(policies))
 
     async def generators(self) -> GeneratorList:
-        latest = await self._store.latest_policy()
+        latest = await self._store.policies.latest()
         newest = -1 if latest is None else latest.policy_version
-        return GeneratorList(generators=generator_views(await self._store.generators(), newest))
+        return GeneratorList(generators=generator_views(await self._store.generators.live(), newest))
 
     async def dead_letters(self, limit: int) -> DeadLetterList:
-        letters = await self._store.dead_letters(limit)
-        total = (await self._store.counts()).dead_letters
+        letters = await self._store.dead_letters.newest(limit)
+        total = (await self._store.mesh.counts()).dead_letters
         return DeadLetterList(dead_letters=[_letter_view(letter) for letter in letters], total=total)
 
 
@@ -119,24 +119,24 @@ class RunActions:
         self._metrics = metrics
 
     async def pause(self, paused: bool) -> Done:
-        await self._store.set_user_paused(paused)
+        await self._store.settings.set_user_paused(paused)
         self._count("pause" if paused else "resume")
         return Done(done="paused: rollouts in progress are parked and kept" if paused else "resumed")
 
     async def pin(self, policy_version: int) -> Done:
         await self._check_announced(policy_version)
-        await self._store.pin_policy(policy_version)
+        await self._store.policies.pin(policy_version)
         self._count("pin")
         return Done(done=f"pinned to policy version {policy_version}")
 
     async def unpin(self) -> Done:
-        await self._store.pin_policy(None)
+        await self._store.policies.pin(None)
         self._count("unpin")
         return Done(done="unpinned: generators follow the newest policy version")
 
     async def roll_back(self, policy_version: int) -> Done:
         await self._check_announced(policy_version)
-        request = await self._store.request_rollback(policy_version)
+        request = await self._store.rollbacks.request(policy_version)
         self._count("rollback")
         return Done(
             done=f"rollback to policy version {policy_version} requested: the trainer performs it before its next "
@@ -146,14 +146,14 @@ class RunActions:
 
     async def replay(self, trajectory_id: str) -> Done:
         await self._check_letter(trajectory_id)
-        group_id = await self._store.replay_dead_letter(trajectory_id)
+        group_id = await self._store.dead_letters.replay(trajectory_id)
         self._count("replay")
         return Done(
             done=f"{trajectory_id} is replayed as group {group_id} once the run has room for it", group_id=group_id
         )
 
     async def delete_letter(self, trajectory_id: str) -> Done:
-        if not await self._store.delete_dead_letter(trajectory_id):
+        if not await self._store.dead_letters.delete(trajectory_id):
             raise _no_letter(trajectory_id)
         self._count("delete_letter")
         return Done(done=f"dead letter {trajectory_id} is deleted")
@@ -164,9 +164,9 @@ class RunActions:
         else:
             check_scale(self._config, request.service, request.replicas)
             if not request.force:
-                asked = await self._store.scale_requests()
+                asked = await self._store.scaling.requests()
                 await asyncio.to_thread(check_capacity, self._config, asked, request.service, request.replicas)
-        carried_out = await self._store.request_scale(request.service, request.replicas)
+        carried_out = await self._store.scaling.request(request.service, request.replicas)
         self._count("scale")
         replicas = "as in the run file" if request.replicas is None else f"{request.replicas}"
         launcher = "the launcher applies it" if carried_out else "no launcher runs that could apply it now"
@@ -176,7 +176,7 @@ class RunActions:
         self._metrics.actions.labels(action=action).inc()
 
     async def _check_announced(self, policy_version: int) -> None:
-        if await self._store.policy(policy_version) is None:
+        if await self._store.policies.get(policy_version) is None:
             raise NotFound(
                 f"policy version {policy_version} has not been announced",
                 field="version",
@@ -185,7 +185,7 @@ class RunActions:
 
     async def _check_letter(self, trajectory_id: str) -> None:
         try:
-            await self._store.dead_letter(trajectory_id)
+            await self._store.dead_letters.get(trajectory_id)
         except Conflict as error:
             raise _no_letter(trajectory_id) from error
 

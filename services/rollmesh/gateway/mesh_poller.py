@@ -185,16 +185,16 @@ class MeshPoller:
         ids = self._timeline.followed
         if self._timeline.room:
             self._cursors = {session: self._cursors.get(session, 0) for session in snapshot.workers}
-            found, self._cursors = await self._store.scan_held(self._cursors, _SCAN_COUNT)
+            found, self._cursors = await self._store.inspection.scan_held(self._cursors, _SCAN_COUNT)
             ids += new_ids(found, self._timeline)
-        marks: dict[str, TrajectoryMark | None] = dict(zip(ids, await self._store.marks(ids), strict=True))
+        marks: dict[str, TrajectoryMark | None] = dict(zip(ids, await self._store.inspection.marks(ids), strict=True))
         return self._timeline.update(snapshot.view.now, marks, snapshot.workers, snapshot.view.leased)
 
     async def _read_slow_facts(self) -> None:
         if time.monotonic() < self._slow_at:
             return
         self._slow_at = time.monotonic() + _SLOW_SECONDS
-        self._evaluations = finished_evaluations(await self._store.evaluations())
+        self._evaluations = finished_evaluations(await self._store.evaluations.all())
         self.curves.set_evaluations(self._evaluations)
 
     async def _read_folder(self) -> None:

@@ -51,18 +51,18 @@ class MeshSnapshot:
 
 async def read_snapshot(store: TrajectoryStore, schedule: Schedule) -> MeshSnapshot:
     """Read all state except single trajectories."""
-    rollback = await store.rollback_request()
-    view = await store.view(groups=False)
+    rollback = await store.rollbacks.pending()
+    view = await store.mesh.view(groups=False)
     return MeshSnapshot(
-        view=await store.view() if needs_groups(schedule, view) else view,
-        counts=await store.counts(),
-        desired=await store.desired(),
-        generators=await store.generators(),
-        pinned_version=await store.pinned_policy(),
+        view=await store.mesh.view() if needs_groups(schedule, view) else view,
+        counts=await store.mesh.counts(),
+        desired=await store.leadership.desired(),
+        generators=await store.generators.live(),
+        pinned_version=await store.policies.pinned(),
         rollback_to=None if rollback is None else rollback.policy_version,
-        failure=await store.failure(),
-        scale_requests=await store.scale_requests(),
-        workers=await store.workers(),
+        failure=await store.leadership.failure(),
+        scale_requests=await store.scaling.requests(),
+        workers=await store.inspection.workers(),
     )
 
 

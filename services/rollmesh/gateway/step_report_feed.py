@@ -66,11 +66,11 @@ class ReportFeed:
         if self._file_is_read:
             return
         if self._newest is not None:
-            found = await self._store.step_reports(self._newest[0], _REPORTS_PER_LOOK + 1)
+            found = await self._store.step_reports.read(self._newest[0], _REPORTS_PER_LOOK + 1)
             if found and _identity(found[0]) == self._newest:
                 self._show(found[1:])
                 return
-        found = await self._store.step_reports(0, _REPORTS_PER_LOOK)
+        found = await self._store.step_reports.read(0, _REPORTS_PER_LOOK)
         self._remove(found[0]["train_step"] if found else 0)
         self._show(found)
 

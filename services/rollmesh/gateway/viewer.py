@@ -37,12 +37,12 @@ class Viewer:
 
     async def page(self, state: str | None, cursor: str | None, limit: int) -> TrajectoryPage:
         """Return one page of the queue."""
-        marks, next_cursor = await self._store.trajectory_page(state, cursor, limit)
+        marks, next_cursor = await self._store.inspection.trajectory_page(state, cursor, limit)
         return TrajectoryPage(items=[_summary(mark) for mark in marks], next_cursor=next_cursor)
 
     async def detail(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:
         """Return one trajectory; NotFound if its tokens are nowhere."""
-        inspected = await self._store.inspect(trajectory_id)
+        inspected = await self._store.inspection.inspect(trajectory_id)
         if inspected is not None and inspected.mark.state == TrajectoryState.DEAD:
             inspected = None  # the dead letter has its tokens
         if inspected is not None and inspected.trajectory is not None:
@@ -53,7 +53,7 @@ class Viewer:
     async def _in_queue(
         self, inspected: InspectedTrajectory, trajectory: Trajectory, first_token: int, token_limit: int
     ) -> TrajectoryDetail:
-        workers = await self._store.workers() if inspected.mark.session else {}
+        workers = await self._store.inspection.workers() if inspected.mark.session else {}
         detail = await self._detail(trajectory, first_token, token_limit)
         mark = inspected.mark
         return detail.model_copy(
@@ -67,7 +67,7 @@ class Viewer:
 
     async def _in_letters(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail | None:
         try:
-            letter = await self._store.dead_letter(trajectory_id)
+            letter = await self._store.dead_letters.get(trajectory_id)
         except Conflict:
             return None
         if letter.trajectory is None:
@@ -77,7 +77,7 @@ class Viewer:
 
     async def _in_batches(self, trajectory_id: str, first_token: int, token_limit: int) -> TrajectoryDetail:
         group_id = trajectory_id.rpartition(".")[0]
-        left_at = await self._store.gone_at(group_id)
+        left_at = await self._store.inspection.gone_at(group_id)
         try:
             found = await self._archive.find(group_id, left_at)
         except CheckpointError as error:
@@ -86,7 +86,7 @@ class Viewer:
         trajectory = next((each for each in members if each.trajectory_id == trajectory_id), None)
         if found is None or trajectory is None:
             raise _not_found(trajectory_id, left_at)
-        trained = (await self._store.training_state()).trained_step
+        trained = (await self._store.training.state()).trained_step
         detail = await self._detail(trajectory, first_token, token_limit)
         consumed = found.train_step <= trained
         return detail.model_copy(

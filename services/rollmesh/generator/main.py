@@ -55,7 +55,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         service_metrics = GeneratorMetrics(metrics)
         watcher = PolicyWatcher(
             engine,
-            store,
+            store.policies,
             CheckpointStore.from_config(config),
             serving_state,
             service_metrics,
@@ -84,7 +84,9 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
                 run=config.name,
             )
         )
-        registration = Registration(store, engine, serving_state, service_metrics, health, reporter, config.store)
+        registration = Registration(
+            store.generators, engine, serving_state, service_metrics, health, reporter, config.store
+        )
         await _run(shutdown, engine, serving_state, watcher, registration)
 
 

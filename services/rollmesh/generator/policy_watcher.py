@@ -30,7 +30,7 @@ from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.logging import get_logger, note_policy_version
 from rollmesh.runtime.tracing import tracer
-from rollmesh.store import TrajectoryStore
+from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.types import PolicyRecord
 
 LOOP_NAME = "policies"
@@ -50,7 +50,7 @@ class PolicyWatcher:
     def __init__(
         self,
         engine: Engine,
-        store: TrajectoryStore,
+        registry: PolicyRegistry,
         checkpoints: CheckpointStore,
         serving_state: ServingState,
         metrics: GeneratorMetrics,
@@ -61,7 +61,7 @@ class PolicyWatcher:
         max_context_tokens: int,
     ) -> None:
         self._engine = engine
-        self._store = store
+        self._registry = registry
         self._checkpoints = checkpoints
         self._serving_state = serving_state
         self._metrics = metrics
@@ -104,7 +104,7 @@ class PolicyWatcher:
 
         Raises DataError for an unknown version, CheckpointError or EngineError if it cannot be served.
         """
-        record = await self._store.policy(version)
+        record = await self._registry.get(version)
         if record is None:
             raise DataError(f"policy_version={version}: this policy version has not been announced")
         # A separate task: a caller that disconnects must not leave the engine half-way between two policies.
@@ -121,9 +121,9 @@ class PolicyWatcher:
 
     async def _load_if_changed(self) -> bool:
         """Load the effective policy if it has changed; return False if the load must be retried soon."""
-        record = await self._store.effective_policy(self._serving_state.instance_id)
+        record = await self._registry.effective(self._serving_state.instance_id)
         if record is None or record == self._settled or await self._store_lost_policies(record):
-            newest = await self._store.wait_policy(self._newest_seen, _PIN_POLL_SECONDS)
+            newest = await self._registry.wait(self._newest_seen, _PIN_POLL_SECONDS)
             self._newest_seen = max(self._newest_seen, newest.policy_version if newest else -1)
             return True
         try:
@@ -153,7 +153,7 @@ class PolicyWatcher:
         serving = self._serving
         if serving is None or record.policy_version >= serving.manifest.policy_version:
             return False
-        return await self._store.pinned_policy(self._serving_state.instance_id) is None
+        return await self._registry.pinned(self._serving_state.instance_id) is None
 
     def _refused(self, record: PolicyRecord, reason: str, error: Exception) -> None:
         self._metrics.reload_failed(reason)

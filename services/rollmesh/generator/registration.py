@@ -14,7 +14,7 @@ from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.grpc import HealthReporter
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.logging import get_logger
-from rollmesh.store import TrajectoryStore
+from rollmesh.store.generator_registry import GeneratorRegistry
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 LOOP_NAME = "heartbeat"
@@ -26,7 +26,7 @@ class Registration:
 
     def __init__(
         self,
-        store: TrajectoryStore,
+        registry: GeneratorRegistry,
         engine: Engine,
         serving_state: ServingState,
         metrics: GeneratorMetrics,
@@ -34,7 +34,7 @@ class Registration:
         reporter: HealthReporter,
         config: StoreConfig,
     ) -> None:
-        self._store = store
+        self._registry = registry
         self._engine = engine
         self._serving_state = serving_state
         self._metrics = metrics
@@ -105,7 +105,7 @@ class Registration:
         await self._reporter.set_serving(record.serving)
         self._metrics.heartbeats.inc()
         try:
-            await self._store.register_generator(record, self._ttl_seconds)
+            await self._registry.register(record, self._ttl_seconds)
         except StoreUnavailable as error:
             self._metrics.heartbeat_failures.inc()
             self._log.warning("heartbeat_failed", message=str(error))
@@ -117,6 +117,6 @@ class Registration:
         self._health.set_ready(False, "draining")
         await self._reporter.set_serving(False)
         try:
-            await self._store.deregister_generator(self._serving_state.instance_id)
+            await self._registry.deregister(self._serving_state.instance_id)
         except StoreUnavailable as error:
             self._log.warning("deregistration_failed", message=str(error), gone_after_seconds=self._ttl_seconds)

@@ -123,13 +123,13 @@ class Autoscaler:
         values = await self._values(rule)
         error = self._prometheus.last_error
         self._log_change("prometheus", f"waiting for Prometheus: {error}" if error else "")
-        wanted = (await self._store.scale_requests()).get(service, self._configured[service])
+        wanted = (await self._store.scaling.requests()).get(service, self._configured[service])
         metrics = ReplicaMetrics(now=time.monotonic(), wanted=wanted, ready=await self._ready(service), values=values)
         decision = next_replicas(rule, self._memory[service], metrics, self._speed_up)
         self._memory[service] = decision.memory
         self._log_change(service, f"{service} {wanted} -> {decision.reason}")
         if decision.replicas != wanted:
-            has_launcher = await self._store.request_scale(service, decision.replicas)
+            has_launcher = await self._store.scaling.request(service, decision.replicas)
             self._note(f"{service}: asked for {decision.replicas} replicas, was {wanted}")
             if not has_launcher:
                 self._note("no launcher runs this run now: the request takes effect when one starts")
@@ -142,7 +142,7 @@ class Autoscaler:
 
     async def _ready(self, service: str) -> int:
         if service == "generator":
-            return sum(record.serving for record in await self._store.generators())
+            return sum(record.serving for record in await self._store.generators.live())
         return Counter(endpoint.service for endpoint in read_endpoints(self._folder.path))[service]
 
     def _log_change(self, topic: str, text: str) -> None:

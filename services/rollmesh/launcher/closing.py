@@ -41,17 +41,17 @@ async def queue_account(store: TrajectoryStore, config: RunConfig) -> QueueAccou
     Cursor and dead letters are read first and the drops last, so that no group of a run in progress seems lost: a group
     admitted before the first read is live in a later read, dropped in the last one, or in a batch file.
     """
-    cursor = await store.cursor()
-    letters = await store.dead_letters()
-    live = await store.live_groups()
+    cursor = await store.leadership.cursor()
+    letters = await store.dead_letters.newest()
+    live = await store.mesh.live_groups()
     return QueueAccount(
         cursor=cursor,
         replays=tuple(letter.replayed_as for letter in reversed(letters) if letter.replayed_as),
         epoch_size=await asyncio.to_thread(_epoch_size, config) if cursor.epoch > 0 else None,
         live=live,
-        dropped=await store.dropped_groups(),
-        forgotten_drops=await store.forgotten_drops(),
-        policies=tuple(await store.policies()),
+        dropped=await store.ledger.dropped_groups(),
+        forgotten_drops=await store.ledger.forgotten_drops(),
+        policies=tuple(await store.policies.announced()),
     )
 
 
@@ -60,10 +60,10 @@ async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
 
     The state in Redis is not sufficient: the audit reads the trainer state of the last step from disk.
     """
-    view, steps = await store.view(groups=False), config.trainer.train_steps
+    view, steps = await store.mesh.view(groups=False), config.trainer.train_steps
     if not view.is_complete or view.policy_train_step < steps:
         return "the last step was announced"
-    if await store.rollback_request() is not None:
+    if await store.rollbacks.pending() is not None:
         return "a rollback was carried out"
     if await asyncio.to_thread(_committed_on_disk, config) < steps:
         return "the trainer state of the last step was on disk"

@@ -35,7 +35,7 @@ async def evaluate_run(
 
 
 async def _published(mesh: LocalMesh, policy_version: int | None) -> int:
-    versions = [policy.policy_version for policy in await mesh.store.policies()]
+    versions = [policy.policy_version for policy in await mesh.store.policies.announced()]
     if not versions:
         raise ConfigError(f"{mesh.folder.path}: the run has published no policy yet")
     if policy_version is None:

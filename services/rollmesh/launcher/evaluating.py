@@ -21,7 +21,7 @@ async def evaluate_version(mesh: LocalMesh, policy_version: int) -> Evaluation:
 
     async def finished() -> bool:
         # Repeated at every poll: a Redis restored to an earlier state has lost the request.
-        await mesh.store.request_evaluation(request)
+        await mesh.store.evaluations.request(request)
         result = await mesh.evaluations.finished(policy_version)
         if result is not None:
             found.append(result)
@@ -41,10 +41,10 @@ async def finish_evaluations(mesh: LocalMesh) -> None:
     after = evaluation_floor(every, newest, mesh.config.checkpoints.keep_last)
     for version in due_versions(every, after, newest):
         request = evaluation_request(mesh.config.evaluation, version)
-        await mesh.answer(partial(mesh.store.request_evaluation, request), waiting_for)
+        await mesh.answer(partial(mesh.store.evaluations.request, request), waiting_for)
 
     async def all_answered() -> bool:
-        return all(record.result is not None for record in await mesh.store.evaluations())
+        return all(record.result is not None for record in await mesh.store.evaluations.all())
 
     if not await mesh.answer(all_answered, waiting_for):
         await mesh.until_idle()

@@ -69,7 +69,7 @@ class EvaluationJournal:
 
     async def update(self) -> None:
         """Read new results from the store; note only those that finished after this start."""
-        newest = await self._store.latest_policy()
+        newest = await self._store.policies.latest()
         if newest is None:  # an empty queue has no evaluations yet; keep the file
             return
         found = {e.policy_version: e for e in await self._in_store()}
@@ -99,7 +99,7 @@ class EvaluationJournal:
         return in_store.get(policy_version)
 
     async def _in_store(self) -> list[Evaluation]:
-        return [_evaluation(record) for record in await self._store.evaluations() if record.result is not None]
+        return [_evaluation(record) for record in await self._store.evaluations.all() if record.result is not None]
 
 
 def _recorded(file: Path) -> Iterable[Evaluation]:

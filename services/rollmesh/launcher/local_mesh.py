@@ -61,7 +61,7 @@ class LocalMesh:
         self.evaluations = EvaluationJournal(running.store, folder, progress.note)
         self.supervisor = Supervisor(config.launcher.restart_limit, progress.note)
         self._service_time = ServiceTime(folder.path, client, self.supervisor)
-        self._scaler = ReplicaScaler(config, folder, running.store, self.supervisor, progress.note)
+        self._scaler = ReplicaScaler(config, folder, running.store.scaling, self.supervisor, progress.note)
         self._page = PageNotes(folder.path, self.supervisor, progress.note)
         self._shutdown = shutdown
         self._timeline = timeline
@@ -130,7 +130,7 @@ class LocalMesh:
 
     async def pause(self, paused: bool) -> None:
         """Pause or resume the run for the launcher; a pause by an operator is independent of it."""
-        await self.answer(lambda: self.store.set_launcher_paused(paused), "the store")
+        await self.answer(lambda: self.store.settings.set_launcher_paused(paused), "the store")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T], waiting_for: str) -> T:
         """Return the result of ``work``; raise Interrupted immediately on shutdown, also during store retries."""
@@ -156,7 +156,7 @@ class LocalMesh:
     async def _update(self, waiting_for: str) -> None:
         try:
             await self._service_time.count()
-            failure = await self.store.failure()
+            failure = await self.store.leadership.failure()
             if failure:
                 raise ServiceFailed(failure)
             await self.evaluations.update()
@@ -183,7 +183,7 @@ class LocalMesh:
 
         Raises PoliciesRefused when every generator has tried the newest policy and refuses it.
         """
-        newest, generators = await self.latest_version(), await self.store.generators()
+        newest, generators = await self.latest_version(), await self.store.generators.live()
         refusal = refused_by_all(newest, generators)
         if refusal is not None and refusal.refused_count:
             raise PoliciesRefused(
@@ -191,7 +191,7 @@ class LocalMesh:
             )
         if any(g.serving and g.policy_version == newest for g in generators):
             return True
-        return not self.supervisor.indexes("generator")[0] or await self.store.pinned_policy() is not None
+        return not self.supervisor.indexes("generator")[0] or await self.store.policies.pinned() is not None
 
     async def until_newest_served(self) -> None:
         """Wait until ``newest_served``; raises PoliciesRefused when every generator refuses the newest policy."""
@@ -222,17 +222,17 @@ class LocalMesh:
 
     async def latest_version(self) -> int:
         """Return the newest announced policy version; -1 before the first."""
-        policy = await self.store.latest_policy()
+        policy = await self.store.policies.latest()
         return -1 if policy is None else policy.policy_version
 
     async def _policy_announced(self) -> bool:
         return await self.latest_version() >= 0
 
     async def _generator_serves(self) -> bool:
-        return any(g.serving for g in await self.store.generators())
+        return any(g.serving for g in await self.store.generators.live())
 
     async def _idle(self) -> bool:
-        view = await self.store.view(groups=False)
+        view = await self.store.mesh.view(groups=False)
         return view.leased == 0
 
 
@@ -256,6 +256,6 @@ async def local_mesh(
         AdminClient(security) as client,
     ):
         timeline = TimelineRecorder(running.store, folder, client)
-        await running.store.init_run(run_limits(config))
+        await running.store.limits.init_run(run_limits(config))
         with progress:
             yield LocalMesh(config, folder, running, shutdown, progress, timeline, client)

@@ -89,7 +89,7 @@ async def _announce_stop(store: TrajectoryStore) -> None:
     """Mark the shutdown as clean in the queue, so that the next start of the server needs no recovery."""
     with contextlib.suppress(StoreUnavailable, TimeoutError):
         async with asyncio.timeout(_ANNOUNCE_SECONDS):
-            await store.mark_clean_shutdown()
+            await store.recovery.mark_clean_shutdown()
 
 
 async def _keep_up(server: EmbeddedServer, stopping: asyncio.Event) -> None:

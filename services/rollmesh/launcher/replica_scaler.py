@@ -21,7 +21,7 @@ from rollmesh.errors import ConfigError, StoreUnavailable
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.service_specs import service_spec
 from rollmesh.launcher.supervisor import Supervisor
-from rollmesh.store import TrajectoryStore
+from rollmesh.store.wanted_replicas import Scaling
 
 _LEAVE_SECONDS = 2.0
 
@@ -55,13 +55,13 @@ class ReplicaScaler:
         self,
         config: RunConfig,
         folder: RunFolder,
-        store: TrajectoryStore,
+        scaling: Scaling,
         supervisor: Supervisor,
         note: Callable[[str], None],
     ) -> None:
         self._config = config
         self._folder = folder
-        self._store = store
+        self._scaling = scaling
         self._supervisor = supervisor
         self._note = note
         self._configured = configured_replicas(config)
@@ -95,11 +95,11 @@ class ReplicaScaler:
         self._services = ()
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(_LEAVE_SECONDS):
-                await self._store.leave_scaling()
+                await self._scaling.leave()
 
     async def _requests(self) -> dict[str, int]:
         """Read the wanted replicas by local service; note each impossible request once and ignore it."""
-        requests = await self._store.take_scale_requests(f"{os.uname().nodename}:{os.getpid()}")
+        requests = await self._scaling.take(f"{os.uname().nodename}:{os.getpid()}")
         wanted = {service: self._configured[service] for service in self._services}
         for service in self._services:
             if service not in requests:

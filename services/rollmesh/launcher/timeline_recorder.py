@@ -101,11 +101,11 @@ class TimelineRecorder:
     async def sample(self) -> MeshSample:
         """Take one sample and append it to the timeline."""
         loads = await self._scrape_generators()
-        counts = await self._store.counts()
+        counts = await self._store.mesh.counts()
         sample = MeshSample(
             t=time.time(),
-            view=await self._store.view(groups=False),
-            generators=tuple(await self._store.generators()),
+            view=await self._store.mesh.view(groups=False),
+            generators=tuple(await self._store.generators.live()),
             loads=tuple(loads),
             generated_token_total=self._generated.total,
             generated_tokens=dict(self._generated.seen),

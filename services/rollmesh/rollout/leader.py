@@ -114,26 +114,26 @@ class MeshLeader:
             await wait_or_shutdown(shutdown, max(_REST_SECONDS, wait - (time.monotonic() - began)))
         self._health.unwatch("leader")
         if self._token is not None:
-            await self._store.resign(self._token)
+            await self._store.leadership.resign(self._token)
 
     async def _leads(self) -> bool:
         now = time.monotonic()
         if self._token is None:
-            self._token = await self._store.acquire_leadership(self._candidate)
+            self._token = await self._store.leadership.acquire(self._candidate)
             self._evaluations.forget()
             self._renew_due = now + self._renew_seconds
             if self._token is not None:
                 self._log.info("leads", candidate=self._candidate)
         elif now >= self._renew_due:
             self._renew_due = now + self._renew_seconds
-            if not await self._store.renew_leadership(self._token):
+            if not await self._store.leadership.renew(self._token):
                 raise SessionLost("another replica leads now")
         return self._token is not None
 
     async def _read_view(self) -> MeshView:
         """Read the mesh, with single groups only if the decision depends on them."""
-        view = await self._store.view(groups=False)
-        return await self._store.view() if needs_groups(self._schedule, view) else view
+        view = await self._store.mesh.view(groups=False)
+        return await self._store.mesh.view() if needs_groups(self._schedule, view) else view
 
     async def _act(self, view: MeshView) -> bool:
         """Apply the decisions on one view; returns True if more than the desired state has changed."""
@@ -141,7 +141,7 @@ class MeshLeader:
         self._metrics.mesh.update(view)
         if time.monotonic() >= self._count_due:
             self._count_due = time.monotonic() + _COUNT_SECONDS
-            self._metrics.mesh.counted(await self._store.counts())
+            self._metrics.mesh.counted(await self._store.mesh.counts())
             self._refused = await self._judge_refusals(view)
         if view.recovering:
             # Redis may have been restored to an earlier state, without evaluations requested since then.
@@ -166,16 +166,16 @@ class MeshLeader:
         await self._evaluations.request_due(view.policy_version)
         if time.monotonic() >= self._reap_due:
             self._reap_due = time.monotonic() + _REAP_SECONDS
-            reaped = await self._store.reap(self._token)
+            reaped = await self._store.leadership.reap(self._token)
             if reaped:
                 self._log.warning("trajectories_of_dead_sessions_returned", count=reaped)
         return bool(decisions.evict or decisions.cut or decisions.admit_groups)
 
     async def _judge_refusals(self, view: MeshView) -> str:
         """Return the error with which refused policies end the run; empty without one or while a policy is pinned."""
-        if self._refusals is None or await self._store.pinned_policy() is not None:
+        if self._refusals is None or await self._store.policies.pinned() is not None:
             return ""
-        generators, trains = await self._store.generators(), view.cut_step > view.trained_step
+        generators, trains = await self._store.generators.live(), view.cut_step > view.trained_step
         error = self._refusals.judge(time.monotonic(), view.policy_version, generators, trains=trains)
         return "" if error is None else f"{type(error).__name__}: {error}"
 
@@ -183,14 +183,14 @@ class MeshLeader:
         """Write the desired state if the store holds another one."""
         assert self._token is not None
         if (view.desired, view.blocked_by) != (desired, blocked_by):
-            await self._store.set_desired(self._token, desired, blocked_by)
+            await self._store.leadership.set_desired(self._token, desired, blocked_by)
 
     async def _report(self, failure: str) -> None:
         """Report a failure to the supervisor of the run; an empty one withdraws an earlier report."""
         assert self._token is not None
         if failure:
             self._log.error("run_failed", message=failure)
-        await self._store.report_failure(self._token, failure)
+        await self._store.leadership.report_failure(self._token, failure)
 
     def _explain(self, waiting_for: str) -> None:
         now, waiting = time.monotonic(), self._waiting
@@ -204,7 +204,7 @@ class MeshLeader:
         assert self._token is not None
         for reason in {eviction.reason for eviction in decisions.evict}:
             ids = [eviction.group_id for eviction in decisions.evict if eviction.reason == reason]
-            dropped = await self._store.evict(self._token, ids, reason)
+            dropped = await self._store.leadership.evict(self._token, ids, reason)
             self._metrics.mesh.evicted.labels(reason=reason).inc(dropped)
             self._log.info("groups_evicted", reason=reason, count=dropped)
 
@@ -214,7 +214,7 @@ class MeshLeader:
             return
         step = view.cut_step + 1
         with tracer().span("cut", tracer().train_step(step), train_step=step, groups=len(decisions.cut)):
-            await self._store.cut(self._token, step, decisions.cut)
+            await self._store.leadership.cut(self._token, step, decisions.cut)
         steps = {group.group_id: group.min_train_step for group in view.ready}
         staleness = [view.cut_step - oldest for i in decisions.cut if (oldest := steps[i]) is not None]
         self._metrics.mesh.cut(staleness)
@@ -223,10 +223,10 @@ class MeshLeader:
     async def _admit(self, count: int) -> None:
         """Open groups at the cursor, a few prompts at a time to keep the event loop responsive."""
         assert self._token is not None and self._prompts is not None
-        replayed = await self._store.admit_replays(self._token, count)
+        replayed = await self._store.leadership.admit_replays(self._token, count)
         self._metrics.mesh.admitted.inc(replayed)
         count -= replayed
-        cursor = await self._store.cursor()
+        cursor = await self._store.leadership.cursor()
         while count > 0:
             groups: list[NewGroup] = []
             before = cursor
@@ -237,7 +237,7 @@ class MeshLeader:
             except DataError as error:
                 self._failed = f"prompt (epoch {cursor.epoch}, index {cursor.index}): {error}"
                 return
-            opened = await self._store.admit(self._token, groups, before, cursor)
+            opened = await self._store.leadership.admit(self._token, groups, before, cursor)
             self._metrics.mesh.admitted.inc(opened)
             count -= len(groups)
             await asyncio.sleep(0)

@@ -94,12 +94,14 @@ async def open_replica(
         partial_save_tokens=config.rollout.partial_save_tokens,
     )
     tokenizer = Tokenizer(resolve_model(config.model.path))
-    await store.init_run(run_limits(config))
+    await store.limits.init_run(run_limits(config))
     metrics = RolloutMetrics(registry)
-    session = WorkerSession(store, instance_name(config, "rollout", index), config.store.heartbeat_seconds, metrics)
+    session = WorkerSession(
+        store.sessions, instance_name(config, "rollout", index), config.store.heartbeat_seconds, metrics
+    )
     client = await stack.enter_async_context(GenerationClient(security))
     reward = await stack.enter_async_context(RewardClient(config, security=security))
-    generators, policies = GeneratorPool(store), NewestPolicy(store)
+    generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
     caller = Caller(client, generators, policies, _call_limits(config, tokenizer), metrics)
     scorer = TrajectoryScorer(reward, config.reward, config.rollout.max_new_tokens, metrics)
     program = _program(config, tokenizer, metrics)
@@ -107,7 +109,7 @@ async def open_replica(
         WorkerDeps(
             store=store,
             session=session,
-            saver=Saver(store, session),
+            saver=Saver(store.trajectories, session),
             generators=generators,
             policies=policies,
             caller=caller,
@@ -128,7 +130,7 @@ async def open_replica(
         store,
         schedule,
         lambda on_checked: _prompts(config, tokenizer, on_checked),
-        PeriodicEvaluations(store, config.evaluation, config.checkpoints.keep_last),
+        PeriodicEvaluations(store.evaluations, config.evaluation, config.checkpoints.keep_last),
         candidate=instance_name(config, "rollout", index),
         renew_seconds=config.store.heartbeat_seconds,
         metrics=metrics,

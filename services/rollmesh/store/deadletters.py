@@ -20,14 +20,14 @@ class DeadLetters:
         self._keys = connection.keys
         self._limits = limits
 
-    async def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
+    async def newest(self, limit: int = 1000) -> list[DeadLetter]:
         """Return dead letters without their payload, newest first."""
         raw = await self._connection.command("ZRANGE", self._keys.single("letters"), 0, limit - 1, "REV")
         ids = [i.decode() for i in raw]
         records = await self._connection.commands([("HGETALL", self._keys.of("letter", i)) for i in ids])
         return [_letter(i, record) for i, record in zip(ids, records, strict=True) if record]
 
-    async def dead_letter(self, trajectory_id: str) -> DeadLetter:
+    async def get(self, trajectory_id: str) -> DeadLetter:
         """Return one dead letter with prompt and saved segments; raises Conflict when it does not exist."""
         record, prompt, elements = await self._connection.commands(
             [
@@ -50,7 +50,7 @@ class DeadLetters:
         )
         return replace(letter, trajectory=trajectory)
 
-    async def replay_dead_letter(self, trajectory_id: str) -> str:
+    async def replay(self, trajectory_id: str) -> str:
         """Request a new group for the letter's prompt (``replay_of``); repeated calls return the same group id.
 
         The group opens immediately if the staleness bound and memory allow it. Otherwise the leader opens it before
@@ -60,7 +60,7 @@ class DeadLetters:
         group_id: bytes = await self._connection.run("replay_letter", trajectory_id, limits.group_size)
         return group_id.decode()
 
-    async def delete_dead_letter(self, trajectory_id: str) -> bool:
+    async def delete(self, trajectory_id: str) -> bool:
         """Delete a dead letter and its payload; returns False when it does not exist."""
         return bool(await self._connection.run("delete_letter", trajectory_id))
 

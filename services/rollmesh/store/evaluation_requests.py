@@ -43,12 +43,12 @@ class Evaluations:
         self._connection = connection
         self._keys = connection.keys
 
-    async def request_evaluation(self, request: EvalRequest) -> None:
+    async def request(self, request: EvalRequest) -> None:
         """Queue an evaluation; the same request again is a no-op, another request with the same id a Conflict."""
         body = json.dumps(asdict(request), sort_keys=True)
         await self._connection.run("request_evaluation", request.evaluation_id, body)
 
-    async def claim_evaluation(self, session: str) -> EvalRequest | None:
+    async def claim(self, session: str) -> EvalRequest | None:
         """Claim the oldest waiting request, None without one; the request waits again when the session dies."""
         evaluation_id = (await self._connection.run("claim_evaluation", session)).decode()
         if not evaluation_id:
@@ -56,12 +56,12 @@ class Evaluations:
         body = await self._connection.command("HGET", self._keys.of("evaluation", evaluation_id), "request")
         return EvalRequest(**json.loads(body))
 
-    async def finish_evaluation(self, session: str, evaluation_id: str, result: EvalResult) -> None:
+    async def finish(self, session: str, evaluation_id: str, result: EvalResult) -> None:
         """Record the result; raises SessionLost when another session holds the evaluation."""
         body = json.dumps(asdict(result), sort_keys=True)
         await self._connection.run("finish_evaluation", session, evaluation_id, body)
 
-    async def evaluations(self) -> list[EvalRecord]:
+    async def all(self) -> list[EvalRecord]:
         """Return every evaluation, finished or not, in the order of the requests."""
         ids = [i.decode() for i in await self._connection.command("ZRANGE", self._keys.single("evaluations"), 0, -1)]
         commands = [("HGETALL", self._keys.of("evaluation", i)) for i in ids]

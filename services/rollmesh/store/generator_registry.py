@@ -30,17 +30,17 @@ class GeneratorRegistry:
         self._ends: dict[str, float] = {}
         """Expiry of each record by the monotonic clock, by instance id."""
 
-    async def register_generator(self, record: GeneratorRecord, ttl: float) -> None:
+    async def register(self, record: GeneratorRecord, ttl: float) -> None:
         """Write or renew a generator's record; it expires ``ttl`` seconds after the last write."""
         await self._connection.run(
             "register_generator", record.instance_id, json.dumps(dataclasses.asdict(record)), int(1000 * ttl)
         )
 
-    async def deregister_generator(self, instance_id: str) -> None:
+    async def deregister(self, instance_id: str) -> None:
         """Remove a generator's record immediately."""
         await self._connection.run("deregister_generator", instance_id)
 
-    async def generators(self) -> list[GeneratorRecord]:
+    async def live(self) -> list[GeneratorRecord]:
         """Return the live generators, serving or not; an unchanged record is the same object as before."""
         async with self._lock:
             if await self._read() != len(self._records):

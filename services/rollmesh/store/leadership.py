@@ -31,12 +31,12 @@ class Leadership:
         self._sessions = sessions
         self._prompts = prompts
 
-    async def acquire_leadership(self, candidate: str) -> str | None:
+    async def acquire(self, candidate: str) -> str | None:
         """Become the leader: returns a new token, or None while another replica holds the lease (one session TTL)."""
         token = secrets.token_hex(16)
         return token if await self._connection.run("acquire_leadership", token, candidate) else None
 
-    async def renew_leadership(self, token: str) -> bool:
+    async def renew(self, token: str) -> bool:
         """Renew the lease; returns False when another replica leads."""
         return bool(await self._connection.run("renew_leadership", token))
 

@@ -18,6 +18,14 @@ class Settings:
         self._connection = connection
         self._newest: dict[str, tuple[int, str]] = {}
 
+    async def set_user_paused(self, paused: bool) -> None:
+        """Pause or resume the run for an operator; a paused run gives no new leases."""
+        await self.write("pause", int(paused))
+
+    async def set_launcher_paused(self, paused: bool) -> None:
+        """Pause or resume the run for its launcher; an operator's pause is independent of it."""
+        await self.write("hold", int(paused))
+
     async def write(self, name: str, value: str | int) -> None:
         """Change a setting."""
         self.note(name, await self._connection.run("write_setting", name, value), value)

@@ -18,7 +18,7 @@ class PolicyRegistry:
         self._keys = connection.keys
         self._settings = settings
 
-    async def announce_policy(self, trainer_session: str, record: PolicyRecord) -> None:
+    async def announce(self, trainer_session: str, record: PolicyRecord) -> None:
         """Register a published policy.
 
         Raises Conflict unless its version is the highest plus one, and SessionLost unless the trainer session is
@@ -33,32 +33,32 @@ class PolicyRegistry:
             record.manifest_digest,
         )
 
-    async def policies(self, after: int = -1) -> list[PolicyRecord]:
+    async def announced(self, after: int = -1) -> list[PolicyRecord]:
         """Return every announced policy above version ``after``, ascending."""
         first = f"{after + 2}-0"
         return _records(await self._connection.command("XRANGE", self._keys.single("policies"), first, "+"))
 
-    async def latest_policy(self) -> PolicyRecord | None:
+    async def latest(self) -> PolicyRecord | None:
         """Return the newest policy; None before the first."""
         found = _records(
             await self._connection.command("XREVRANGE", self._keys.single("policies"), "+", "-", "COUNT", 1)
         )
         return found[0] if found else None
 
-    async def policy(self, version: int) -> PolicyRecord | None:
+    async def get(self, version: int) -> PolicyRecord | None:
         """Return a policy by version; None when it was never announced."""
         entry = f"{version + 1}-0"
         found = _records(await self._connection.command("XRANGE", self._keys.single("policies"), entry, entry))
         return found[0] if found else None
 
-    async def wait_policy(self, after: int, timeout: float) -> PolicyRecord | None:
+    async def wait(self, after: int, timeout: float) -> PolicyRecord | None:
         """Wait for a version above ``after`` and return the newest; None after ``timeout`` seconds."""
         stream = self._keys.single("policies")
         if not await self._connection.block_on_stream(stream, f"{after + 1}-0", timeout):
             return None
-        return await self.latest_policy()
+        return await self.latest()
 
-    async def pin_policy(self, version: int | None, owner: str = "", instance_id: str = "") -> None:
+    async def pin(self, version: int | None, owner: str = "", instance_id: str = "") -> None:
         """Make the generators serve this version instead of the newest; None unpins.
 
         Raises Conflict when the version was never announced. A pin without ``owner`` is the operator's and overrides
@@ -69,7 +69,7 @@ class PolicyRegistry:
         pinned = "" if version is None else str(version)
         self._settings.note("pin", await self._connection.run("pin_policy", pinned, owner, instance_id), pinned)
 
-    async def pinned_policy(self, instance_id: str | None = None) -> int | None:
+    async def pinned(self, instance_id: str | None = None) -> int | None:
         """Return the pinned version, None without a pin; with ``instance_id`` only a pin for that generator."""
         fields = ("pinned", "pin_instance")
         version, instance = await self._connection.command("HMGET", self._keys.single("meta"), *fields)
@@ -78,10 +78,10 @@ class PolicyRegistry:
         foreign = instance_id is not None and instance and instance.decode() != instance_id
         return None if foreign else int(version)
 
-    async def effective_policy(self, instance_id: str | None = None) -> PolicyRecord | None:
-        """Return the pinned policy (see ``pinned_policy``), else the newest."""
-        pinned = await self.pinned_policy(instance_id)
-        return await self.latest_policy() if pinned is None else await self.policy(pinned)
+    async def effective(self, instance_id: str | None = None) -> PolicyRecord | None:
+        """Return the pinned policy (see ``pinned``), else the newest."""
+        pinned = await self.pinned(instance_id)
+        return await self.latest() if pinned is None else await self.get(pinned)
 
 
 def _records(entries: Sequence[tuple[bytes, dict[bytes, bytes]]] | Any) -> list[PolicyRecord]:

@@ -16,14 +16,14 @@ class Rollbacks:
         self._connection = connection
         self._settings = settings
 
-    async def request_rollback(self, version: int) -> RollbackRequest:
+    async def request(self, version: int) -> RollbackRequest:
         """Ask the trainer to continue from this policy; raises Conflict when it was never announced."""
         request = RollbackRequest(request_id=secrets.token_hex(8), policy_version=version)
         number = await self._connection.run("request_rollback", request.request_id, version)
         self._settings.note("rollback", number, f"{request.request_id} {version}")
         return request
 
-    async def rollback_request(self) -> RollbackRequest | None:
+    async def pending(self) -> RollbackRequest | None:
         """Return the pending request; None without one."""
         meta = self._connection.keys.single("meta")
         request_id, version = await self._connection.command("HMGET", meta, "rollback_id", "rollback_version")
@@ -31,7 +31,7 @@ class Rollbacks:
             return None
         return RollbackRequest(request_id=request_id.decode(), policy_version=int(version))
 
-    async def finish_rollback(self, trainer_session: str, request: RollbackRequest) -> None:
+    async def finish(self, trainer_session: str, request: RollbackRequest) -> None:
         """Remove a request that has been completed or rejected; idempotent."""
         number = await self._connection.run("finish_rollback", trainer_session, request.request_id)
         self._settings.note("rollback", number, "")

@@ -21,7 +21,7 @@ class StepReports:
         self._connection = connection
         self._key = connection.keys.single("reports")
 
-    async def report_steps(self, trainer_session: str, after: int, records: Sequence[Mapping[str, Any]] = ()) -> None:
+    async def write(self, trainer_session: str, after: int, records: Sequence[Mapping[str, Any]] = ()) -> None:
         """Replace every report above train step ``after`` by ``records``, which are ascending and all above it.
 
         Repeats are no-ops. A step that is trained again replaces its report and all later ones. Raises SessionLost when
@@ -34,7 +34,7 @@ class StepReports:
             await self._connection.run("report_steps", trainer_session, after, KEPT_REPORTS, *words)
             after = int(part[-1]["train_step"]) if part else after
 
-    async def step_reports(self, first_step: int, limit: int) -> list[dict[str, Any]]:
+    async def read(self, first_step: int, limit: int) -> list[dict[str, Any]]:
         """Return at most ``limit`` reports from ``first_step`` on, ascending."""
         members = await self._connection.command("ZRANGE", self._key, first_step, "+inf", "BYSCORE", "LIMIT", 0, limit)
         return [json.loads(member) for member in members]

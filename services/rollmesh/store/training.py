@@ -32,7 +32,7 @@ class Training:
         self._limits = limits
         self._claimed: dict[int, tuple[str, ...]] = {}
 
-    async def open_trainer_session(self, name: str, token: str | None = None, *, lineage: str = "") -> str:
+    async def open_session(self, name: str, token: str | None = None, *, lineage: str = "") -> str:
         """Open a new trainer session; calls of older sessions raise SessionLost from now on.
 
         ``token`` opens a session again that a restored Redis has lost; raises SessionLost if that session was fenced.
@@ -42,11 +42,11 @@ class Training:
         await self._connection.run("open_trainer_session", token, name, lineage)
         return token
 
-    async def close_trainer_session(self, trainer_session: str) -> None:
+    async def close_session(self, trainer_session: str) -> None:
         """End the session: a recovery no longer waits for this trainer."""
         await self._connection.run("close_trainer_session", trainer_session)
 
-    async def training_state(self) -> TrainingState:
+    async def state(self) -> TrainingState:
         """Return the training progress recorded in Redis."""
         recovering, _ = await self._connection.run("begin_recovery")
         fields = ("trained_step", "cut_step", "committed_step")
@@ -102,7 +102,7 @@ class Training:
         """Record that the trainer state of this step is committed on disk."""
         await self._connection.run("report_committed", trainer_session, train_step)
 
-    async def reassert_training(
+    async def reassert(
         self,
         trainer_session: str,
         committed_step: int,
@@ -122,13 +122,13 @@ class Training:
         recovery ends once its TTL has passed. A session that Redis has lost becomes the newest; raises SessionLost for
         a session that was ever fenced.
 
-        ``batches`` may begin after ``known_step``, a trained step returned by ``training_state``. Raises
+        ``batches`` may begin after ``known_step``, a trained step returned by ``state``. Raises
         StoreUnavailable when Redis has lost that step: it came back with an earlier state and needs more batches.
 
         If Redis has lost a rollback, its unclaimed work is dropped again before the rollback's version is announced,
         because all of that work is older. A rollback whose trainer died before its end is finished.
         """
-        known = (await self.training_state()).trained_step
+        known = (await self.state()).trained_step
         if known < known_step:
             raise StoreUnavailable(
                 f"Redis came back with an earlier state: its trained step was {known_step} and is now {known}; retry"
@@ -149,17 +149,17 @@ class Training:
             for word in (p.policy_version, p.train_step, p.path, p.manifest_digest)
         ]
         if await self._needs_rollback(policies):
-            await self.rollback(trainer_session)
+            await self.roll_back(trainer_session)
         await self._connection.run(
             "reassert_done", trainer_session, committed_step, trained_step, newest, cursor.epoch, cursor.index, *words
         )
-        return await self.training_state()
+        return await self.state()
 
-    async def rollback(self, trainer_session: str) -> int:
+    async def roll_back(self, trainer_session: str) -> int:
         """Drop all unclaimed groups (``rolled_back``) before training continues from an older policy.
 
         A cut without a confirmed batch file is reverted first, and nothing is cut until the last group is dropped. If
-        the trainer dies in between, the next trainer finishes the rollback (``reassert_training``). Returns the number
+        the trainer dies in between, the next trainer finishes the rollback (``reassert``). Returns the number
         of dropped groups.
         """
         size, nonce, total, left = await self._limits.groups_per_call(), secrets.token_hex(8), 0, True
@@ -188,8 +188,10 @@ class Training:
     async def _claim_rows(self, trainer_session: str, train_step: int, first: int, size: int) -> list[Reply]:
         """Return groups of a batch as (group id, admission index, scored members, payload)."""
         last = first + size - 1
-        reply = await self._connection.run("claim", trainer_session, train_step, first, last, _TOKENS_PER_CLAIM)
-        return [reply[at : at + 4] for at in range(0, len(reply), 4)]
+        rows: list[Reply] = await self._connection.run(
+            "claim", trainer_session, train_step, first, last, _TOKENS_PER_CLAIM
+        )
+        return rows
 
     async def _load_groups(self, rows: Sequence[Reply]) -> list[Group]:
         """Return groups with prompt and tokens; a missing payload takes one round trip, linked chunks another."""

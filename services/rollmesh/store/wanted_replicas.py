@@ -21,7 +21,7 @@ class Scaling:
         self._requests = connection.keys.single("scale")
         self._scaler = connection.keys.single("scaler")
 
-    async def request_scale(self, service: str, replicas: int | None) -> bool:
+    async def request(self, service: str, replicas: int | None) -> bool:
         """Request a number of replicas of a service; None removes the request and restores the run file's number.
 
         Returns True when a running launcher applies the request. On Kubernetes the cluster sets the replicas, and a
@@ -32,18 +32,18 @@ class Scaling:
         await self._settings.write(f"scale:{service}", "" if replicas is None else replicas)
         return bool(await self._connection.command("EXISTS", self._scaler))
 
-    async def scale_requests(self) -> Mapping[str, int]:
+    async def requests(self) -> Mapping[str, int]:
         """Return the requested replicas by service; services without a request are absent."""
         raw = await self._connection.command("HGETALL", self._requests)
         return {service.decode(): int(replicas) for service, replicas in raw.items()}
 
-    async def take_scale_requests(self, launcher: str) -> Mapping[str, int]:
-        """Return ``scale_requests`` and register the launcher for 15 s as the one that applies them."""
+    async def take(self, launcher: str) -> Mapping[str, int]:
+        """Return ``requests`` and register the launcher for 15 s as the one that applies them."""
         raw, _ = await self._connection.commands(
             [("HGETALL", self._requests), ("SET", self._scaler, launcher, "EX", _SCALER_SECONDS)], "scale_requests"
         )
         return {service.decode(): int(replicas) for service, replicas in raw.items()}
 
-    async def leave_scaling(self) -> None:
+    async def leave(self) -> None:
         """Unregister the launcher before it stops."""
         await self._connection.command("DEL", self._scaler)

@@ -1,4 +1,4 @@
-"""Worker sessions, and the recovery of their work after a crash of the worker or of the server."""
+"""Worker sessions, and the return or re-registration of their work after a crash of the worker or of the server."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _SLICE = 128
 
 
 class Sessions:
-    """Sessions of rollout workers and their recovery."""
+    """Sessions of rollout workers."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def open_session(self, worker: str) -> str:
+    async def open(self, worker: str) -> str:
         """Open a session; returns a random 128-bit token that every write of the worker passes."""
         token = secrets.token_hex(16)
         await self._connection.run("open_session", token, worker)
@@ -37,7 +37,7 @@ class Sessions:
         members = await self._connection.command("SMEMBERS", self._connection.keys.of("held", session))
         return {member.decode() for member in members}
 
-    async def close_session(self, session: str) -> None:
+    async def close(self, session: str) -> None:
         """Close a session; its trajectories return to the queue immediately and do not count as attempts."""
         await self.give_back(session, counts_as_attempt=False)
 
@@ -49,23 +49,6 @@ class Sessions:
             total += given
             if not given:
                 return total
-
-    async def server_run_id(self) -> str:
-        """Return the current run_id of the server."""
-        info = await self._connection.command("INFO", "server")
-        return str(info["run_id"])
-
-    async def begin_recovery(self) -> bool:
-        """Open a recovery when the server is a new one; returns True while a recovery is in progress.
-
-        Every fenced script does the same; this call does it immediately.
-        """
-        recovering, _ = await self._connection.run("begin_recovery")
-        return bool(recovering)
-
-    async def mark_clean_shutdown(self) -> None:
-        """Announce a clean stop of the server, after all clients have stopped; its next start needs no recovery."""
-        await self._connection.run("mark_clean")
 
     async def reregister(self, session: str, held: Sequence[HeldTokens], worker: str = "") -> list[ReRegistered]:
         """Report everything that the session holds, after Redis came back or the session was replaced.

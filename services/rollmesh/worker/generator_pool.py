@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from rollmesh.store import TrajectoryStore
+from rollmesh.store.generator_registry import GeneratorRegistry
 from rollmesh.types import GeneratorRecord
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.routing import Candidates, Need
@@ -85,8 +85,8 @@ class GeneratorSlot:
 class GeneratorPool:
     """Records from the registry, this worker's own calls, and generators to avoid after an error."""
 
-    def __init__(self, store: TrajectoryStore, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store = store
+    def __init__(self, registry: GeneratorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
         self._clock = clock
         self._candidates = Candidates()
         self._version = 0
@@ -135,7 +135,7 @@ class GeneratorPool:
 
     async def refresh(self) -> None:
         """Read the registry; calls on a generator that has left it continue, because it may be draining."""
-        found = {record.instance_id: record for record in await self._store.generators()}
+        found = {record.instance_id: record for record in await self._registry.live()}
         self._candidates.update(found)
         self._serving_slots = sum(r.slot_count for r in found.values() if r.serving)
         self._avoided = {name: a for name, a in self._avoided.items() if name in found}

@@ -6,7 +6,7 @@ import asyncio
 
 from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.logging import note_policy_version
-from rollmesh.store import TrajectoryStore
+from rollmesh.store.policy_registry import PolicyRegistry
 
 _PAUSE_SECONDS = 0.5
 
@@ -14,8 +14,8 @@ _PAUSE_SECONDS = 0.5
 class NewestPolicy:
     """Newest announced version seen by this process; a generator may serve a newer one before this process reads it."""
 
-    def __init__(self, store: TrajectoryStore) -> None:
-        self._store = store
+    def __init__(self, registry: PolicyRegistry) -> None:
+        self._registry = registry
         self._newest = -1
 
     @property
@@ -25,7 +25,7 @@ class NewestPolicy:
 
     async def refresh(self) -> None:
         """Read the newest version from the store."""
-        latest = await self._store.latest_policy()
+        latest = await self._registry.latest()
         if latest is not None:
             self._newest = max(self._newest, latest.policy_version)
             note_policy_version(self._newest)

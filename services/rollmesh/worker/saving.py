@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from rollmesh.errors import Conflict
 from rollmesh.runtime.tracing import tracer
-from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import Append, AppendResult, Finish, FirstToken, ReleaseReason, Score, WriteStatus
+from rollmesh.store.trajectories import TrajectoryQueue
 from rollmesh.types import FinishReason, RewardOutcome
 from rollmesh.worker.active_trajectory import ActiveTrajectory, LetGo
 from rollmesh.worker.call_batcher import CallBatcher
@@ -31,8 +31,8 @@ class _Release:
 class Saver:
     """Writer of the worker's trajectories; every method returns once the queue has answered."""
 
-    def __init__(self, store: TrajectoryStore, session: WorkerSession) -> None:
-        self._store = store
+    def __init__(self, queue: TrajectoryQueue, session: WorkerSession) -> None:
+        self._queue = queue
         self._session = session
         self._appends = CallBatcher(self._append, limit=_ITEMS_PER_WRITE)
         self._first_tokens = CallBatcher(self._report_first_tokens, limit=_ITEMS_PER_WRITE)
@@ -128,7 +128,7 @@ class Saver:
     async def keep_snapshot(self, active: ActiveTrajectory, snapshot: bytes) -> None:
         """Store the state of the trajectory's environment; a lost lease is only detected by the next save."""
         active.snapshot = snapshot
-        await self._session.call(lambda session: self._store.keep_snapshot(session, active.trajectory_id, snapshot))
+        await self._session.call(lambda session: self._queue.keep_snapshot(session, active.trajectory_id, snapshot))
 
     async def restart(self, active: ActiveTrajectory) -> None:
         """Drop the saved tokens: the trajectory restarts under the same lease.
@@ -169,16 +169,16 @@ class Saver:
         raise LetGo(active.trajectory_id)
 
     async def _append(self, items: list[Append]) -> Sequence[AppendResult]:
-        return await self._split_on_conflict(items, self._store.append)
+        return await self._split_on_conflict(items, self._queue.append)
 
     async def _report_first_tokens(self, items: list[FirstToken]) -> Sequence[AppendResult]:
-        return await self._split_on_conflict(items, self._store.report_first_tokens)
+        return await self._split_on_conflict(items, self._queue.report_first_tokens)
 
     async def _finish(self, items: list[Finish]) -> Sequence[AppendResult]:
-        return await self._split_on_conflict(items, self._store.finish)
+        return await self._split_on_conflict(items, self._queue.finish)
 
     async def _score(self, items: list[Score]) -> Sequence[AppendResult]:
-        return await self._session.call(lambda session: self._store.score(session, items))
+        return await self._session.call(lambda session: self._queue.score(session, items))
 
     async def _split_on_conflict(
         self, items: list[T], write: Callable[[str, list[T]], Awaitable[list[AppendResult]]]
@@ -199,15 +199,15 @@ class Saver:
             ids = [item.trajectory_id for item in items if item.reason is reason]
 
             async def release(session: str, ids: list[str] = ids, reason: ReleaseReason = reason) -> int:
-                return await self._store.release(session, ids, reason)
+                return await self._queue.release(session, ids, reason)
 
             if ids:
                 await self._session.call(release)
         return [None] * len(items)
 
     async def _fail(self, items: list[tuple[str, str]]) -> Sequence[None]:
-        await self._session.call(lambda session: self._store.fail(session, items))
+        await self._session.call(lambda session: self._queue.fail(session, items))
         return [None] * len(items)
 
     async def _restart(self, items: list[str]) -> Sequence[int | None]:
-        return await self._session.call(lambda session: self._store.restart(session, items))
+        return await self._session.call(lambda session: self._queue.restart(session, items))

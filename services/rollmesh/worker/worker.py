@@ -136,7 +136,7 @@ class Worker:
         async def request_fork(current: str) -> Fork:
             nonlocal registrations_before
             registrations_before = session.registrations
-            return await self._deps.store.fork(current, active.trajectory_id, nonce)
+            return await self._deps.store.trajectories.fork(current, active.trajectory_id, nonce)
 
         async with session.leasing:
             fork = await session.call(request_fork)
@@ -178,14 +178,14 @@ class Worker:
         if time.monotonic() >= self._orphans_due:
             self._orphans_due = time.monotonic() + _ORPHANS_SECONDS
             registrations_before = deps.session.registrations
-            unscored = await deps.store.lease_scoring(session, _LEASES_AT_ONCE)
+            unscored = await deps.store.trajectories.lease_scoring(session, _LEASES_AT_ONCE)
             await self._start_all(unscored, registrations_before, self._score_only)
         limit = min(_LEASES_AT_ONCE, self._concurrency - len(self._unfinished))
         if self._desired.paused or limit < 1 or not deps.generators.serving_slots:
             return 0
         new_limit = None if self._new_limit is None else self._new_limit()
         registrations_before = deps.session.registrations
-        leased_now = await deps.store.lease(session, limit, new_limit)
+        leased_now = await deps.store.trajectories.lease(session, limit, new_limit)
         if leased_now:
             # Groups may have been admitted under a higher floor than the one last read: read it after the lease. This
             # may take long, but the lease is ours, and no other worker would start these trajectories.
@@ -206,7 +206,7 @@ class Worker:
         if leased and session.registrations != registrations_before:
             self._log.warning("lease_is_void", count=len(leased))
             ids = [each.trajectory.trajectory_id for each in leased]
-            await self._deps.store.release(session.current, ids, ReleaseReason.DRAINED)
+            await self._deps.store.trajectories.release(session.current, ids, ReleaseReason.DRAINED)
             return []
         for each in leased:
             self._start(each, work)
@@ -350,7 +350,7 @@ class Worker:
 
     async def _read_desired(self) -> None:
         async with self._desired_lock:  # otherwise the older of two answers could arrive last
-            before, now = self._desired, await self._deps.store.desired()
+            before, now = self._desired, await self._deps.store.leadership.desired()
             self._desired = now
         if now == before:
             return

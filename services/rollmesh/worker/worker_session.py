@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rollmesh.errors import SessionLost, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
-from rollmesh.store import TrajectoryStore
+from rollmesh.store.worker_sessions import Sessions
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.trajectory_metrics import TrajectoryMetrics
 
@@ -30,10 +30,8 @@ class WorkerSession:
     keep and from which token on to save.
     """
 
-    def __init__(
-        self, store: TrajectoryStore, worker: str, heartbeat_seconds: float, metrics: TrajectoryMetrics
-    ) -> None:
-        self._store = store
+    def __init__(self, sessions: Sessions, worker: str, heartbeat_seconds: float, metrics: TrajectoryMetrics) -> None:
+        self._sessions = sessions
         self._worker = worker
         self._heartbeat_seconds = heartbeat_seconds
         self._metrics = metrics
@@ -60,13 +58,13 @@ class WorkerSession:
 
     async def open(self) -> None:
         """Open the first session."""
-        self._session = await self._store.open_session(self._worker)
-        self._server = await self._store.heartbeat(self._session)
+        self._session = await self._sessions.open(self._worker)
+        self._server = await self._sessions.heartbeat(self._session)
 
     async def close(self) -> None:
         """Close the session; the queue releases the remaining leases."""
         if self._session:
-            await self._store.close_session(self._session)
+            await self._sessions.close(self._session)
             self._session = ""
 
     async def keep_alive(self, beat: Beat) -> None:
@@ -75,7 +73,7 @@ class WorkerSession:
             started = time.monotonic()
             session = self._session
             try:
-                server = await self._store.heartbeat(session)
+                server = await self._sessions.heartbeat(session)
                 if server != self._server:
                     await self.recover(session, server, beat=beat)
                 else:
@@ -104,7 +102,7 @@ class WorkerSession:
 
     async def confirm(self) -> None:
         """Check that the session is valid, and recover it if not; call it after a rejected write."""
-        server = await self.call(self._store.heartbeat)
+        server = await self.call(self._sessions.heartbeat)
         if server != self._server:
             await self.recover(self._session, server)
 
@@ -116,7 +114,7 @@ class WorkerSession:
             session = lost
             if server is None:
                 self._metrics.sessions_lost.inc()
-                session = await self._retrying(lambda: self._store.open_session(self._worker))
+                session = await self._retrying(lambda: self._sessions.open(self._worker))
             await self._retrying(lambda: self._register(session))
 
     async def _compare(self, session: str, beat: Beat) -> None:
@@ -128,7 +126,7 @@ class WorkerSession:
             return
         async with self.leasing:
             before = self._differing
-            self._differing = await self._store.held_by(session) ^ self.trajectories.keys()
+            self._differing = await self._sessions.held_by(session) ^ self.trajectories.keys()
             if not before & self._differing:
                 return
             async with self._recovery(beat):
@@ -157,11 +155,11 @@ class WorkerSession:
         saved_before = {active.trajectory_id: active.saved_token_count for active in self.trajectories.values()}
         held_tokens = [active.held_tokens() for active in self.trajectories.values()]
         try:
-            answers = await self._store.reregister(session, held_tokens, self._worker)
+            answers = await self._sessions.reregister(session, held_tokens, self._worker)
         except SessionLost:
-            session = await self._store.open_session(self._worker)
-            answers = await self._store.reregister(session, held_tokens, self._worker)
-        self._server = await self._store.heartbeat(session)
+            session = await self._sessions.open(self._worker)
+            answers = await self._sessions.reregister(session, held_tokens, self._worker)
+        self._server = await self._sessions.heartbeat(session)
         self._session = session
         self._differing = set()
         kept = 0

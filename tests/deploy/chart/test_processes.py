@@ -101,7 +101,7 @@ async def _versions(pods: dict[str, list[Pod]]) -> list[int]:
         url=f"redis://{pods['redis'][0].address}:6379/0", password=SECRETS["rollmesh"]["redis-password"]
     )
     async with await TrajectoryStore.connect(config, "chart") as store:
-        return [policy.policy_version for policy in await store.policies()]
+        return [policy.policy_version for policy in await store.policies.announced()]
 
 
 def services(pods: dict[str, list[Pod]]) -> Iterator[tuple[str, Pod]]:

@@ -76,7 +76,7 @@ class Feeder:
 
     async def start(self) -> None:
         schedule = resolve_schedule(self.config.schedule, self.config.trainer.train_steps)
-        await self.store.init_run(
+        await self.store.limits.init_run(
             RunLimits(
                 group_size=self.config.schedule.group_size,
                 groups_per_batch=self.config.schedule.groups_per_batch,
@@ -88,10 +88,10 @@ class Feeder:
                 train_steps=self.config.trainer.train_steps,
             )
         )
-        self.leader = await self.store.acquire_leadership("feeder") or ""
-        self.trainer = await self.store.open_trainer_session("feeder")
+        self.leader = await self.store.leadership.acquire("feeder") or ""
+        self.trainer = await self.store.training.open_session("feeder")
         await self._announce(0)
-        self.sessions = [await self.store.open_session(f"rollout-{n}") for n in range(WORKERS)]
+        self.sessions = [await self.store.sessions.open(f"rollout-{n}") for n in range(WORKERS)]
         self.held = [{} for _ in range(WORKERS)]
         self.generators = [_generator(n) for n in range(3)]
         await self._register()
@@ -99,11 +99,11 @@ class Feeder:
 
     async def leave_letters(self) -> None:
         """Three dead letters, one of them with hostile text."""
-        leased = [item.trajectory.trajectory_id for item in await self.store.lease(self.sessions[0], 3)]
+        leased = [item.trajectory.trajectory_id for item in await self.store.trajectories.lease(self.sessions[0], 3)]
         parts = [Append(trajectory_id=i, token_offset=0, segments=[self._segment(40, 0)]) for i in leased]
-        await self.store.append(self.sessions[0], parts)
+        await self.store.trajectories.append(self.sessions[0], parts)
         reasons = ("environment: no answer in 30 s", HOSTILE, "4 attempts without progress")
-        await self.store.fail(self.sessions[0], list(zip(leased, reasons, strict=True)))
+        await self.store.trajectories.fail(self.sessions[0], list(zip(leased, reasons, strict=True)))
 
     async def step(self) -> None:
         """One beat of everybody."""
@@ -121,8 +121,8 @@ class Feeder:
     async def keep_alive(self) -> None:
         """Heartbeats alone."""
         for session in self.sessions:
-            await self.store.heartbeat(session)
-        await self.store.renew_leadership(self.leader)
+            await self.store.sessions.heartbeat(session)
+        await self.store.leadership.renew(self.leader)
         await self._register()
 
     async def write_once(self) -> None:
@@ -135,27 +135,27 @@ class Feeder:
                 segments = [self._segment(16, version) for version in versions]
                 rollout.digest = rollout.digest.extended(segments)
                 items.append(Append(trajectory_id=rollout.trajectory_id, token_offset=0, segments=segments))
-            await self.store.append(self.sessions[number], items)
+            await self.store.trajectories.append(self.sessions[number], items)
 
     async def _work(self, number: int) -> None:
         session, held = self.sessions[number], self.held[number]
-        await self.store.heartbeat(session)
+        await self.store.sessions.heartbeat(session)
         if self.paused:
-            await self.store.release(session, list(held), "paused")
+            await self.store.trajectories.release(session, list(held), "paused")
             held.clear()
             return
         await self._lease(number)
         ended = [r for r in held.values() if r.saved + r.speed >= r.target]
         running = [r for r in held.values() if r.saved + r.speed < r.target]
         appends = [Append(**self._write(r)) for r in running]
-        for result in await self.store.append(session, appends):
+        for result in await self.store.trajectories.append(session, appends):
             held[result.trajectory_id].saved = result.saved_token_count
         await self._finish(session, held, ended)
 
     async def _lease(self, number: int) -> None:
         share = -(-self.pool // WORKERS)
         while (room := share - len(self.held[number])) > 0:
-            leased = await self.store.lease(self.sessions[number], room)
+            leased = await self.store.trajectories.lease(self.sessions[number], room)
             if not leased:
                 return
             for item in leased:
@@ -175,8 +175,8 @@ class Feeder:
             )
             for r in ended
         ]
-        await self.store.finish(session, finishes)
-        await self.store.score(session, [self._score(r.trajectory_id) for r in ended])
+        await self.store.trajectories.finish(session, finishes)
+        await self.store.trajectories.score(session, [self._score(r.trajectory_id) for r in ended])
         for rollout in ended:
             del held[rollout.trajectory_id]
 
@@ -220,24 +220,26 @@ class Feeder:
         return np.array([self.rng.randrange(3, WORDS) for _ in range(tokens)], np.int32)
 
     async def _lead(self) -> None:
-        await self.store.renew_leadership(self.leader)
-        view = await self.store.view()
+        await self.store.leadership.renew(self.leader)
+        view = await self.store.mesh.view()
         self.paused = view.user_paused
         reason = "a person paused the run" if self.paused else ""
-        await self.store.set_desired(self.leader, Desired(pool_size=self.pool, paused=self.paused, reason=reason))
+        await self.store.leadership.set_desired(
+            self.leader, Desired(pool_size=self.pool, paused=self.paused, reason=reason)
+        )
         size = self.config.schedule.group_size
         wanted = -(-2 * self.pool // size) - view.open_groups
         if wanted > 0:
-            at = await self.store.cursor()
+            at = await self.store.leadership.cursor()
             groups = [self._group(at.index + n, size) for n in range(wanted)]
-            await self.store.admit(self.leader, groups, at, Cursor(index=at.index + wanted))
+            await self.store.leadership.admit(self.leader, groups, at, Cursor(index=at.index + wanted))
         batch = self.config.schedule.groups_per_batch
         if view.cut_step == view.trained_step and len(view.ready) >= batch:
             fresh = [g.group_id for g in view.ready if (g.min_train_step or 0) >= view.cut_step - 4]
             stale = [g.group_id for g in view.ready if g.group_id not in fresh]
-            await self.store.evict(self.leader, stale, "stale")
+            await self.store.leadership.evict(self.leader, stale, "stale")
             if len(fresh) >= batch:
-                await self.store.cut(self.leader, view.cut_step + 1, fresh[:batch])
+                await self.store.leadership.cut(self.leader, view.cut_step + 1, fresh[:batch])
 
     def _group(self, index: int, size: int) -> NewGroup:
         prompt = Prompt(
@@ -249,16 +251,16 @@ class Feeder:
         return NewGroup(group_id=f"e0-{index}", prompt=prompt, needed=size, epoch=0, index=index)
 
     async def _train(self) -> None:
-        view = await self.store.view()
+        view = await self.store.mesh.view()
         if view.cut_step == view.trained_step:
             return
         step = view.cut_step
-        batch = await self.store.claim(self.trainer, step, 1.0)
+        batch = await self.store.training.claim(self.trainer, step, 1.0)
         if batch is None:
             return
-        await self.store.confirm_batch_file(self.trainer, step, f"digest-{step}")
-        await self.store.report_trained(self.trainer, step)
-        await self.store.report_committed(self.trainer, step)
+        await self.store.training.confirm_batch_file(self.trainer, step, f"digest-{step}")
+        await self.store.training.report_trained(self.trainer, step)
+        await self.store.training.report_committed(self.trainer, step)
         members = [t for g in batch.groups for t in g.trajectories]
         oldest = [step - 1 - min(t.policy_versions, default=step - 1) for t in members]
         self._report(step, [t.response_token_count for t in members], [t.shaped_reward for t in members], oldest)
@@ -287,17 +289,17 @@ class Feeder:
 
     async def _evaluate(self, version: int) -> None:
         name = f"at-{version}"
-        await self.store.request_evaluation(EvalRequest(evaluation_id=name, policy_version=version, prompt_count=64))
-        await self.store.claim_evaluation(self.sessions[0])
+        await self.store.evaluations.request(EvalRequest(evaluation_id=name, policy_version=version, prompt_count=64))
+        await self.store.evaluations.claim(self.sessions[0])
         mean = 0.37 + 0.02 * min(20, version) + self.rng.gauss(0, 0.02)
         result = EvalResult(mean=mean, standard_error=0.03, sample_count=64)
-        await self.store.finish_evaluation(self.sessions[0], name, result)
+        await self.store.evaluations.finish(self.sessions[0], name, result)
 
     async def _announce(self, version: int) -> None:
         record = PolicyRecord(
             policy_version=version, train_step=version, path=f"{version}-feeder", manifest_digest="ab" * 32
         )
-        await self.store.announce_policy(self.trainer, record)
+        await self.store.policies.announce(self.trainer, record)
         self.version = version
 
     async def _register(self) -> None:
@@ -307,7 +309,7 @@ class Feeder:
             lagging = number == len(self.generators) - 1
             served = max(0, self.version - lagging)
             share = flying // len(self.generators)
-            await self.store.register_generator(
+            await self.store.generators.register(
                 replace(record, policy_version=served, running_count=min(64, share), waiting_count=max(0, share - 64)),
                 ttl=10.0,
             )

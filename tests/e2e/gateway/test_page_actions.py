@@ -71,12 +71,12 @@ def test_a_run_is_paused_and_resumed(window: Open, scene: Scene) -> None:
     _with_token(page)
     page.click("#pause")
     page.locator("#run-state", has_text="paused").wait_for()
-    assert scene.in_store(lambda store: store.view()).user_paused
+    assert scene.in_store(lambda store: store.mesh.view()).user_paused
     until(lambda: scene.get("overview")["trajectories"]["leased"] == 0, "rollouts to come to rest")
     assert page.locator("#pause").is_disabled()
     page.locator("#resume:not([disabled])").click()
     page.locator("#run-state", has_text="running").wait_for()
-    assert not scene.in_store(lambda store: store.view()).user_paused
+    assert not scene.in_store(lambda store: store.mesh.view()).user_paused
 
 
 def test_a_version_is_pinned_and_unpinned(window: Open, scene: Scene) -> None:
@@ -84,10 +84,10 @@ def test_a_version_is_pinned_and_unpinned(window: Open, scene: Scene) -> None:
     _with_token(page)
     page.get_by_role("button", name="Pin v0", exact=True).click()
     page.locator("#facts", has_text="pinned at v0").wait_for()
-    assert scene.in_store(lambda store: store.pinned_policy()) == 0
+    assert scene.in_store(lambda store: store.policies.pinned()) == 0
     page.locator("#unpin:not([disabled])").click()
     page.locator("#action-result", has_text="Done").wait_for()
-    until(lambda: scene.in_store(lambda store: store.pinned_policy()) is None, "the pin to be gone")
+    until(lambda: scene.in_store(lambda store: store.policies.pinned()) is None, "the pin to be gone")
 
 
 def test_a_rollback_is_asked_for_only_after_a_yes(window: Open, scene: Scene) -> None:
@@ -100,11 +100,11 @@ def test_a_rollback_is_asked_for_only_after_a_yes(window: Open, scene: Scene) ->
     assert page.evaluate("document.activeElement.textContent") == "Cancel"
     page.keyboard.press("Escape")
     dialog.wait_for(state="hidden")
-    assert scene.in_store(lambda store: store.rollback_request()) is None
+    assert scene.in_store(lambda store: store.rollbacks.pending()) is None
     button.click()
     dialog.get_by_role("button", name="Roll back").click()
     page.locator("#action-result", has_text="Done").wait_for()
-    request = scene.in_store(lambda store: store.rollback_request())
+    request = scene.in_store(lambda store: store.rollbacks.pending())
     assert request is not None and request.policy_version == 0
     page.locator("#facts", has_text="rolling back to v0").wait_for()
 
@@ -112,16 +112,16 @@ def test_a_rollback_is_asked_for_only_after_a_yes(window: Open, scene: Scene) ->
 def test_a_dead_letter_is_replayed_and_another_one_deleted(window: Open, scene: Scene) -> None:
     page = window().open()
     _with_token(page)
-    letters = [letter.trajectory_id for letter in scene.in_store(lambda store: store.dead_letters())]
+    letters = [letter.trajectory_id for letter in scene.in_store(lambda store: store.dead_letters.newest())]
     replayed, deleted = letters[0], letters[-1]
     page.get_by_role("button", name=f"Replay {replayed}", exact=True).click()
     page.locator("#letter-table tr", has_text="replayed as").wait_for()
-    found = {letter.trajectory_id: letter for letter in scene.in_store(lambda store: store.dead_letters())}
+    found = {letter.trajectory_id: letter for letter in scene.in_store(lambda store: store.dead_letters.newest())}
     assert found[replayed].replayed_as in (page.locator("#letter-table").text_content() or "")
     page.get_by_role("button", name=f"Delete {deleted}", exact=True).click()
     page.locator("#confirm").get_by_role("button", name="Cancel").click()
-    assert deleted in {letter.trajectory_id for letter in scene.in_store(lambda store: store.dead_letters())}
+    assert deleted in {letter.trajectory_id for letter in scene.in_store(lambda store: store.dead_letters.newest())}
     page.get_by_role("button", name=f"Delete {deleted}", exact=True).click()
     page.locator("#confirm").get_by_role("button", name="Delete").click()
     page.wait_for_function("id => !document.getElementById('letter-table').textContent.includes(id)", arg=deleted)
-    assert deleted not in {letter.trajectory_id for letter in scene.in_store(lambda store: store.dead_letters())}
+    assert deleted not in {letter.trajectory_id for letter in scene.in_store(lambda store: store.dead_letters.newest())}

@@ -76,16 +76,16 @@ class Scene:
 
     @classmethod
     async def begin(cls, store: TrajectoryStore, config: RunConfig, tokenizer: Tokenizer) -> Scene:
-        await store.init_run(run_limits(config))
-        leader = await store.acquire_leadership("rollout-0")
+        await store.limits.init_run(run_limits(config))
+        leader = await store.leadership.acquire("rollout-0")
         assert leader is not None
-        trainer = await store.open_trainer_session("trainer")
-        await store.announce_policy(trainer, policy(0))
-        await store.set_desired(leader, Desired(pool_size=8))
-        return cls(store, config, tokenizer, leader, trainer, await store.open_session("rollout-0"))
+        trainer = await store.training.open_session("trainer")
+        await store.policies.announce(trainer, policy(0))
+        await store.leadership.set_desired(leader, Desired(pool_size=8))
+        return cls(store, config, tokenizer, leader, trainer, await store.sessions.open("rollout-0"))
 
     async def admit(self, count: int) -> None:
-        before = await self.store.cursor()
+        before = await self.store.leadership.cursor()
         groups = [
             NewGroup(
                 group_id=f"e0-{index}",
@@ -101,7 +101,7 @@ class Scene:
             )
             for index in range(before.index, before.index + count)
         ]
-        await self.store.admit(self.leader, groups, before, Cursor(epoch=0, index=before.index + count))
+        await self.store.leadership.admit(self.leader, groups, before, Cursor(epoch=0, index=before.index + count))
 
     def segment(self, text: str, version: int = 0, kv_min_version: int | None = None) -> Segment:
         ids = self.tokenizer.encode(text)
@@ -127,7 +127,7 @@ class Scene:
         digest = self.digests.get(trajectory_id, TokenDigest())
         item = Append(trajectory_id=trajectory_id, token_offset=offset, segments=segments, digest=digest)
         self.digests[trajectory_id] = digest.extended(segments)
-        (result,) = await self.store.append(self.session, [item])
+        (result,) = await self.store.trajectories.append(self.session, [item])
         assert result.status.ok, result
         return result.saved_token_count
 
@@ -141,25 +141,27 @@ class Scene:
             incarnation=leased.incarnation,
             digest=TokenDigest().extended(leased.trajectory.segments),
         )
-        await self.store.finish(self.session, [finish])
+        await self.store.trajectories.finish(self.session, [finish])
         outcome = RewardOutcome(kind=OutcomeKind.SCORED, value=value, parts={"right": value})
-        await self.store.score(self.session, [Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)])
+        await self.store.trajectories.score(
+            self.session, [Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)]
+        )
 
     async def complete_all(self) -> None:
-        while leased := await self.store.lease(self.session, 64):
+        while leased := await self.store.trajectories.lease(self.session, 64):
             for item in leased:
                 await self.complete(item, float(item.trajectory.member_index))
 
     async def train(self, train_step: int, group_ids: list[str]) -> None:
         """Cut, write the batch file, train, announce the next policy."""
-        await self.store.cut(self.leader, train_step, group_ids)
-        batch = await self.store.claim(self.trainer, train_step, 5.0)
+        await self.store.leadership.cut(self.leader, train_step, group_ids)
+        batch = await self.store.training.claim(self.trainer, train_step, 5.0)
         assert isinstance(batch, Batch)
         assert all(isinstance(group, Group) for group in batch.groups)
-        digest = CheckpointStore.from_config(self.config).write_batch(batch, await self.store.cursor())
-        await self.store.confirm_batch_file(self.trainer, train_step, digest)
-        await self.store.report_trained(self.trainer, train_step)
-        await self.store.announce_policy(self.trainer, policy(train_step))
+        digest = CheckpointStore.from_config(self.config).write_batch(batch, await self.store.leadership.cursor())
+        await self.store.training.confirm_batch_file(self.trainer, train_step, digest)
+        await self.store.training.report_trained(self.trainer, train_step)
+        await self.store.policies.announce(self.trainer, policy(train_step))
 
 
 @dataclass

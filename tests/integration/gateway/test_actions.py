@@ -50,15 +50,15 @@ async def test_no_action_is_taken_without_the_token(gateway: RunningGateway, sce
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert error_of(answer)["field"] == "Authorization"
             assert (await stranger.get("api/v1/overview")).status_code == 200
-    view = await scene.store.view()
+    view = await scene.store.mesh.view()
     assert not view.user_paused
-    assert await scene.store.pinned_policy() is None
-    assert await scene.store.scale_requests() == {}
+    assert await scene.store.policies.pinned() is None
+    assert await scene.store.scaling.requests() == {}
 
 
 async def test_pause_and_resume_reach_the_queue(client: httpx.AsyncClient, scene: Scene) -> None:
     assert (await client.post("api/v1/pause")).status_code == 200
-    assert (await scene.store.view()).user_paused
+    assert (await scene.store.mesh.view()).user_paused
     overview = await until(client, "api/v1/overview", lambda body: body["state"] == "paused")
     assert overview["paused_by_person"]
     assert overview["waiting_for"] == "an operator to resume"
@@ -67,14 +67,14 @@ async def test_pause_and_resume_reach_the_queue(client: httpx.AsyncClient, scene
 
 
 async def test_versions_are_pinned_released_and_rolled_back(client: httpx.AsyncClient, scene: Scene) -> None:
-    await scene.store.announce_policy(scene.trainer, policy(1))
+    await scene.store.policies.announce(scene.trainer, policy(1))
     assert (await client.post("api/v1/policies/0/pin")).status_code == 200
     await until(client, "api/v1/overview", lambda body: body["pinned_version"] == 0)
     assert [p["pinned"] for p in (await client.get("api/v1/policies")).json()["policies"]] == [False, True]
     assert (await client.post("api/v1/unpin")).status_code == 200
-    assert await scene.store.pinned_policy() is None
+    assert await scene.store.policies.pinned() is None
     done = (await client.post("api/v1/policies/0/rollback")).json()
-    request = await scene.store.rollback_request()
+    request = await scene.store.rollbacks.pending()
     assert request is not None
     assert (request.policy_version, request.request_id) == (0, done["request_id"])
     await until(client, "api/v1/overview", lambda body: body["rollback_to"] == 0)
@@ -86,9 +86,9 @@ async def test_versions_are_pinned_released_and_rolled_back(client: httpx.AsyncC
 
 async def test_dead_letters_are_shown_replayed_and_deleted(client: httpx.AsyncClient, scene: Scene) -> None:
     await scene.admit(1)
-    await scene.store.lease(scene.session, 2)
+    await scene.store.trajectories.lease(scene.session, 2)
     await scene.append("e0-0.0", 0, scene.segment("1 + 2 = 3 ,"))
-    await scene.store.fail(scene.session, [("e0-0.0", "the environment is broken")])
+    await scene.store.trajectories.fail(scene.session, [("e0-0.0", "the environment is broken")])
     (letter,) = (await client.get("api/v1/dead-letters")).json()["dead_letters"]
     assert (letter["trajectory_id"], letter["reason"]) == ("e0-0.0", "the environment is broken")
     detail = (await client.get("api/v1/trajectories/e0-0.0")).json()
@@ -110,9 +110,9 @@ async def test_more_processes_than_the_machine_can_take_are_refused_unless_force
     refused = await client.post("api/v1/scale", json=body)
     assert refused.status_code == 400
     assert "8 for each of the 2 cores" in refused.text
-    assert await scene.store.scale_requests() == {}
+    assert await scene.store.scaling.requests() == {}
     assert (await client.post("api/v1/scale", json={**body, "force": True})).status_code == 200
-    assert await scene.store.scale_requests() == {"generator": 178}
+    assert await scene.store.scaling.requests() == {"generator": 178}
 
 
 async def test_a_scale_request_reaches_the_store_and_a_wrong_one_is_refused(
@@ -121,13 +121,13 @@ async def test_a_scale_request_reaches_the_store_and_a_wrong_one_is_refused(
     answer = await client.post("api/v1/scale", json={"service": "generator", "replicas": 3})
     assert answer.status_code == 200
     assert "no launcher runs" in answer.json()["done"]
-    assert await scene.store.scale_requests() == {"generator": 3}
+    assert await scene.store.scaling.requests() == {"generator": 3}
     for body in ({"service": "trainer", "replicas": 2}, {"service": "reward", "replicas": 0}, {"service": "reward"}):
         wrong = await client.post("api/v1/scale", json=body)
         assert wrong.status_code == 400, body
         error_of(wrong)
     assert (await client.post("api/v1/scale", json={"service": "generator", "replicas": None})).status_code == 200
-    assert await scene.store.scale_requests() == {}
+    assert await scene.store.scaling.requests() == {}
 
 
 WRONG = [

@@ -69,7 +69,7 @@ async def test_a_rollout_moves_through_the_ticks(client: httpx.AsyncClient, scen
     await scene.admit(1)
     stream = events_of(client)
     assert (await anext(stream))[0] == "snapshot"
-    await scene.store.lease(scene.session, 1)
+    await scene.store.trajectories.lease(scene.session, 1)
     saved = await scene.append("e0-0.0", 0, scene.segment("1 + 2 = 3 ,"))
     spans: dict[str, Any] = {}
     async with asyncio.timeout(DEADLINE_SECONDS):

@@ -47,7 +47,7 @@ async def _train(scene: Scene) -> None:
         await scene.admit(2)
         await scene.complete_all()
         await scene.train(step, [f"e0-{2 * step - 2}", f"e0-{2 * step - 1}"])
-        await scene.store.report_steps(scene.trainer, step - 1, [{"train_step": step, "reward_mean": step / 8}])
+        await scene.store.step_reports.write(scene.trainer, step - 1, [{"train_step": step, "reward_mean": step / 8}])
 
 
 async def _shown(client: httpx.AsyncClient, trajectory_id: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .gateway_scene import DEADLINE_SECONDS, RunningGateway, Scene, policy, unti
 
 async def test_the_overview_follows_the_queue(client: httpx.AsyncClient, scene: Scene) -> None:
     await scene.admit(4)
-    leased = await scene.store.lease(scene.session, 3)
+    leased = await scene.store.trajectories.lease(scene.session, 3)
     await scene.complete(leased[0], 1.0)
 
     def seen(body: Any) -> bool:
@@ -41,14 +41,14 @@ async def test_a_rollout_on_the_timeline_shows_which_version_wrote_what(
     client: httpx.AsyncClient, scene: Scene
 ) -> None:
     await scene.admit(2)
-    await scene.store.lease(scene.session, 2)
+    await scene.store.trajectories.lease(scene.session, 2)
     offset = await scene.append("e0-0.0", 0, scene.segment("1 + 2 = 3 ,"))
 
     def span(body: Any) -> dict[str, Any]:
         return next((span for span in body["rollouts"] if span["id"] == "e0-0.0"), {"tokens": 0, "state": ""})
 
     await until(client, "api/v1/timeline", lambda body: span(body)["tokens"] == offset)
-    await scene.store.announce_policy(scene.trainer, policy(1))
+    await scene.store.policies.announce(scene.trainer, policy(1))
     longer = await scene.append("e0-0.0", offset, scene.segment("4 - 1 = 3 !", version=1))
     timeline = await until(client, "api/v1/timeline", lambda body: span(body)["tokens"] == longer)
     first, second = span(timeline)["intervals"]
@@ -57,14 +57,14 @@ async def test_a_rollout_on_the_timeline_shows_which_version_wrote_what(
     assert first["start"] <= first["end"] == second["start"] <= second["end"]
     assert (span(timeline)["worker"], span(timeline)["end"]) == ("rollout-0", None)
     assert (timeline["in_flight"], timeline["left_out"]) == (2, 0)
-    await scene.store.release(scene.session, ["e0-0.0"], "drained")
+    await scene.store.trajectories.release(scene.session, ["e0-0.0"], "drained")
     timeline = await until(client, "api/v1/timeline", lambda body: span(body)["state"] == "partial")
     assert span(timeline)["end"] is not None
 
 
 async def test_the_list_is_paged_and_filtered(client: httpx.AsyncClient, scene: Scene) -> None:
     await scene.admit(3)
-    await scene.store.lease(scene.session, 1)
+    await scene.store.trajectories.lease(scene.session, 1)
     seen: list[str] = []
     cursor = ""
     for _ in range(6):
@@ -81,7 +81,7 @@ async def test_the_list_is_paged_and_filtered(client: httpx.AsyncClient, scene: 
 
 async def test_a_trajectory_is_shown_token_by_token(client: httpx.AsyncClient, scene: Scene) -> None:
     await scene.admit(1)
-    await scene.store.lease(scene.session, 2)
+    await scene.store.trajectories.lease(scene.session, 2)
     first, said, last = scene.segment("1 + 2 = 3 ,"), scene.spoken("> 5"), scene.segment("4 !", kv_min_version=0)
     offset = await scene.append("e0-0.0", 0, first)
     await scene.append("e0-0.0", offset, said, last)
@@ -129,7 +129,7 @@ async def test_a_dropped_group_is_not_found_and_the_answer_says_when_it_left(
     client: httpx.AsyncClient, scene: Scene
 ) -> None:
     await scene.admit(1)
-    await scene.store.evict(scene.leader, ["e0-0"], "stale")
+    await scene.store.leadership.evict(scene.leader, ["e0-0"], "stale")
     answer = await client.get("api/v1/trajectories/e0-0.0")
     assert answer.status_code == 404
     assert "left the queue about train step 0" in answer.json()["error"]

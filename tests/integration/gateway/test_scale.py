@@ -32,15 +32,15 @@ def run_file(tmp_path: Path) -> Path:
 
 async def fill(scene: Scene) -> None:
     """Lease ten thousand trajectories and save a hundred tokens of each."""
-    await scene.store.set_desired(scene.leader, Desired(pool_size=ROLLOUTS))
+    await scene.store.leadership.set_desired(scene.leader, Desired(pool_size=ROLLOUTS))
     for _ in range(10):
         await scene.admit(ROLLOUTS // 20)
     segment = scene.segment("1 + 2 = 3 , " * 8)
-    while leased := await scene.store.lease(scene.session, 64):
+    while leased := await scene.store.trajectories.lease(scene.session, 64):
         items = [
             Append(trajectory_id=one.trajectory.trajectory_id, token_offset=0, segments=[segment]) for one in leased
         ]
-        assert all(result.status.ok for result in await scene.store.append(scene.session, items))
+        assert all(result.status.ok for result in await scene.store.trajectories.append(scene.session, items))
 
 
 async def seconds_of(client: httpx.AsyncClient, path: str) -> float:

@@ -14,9 +14,9 @@ async def test_every_answer_is_one_that_the_document_promises(
     run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
 ) -> None:
     await scene.admit(2)
-    await scene.store.lease(scene.session, 2)
+    await scene.store.trajectories.lease(scene.session, 2)
     await scene.append("e0-0.0", 0, scene.segment("1 + 2 = 3 ,"))
-    await scene.store.fail(scene.session, [("e0-0.1", "broken")])
+    await scene.store.trajectories.fail(scene.session, [("e0-0.1", "broken")])
     gateway = started(run_file)
     token = (Path(scene.config.folder) / "gateway-token").read_text()
     asked = await asyncio.to_thread(ask_everything, gateway.url, token, "/api/v1/")

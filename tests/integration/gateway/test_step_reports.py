@@ -45,12 +45,12 @@ async def shows(client: httpx.AsyncClient, expected: list[dict[str, Any]]) -> No
 
 async def test_without_the_file_curves_come_from_the_queue(client: httpx.AsyncClient, scene: Scene) -> None:
     store, trainer = scene.store, scene.trainer
-    await store.report_steps(trainer, 0, reports(1))
+    await store.step_reports.write(trainer, 0, reports(1))
     await shows(client, reports(1))
     # More than one look takes in.
-    await store.report_steps(trainer, 1, reports(*range(2, 1201)))
+    await store.step_reports.write(trainer, 1, reports(*range(2, 1201)))
     await shows(client, reports(*range(1, 1201)))
-    await store.report_steps(trainer, 1200, reports(1201))
+    await store.step_reports.write(trainer, 1200, reports(1201))
     await shows(client, reports(*range(1, 1202)))
 
 
@@ -58,15 +58,15 @@ async def test_a_step_that_is_trained_again_is_shown_once_and_as_it_was_trained_
     client: httpx.AsyncClient, scene: Scene
 ) -> None:
     store, trainer = scene.store, scene.trainer
-    await store.report_steps(trainer, 0, reports(1, 2, 3, 4))
+    await store.step_reports.write(trainer, 0, reports(1, 2, 3, 4))
     await shows(client, reports(1, 2, 3, 4))
     # A restarted trainer goes on from step 2, and is looked at before and after it has trained anything.
-    await store.report_steps(trainer, 2)
+    await store.step_reports.write(trainer, 2)
     await shows(client, reports(1, 2))
-    await store.report_steps(trainer, 2, reports(3, attempt=1))
+    await store.step_reports.write(trainer, 2, reports(3, attempt=1))
     await shows(client, reports(1, 2) + reports(3, attempt=1))
     # Another one is not seen before it has passed the step where the first one was.
-    await store.report_steps(trainer, 1, reports(2, 3, 4, 5, attempt=2))
+    await store.step_reports.write(trainer, 1, reports(2, 3, 4, 5, attempt=2))
     await shows(client, reports(1) + reports(2, 3, 4, 5, attempt=2))
 
 
@@ -74,16 +74,16 @@ async def test_a_file_that_appears_is_read_from_its_start_and_the_queue_goes_on_
     client: httpx.AsyncClient, scene: Scene
 ) -> None:
     store, trainer, file = scene.store, scene.trainer, Path(scene.config.folder) / "metrics.jsonl"
-    await store.report_steps(trainer, 2, reports(3, 4))
+    await store.step_reports.write(trainer, 2, reports(3, 4))
     await shows(client, reports(3, 4))
     file.write_text("".join(json.dumps(each) + "\n" for each in reports(1, 2, 3, 4)))
     await shows(client, reports(1, 2, 3, 4))
     file.unlink()
-    await store.report_steps(trainer, 4, reports(5))
+    await store.step_reports.write(trainer, 4, reports(5))
     await shows(client, reports(1, 2, 3, 4, 5))
     # A folder in the place of the file: it cannot be read, which fails for root, too.
     file.mkdir()
-    await store.report_steps(trainer, 5, reports(6))
+    await store.step_reports.write(trainer, 5, reports(6))
     await shows(client, reports(1, 2, 3, 4, 5, 6))
     file.rmdir()
     file.write_text("".join(json.dumps(each) + "\n" for each in reports(1, 2, 3, attempt=1)))

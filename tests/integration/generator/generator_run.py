@@ -179,7 +179,7 @@ class GeneratorRun:
 
     async def announce(self, record: PolicyRecord) -> None:
         """Let the generators know of a policy."""
-        await self.store.announce_policy(self.session, record)
+        await self.store.policies.announce(self.session, record)
 
     async def prepare(
         self, version: int, *, seed: int | None = None, hidden_size: int = 32, canary_error: float = 0.0
@@ -190,8 +190,8 @@ class GeneratorRun:
         is to meet a running call is written before the call.
         """
         if not self.session:
-            await self.store.init_run(run_limits(self.config))
-            self.session = await self.store.open_trainer_session("test")
+            await self.store.limits.init_run(run_limits(self.config))
+            self.session = await self.store.training.open_session("test")
         source = write_model(self.folder / f"model-{version}", version if seed is None else seed, hidden_size)
         canary = [
             CanarySequence(
@@ -246,7 +246,7 @@ class GeneratorRun:
             if time.monotonic() > deadline:
                 logs = "".join(f.read_text()[-3000:] for f in self.folder.glob("generator-*.log"))
                 raise AssertionError(
-                    f"{what}: not within {seconds} s; registry {await self.store.generators()}\n{logs}"
+                    f"{what}: not within {seconds} s; registry {await self.store.generators.live()}\n{logs}"
                 )
             await asyncio.sleep(0.01)
 
@@ -255,7 +255,7 @@ class GeneratorRun:
         found: list[GeneratorRecord] = []
 
         async def there() -> bool:
-            found[:] = [g for g in await self.store.generators() if g.serving and g.policy_version == version]
+            found[:] = [g for g in await self.store.generators.live() if g.serving and g.policy_version == version]
             return len(found) >= count
 
         await self.until(f"{count} generators serving {version}", there, seconds)

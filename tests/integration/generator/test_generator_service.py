@@ -50,7 +50,7 @@ async def test_a_generator_follows_announced_policies_and_skips_to_the_newest(ma
     run = await make_run()
     generator = run.start()
     await run.until("a registration", lambda: _registered(run))
-    assert not (await run.store.generators())[0].serving
+    assert not (await run.store.generators.live())[0].serving
     for version in range(4):
         await run.publish(version)
     (record,) = await run.serving(3)
@@ -64,15 +64,15 @@ async def test_a_generator_follows_announced_policies_and_skips_to_the_newest(ma
     assert await _metric(run, "rollmesh_generator_reload_bytes_total") > 10_000
     await run.until("a heartbeat that tells what it did", lambda: _worked(run))
     await generator.stop()
-    assert await run.store.generators() == []
+    assert await run.store.generators.live() == []
 
 
 async def _registered(run):
-    return len(await run.store.generators()) == 1
+    return len(await run.store.generators.live()) == 1
 
 
 async def _worked(run):
-    (record,) = await run.store.generators()
+    (record,) = await run.store.generators.live()
     work = record.work
     return (
         work.generated_tokens == 150 and work.prefill_tokens >= 11 and 0 < work.running_slot_seconds < work.slot_seconds
@@ -120,12 +120,12 @@ async def test_a_generator_that_drains_for_a_reload_refuses_calls_instead_of_hol
     await run.announce(newer)
 
     async def closed() -> bool:
-        return any("reload" in g.reason for g in await run.store.generators())
+        return any("reload" in g.reason for g in await run.store.generators.live())
 
     await run.until("the door to close", closed)
     with pytest.raises(GenerationRefused, match="waiting for running calls"):
         await run.stream(record, make_call("late")).end()
-    (waiting,) = await run.store.generators()
+    (waiting,) = await run.store.generators.live()
     assert (waiting.policy_version, waiting.loading_version) == (0, 1), "the trainer must prune neither"
     assert await stream.end() is FinishReason.LENGTH
     (after,) = await run.serving(1)
@@ -138,14 +138,14 @@ async def test_a_pinned_version_is_served_until_it_is_unpinned(make_run):
     await run.publish(1)
     run.start()
     (record,) = await run.serving(1)
-    await run.store.pin_policy(0)
+    await run.store.policies.pin(0)
     await run.serving(0)
     pinned = run.stream(record, make_call(), pinned_policy_version=0)
     await pinned.end()
     assert pinned.versions == {0}
     with pytest.raises(GenerationRefused, match="pinned policy version 1"):
         await run.stream(record, make_call(), pinned_policy_version=1).end()
-    await run.store.pin_policy(None)
+    await run.store.policies.pin(None)
     await run.serving(1)
 
 
@@ -159,7 +159,7 @@ async def test_a_policy_that_fails_its_canary_takes_the_generator_out_and_the_ol
     await run.announce(wrong)
 
     async def out() -> bool:
-        return any("canary" in g.reason and not g.serving for g in await run.store.generators())
+        return any("canary" in g.reason and not g.serving for g in await run.store.generators.live())
 
     await run.until("the generator to leave the rotation", out)
     assert await stream.end() is FinishReason.LENGTH
@@ -213,7 +213,7 @@ async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_
     await run.publish(0)
     run.start()
     (record,) = await run.serving(0)
-    await run.store.pin_policy(0)
+    await run.store.policies.pin(0)
     folder = await run.publish(1, hidden_size=64 if damage == "foreign" else 32)
     weights = folder / "model.safetensors"
     if damage == "tamper":
@@ -224,7 +224,7 @@ async def test_a_broken_policy_is_refused_with_its_reason_while_the_old_weights_
         weights.write_bytes(weights.read_bytes()[:-100])
     elif damage == "no_manifest":
         (folder / "manifest.json").unlink()
-    await run.store.pin_policy(None)
+    await run.store.policies.pin(None)
 
     async def refused() -> bool:
         return await _failures(run, reason) >= 1
@@ -244,13 +244,13 @@ async def test_a_generator_registers_the_versions_that_it_refuses_in_a_row_until
     await run.serving(0)
 
     async def registered(version: int | None, count: int) -> bool:
-        (record,) = await run.store.generators()
+        (record,) = await run.store.generators.live()
         return (record.refused_version, record.refused_count) == (version, count)
 
     for version in (1, 2):
         await run.publish(version, hidden_size=64)
         await run.until(f"version {version} refused", lambda version=version: registered(version, version))
-    (record,) = await run.store.generators()
+    (record,) = await run.store.generators.live()
     assert record.refused_reason.startswith("foreign_architecture: ")
     await run.publish(3)
     await run.serving(3)
@@ -402,7 +402,7 @@ async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_
     assert await asyncio.to_thread(processes[0].wait, 60) == 0
 
     async def only_the_living() -> bool:
-        return [g.instance_id for g in await run.store.generators()] == [records[2].instance_id]
+        return [g.instance_id for g in await run.store.generators.live()] == [records[2].instance_id]
 
     await run.until("the dead to leave the registry", only_the_living)
 

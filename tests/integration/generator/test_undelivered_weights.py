@@ -84,7 +84,7 @@ async def test_a_generator_whose_engine_keeps_the_base_weights_leaves_the_rotati
     states: list[tuple[int, bool, str]] = []
 
     async def decided() -> bool:
-        states[:] = [(g.policy_version, g.serving, g.reason) for g in await run.store.generators()]
+        states[:] = [(g.policy_version, g.serving, g.reason) for g in await run.store.generators.live()]
         return any((serving and version == 1) or "canary" in reason for version, serving, reason in states)
 
     await run.until("the generator to load version 1 or to refuse it", decided)

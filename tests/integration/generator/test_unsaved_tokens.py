@@ -71,7 +71,7 @@ def held_trajectory(name: str) -> ActiveTrajectory:
 
 
 async def make_caller(run: GeneratorRun, partial_save_tokens: int) -> Caller:
-    generators = GeneratorPool(run.store)
+    generators = GeneratorPool(run.store.generators)
     await generators.refresh()
     limits = CallLimits(
         vocab_size=VOCAB,
@@ -79,7 +79,7 @@ async def make_caller(run: GeneratorRun, partial_save_tokens: int) -> Caller:
         saving=SaveLimits.of(partial_save_tokens),
         chunk_timeout_seconds=20.0,
     )
-    return Caller(run.client, generators, NewestPolicy(run.store), limits, RolloutMetrics(Metrics("rollout")))
+    return Caller(run.client, generators, NewestPolicy(run.store.policies), limits, RolloutMetrics(Metrics("rollout")))
 
 
 async def sample(

@@ -29,13 +29,13 @@ while not pathlib.Path(sys.argv[1]).exists():
 
 async def announce_everything(store: TrajectoryStore) -> None:
     """Redis learns that every step is trained, committed and announced."""
-    session = await store.open_trainer_session("trainer")
+    session = await store.training.open_session("trainer")
     policies = [
         PolicyRecord(policy_version=step, train_step=step, path=f"policies/{step}", manifest_digest="0" * 64)
         for step in range(STEPS + 1)
     ]
     groups = [(step, [f"e0-{step}"]) for step in range(1, STEPS + 1)]
-    await store.reassert_training(session, STEPS, STEPS, groups, policies, Cursor())
+    await store.training.reassert(session, STEPS, STEPS, groups, policies, Cursor())
 
 
 def save_state(checkpoints: CheckpointStore, train_step: int) -> Path:

@@ -25,26 +25,26 @@ from .test_launcher_outages import config
 async def store(tmp_path: Path) -> AsyncIterator[TrajectoryStore]:
     run = config(tmp_path)
     async with running_store(run, RunFolder(tmp_path)) as running:
-        await running.store.init_run(run_limits(run))
+        await running.store.limits.init_run(run_limits(run))
         yield running.store
 
 
 async def announce(store: TrajectoryStore, versions: range) -> None:
-    session = await store.open_trainer_session("trainer")
+    session = await store.training.open_session("trainer")
     for v in versions:
         record = PolicyRecord(policy_version=v, train_step=v, path=f"{v}-x", manifest_digest="ab" * 32)
-        await store.announce_policy(session, record)
+        await store.policies.announce(session, record)
 
 
 async def evaluate(store: TrajectoryStore, tmp_path: Path, version: int, mean: float, n: int = 256) -> None:
-    await store.request_evaluation(evaluation_request(config(tmp_path).evaluation, version))
-    session = await store.open_session("worker")
-    request = await store.claim_evaluation(session)
+    await store.evaluations.request(evaluation_request(config(tmp_path).evaluation, version))
+    session = await store.sessions.open("worker")
+    request = await store.evaluations.claim(session)
     assert request is not None and request.policy_version == version
     result = EvalResult(
         mean=mean, standard_error=0.02, sample_count=n, discarded_count=256 - n, details={"mean_length": 31.5}
     )
-    await store.finish_evaluation(session, request.evaluation_id, result)
+    await store.evaluations.finish(session, request.evaluation_id, result)
 
 
 def means(folder: RunFolder) -> dict[int, float]:
@@ -69,7 +69,7 @@ async def test_scores_outlive_the_queue_and_those_of_an_abandoned_future_do_not(
     journal = EvaluationJournal(store, folder, notes.append)
     await journal.update()
     assert (await journal.finished(0), folder.evaluations.read_text()) == before, "nothing is known yet"
-    await store.init_run(run_limits(config(tmp_path)))
+    await store.limits.init_run(run_limits(config(tmp_path)))
     await announce(store, range(7))
     await journal.update()
     assert means(folder) == {0: 0.4, 5: 0.6}

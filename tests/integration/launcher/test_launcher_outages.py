@@ -62,7 +62,7 @@ async def test_waiting_goes_on_through_an_outage_of_redis(tmp_path: Path, monkey
                 looks += 1
                 if looks == 2:
                     await asyncio.to_thread(server.start)
-                await impatient.view()
+                await impatient.mesh.view()
                 return True
 
             await mesh.until(answered, "an answer", deadline_seconds=120.0)
@@ -79,9 +79,9 @@ async def test_a_server_that_a_killed_launcher_left_behind_is_kept_up_and_stoppe
     await asyncio.to_thread(left.start)
     try:
         async with running_store(run, folder, owner=True) as running:
-            before = await running.store.server_run_id()
+            before = await running.store.recovery.server_run_id()
             await asyncio.to_thread(left.kill)
-            assert await running.store.server_run_id() != before
+            assert await running.store.recovery.server_run_id() != before
         assert left.pid is None
     finally:
         await asyncio.to_thread(left.stop)
@@ -111,7 +111,7 @@ async def test_a_command_that_only_looks_leaves_the_server_of_a_run_alone(tmp_pa
     try:
         pid = server.pid
         async with running_store(run, folder) as running:
-            await running.store.server_run_id()
+            await running.store.recovery.server_run_id()
         assert pid is not None
         assert server.pid == pid
     finally:

@@ -24,9 +24,9 @@ from .test_launcher_outages import config
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
     async with local_mesh(config(tmp_path), RunFolder(tmp_path), asyncio.Event(), Console(file=io.StringIO())) as mesh:
-        session = await mesh.store.open_trainer_session("trainer")
+        session = await mesh.store.training.open_session("trainer")
         record = PolicyRecord(policy_version=0, train_step=0, path="0-x", manifest_digest="ab" * 32)
-        await mesh.store.announce_policy(session, record)
+        await mesh.store.policies.announce(session, record)
         yield mesh
 
 
@@ -58,10 +58,10 @@ async def test_the_page_does_not_say_that_an_operator_paused_the_run_while_the_l
 
 
 async def test_a_launcher_that_starts_again_does_not_end_an_operators_pause(mesh: LocalMesh) -> None:
-    await mesh.store.set_user_paused(True)
+    await mesh.store.settings.set_user_paused(True)
     await mesh.pause(True)
     await mesh.pause(False)  # as before and after the first evaluation of a start
-    assert (await mesh.store.view()).user_paused
+    assert (await mesh.store.mesh.view()).user_paused
     shown = await overview(mesh)
     assert shown.paused_by_person
     assert shown.paused_by == ("operator",)

@@ -79,13 +79,13 @@ async def test_a_server_that_could_not_be_started_again_at_first_is_tried_furthe
     run, folder = config(tmp_path), RunFolder(tmp_path)
     async with running_store(run, folder) as running:
         server = embedded_server(run, folder)
-        before = await running.store.server_run_id()
+        before = await running.store.recovery.server_run_id()
         await asyncio.to_thread(server.kill)
         with no_room(server), structlog.testing.capture_logs() as logs:
             async with asyncio.timeout(120):
                 while not any(line["event"] == "embedded_redis_does_not_start" for line in logs):
                     await asyncio.sleep(0.05)
-        assert await running.store.server_run_id() != before
+        assert await running.store.recovery.server_run_id() != before
     assert server.pid is None
 
 

@@ -29,27 +29,27 @@ async def fill(run: RunConfig, folder: RunFolder) -> None:
     """Two policies, and a trajectory of five tokens that gave up."""
     async with running_store(run, folder) as running:
         store = running.store
-        await store.init_run(run_limits(run))
-        leader = await store.acquire_leadership("leader")
+        await store.limits.init_run(run_limits(run))
+        leader = await store.leadership.acquire("leader")
         assert leader is not None
-        trainer = await store.open_trainer_session("trainer")
+        trainer = await store.training.open_session("trainer")
         for v in (0, 1):
             record = PolicyRecord(policy_version=v, train_step=v, path=f"{v}-x", manifest_digest="ab" * 32)
-            await store.announce_policy(trainer, record)
-        await store.set_desired(leader, Desired(pool_size=8))
+            await store.policies.announce(trainer, record)
+        await store.leadership.set_desired(leader, Desired(pool_size=8))
         prompt = Prompt(prompt_id="0", token_ids=np.arange(4, dtype=np.int32), verifier="exact", metadata={})
         group = NewGroup(group_id="e0-0", prompt=prompt, needed=8, epoch=0, index=0)
-        assert await store.admit(leader, [group], Cursor(), Cursor(index=1)) == 1
-        session = await store.open_session("worker")
-        await store.lease(session, 1)
+        assert await store.leadership.admit(leader, [group], Cursor(), Cursor(index=1)) == 1
+        session = await store.sessions.open("worker")
+        await store.trajectories.lease(session, 1)
         tokens = Segment(
             token_ids=np.arange(5, dtype=np.int32),
             behavior_logprobs=-np.ones(5, np.float32),
             policy_version=1,
             kv_min_version=1,
         )
-        await store.append(session, [Append(trajectory_id="e0-0.0", token_offset=0, segments=[tokens])])
-        assert await store.fail(session, [("e0-0.0", "no such luck")]) == 1
+        await store.trajectories.append(session, [Append(trajectory_id="e0-0.0", token_offset=0, segments=[tokens])])
+        assert await store.trajectories.fail(session, [("e0-0.0", "no such luck")]) == 1
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_version_is_pinned_and_released_and_an_unknown_one_refused(folder: Pat
 
 async def pinned(folder: Path) -> int | None:
     async with running_store(config(folder), RunFolder(folder)) as running:
-        return await running.store.pinned_policy()
+        return await running.store.policies.pinned()
 
 
 def test_what_config_shows_is_valid_by_the_schema_it_prints(folder: Path) -> None:

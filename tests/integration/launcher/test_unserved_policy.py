@@ -33,19 +33,19 @@ async def mesh(tmp_path: Path) -> AsyncIterator[LocalMesh]:
         log_file=tmp_path / "generator-0.log",
     )
     async with local_mesh(config(tmp_path), RunFolder(tmp_path), asyncio.Event(), Console(file=io.StringIO())) as mesh:
-        session = await mesh.store.open_trainer_session("trainer")
+        session = await mesh.store.training.open_session("trainer")
         for version in range(NEWEST + 1):
             record = PolicyRecord(
                 policy_version=version, train_step=version, path=f"{version}-x", manifest_digest="ab" * 32
             )
-            await mesh.store.announce_policy(session, record)
+            await mesh.store.policies.announce(session, record)
         mesh.supervisor.start(generator)
         yield mesh
         await mesh.supervisor.kill_all()
 
 
 async def register(mesh: LocalMesh, served: int, refused: int | None = None, count: int = 0) -> None:
-    await mesh.store.register_generator(
+    await mesh.store.generators.register(
         GeneratorRecord(
             instance_id="generator-0",
             address="127.0.0.1:1",
@@ -91,5 +91,5 @@ async def test_a_last_version_that_every_generator_has_tried_and_refuses_ends_th
 
 async def test_a_run_whose_operator_pinned_an_older_version_does_not_wait_for_the_newest(mesh: LocalMesh) -> None:
     await register(mesh, 0)
-    await mesh.store.pin_policy(0)
+    await mesh.store.policies.pin(0)
     await asyncio.wait_for(mesh.until_newest_served(), 60)

@@ -135,15 +135,15 @@ class ProcessRun:
         deadline = time.monotonic() + seconds
         while not await condition():
             if time.monotonic() > deadline:
-                raise AssertionError(f"{what}: not within {seconds} s; {await self.store.view()}\n{self.logs()}")
+                raise AssertionError(f"{what}: not within {seconds} s; {await self.store.mesh.view()}\n{self.logs()}")
             await asyncio.sleep(0.02)
 
     async def open(self) -> None:
-        await self.store.init_run(run_limits(self.config))
-        self.session = await self.store.open_trainer_session("test")
-        await self.store.reassert_training(self.session, 0, 0, [], [], Cursor())
+        await self.store.limits.init_run(run_limits(self.config))
+        self.session = await self.store.training.open_session("test")
+        await self.store.training.reassert(self.session, 0, 0, [], [], Cursor())
         self.write_policies()
-        await self.store.announce_policy(self.session, self.policies[0])
+        await self.store.policies.announce(self.session, self.policies[0])
 
     def write_policies(self) -> None:
         """Write those of all steps: while one was written, the rollouts that a test looks for could come to an end."""
@@ -170,16 +170,16 @@ class ProcessRun:
         found: list[Batch] = []
 
         async def claimed() -> bool:
-            batch = await self.store.claim(self.session, step, timeout=0.2)
+            batch = await self.store.training.claim(self.session, step, timeout=0.2)
             found.extend([batch] if batch is not None else [])
             return bool(found)
 
         await self.until(f"the batch of train step {step}", claimed)
         if meanwhile is not None:
             await meanwhile()
-        await self.store.confirm_batch_file(self.session, step, f"digest-{step}")
-        await self.store.report_trained(self.session, step)
-        await self.store.announce_policy(self.session, self.policies[step])
+        await self.store.training.confirm_batch_file(self.session, step, f"digest-{step}")
+        await self.store.training.report_trained(self.session, step)
+        await self.store.policies.announce(self.session, self.policies[step])
         self.batches.append(found[0])
         return found[0]
 

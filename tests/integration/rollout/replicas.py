@@ -99,8 +99,8 @@ def build(
 ) -> tuple[Replica, Metrics, Health, WorkerSession]:
     registry, health = Metrics("rollout"), Health()
     metrics = RolloutMetrics(registry)
-    session = WorkerSession(store, f"rollout-{index}", heartbeat, metrics)
-    generators, policies = GeneratorPool(store), NewestPolicy(store)
+    session = WorkerSession(store.sessions, f"rollout-{index}", heartbeat, metrics)
+    generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
     call_limits = CallLimits(
         vocab_size=VOCAB,
         max_context_tokens=CONTEXT,
@@ -114,7 +114,7 @@ def build(
     parts = WorkerDeps(
         store=store,
         session=session,
-        saver=Saver(store, session),
+        saver=Saver(store.trajectories, session),
         generators=generators,
         policies=policies,
         caller=caller,
@@ -137,7 +137,7 @@ def build(
         store,
         plan,
         lambda _: source,
-        PeriodicEvaluations(store, evaluation or EvalConfig(), keep_last=6),
+        PeriodicEvaluations(store.evaluations, evaluation or EvalConfig(), keep_last=6),
         candidate=f"rollout-{index}",
         renew_seconds=heartbeat,
         metrics=metrics,

@@ -28,7 +28,7 @@ def all_groups(trainer):
 
 
 async def start(store, plan, *generators, **overrides):
-    await store.init_run(limits(plan, **overrides))
+    await store.limits.init_run(limits(plan, **overrides))
     cluster = ScriptedCluster(store, generators)
     trainer = ScriptedTrainer(store, cluster)
     await trainer.start()

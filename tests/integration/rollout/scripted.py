@@ -153,9 +153,9 @@ class ScriptedCluster:
     async def register(self) -> None:
         for generator in self.generators.values():
             if generator.dead:
-                await self.store.deregister_generator(generator.name)
+                await self.store.generators.deregister(generator.name)
             else:
-                await self.store.register_generator(generator.record, _GENERATOR_TTL_SECONDS)
+                await self.store.generators.register(generator.record, _GENERATOR_TTL_SECONDS)
 
     async def generate(
         self,
@@ -230,8 +230,8 @@ class ScriptedTrainer:
     batches: list[Batch] = field(default_factory=list)
 
     async def start(self) -> None:
-        self.session = await self.store.open_trainer_session("trainer")
-        await self.store.reassert_training(self.session, 0, 0, [], [], Cursor())
+        self.session = await self.store.training.open_session("trainer")
+        await self.store.training.reassert(self.session, 0, 0, [], [], Cursor())
         await self.announce(0)
 
     async def reassert(self) -> None:
@@ -239,10 +239,10 @@ class ScriptedTrainer:
         trained = len(self.batches)
         batches = [(b.train_step, [g.group_id for g in b.groups]) for b in self.batches]
         policies = [record_of(step) for step in range(trained + 1)]
-        await self.store.reassert_training(self.session, trained, trained, batches, policies, Cursor())
+        await self.store.training.reassert(self.session, trained, trained, batches, policies, Cursor())
 
     async def announce(self, step: int) -> None:
-        await self.store.announce_policy(self.session, record_of(step))
+        await self.store.policies.announce(self.session, record_of(step))
         for generator in self.cluster.generators.values():
             generator.load(step)
         await self.cluster.register()
@@ -253,16 +253,16 @@ class ScriptedTrainer:
             while True:
                 try:
                     await self.cluster.register()
-                    if (await self.store.training_state()).recovering:
+                    if (await self.store.training.state()).recovering:
                         await self.reassert()
-                    batch = await self.store.claim(self.session, step, timeout=0.2)
+                    batch = await self.store.training.claim(self.session, step, timeout=0.2)
                 except StoreUnavailable:
                     await asyncio.sleep(0.1)
                     continue
                 if batch is not None:
                     break
-        await self.store.confirm_batch_file(self.session, step, f"digest-{step}")
-        await self.store.report_trained(self.session, step)
+        await self.store.training.confirm_batch_file(self.session, step, f"digest-{step}")
+        await self.store.training.report_trained(self.session, step)
         await self.announce(step)
         self.batches.append(batch)
         return batch

@@ -38,7 +38,7 @@ def tokenizer(tmp_path):
 
 async def test_what_the_calculator_answers_is_in_the_context_and_never_in_the_loss(store, tokenizer):
     plan = schedule("sync", train_steps=1)
-    await store.init_run(limits(plan))
+    await store.limits.init_run(limits(plan))
     cluster = ScriptedCluster(store, [ScriptedGenerator("a", stop_every=TURN)])
     trainer = ScriptedTrainer(store, cluster)
     await trainer.start()

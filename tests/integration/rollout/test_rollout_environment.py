@@ -90,7 +90,7 @@ def program_of(kind, tokenizer, log, *, timeout=60.0, max_turns=8):
 
 
 async def start(store, plan, generator):
-    await store.init_run(limits(plan))
+    await store.limits.init_run(limits(plan))
     cluster = ScriptedCluster(store, [generator])
     trainer = ScriptedTrainer(store, cluster)
     await trainer.start()
@@ -159,18 +159,18 @@ async def test_pace_waits_for_a_group_whose_tokens_are_not_saved_before_the_end(
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
 
     async def second_cut_is_decided():
-        seen = await store.view()
+        seen = await store.mesh.view()
         return seen.cut_step == 2 or seen.blocked_since is not None
 
     async with running(store, cluster, ScriptedReward(), plan, program=program_of(kind, tokenizer, []), chunk=chunk):
         assert [g.group_id for g in (await trainer.train(1)).groups] == ["e0-1"]
         await until(second_cut_is_decided)
-        assert (await store.view()).cut_step == 1
+        assert (await store.mesh.view()).cut_step == 1
         gate.set()
         batch = await trainer.train(2)
         assert [g.group_id for g in batch.groups] == ["e0-0"]
         assert {t.segments[0].policy_version for t in batch.groups[0].trajectories} == {0}
-    assert "stale" not in (await store.counts()).drops
+    assert "stale" not in (await store.mesh.counts()).drops
 
 
 async def test_a_replayable_environment_is_played_again_after_a_lost_worker(store, tokenizer):
@@ -194,7 +194,7 @@ async def test_an_environment_that_cannot_be_replayed_starts_over_without_a_trac
     async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
         await until(lambda: len(log) >= 10)
         await first.stop()
-        view = await store.view()
+        view = await store.mesh.view()
         assert (view.leased, view.partial) == (0, 0)
         async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
             check(await trainer.train(1))
@@ -216,7 +216,7 @@ async def test_an_environment_with_snapshots_goes_on_at_another_worker(store, to
     async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4) as first:
         await until(lambda: len(log) >= 10)
         await first.stop()
-        assert (await store.view()).partial > 0
+        assert (await store.mesh.view()).partial > 0
         async with running(store, cluster, ScriptedReward(), plan, index=1, program=program, chunk=4):
             check(await trainer.train(1))
     assert len(log) == len(set(log)) == 3 * plan.pool_size, "no turn was played twice"
@@ -323,7 +323,7 @@ async def test_an_environment_that_hangs_ends_as_a_dead_letter_after_the_last_at
 
         async def letters():
             await cluster.register()
-            return await store.dead_letters()
+            return await store.dead_letters.newest()
 
         letter = (await until(letters))[0]
         assert letter.reason == "max_attempts"
@@ -343,7 +343,7 @@ async def test_an_environment_with_snapshots_that_fails_at_its_first_turn_ends_a
     log = []
     program = program_of(BrokenToolEnvironment, tokenizer, log)
     async with running(store, cluster, ScriptedReward(), plan, program=program, chunk=4):
-        letter = (await until(store.dead_letters))[0]
+        letter = (await until(store.dead_letters.newest))[0]
     assert letter.reason == "max_attempts"
     assert log.count(f"{letter.trajectory_id}:0") == 4, "the first attempt, then three without progress"
 
@@ -382,7 +382,7 @@ async def test_a_short_outage_of_an_environment_does_not_use_up_the_attempts(sto
     async with running(store, cluster, ScriptedReward(), plan, program=program, first_pause=1.0) as run:
         check(await trainer.train(1))
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="failed") >= 1
-    assert await store.dead_letters() == []
+    assert await store.dead_letters.newest() == []
 
 
 class UnclosableEnvironment(CountingEnvironment):
@@ -413,13 +413,13 @@ class ChattyEnvironment(CountingEnvironment):
 async def test_an_environment_that_fails_costs_an_evaluation_its_answers_and_never_the_replica(store, tokenizer, kind):
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a", stop_every=TURN))
-    await store.set_user_paused(True)
+    await store.settings.set_user_paused(True)
     async with running(store, cluster, ScriptedReward(), plan, program=program_of(kind, tokenizer, [])) as run:
-        await store.request_evaluation(EvalRequest(evaluation_id="e", policy_version=0, prompt_count=3))
+        await store.evaluations.request(EvalRequest(evaluation_id="e", policy_version=0, prompt_count=3))
 
         async def result():
             await cluster.register()
-            return run.task.done() or (await store.evaluations())[0].result
+            return run.task.done() or (await store.evaluations.all())[0].result
 
         done = await until(result)
         assert not run.task.done()
@@ -449,19 +449,19 @@ class ReplayRaises:
 async def test_a_finished_trajectory_whose_score_always_raises_ends_as_a_dead_letter(store):
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a"))
-    leader = await store.acquire_leadership("once")
+    leader = await store.leadership.acquire("once")
     prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="exact")
     orphans = [NewGroup(group_id="e0-0", prompt=prompt, needed=2, epoch=0, index=0)]
-    await store.admit(leader, orphans, Cursor(), Cursor(index=1))
-    await store.set_desired(leader, Desired(pool_size=1))
-    session = await store.open_session("the one that dies")
-    assert await store.lease(session, 1)
+    await store.leadership.admit(leader, orphans, Cursor(), Cursor(index=1))
+    await store.leadership.set_desired(leader, Desired(pool_size=1))
+    session = await store.sessions.open("the one that dies")
+    assert await store.trajectories.lease(session, 1)
     last = Finish(
         trajectory_id="e0-0.0", token_offset=0, segments=[policy_turn(0)], finish_reason=FinishReason.ENVIRONMENT
     )
-    await store.finish(session, [last])
-    await store.close_session(session)
-    await store.set_user_paused(True)
+    await store.trajectories.finish(session, [last])
+    await store.sessions.close(session)
+    await store.settings.set_user_paused(True)
     async with running(store, cluster, ScriptedReward(), plan, program=ReplayRaises()):
-        (letter,) = await until(store.dead_letters)
+        (letter,) = await until(store.dead_letters.newest)
     assert (letter.trajectory_id, letter.reason) == ("e0-0.0", "max_attempts to score it")

@@ -13,7 +13,7 @@ from .waiting import until
 
 
 async def evaluated(store, evaluation_id):
-    return any(r.request.evaluation_id == evaluation_id and r.result for r in await store.evaluations())
+    return any(r.request.evaluation_id == evaluation_id and r.result for r in await store.evaluations.all())
 
 
 def finished(replica, count):
@@ -24,22 +24,22 @@ def finished(replica, count):
 async def test_an_evaluation_counts_only_answers_of_the_pinned_version_and_leaves_the_pool_alone(store):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
-    await store.set_user_paused(True)
+    await store.settings.set_user_paused(True)
     config = EvalConfig(prompt_count=12, samples_per_prompt=2)
     async with running(store, cluster, ScriptedReward(), plan, evaluation=config):
         request = EvalRequest(evaluation_id="v0", policy_version=0, prompt_count=12, samples_per_prompt=2)
-        await store.request_evaluation(request)
+        await store.evaluations.request(request)
 
         async def result():
             await cluster.register()
-            return (await store.evaluations())[0].result
+            return (await store.evaluations.all())[0].result
 
         done = await until(result)
         assert (done.sample_count, done.discarded_count) == (24, 0)
         assert done.mean == pytest.approx(0.5)
         assert done.standard_error == pytest.approx(np.std([0, 1] * 12, ddof=1) / np.sqrt(24))
-        assert (await store.view()).leased == 0
-        assert await store.pinned_policy() is None
+        assert (await store.mesh.view()).leased == 0
+        assert await store.policies.pinned() is None
     assert trainer.batches == []
 
 
@@ -48,36 +48,36 @@ async def test_an_evaluation_waits_for_the_pin_of_a_person_and_takes_back_only_i
     cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan):
         await trainer.train(1)
-        await store.pin_policy(0)
-        await store.request_evaluation(EvalRequest(evaluation_id="v1", policy_version=1, prompt_count=2))
+        await store.policies.pin(0)
+        await store.evaluations.request(EvalRequest(evaluation_id="v1", policy_version=1, prompt_count=2))
 
         async def claimed():
-            return (await store.evaluations())[0].claimed
+            return (await store.evaluations.all())[0].claimed
 
         async def result():
             await cluster.register()
-            return (await store.evaluations())[0].result
+            return (await store.evaluations.all())[0].result
 
         await until(claimed)
-        assert await store.pinned_policy() == 0
-        await store.pin_policy(None)
+        assert await store.policies.pinned() == 0
+        await store.policies.pin(None)
         assert (await until(result)).sample_count == 2
-        assert await store.pinned_policy() is None
-        await store.pin_policy(1)
-        await store.request_evaluation(EvalRequest(evaluation_id="again", policy_version=1, prompt_count=2))
+        assert await store.policies.pinned() is None
+        await store.policies.pin(1)
+        await store.evaluations.request(EvalRequest(evaluation_id="again", policy_version=1, prompt_count=2))
         await until(lambda: evaluated(store, "again"))
-        assert await store.pinned_policy() == 1
+        assert await store.policies.pinned() == 1
 
 
 async def test_an_evaluation_of_a_version_that_does_not_exist_ends_without_scores(store):
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan) as replica:
-        await store.request_evaluation(EvalRequest(evaluation_id="v9", policy_version=9, prompt_count=2))
+        await store.evaluations.request(EvalRequest(evaluation_id="v9", policy_version=9, prompt_count=2))
         await until(lambda: evaluated(store, "v9"))
         await until(lambda: finished(replica, 1))
         assert replica.value("rollmesh_rollout_evaluations_given_up_total") == 1
-    assert (await store.evaluations())[0].result.sample_count == 0
+    assert (await store.evaluations.all())[0].result.sample_count == 0
 
 
 async def test_an_evaluation_that_nobody_can_serve_is_given_up_and_the_next_one_is_done(store):
@@ -86,17 +86,17 @@ async def test_an_evaluation_that_nobody_can_serve_is_given_up_and_the_next_one_
     async with running(store, cluster, ScriptedReward(), plan, unserved_seconds=0.3) as replica:
         await trainer.train(1)
         for version in (0, 1):
-            await store.request_evaluation(
+            await store.evaluations.request(
                 EvalRequest(evaluation_id=f"v{version}", policy_version=version, prompt_count=2)
             )
 
         async def results():
             await cluster.register()
-            found = [r.result for r in await store.evaluations()]
+            found = [r.result for r in await store.evaluations.all()]
             return found if all(found) else None
 
         given_up, done = await until(results)
         assert (given_up.sample_count, done.sample_count) == (0, 2)
-        assert await store.pinned_policy() is None
+        assert await store.policies.pinned() is None
         await until(lambda: finished(replica, 2))
         assert replica.value("rollmesh_rollout_evaluations_given_up_total") == 1

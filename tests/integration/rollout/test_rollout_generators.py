@@ -87,7 +87,7 @@ async def test_a_trajectory_that_breaks_every_generator_ends_as_a_dead_letter(st
     cluster, trainer = await start(store, plan, PoisonedGenerator("a"), PoisonedGenerator("b"), max_attempts=2)
     async with running(store, cluster, ScriptedReward(), plan):
         check_batch(await trainer.train(1), plan)
-    letters = await store.dead_letters()
+    letters = await store.dead_letters.newest()
     assert [(letter.trajectory_id, letter.attempts) for letter in letters] == [("e0-0.0", 2)]
 
 
@@ -125,14 +125,14 @@ async def test_a_generator_that_ignores_the_interrupt_is_cut_off_and_the_pause_h
     cluster, trainer = await start(store, plan, stuck)
     async with running(store, cluster, ScriptedReward(), plan, grace=0.5) as run:
         await until(lambda: len(stuck.running) == plan.pool_size)
-        await store.set_user_paused(True)
+        await store.settings.set_user_paused(True)
 
         async def at_rest():
             await cluster.register()
-            return (await store.view()).leased == 0
+            return (await store.mesh.view()).leased == 0
 
         await until(at_rest)
         assert run.value("rollmesh_rollout_calls_ended_total", reason="cut_off") == plan.pool_size
         stuck.hang = False
-        await store.set_user_paused(False)
+        await store.settings.set_user_paused(False)
         check_batch(await trainer.train(1), plan)

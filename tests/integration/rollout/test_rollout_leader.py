@@ -36,14 +36,14 @@ async def leading(
     health: Health | None = None,
 ) -> AsyncIterator[ScriptedTrainer]:
     """One leader without workers, and the trainer of its run."""
-    await store.init_run(limits(plan))
+    await store.limits.init_run(limits(plan))
     trainer = ScriptedTrainer(store, ScriptedCluster(store, [ScriptedGenerator("a")]))
     await trainer.start()
     leader = MeshLeader(
         store,
         plan,
         open_prompts,
-        PeriodicEvaluations(store, evaluation or EvalConfig(), keep_last=6),
+        PeriodicEvaluations(store.evaluations, evaluation or EvalConfig(), keep_last=6),
         candidate="only",
         renew_seconds=0.5,
         metrics=RolloutMetrics(Metrics("rollout")),
@@ -63,7 +63,7 @@ async def test_a_desired_state_that_redis_has_forgotten_is_written_again(store) 
     plan = schedule("copris")
 
     async def working() -> bool:
-        desired = await store.desired()
+        desired = await store.leadership.desired()
         return desired.pool_size == plan.pool_size and not desired.paused
 
     async with leading(store, plan):
@@ -80,7 +80,7 @@ async def test_a_desired_state_that_someone_else_changed_is_written_again(store)
     plan = schedule("copris")
 
     async def working() -> bool:
-        desired = await store.desired()
+        desired = await store.leadership.desired()
         return desired.pool_size == plan.pool_size and not desired.paused
 
     async with leading(store, plan):
@@ -94,7 +94,7 @@ async def test_a_failure_that_redis_has_forgotten_is_reported_again(store) -> No
     keys, command = store.connection.keys, store.connection.command
 
     async def failed() -> bool:
-        return "groups in a row" in await store.failure()
+        return "groups in a row" in await store.leadership.failure()
 
     async with leading(store, plan):
         await command("HSET", keys.single("meta"), "filtered_in_a_row", 1)
@@ -107,13 +107,13 @@ async def test_the_leader_looks_at_most_ten_times_a_second_and_reads_groups_only
     store, monkeypatch
 ) -> None:
     looks: list[tuple[float, bool]] = []
-    view = store.view
+    view = store.mesh.view
 
     async def counted(**options: bool) -> MeshView:
         looks.append((time.monotonic(), options.get("groups", True)))
         return await view(**options)
 
-    monkeypatch.setattr(store, "view", counted)
+    monkeypatch.setattr(store.mesh, "view", counted)
     keys, command = store.connection.keys, store.connection.command
     async with leading(store, schedule("copris")):
         for number in range(15):  # something changes between any two looks
@@ -126,7 +126,7 @@ async def test_the_leader_looks_at_most_ten_times_a_second_and_reads_groups_only
 
 async def test_an_evaluation_that_redis_has_forgotten_is_asked_for_again(store) -> None:
     async def asked() -> bool:
-        return [r.request.evaluation_id for r in await store.evaluations()] == ["version-1"]
+        return [r.request.evaluation_id for r in await store.evaluations.all()] == ["version-1"]
 
     async with leading(store, schedule("copris"), EvalConfig(every_versions=1)) as trainer:
         await trainer.announce(1)
@@ -148,7 +148,7 @@ async def test_the_process_stays_awake_while_its_prompts_are_opened(store) -> No
         return ScriptedPrompts()
 
     async def admitted() -> bool:
-        return (await store.view()).open_groups > 0
+        return (await store.mesh.view()).open_groups > 0
 
     async with leading(store, schedule("copris"), open_prompts=open_prompts):
         await until(opening.is_set)
@@ -166,10 +166,10 @@ async def test_data_that_shrank_below_the_cursor_ends_the_run_with_an_error_that
             return super().prompt(epoch, index)
 
     plan = schedule("copris")
-    await store.init_run(limits(plan))
+    await store.limits.init_run(limits(plan))
     await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 9)
     async with leading(store, plan, open_prompts=lambda _: Shrunken()):
-        failure = await until(store.failure)
+        failure = await until(store.leadership.failure)
     assert failure == (
         "prompt (epoch 0, index 9): data.source has 5 training prompts, but this run has admitted more of the epoch: "
         "the data has shrunk since; restore it and restart the run, or start another run"
@@ -186,7 +186,7 @@ async def test_opening_a_large_table_neither_stops_the_health_beat_nor_holds_the
         return ScriptedPrompts()
 
     async def admitted() -> bool:
-        return (await store.view()).open_groups > 0
+        return (await store.mesh.view()).open_groups > 0
 
     async with leading(store, schedule("copris"), open_prompts=open_prompts, health=health):
         try:
@@ -195,9 +195,9 @@ async def test_opening_a_large_table_neither_stops_the_health_beat_nor_holds_the
                 now += 1000.0
                 assert "leader" in health.stalled(), "no beat since the clock has moved"
                 await until(lambda: not health.stalled())
-            other = await store.acquire_leadership("another replica")
+            other = await store.leadership.acquire("another replica")
             assert other is not None
-            await store.resign(other)
+            await store.leadership.resign(other)
         finally:
             opened.set()
         await until(admitted)
@@ -232,28 +232,28 @@ async def test_a_cut_that_waits_long_for_the_same_thing_says_so(store, monkeypat
 async def test_a_replay_that_waits_for_room_comes_before_new_prompts(store) -> None:
     async with leading(store, schedule("sync")) as trainer:
         del trainer
-        session = await store.open_session("worker")
+        session = await store.sessions.open("worker")
 
         async def fail_one() -> bool:
             """Fail what the first group has; its members are replaced a few times, then it is dropped."""
-            leased = [item.trajectory for item in await store.lease(session, 64)]
+            leased = [item.trajectory for item in await store.trajectories.lease(session, 64)]
             ids = [t.trajectory_id for t in leased if t.group_id == "e0-0"]
-            await store.fail(session, [(i, "broke") for i in ids])
+            await store.trajectories.fail(session, [(i, "broke") for i in ids])
             return bool(ids)
 
         await until(fail_one)
-        assert sorted(await store.live_groups()) == ["e0-0", "e0-1"], "as many as the bound allows"
-        group_id = await store.replay_dead_letter("e0-0.0")
-        assert (await store.view()).open_groups == 2
+        assert sorted(await store.mesh.live_groups()) == ["e0-0", "e0-1"], "as many as the bound allows"
+        group_id = await store.dead_letters.replay("e0-0.0")
+        assert (await store.mesh.view()).open_groups == 2
 
         async def dropped() -> bool:
             await fail_one()
-            return "e0-0" not in await store.live_groups()
+            return "e0-0" not in await store.mesh.live_groups()
 
         await until(dropped)
 
         async def opened() -> bool:
-            return (await store.view()).open_groups == 2
+            return (await store.mesh.view()).open_groups == 2
 
         await until(opened)
-        assert sorted(await store.live_groups()) == sorted(["e0-1", group_id])
+        assert sorted(await store.mesh.live_groups()) == sorted(["e0-1", group_id])

@@ -23,17 +23,17 @@ class FollowingTrainer(ScriptedTrainer):
     """(oldest, newest) version served, whenever they differed while a pin was set."""
 
     async def announce(self, step: int) -> None:
-        await self.store.announce_policy(self.session, record_of(step))
+        await self.store.policies.announce(self.session, record_of(step))
         await self.follow()
 
     async def follow(self) -> None:
         for name, generator in self.cluster.generators.items():
-            policy = await self.store.effective_policy(name)
+            policy = await self.store.policies.effective(name)
             if policy is not None and policy.policy_version != generator.version:
                 generator.load(policy.policy_version)
         await self.cluster.register()
         served = [generator.version for generator in self.cluster.generators.values()]
-        if min(served) < max(served) and await self.store.pinned_policy() is not None:
+        if min(served) < max(served) and await self.store.policies.pinned() is not None:
             self.behind.append((min(served), max(served)))
 
     async def keep_following(self) -> None:
@@ -44,7 +44,7 @@ class FollowingTrainer(ScriptedTrainer):
 
 async def test_every_second_version_is_evaluated_while_training_goes_on(store) -> None:
     plan = schedule("copris", train_steps=6)
-    await store.init_run(limits(plan))
+    await store.limits.init_run(limits(plan))
     cluster = ScriptedCluster(store, [ScriptedGenerator(n, seconds_per_token=0.01, slots=16) for n in ("a", "b")])
     trainer = FollowingTrainer(store, cluster)
     await trainer.start()
@@ -55,7 +55,7 @@ async def test_every_second_version_is_evaluated_while_training_goes_on(store) -
             await trainer.train(step)
 
         async def results():
-            records = await store.evaluations()
+            records = await store.evaluations.all()
             return records if len(records) == 3 and all(r.result for r in records) else None
 
         records = await until(results)
@@ -67,13 +67,13 @@ async def test_every_second_version_is_evaluated_while_training_goes_on(store) -
     assert [r.result.mean for r in records] == pytest.approx([0.5] * 3)
     # The versions under evaluation stayed served while a newer one was served beside them.
     assert {oldest for oldest, _ in trainer.behind} & {2, 4}
-    assert await store.pinned_policy() is None
+    assert await store.policies.pinned() is None
     assert tokens == sum(round(r.result.details["mean_length"] * 24) for r in records)
 
 
 async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_asked(store) -> None:
     plan = schedule("copris", train_steps=5)
-    await store.init_run(limits(plan))
+    await store.limits.init_run(limits(plan))
     cluster = ScriptedCluster(store, [ScriptedGenerator("a")])
     trainer = ScriptedTrainer(store, cluster)
     await trainer.start()
@@ -86,7 +86,7 @@ async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_aske
 
             async def results():
                 await cluster.register()
-                records = await store.evaluations()
+                records = await store.evaluations.all()
                 return records if records and all(r.claimed or r.result for r in records) else None
 
             records = await until(results)
@@ -97,7 +97,7 @@ async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_aske
 async def test_a_leader_whose_queue_was_lost_asks_for_no_version_that_may_be_pruned(store) -> None:
     config = EvalConfig(every_versions=3, prompt_count=2)
     # Version 3 is due; of versions 0 to 5 the two, or three, newest are kept.
-    await PeriodicEvaluations(store, config, keep_last=2).request_due(5)
-    assert await store.evaluations() == []
-    await PeriodicEvaluations(store, config, keep_last=3).request_due(5)
-    assert [r.request.policy_version for r in await store.evaluations()] == [3]
+    await PeriodicEvaluations(store.evaluations, config, keep_last=2).request_due(5)
+    assert await store.evaluations.all() == []
+    await PeriodicEvaluations(store.evaluations, config, keep_last=3).request_due(5)
+    assert [r.request.policy_version for r in await store.evaluations.all()] == [3]

@@ -23,10 +23,10 @@ async def test_batches_survive_a_killed_generator_and_a_killed_worker_token_for_
 
         async def next_batch_half_way():
             async def half_way():
-                view, counts = await run.store.view(), await run.store.counts()
+                view, counts = await run.store.mesh.view(), await run.store.mesh.counts()
                 return view.leased >= 2 and counts.totals["saved_tokens_total"] > saved + 24
 
-            saved = (await run.store.counts()).totals["saved_tokens_total"]
+            saved = (await run.store.mesh.counts()).totals["saved_tokens_total"]
             await run.until("rollouts half-way", half_way)
 
         async def kill_a_generator():
@@ -44,11 +44,11 @@ async def test_batches_survive_a_killed_generator_and_a_killed_worker_token_for_
         await run.train(4)
 
         async def ended():
-            view = await run.store.view()
+            view = await run.store.mesh.view()
             return view.is_complete and view.open_groups == view.ready_groups == view.leased == 0
 
         await run.until("the end of every group", ended)
-        counts = await run.store.counts()
+        counts = await run.store.mesh.counts()
         assert set(counts.drops) <= {"run_complete"}
         assert counts.dead_letters == 0
         groups = [group for batch in run.batches for group in batch.groups]
@@ -74,15 +74,15 @@ async def test_a_rollout_that_is_told_to_stop_leaves_nothing_leased_and_exits_wi
             run.start(service)
 
         async def at_work():
-            return (await run.store.counts()).totals.get("saved_tokens_total", 0) > 50
+            return (await run.store.mesh.counts()).totals.get("saved_tokens_total", 0) > 50
 
         await run.until("work", at_work)
         run.processes["rollout-0"].terminate()
         assert run.processes["rollout-0"].wait(timeout=120) == 0, run.logs()
-        view = await run.store.view()
+        view = await run.store.mesh.view()
         assert (view.leased, view.finished) == (0, 0)
         assert view.partial > 0
-        assert (await run.store.acquire_leadership("successor")) is not None
+        assert (await run.store.leadership.acquire("successor")) is not None
 
 
 async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout(tmp_path, server):
@@ -101,10 +101,10 @@ async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout
             run.start(service)
 
         async def saved_tokens():
-            return (await run.store.counts()).totals.get("saved_tokens_total", 0)
+            return (await run.store.mesh.counts()).totals.get("saved_tokens_total", 0)
 
         async def half_way():
-            return (await run.store.view()).leased >= 12 and await saved_tokens() > 12 * 24
+            return (await run.store.mesh.view()).leased >= 12 and await saved_tokens() > 12 * 24
 
         async def generator():
             admin = read_endpoints(run.folder, "generator")[0].admin
@@ -118,7 +118,7 @@ async def test_a_killed_worker_loses_at_most_partial_save_tokens_of_each_rollout
         run.processes["rollout-0"].send_signal(signal.SIGSTOP)
         await run.until("the end of the calls", at_rest)
         run.kill("rollout-0")
-        held = (await run.store.view()).leased
+        held = (await run.store.mesh.view()).leased
         regenerated = (await generator())[GENERATED_TOKENS] - await saved_tokens()
         assert held >= 8
         assert 0 < regenerated <= partial_save_tokens * held
@@ -131,8 +131,8 @@ async def test_the_leader_counts_the_first_rollouts_with_the_length_that_the_run
         run.start("rollout")
 
         async def admitted():
-            return (await run.store.counts()).totals.get("admitted_total", 0) > 0
+            return (await run.store.mesh.counts()).totals.get("admitted_total", 0) > 0
 
         await run.until("the first admission", admitted)
-        view = await run.store.view()
+        view = await run.store.mesh.view()
         assert (view.open_groups, view.pending + view.leased) == (2, 8), "the pool has room for more"

@@ -18,7 +18,7 @@ class BadPrompts(ScriptedPrompts):
 
 
 async def paused(store):
-    return (await store.desired()).paused
+    return (await store.leadership.desired()).paused
 
 
 async def test_outcomes_without_a_value_follow_the_policy_of_the_run(store):
@@ -68,7 +68,7 @@ async def test_an_answer_without_a_value_becomes_a_dead_letter_with_its_tokens_w
         batch = await trainer.train(1)
     for group in batch.groups:
         assert sorted(t.member_index for t in group.trajectories) == [1, 2, 3, 4]
-    letters = [await store.dead_letter(letter.trajectory_id) for letter in await store.dead_letters()]
+    letters = [await store.dead_letters.get(letter.trajectory_id) for letter in await store.dead_letters.newest()]
     assert sorted(letter.trajectory_id for letter in letters) == ["e0-0.0", "e0-1.0"]
     for letter in letters:
         assert letter.reason == "timed_out: 10 s"
@@ -101,8 +101,8 @@ async def test_a_bad_row_fails_the_run_with_its_place_and_stops_the_mesh(store):
     plan = schedule("copris", train_steps=3)
     cluster, _ = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan, prompts=BadPrompts()):
-        failure = await until(store.failure)
+        failure = await until(store.leadership.failure)
         assert "index 3" in failure
         assert "line 4: no field 'prompt'" in failure
         await until(lambda: paused(store))
-    assert await store.failure() == ""
+    assert await store.leadership.failure() == ""

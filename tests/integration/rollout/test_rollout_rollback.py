@@ -18,7 +18,7 @@ class BranchingTrainer(ScriptedTrainer):
 
     async def announce(self, step):
         version = step + self.rollbacks
-        await self.store.announce_policy(self.session, replace(record_of(step), policy_version=version))
+        await self.store.policies.announce(self.session, replace(record_of(step), policy_version=version))
         for generator in self.cluster.generators.values():
             if generator.name not in self.lagging:
                 generator.load(version)
@@ -27,13 +27,13 @@ class BranchingTrainer(ScriptedTrainer):
     async def roll_back(self, step):
         self.rollbacks += 1
         await self.announce(step)
-        await self.store.rollback(self.session)
+        await self.store.training.roll_back(self.session)
 
 
 async def test_a_generator_that_lags_behind_a_rollback_starts_nothing(store):
     plan = schedule("copris", train_steps=4)
     assert plan.max_staleness >= 4, "by its staleness alone the abandoned version could still be trained on"
-    await store.init_run(limits(plan))
+    await store.limits.init_run(limits(plan))
     cluster = ScriptedCluster(
         store, [ScriptedGenerator("follows", seconds_per_token=0.002), ScriptedGenerator("lags", seconds_per_token=0)]
     )
@@ -57,8 +57,8 @@ async def test_a_generator_that_lags_behind_a_rollback_starts_nothing(store):
             assert min(written_by) >= 3
         assert cluster.generators["lags"].calls - calls <= plan.pool_size
         await until(lambda: _finished(store))
-    assert (await store.counts()).drops["rolled_back"] > 0
+    assert (await store.mesh.counts()).drops["rolled_back"] > 0
 
 
 async def _finished(store):
-    return (await store.view()).is_complete
+    return (await store.mesh.view()).is_complete

@@ -18,7 +18,7 @@ from .waiting import until
 
 async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_leased_again(store, monkeypatch):
     """Or its group would never be complete: the session that holds it lives on and has forgotten it."""
-    append, refused = store.append, []
+    append, refused = store.trajectories.append, []
 
     async def refuse_once(session, items):
         results = await append(session, items)
@@ -27,7 +27,7 @@ async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_
             return [replace(results[0], status=WriteStatus.REFUSED, saved_token_count=1 << 20), *results[1:]]
         return results
 
-    monkeypatch.setattr(store, "append", refuse_once)
+    monkeypatch.setattr(store.trajectories, "append", refuse_once)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
     async with running(store, cluster, ScriptedReward(), plan) as run:
@@ -38,7 +38,7 @@ async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_
 
 async def test_a_lease_that_no_task_works_on_is_noticed_and_leased_again(store, monkeypatch):
     """The queue counts it as held by a session that lives: nobody else would ever take it."""
-    lease, forgotten = store.lease, []
+    lease, forgotten = store.trajectories.lease, []
 
     async def lease_and_forget_one(*arguments):
         leased = await lease(*arguments)
@@ -46,17 +46,17 @@ async def test_a_lease_that_no_task_works_on_is_noticed_and_leased_again(store, 
             forgotten.append(leased.pop().trajectory.trajectory_id)
         return leased
 
-    monkeypatch.setattr(store, "lease", lease_and_forget_one)
+    monkeypatch.setattr(store.trajectories, "lease", lease_and_forget_one)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan, heartbeat=0.1):
         check_batch(await trainer.train(1), plan)
     assert forgotten[0] in {t.trajectory_id for g in trainer.batches[0].groups for t in g.trajectories}
-    assert (await store.counts()).totals["released_by_recovery_total"] == 1
+    assert (await store.mesh.counts()).totals["released_by_recovery_total"] == 1
 
 
 async def test_a_busy_worker_that_has_forgotten_nothing_never_registers_again(store, monkeypatch):
-    reregister, held_by, stated, compared = store.reregister, store.held_by, [], []
+    reregister, held_by, stated, compared = store.sessions.reregister, store.sessions.held_by, [], []
 
     async def noted(session, held, worker=""):
         stated.append(len(held))
@@ -66,8 +66,8 @@ async def test_a_busy_worker_that_has_forgotten_nothing_never_registers_again(st
         compared.append(session)
         return await held_by(session)
 
-    monkeypatch.setattr(store, "reregister", noted)
-    monkeypatch.setattr(store, "held_by", looked)
+    monkeypatch.setattr(store.sessions, "reregister", noted)
+    monkeypatch.setattr(store.sessions, "held_by", looked)
     plan = schedule("copris", train_steps=6)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.001))
     async with running(store, cluster, ScriptedReward(), plan, heartbeat=0.05):
@@ -79,7 +79,7 @@ async def test_a_busy_worker_that_has_forgotten_nothing_never_registers_again(st
 
 async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_not_forgotten(store, monkeypatch):
     """It comes back as the same server, so nobody registers anything again."""
-    lease, desired, away = store.lease, store.desired, []
+    lease, desired, away = store.trajectories.lease, store.leadership.desired, []
 
     async def lease_and_lose_redis(*arguments):
         leased = await lease(*arguments)
@@ -93,8 +93,8 @@ async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_no
             raise StoreUnavailable("gone for a moment")
         return await desired()
 
-    monkeypatch.setattr(store, "lease", lease_and_lose_redis)
-    monkeypatch.setattr(store, "desired", desired_once_it_is_back)
+    monkeypatch.setattr(store.trajectories, "lease", lease_and_lose_redis)
+    monkeypatch.setattr(store.leadership, "desired", desired_once_it_is_back)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan):
@@ -116,7 +116,7 @@ async def test_tokens_are_never_joined_to_tokens_that_somebody_else_has_saved(st
             temperature=0.5,
         )
         item = Append(trajectory_id=longest, token_offset=0, segments=[other])
-        assert (await store.append(run.session.current, [item]))[0].status is WriteStatus.SAVED
+        assert (await store.trajectories.append(run.session.current, [item]))[0].status is WriteStatus.SAVED
         batch = await trainer.train(1)
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 1
     check_batch(batch, plan)
@@ -129,14 +129,14 @@ async def test_a_worker_that_stalls_past_its_ttl_does_not_join_its_tokens_to_tho
     store, server, monkeypatch
 ):
     """A saves and stalls; B leases, begins again, saves fewer tokens and releases; then A wakes."""
-    awake, open_session = asyncio.Event(), store.open_session
+    awake, open_session = asyncio.Event(), store.sessions.open
     awake.set()
 
     async def open_once_awake(worker):
         await awake.wait()
         return await open_session(worker)
 
-    monkeypatch.setattr(store, "open_session", open_once_awake)
+    monkeypatch.setattr(store.sessions, "open", open_once_awake)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
     run_name = store.connection.keys.run
@@ -151,19 +151,19 @@ async def test_a_worker_that_stalls_past_its_ttl_does_not_join_its_tokens_to_tho
             )
         )
         awake.clear()
-        await b.close_session(session.current)
-        other = await b.open_session("B")
-        await b.lease(other, 64)
-        assert (await b.restart(other, [longest])) is not None
+        await b.sessions.close(session.current)
+        other = await b.sessions.open("B")
+        await b.trajectories.lease(other, 64)
+        assert (await b.trajectories.restart(other, [longest])) is not None
         theirs = Segment(
             token_ids=np.array([1, 2, 3], np.int32),
             behavior_logprobs=np.array([-9.0, -9.0, -9.0], np.float32),
             policy_version=0,
             kv_min_version=0,
         )
-        (result,) = await b.append(other, [append_after_restart(longest, theirs)])
+        (result,) = await b.trajectories.append(other, [append_after_restart(longest, theirs)])
         assert result.status is WriteStatus.SAVED
-        await b.close_session(other)
+        await b.sessions.close(other)
         awake.set()
         batch = await trainer.train(1)
         assert run.value("rollmesh_rollout_trajectories_dropped_total", reason="taken_back") == 1
@@ -183,7 +183,7 @@ async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
         await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 40)
         first = run.session.current
-        await store.close_session(first)
+        await store.sessions.close(first)
         check_batch(await trainer.train(1), plan)
         assert run.session.current != first
         assert run.value("rollmesh_rollout_sessions_lost_total") == 1
@@ -193,16 +193,16 @@ async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_
 
 async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost_the_new_one(store, monkeypatch):
     """Or everything held would wait for the end of a session that nobody renews."""
-    lease, refused = store.lease, []
+    lease, refused = store.trajectories.lease, []
 
     async def refused_late(session, *arguments):
         if not refused and run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24:
             refused.append(session)
-            await store.close_session(session)
+            await store.sessions.close(session)
             await until(lambda: run.session.current != session)
         return await lease(session, *arguments)
 
-    monkeypatch.setattr(store, "lease", refused_late)
+    monkeypatch.setattr(store.trajectories, "lease", refused_late)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
@@ -216,19 +216,19 @@ async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost
 
 async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, monkeypatch):
     """The new session may lease only once it has taken along what is running here."""
-    reregister, slowly = store.reregister, []
+    reregister, slowly = store.sessions.reregister, []
 
     async def reregister_slowly(session, held, worker=""):
         slowly.append(len(held))
         await asyncio.sleep(0.8)
         return await reregister(session, held, worker)
 
-    monkeypatch.setattr(store, "reregister", reregister_slowly)
+    monkeypatch.setattr(store.sessions, "reregister", reregister_slowly)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
         await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 24)
-        await store.close_session(run.session.current)
+        await store.sessions.close(run.session.current)
         check_batch(await trainer.train(1), plan)
         assert run.value("rollmesh_rollout_leases_total") == plan.pool_size
         tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
@@ -237,10 +237,10 @@ async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, 
 
 
 async def test_saves_go_on_while_everything_is_registered_with_a_server_that_came_back(store, monkeypatch):
-    reregister, saves = store.reregister, []
+    reregister, saves = store.sessions.reregister, []
 
     async def saved():
-        return (await store.counts()).totals["saved_tokens_total"]
+        return (await store.mesh.counts()).totals["saved_tokens_total"]
 
     def more_than(before):
         async def count():
@@ -255,7 +255,7 @@ async def test_saves_go_on_while_everything_is_registered_with_a_server_that_cam
         saves.append(await until(more_than(before)) - before)
         return answers
 
-    monkeypatch.setattr(store, "reregister", answer_late)
+    monkeypatch.setattr(store.sessions, "reregister", answer_late)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
@@ -270,7 +270,7 @@ async def test_saves_go_on_while_everything_is_registered_with_a_server_that_cam
 
 async def test_a_lease_whose_answer_comes_after_everything_was_registered_again_costs_no_tokens(store, monkeypatch):
     """The registration did not name its trajectories, so the queue has taken them back: they are leased again."""
-    lease, late = store.lease, []
+    lease, late = store.trajectories.lease, []
 
     async def lease_late(session, *arguments):
         leased = await lease(session, *arguments)
@@ -279,7 +279,7 @@ async def test_a_lease_whose_answer_comes_after_everything_was_registered_again_
             await run.session.recover(session, "another server")
         return leased
 
-    monkeypatch.setattr(store, "lease", lease_late)
+    monkeypatch.setattr(store.trajectories, "lease", lease_late)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.01))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:

@@ -35,4 +35,4 @@ async def test_one_stuck_trajectory_halts_no_batch_for_longer_than_the_straggler
         for step in (1, 2):
             check_batch(await trainer.train(step), plan)
     assert "e0-0" not in all_groups(trainer)
-    assert (await store.counts()).drops["straggler_timeout"] == 1
+    assert (await store.mesh.counts()).drops["straggler_timeout"] == 1

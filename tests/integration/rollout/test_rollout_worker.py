@@ -13,12 +13,12 @@ from .waiting import until
 
 
 async def store_is_empty(store):
-    view = await store.view()
+    view = await store.mesh.view()
     return view.is_complete and view.open_groups == view.ready_groups == view.leased == 0
 
 
 async def paused(store):
-    return (await store.desired()).paused
+    return (await store.leadership.desired()).paused
 
 
 @pytest.mark.parametrize("preset", ["sync", "one_step_off", "copris", "copris_paper", "areal"])
@@ -34,7 +34,7 @@ async def test_every_preset_trains_its_steps_and_every_group_ends(store, preset)
         assert run.value("rollmesh_rollout_leader") == 1
     groups = all_groups(trainer)
     assert len(groups) == len(set(groups)) == 8
-    counts = await store.counts()
+    counts = await store.mesh.counts()
     assert set(counts.drops) <= {"run_complete"}
     assert counts.dead_letters == 0
 
@@ -44,17 +44,17 @@ async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
     async with running(store, cluster, ScriptedReward(), plan) as run:
         await until(lambda: run.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
-        await store.set_user_paused(True)
+        await store.settings.set_user_paused(True)
 
         async def at_rest():
             await cluster.register()
-            return (await store.view()).leased == 0
+            return (await store.mesh.view()).leased == 0
 
         await until(at_rest)
-        assert (await store.view()).partial > 0
+        assert (await store.mesh.view()).partial > 0
         # The queue has it a moment before the worker has counted it.
         await until(lambda: run.value("rollmesh_rollout_trajectories_parked_total", reason="paused") > 0)
-        await store.set_user_paused(False)
+        await store.settings.set_user_paused(False)
         check_batch(await trainer.train(1), plan)
         tokens = sum(len(t.response_ids) for g in trainer.batches[0].groups for t in g.trajectories)
         sampled = run.value("rollmesh_rollout_sampled_tokens_total", age="0")
@@ -62,19 +62,19 @@ async def test_a_pause_parks_everything_and_the_resumed_run_loses_no_token(store
 
 
 async def is_at_rest(store):
-    view = await store.view()
+    view = await store.mesh.view()
     return view.leased == 0 and view.pending > 0
 
 
 async def pause_for(worker, store):
     """Pause the run, and wait until the worker has parked what it knows of."""
-    await store.set_user_paused(True)
+    await store.settings.set_user_paused(True)
     await until(lambda: worker._desired.paused)
 
 
 async def test_trajectories_leased_just_before_a_pause_come_to_rest_too(store, monkeypatch):
     """They are the queue's answer to a lease that was under way when the worker parked all others."""
-    lease, leased_in_the_window = store.lease, []
+    lease, leased_in_the_window = store.trajectories.lease, []
 
     async def lease_then_pause(*arguments):
         leased = await lease(*arguments)
@@ -83,7 +83,7 @@ async def test_trajectories_leased_just_before_a_pause_come_to_rest_too(store, m
             await pause_for(run.replica._worker, store)
         return leased
 
-    monkeypatch.setattr(store, "lease", lease_then_pause)
+    monkeypatch.setattr(store.trajectories, "lease", lease_then_pause)
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a"))
     async with running(store, cluster, ScriptedReward(), plan) as run:
@@ -91,13 +91,13 @@ async def test_trajectories_leased_just_before_a_pause_come_to_rest_too(store, m
         await until(lambda: leased_in_the_window and (cluster.contexts or parked() == len(leased_in_the_window)))
         assert cluster.contexts == {}, "no generator was called in the pause"
         await until(lambda: is_at_rest(store))
-        await store.set_user_paused(False)
+        await store.settings.set_user_paused(False)
         check_batch(await trainer.train(1), plan)
 
 
 @pytest.mark.parametrize("stops", ["paused", "drained"])
 async def test_a_fork_opened_just_before_a_pause_or_a_drain_comes_to_rest_too(store, monkeypatch, stops):
-    fork, draining = store.fork, []
+    fork, draining = store.trajectories.fork, []
 
     async def fork_then_stop(*arguments):
         answer = await fork(*arguments)
@@ -108,7 +108,7 @@ async def test_a_fork_opened_just_before_a_pause_or_a_drain_comes_to_rest_too(st
             await until(run.replica._worker._draining.is_set)
         return answer
 
-    monkeypatch.setattr(store, "fork", fork_then_stop)
+    monkeypatch.setattr(store.trajectories, "fork", fork_then_stop)
     plan = schedule("sync", train_steps=1)
     cluster, _ = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.05))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4, concurrency=4) as run:
@@ -128,7 +128,7 @@ async def test_a_drained_worker_leaves_partials_that_another_one_finishes(store)
     async with running(store, cluster, ScriptedReward(), plan) as first:
         await until(lambda: first.value("rollmesh_rollout_sampled_tokens_total", age="0") >= 20)
         await first.stop()
-        view = await store.view()
+        view = await store.mesh.view()
         assert view.leased == 0
         assert view.partial > 0
         async with running(store, cluster, ScriptedReward(), plan, index=1) as second:
@@ -147,7 +147,7 @@ async def test_two_replicas_share_the_pool_and_one_leads(store):
     ):
         for step in range(1, 4):
             check_batch(await trainer.train(step), plan)
-            assert (await store.view()).leased <= plan.pool_size
+            assert (await store.mesh.view()).leased <= plan.pool_size
         assert one.value("rollmesh_rollout_leader") + two.value("rollmesh_rollout_leader") == 1
         assert one.value("rollmesh_rollout_leases_total") > 0
         assert two.value("rollmesh_rollout_leases_total") > 0
@@ -168,7 +168,7 @@ async def test_the_lead_passes_on_when_the_leader_resigns(store):
 async def test_a_worker_does_not_walk_over_everything_it_holds_at_every_look(store, monkeypatch):
     plan = schedule("sync", train_steps=1, groups_per_batch=16)
     cluster, _ = await start(store, plan, ScriptedGenerator("a", slots=64, hang=True))
-    walked, looks, finished, desired = 0, 0, ActiveTrajectory.finished, store.desired
+    walked, looks, finished, desired = 0, 0, ActiveTrajectory.finished, store.leadership.desired
 
     def counted(held):
         nonlocal walked
@@ -181,13 +181,13 @@ async def test_a_worker_does_not_walk_over_everything_it_holds_at_every_look(sto
         return await desired()
 
     async def everything_is_leased():
-        return (await store.view()).leased == plan.pool_size
+        return (await store.mesh.view()).leased == plan.pool_size
 
     async with running(store, cluster, ScriptedReward(), plan) as run:
         await until(everything_is_leased)
         await until(lambda: run.value("rollmesh_rollout_in_flight_trajectories") == plan.pool_size)
         monkeypatch.setattr(ActiveTrajectory, "finished", property(counted))
-        monkeypatch.setattr(store, "desired", looked)
+        monkeypatch.setattr(store.leadership, "desired", looked)
         await until(lambda: looks >= 8)
         assert walked < plan.pool_size
         monkeypatch.undo()

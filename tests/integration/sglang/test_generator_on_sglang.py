@@ -61,7 +61,7 @@ async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_
     await run.publish(3, canary_error=0.5)
 
     async def out() -> bool:
-        return any("canary" in g.reason and not g.serving for g in await run.store.generators())
+        return any("canary" in g.reason and not g.serving for g in await run.store.generators.live())
 
     await run.until("the generator to leave the rotation", out)
     for call, stream in zip(calls, streams, strict=True):
@@ -77,7 +77,7 @@ async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_
     await fresh.end()
     assert fresh.versions == {4}
     await generator.stop()
-    assert await run.store.generators() == []
+    assert await run.store.generators.live() == []
 
 
 @pytest.mark.parametrize("which", ["stand_in"])
@@ -116,7 +116,7 @@ async def test_sigterm_ends_streams_as_interrupted_and_the_server_with_the_gener
         assert await stream.end() is FinishReason.INTERRUPTED
         check_pure(kit, run, call, stream)
     assert await asyncio.to_thread(process.wait, 120) == 0
-    assert await run.store.generators() == []
+    assert await run.store.generators.live() == []
 
 
 async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_again(make_run, kit, stand_in):
@@ -130,10 +130,10 @@ async def test_a_generator_whose_server_has_died_comes_back_when_it_is_started_a
     second = run.start_process(0)
 
     async def back() -> bool:
-        return any(g.serving and g.instance_id != record.instance_id for g in await run.store.generators())
+        return any(g.serving and g.instance_id != record.instance_id for g in await run.store.generators.live())
 
     await run.until("a generator again", back, 300.0)
-    (again,) = [g for g in await run.store.generators() if g.instance_id != record.instance_id]
+    (again,) = [g for g in await run.store.generators.live() if g.instance_id != record.instance_id]
     context = np.concatenate((kit.prompt_ids(0), stream.tokens))
     rest_call = kit.make_call("t", context, prompt_token_count=12, max_new_token_count=200 - len(stream.tokens))
     rest = run.stream(again, rest_call)

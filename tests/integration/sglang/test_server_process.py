@@ -171,7 +171,7 @@ async def test_a_server_killed_among_32_calls_ends_them_after_what_they_have_and
     assert await asyncio.to_thread(process.wait, 120) == 1
 
     async def left() -> bool:
-        return not await run.store.generators()
+        return not await run.store.generators.live()
 
     await run.until("the generator to leave the registry", left)
     log = (run.folder / "generator-0.log").read_text()

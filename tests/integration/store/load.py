@@ -106,17 +106,17 @@ class Worker:
                 await asyncio.sleep(0.01)
 
     async def start(self) -> None:
-        self.session = await self.store.open_session("worker")
-        self.run_id = await self.store.heartbeat(self.session)
+        self.session = await self.store.sessions.open("worker")
+        self.run_id = await self.store.sessions.heartbeat(self.session)
 
     async def step(self) -> None:
-        run_id = await self.store.heartbeat(self.session)
+        run_id = await self.store.sessions.heartbeat(self.session)
         if run_id != self.run_id:
             await self.register()
             self.run_id = run_id
-        for leased in await self.store.lease_scoring(self.session, 2):
+        for leased in await self.store.trajectories.lease_scoring(self.session, 2):
             self.waiting.append(leased.trajectory.trajectory_id)
-        for leased in await self.store.lease(self.session, self.rng.randint(1, 4)):
+        for leased in await self.store.trajectories.lease(self.session, self.rng.randint(1, 4)):
             trajectory = leased.trajectory
             done = trajectory.response_token_count
             self.held[trajectory.trajectory_id] = Rollout(
@@ -129,7 +129,7 @@ class Worker:
             )
             if done and self.begins_again:
                 await self.restart(self.held[trajectory.trajectory_id])
-        newest = await self.store.latest_policy()
+        newest = await self.store.policies.latest()
         for rollout in list(self.held.values()):
             await self.advance(rollout, newest.policy_version if newest else 0)
         for trajectory_id in self.waiting:
@@ -148,7 +148,7 @@ class Worker:
             return
         if self.rng.random() < RELEASES:
             del self.held[rollout.trajectory_id]
-            await self.store.release(self.session, [rollout.trajectory_id], "drained")
+            await self.store.trajectories.release(self.session, [rollout.trajectory_id], "drained")
             return
         if rollout.tokens < rollout.target:
             rollout.segments.append(segment(self.rng.randint(1, 4), version, rollout.next_id))
@@ -162,10 +162,10 @@ class Worker:
                 break
             rollout.saved = min(result.saved_token_count, rollout.tokens)
         self.held.pop(rollout.trajectory_id, None)
-        await self.store.release(self.session, [rollout.trajectory_id], "failed")
+        await self.store.trajectories.release(self.session, [rollout.trajectory_id], "failed")
 
     async def restart(self, rollout: Rollout) -> None:
-        (incarnation,) = await self.store.restart(self.session, [rollout.trajectory_id])
+        (incarnation,) = await self.store.trajectories.restart(self.session, [rollout.trajectory_id])
         if incarnation is None:
             del self.held[rollout.trajectory_id]
             return
@@ -181,16 +181,20 @@ class Worker:
             "digest": digest_of(rollout.segments, rollout.saved),
         }
         if last:
-            return (await self.store.finish(self.session, [Finish(**words, finish_reason=FinishReason.STOP)]))[0]
-        return (await self.store.append(self.session, [Append(**words)]))[0]
+            return (
+                await self.store.trajectories.finish(self.session, [Finish(**words, finish_reason=FinishReason.STOP)])
+            )[0]
+        return (await self.store.trajectories.append(self.session, [Append(**words)]))[0]
 
     async def score(self, trajectory_id: str) -> None:
         value = self.rng.choice([0.0, 0.0, 1.0, 1.0, 0.5])
         outcome = UNSCORABLE if self.rng.random() < 0.05 else scored(value)
-        await self.store.score(self.session, [Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)])
+        await self.store.trajectories.score(
+            self.session, [Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value)]
+        )
 
     async def register(self) -> None:
-        answers = await self.store.reregister(self.session, [r.stated() for r in self.held.values()])
+        answers = await self.store.sessions.reregister(self.session, [r.stated() for r in self.held.values()])
         for answer in answers:
             if answer.kept:
                 self.held[answer.trajectory_id].saved = min(
@@ -212,10 +216,10 @@ async def lead(store: TrajectoryStore, ttl: float) -> None:
     while True:
         await asyncio.sleep(0.003)
         try:
-            if token is None or not await store.renew_leadership(token):
-                token = await store.acquire_leadership("leader")
+            if token is None or not await store.leadership.renew(token):
+                token = await store.leadership.acquire("leader")
                 continue
-            await store.set_desired(token, Desired(pool_size=POOL))
+            await store.leadership.set_desired(token, Desired(pool_size=POOL))
             await look(store, token)
         except (Conflict, StoreUnavailable):
             continue
@@ -224,15 +228,15 @@ async def lead(store: TrajectoryStore, ttl: float) -> None:
 
 
 async def look(store: TrajectoryStore, token: str) -> None:
-    await store.reap(token)
-    view = await store.view()
+    await store.leadership.reap(token)
+    view = await store.mesh.view()
     if view.recovering:
         return
     room = (STALENESS + 1) * BATCH - view.admitted_unconsumed
     if room > 0:
-        at = await store.cursor()
+        at = await store.leadership.cursor()
         groups = [group(at.index + i, GROUP_SIZE) for i in range(room)]
-        await store.admit(token, groups, at, Cursor(index=at.index + room))
+        await store.leadership.admit(token, groups, at, Cursor(index=at.index + room))
     step = view.cut_step + 1
     oldest = step - 1 - STALENESS
     stale = [
@@ -241,10 +245,10 @@ async def look(store: TrajectoryStore, token: str) -> None:
         if g.min_train_step is not None and g.min_train_step < oldest
     ]
     if stale:
-        await store.evict(token, stale, "stale")
+        await store.leadership.evict(token, stale, "stale")
     fresh = [g.group_id for g in view.ready if g.group_id not in stale]
     if view.cut_step == view.trained_step and len(fresh) >= BATCH:
-        await store.cut(token, step, fresh[:BATCH])
+        await store.leadership.cut(token, step, fresh[:BATCH])
 
 
 @dataclass
@@ -261,7 +265,7 @@ class Trainer:
     trained: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def run(self) -> None:
-        self.token = await self.store.open_trainer_session("trainer")
+        self.token = await self.store.training.open_session("trainer")
         await self.reassert()
         while True:
             try:
@@ -269,39 +273,39 @@ class Trainer:
             except StoreUnavailable:
                 continue
             except (Conflict, SessionLost):
-                if await self.store.server_run_id() == self.run_id:
+                if await self.store.recovery.server_run_id() == self.run_id:
                     raise
                 await self.reassert()
 
     async def reassert(self) -> None:
-        run_id = await self.store.server_run_id()
+        run_id = await self.store.recovery.server_run_id()
         batches = [(s, [g.group_id for g in b.groups]) for s, b in sorted(self.files.items())]
         trained = max(self.step, max(self.files, default=1) - 1)
-        await self.store.reassert_training(self.token, self.committed, trained, batches, self.policies, Cursor(index=0))
+        await self.store.training.reassert(self.token, self.committed, trained, batches, self.policies, Cursor(index=0))
         self.run_id = run_id
         if not self.policies:
             self.policies.append(policy(0))
-            await self.store.announce_policy(self.token, policy(0))
+            await self.store.policies.announce(self.token, policy(0))
 
     async def train_one(self) -> None:
         step = self.step + 1
         if step not in self.files:
-            batch = await self.store.claim(self.token, step, 0.2)
+            batch = await self.store.training.claim(self.token, step, 0.2)
             if batch is None:
-                if await self.store.server_run_id() != self.run_id:
+                if await self.store.recovery.server_run_id() != self.run_id:
                     await self.reassert()
                 return
             self.files[step] = batch
-        await self.store.confirm_batch_file(self.token, step, f"digest-{step}")
-        await self.store.report_trained(self.token, step)
+        await self.store.training.confirm_batch_file(self.token, step, f"digest-{step}")
+        await self.store.training.report_trained(self.token, step)
         if len(self.policies) == step:
             # The policy exists on disk before Redis hears of it.
             self.policies.append(policy(step))
-            await self.store.announce_policy(self.token, policy(step))
+            await self.store.policies.announce(self.token, policy(step))
         self.step = step
         if step % 3 == 0:
             self.committed = step
-            await self.store.report_committed(self.token, step)
+            await self.store.training.report_committed(self.token, step)
         async with self.trained:
             self.trained.notify_all()
 
@@ -326,7 +330,7 @@ class LoadedMesh:
     async def __aenter__(self) -> LoadedMesh:
         self.stores = [await self._connect() for _ in range(5)]
         changes = {"group_size": GROUP_SIZE, "groups_per_batch": BATCH, "max_staleness": STALENESS}
-        await self.stores[0].init_run(
+        await self.stores[0].limits.init_run(
             limits(**changes, session_ttl_seconds=self.ttl, filter_zero_variance=True, max_attempts=50)
         )
         self.trainer = Trainer(self.stores[1])
@@ -383,14 +387,14 @@ class LoadedMesh:
                 await asyncio.sleep(0.001)
             sleeper.awake.clear()
             stalled = list(sleeper.held)
-            while any(await self.stores[0].marks(stalled)) and not any(
+            while any(await self.stores[0].inspection.marks(stalled)) and not any(
                 _is_behind(w.held.get(i), r) for i, r in sleeper.held.items() for w in others
             ):
                 await asyncio.sleep(0)
         for other in others:
             other.begins_again = False
             other.awake.clear()
-            await other.store.close_session(other.session)
+            await other.store.sessions.close(other.session)
         registrations = sleeper.registrations
         sleeper.awake.set()
         while sleeper.registrations == registrations:
@@ -415,8 +419,8 @@ class LoadedMesh:
         )
         ids = [t.response_ids for b in batches.values() for g in b.groups for t in g.trajectories]
         store = self.stores[0]
-        known = {*trained, *await store.live_groups(), *await store.dropped_groups()}
-        cursor = await store.cursor()
+        known = {*trained, *await store.mesh.live_groups(), *await store.ledger.dropped_groups()}
+        cursor = await store.leadership.cursor()
         return {
             "lost": sum(f"e0-{i}" not in known for i in range(cursor.index)),
             "trained_twice": len(trained) - len(set(trained)),

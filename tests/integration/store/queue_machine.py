@@ -88,7 +88,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.store = self.do(TrajectoryStore.connect(StoreConfig(), run=run, url=self.url))
         self.model = Model(max_attempts=ATTEMPTS, filter_zero_variance=filtering)
         self.do(
-            self.store.init_run(
+            self.store.limits.init_run(
                 limits(
                     group_size=self.group_size,
                     max_staleness=STALENESS,
@@ -98,10 +98,10 @@ class QueueMachine(RuleBasedStateMachine):
                 )
             )
         )
-        leader = self.do(self.store.acquire_leadership("machine"))
+        leader = self.do(self.store.leadership.acquire("machine"))
         assert leader is not None
         self.leader = leader
-        self.trainer = self.do(self.store.open_trainer_session("machine"))
+        self.trainer = self.do(self.store.training.open_session("machine"))
         self.publish()
         self.set_pool(pool, False)
         self.open_worker()
@@ -118,9 +118,12 @@ class QueueMachine(RuleBasedStateMachine):
     def admit(self, count: int, needed: int) -> None:
         first = self.model.cursor
         groups = [group(first + i, needed) for i in range(count)]
-        assert self.do(self.store.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count))) == count
+        assert (
+            self.do(self.store.leadership.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count)))
+            == count
+        )
         with pytest.raises(Conflict):
-            self.do(self.store.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count)))
+            self.do(self.store.leadership.admit(self.leader, groups, Cursor(index=first), Cursor(index=first + count)))
         self.model.cursor += count
         for g in groups:
             self.model.admit(g.group_id, needed)
@@ -128,15 +131,15 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(pool=st.integers(1, 8), paused=st.sampled_from([False, False, False, True]))
     def set_pool(self, pool: int, paused: bool) -> None:
         self.model.pool_size, self.model.paused = pool, paused
-        self.do(self.store.set_desired(self.leader, Desired(pool_size=pool, paused=paused)))
+        self.do(self.store.leadership.set_desired(self.leader, Desired(pool_size=pool, paused=paused)))
 
     @rule(pick=PICK)
     def evict(self, pick: int) -> None:
         candidates = [gid for gid, g in self.model.groups.items() if g.state != "cut"]
         if candidates and pick % 3 == 0:
             gid = candidates[pick % len(candidates)]
-            assert self.do(self.store.evict(self.leader, [gid], "straggler")) == 1
-            assert self.do(self.store.evict(self.leader, [gid], "straggler")) == 0
+            assert self.do(self.store.leadership.evict(self.leader, [gid], "straggler")) == 1
+            assert self.do(self.store.leadership.evict(self.leader, [gid], "straggler")) == 0
             self.model.drop(gid, "straggler")
 
     @precondition(lambda self: self.model.ready())
@@ -148,17 +151,17 @@ class QueueMachine(RuleBasedStateMachine):
         allowed = self.model.cut_step == self.model.trained_step and step - 1 - oldest <= STALENESS
         if not allowed:
             with pytest.raises(Conflict):
-                self.do(self.store.cut(self.leader, step, gids))
+                self.do(self.store.leadership.cut(self.leader, step, gids))
             return
         for _ in range(2):
-            self.do(self.store.cut(self.leader, step, gids))
+            self.do(self.store.leadership.cut(self.leader, step, gids))
         self.model.cut(gids)
         self.confirmed = False
 
     @rule()
     def change_leader(self) -> None:
-        self.do(self.store.resign(self.leader))
-        leader = self.do(self.store.acquire_leadership("next"))
+        self.do(self.store.leadership.resign(self.leader))
+        leader = self.do(self.store.leadership.acquire("next"))
         assert leader is not None
         self.leader = leader
 
@@ -168,7 +171,7 @@ class QueueMachine(RuleBasedStateMachine):
     def publish(self) -> None:
         version = len(self.model.version_steps)
         for _ in range(2):
-            self.do(self.store.announce_policy(self.trainer, policy(version, self.model.trained_step)))
+            self.do(self.store.policies.announce(self.trainer, policy(version, self.model.trained_step)))
         self.model.version_steps.append(self.model.trained_step)
 
     @precondition(lambda self: self.model.cut_groups and not self.confirmed)
@@ -176,7 +179,7 @@ class QueueMachine(RuleBasedStateMachine):
     def claim(self) -> None:
         step = self.model.cut_step
         for _ in range(2):
-            batch = self.do(self.store.claim(self.trainer, step, 1.0))
+            batch = self.do(self.store.training.claim(self.trainer, step, 1.0))
             assert batch is not None
             assert [g.group_id for g in batch.groups] == self.model.cut_groups
             for got in batch.groups:
@@ -189,14 +192,14 @@ class QueueMachine(RuleBasedStateMachine):
                     t.trajectory_id: (t.response_token_count, t.shaped_reward) for t in got.trajectories
                 } == expected
         for _ in range(2):
-            self.do(self.store.confirm_batch_file(self.trainer, step, f"digest-{step}"))
+            self.do(self.store.training.confirm_batch_file(self.trainer, step, f"digest-{step}"))
         self.confirmed = True
 
     @precondition(lambda self: self.model.cut_groups and self.confirmed)
     @rule()
     def train(self) -> None:
         for _ in range(2):
-            self.do(self.store.report_trained(self.trainer, self.model.cut_step))
+            self.do(self.store.training.report_trained(self.trainer, self.model.cut_step))
         self.model.trained()
 
     @precondition(lambda self: self.model.ready() and not self.model.cut_groups)
@@ -206,7 +209,7 @@ class QueueMachine(RuleBasedStateMachine):
         for gid in self.model.ready():
             step = self.model.groups[gid].lowest_step
             if step is not None and step < self.model.cut_step - STALENESS:
-                self.do(self.store.evict(self.leader, [gid], "stale"))
+                self.do(self.store.leadership.evict(self.leader, [gid], "stale"))
                 self.model.drop(gid, "stale")
         if not self.model.ready():
             return
@@ -223,9 +226,9 @@ class QueueMachine(RuleBasedStateMachine):
         unclaimed = list(self.model.groups)
         dropped, left = self.do(self.store.connection.run("roll_back", self.trainer, 1, "a trainer that dies half-way"))
         if left:
-            assert self.do(self.store.view()).ready == ()
-        assert dropped + self.do(self.store.rollback(self.trainer)) == len(unclaimed)
-        assert self.do(self.store.rollback(self.trainer)) == 0
+            assert self.do(self.store.mesh.view()).ready == ()
+        assert dropped + self.do(self.store.training.roll_back(self.trainer)) == len(unclaimed)
+        assert self.do(self.store.training.roll_back(self.trainer)) == 0
         for gid in unclaimed:
             self.model.drop(gid, "rolled_back")
         self.model.cut_groups, self.model.cut_step = [], self.model.trained_step
@@ -235,13 +238,13 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def open_worker(self) -> None:
         if len(self.sessions) < 3:
-            self.sessions.append(self.do(self.store.open_session("machine")))
+            self.sessions.append(self.do(self.store.sessions.open("machine")))
 
     @rule(pick=PICK, limit=st.integers(1, 4))
     def lease(self, pick: int, limit: int) -> None:
         if self.sessions:
             session = self.sessions[pick % len(self.sessions)]
-            leased = self.do(self.store.lease(session, limit))
+            leased = self.do(self.store.trajectories.lease(session, limit))
             assert [t.trajectory.trajectory_id for t in leased] == self.model.lease(session, limit)
             for t in leased:
                 m = self.model.member(t.trajectory.trajectory_id)
@@ -261,9 +264,9 @@ class QueueMachine(RuleBasedStateMachine):
         others = [replace(item, incarnation=m.incarnation + 1)]
         if m.tokens:
             others.append(replace(item, digest=TokenDigest().extended([segment(m.tokens, start=1)])))
-        refused = [self.do(self.store.append(m.session, [other]))[0] for other in others]
+        refused = [self.do(self.store.trajectories.append(m.session, [other]))[0] for other in others]
         assert {(r.status, r.saved_token_count) for r in refused} == {(WriteStatus.REFUSED, m.tokens)}
-        statuses = [self.do(self.store.append(m.session, [item]))[0].status for _ in range(2)]
+        statuses = [self.do(self.store.trajectories.append(m.session, [item]))[0].status for _ in range(2)]
         assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
         self.model.save(trajectory_id, written)
 
@@ -275,7 +278,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         version = max(0, len(self.model.version_steps) - 1 - age)
         item = FirstToken(trajectory_id=trajectory_id, policy_version=version)
-        assert self.do(self.store.report_first_tokens(m.session, [item]))[0].status is WriteStatus.SAVED
+        assert self.do(self.store.trajectories.report_first_tokens(m.session, [item]))[0].status is WriteStatus.SAVED
         self.model.begin(trajectory_id, version)
 
     @rule(pick=PICK, tokens=st.integers(1, 3))
@@ -289,8 +292,8 @@ class QueueMachine(RuleBasedStateMachine):
         written = self.write(tokens, len(self.model.version_steps) - 1)
         item = Finish(trajectory_id=trajectory_id, finish_reason=FinishReason.STOP, **stated(m, written))
         other = replace(item, incarnation=m.incarnation + 1)
-        assert self.do(self.store.finish(m.session, [other]))[0].status == WriteStatus.REFUSED
-        statuses = [self.do(self.store.finish(m.session, [item]))[0].status for _ in range(2)]
+        assert self.do(self.store.trajectories.finish(m.session, [other]))[0].status == WriteStatus.REFUSED
+        statuses = [self.do(self.store.trajectories.finish(m.session, [item]))[0].status for _ in range(2)]
         assert statuses == [WriteStatus.SAVED, WriteStatus.DUPLICATE]
         self.model.save(trajectory_id, written)
         m.state = "finished"
@@ -317,7 +320,7 @@ class QueueMachine(RuleBasedStateMachine):
             items.append(Finish(**words, finish_reason=FinishReason.STOP) if ends else Append(**words))
             self.model.save(each, written)
             m.state = "finished" if ends else "leased"
-        write = self.store.finish if ends else self.store.append
+        write = self.store.trajectories.finish if ends else self.store.trajectories.append
         assert {r.status for r in self.do(write(session, items))} == {WriteStatus.SAVED}
         assert redis.refused == 1
 
@@ -332,7 +335,7 @@ class QueueMachine(RuleBasedStateMachine):
             return
         outcome = UNSCORABLE if reward is None else scored(reward)
         item = Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=reward or 0.0)
-        first, second = (self.do(self.store.score(m.session, [item]))[0].status for _ in range(2))
+        first, second = (self.do(self.store.trajectories.score(m.session, [item]))[0].status for _ in range(2))
         self.model.score(trajectory_id, reward)
         group_is_there = self.model.member(trajectory_id) or trajectory_id.rpartition(".")[0] in self.model.half_gone
         assert (first, second) == (WriteStatus.SAVED, WriteStatus.DUPLICATE if group_is_there else WriteStatus.LOST)
@@ -359,8 +362,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert m is not None
             assert m.session is not None
             session = m.session
-            assert self.do(self.store.release(session, [trajectory_id], reason)) == 1
-            assert self.do(self.store.release(session, [trajectory_id], reason)) == 0
+            assert self.do(self.store.trajectories.release(session, [trajectory_id], reason)) == 1
+            assert self.do(self.store.trajectories.release(session, [trajectory_id], reason)) == 0
             self.model.give_back(trajectory_id, free_attempt=reason is not ReleaseReason.FAILED)
 
     @rule(pick=PICK)
@@ -371,8 +374,8 @@ class QueueMachine(RuleBasedStateMachine):
             assert m is not None
             assert m.session is not None
             session = m.session
-            assert self.do(self.store.fail(session, [(trajectory_id, "broken")])) == 1
-            assert self.do(self.store.fail(session, [(trajectory_id, "broken")])) == 0
+            assert self.do(self.store.trajectories.fail(session, [(trajectory_id, "broken")])) == 1
+            assert self.do(self.store.trajectories.fail(session, [(trajectory_id, "broken")])) == 0
             self.model.lose_member(trajectory_id, "dead")
 
     @rule(pick=PICK)
@@ -384,13 +387,13 @@ class QueueMachine(RuleBasedStateMachine):
             assert m.session is not None
             session, incarnation = m.session, self.model.restart(trajectory_id)
             for _ in range(2):
-                assert self.do(self.store.restart(session, [trajectory_id])) == [incarnation]
+                assert self.do(self.store.trajectories.restart(session, [trajectory_id])) == [incarnation]
 
     @rule(pick=PICK, limit=st.integers(1, 3))
     def take_over_scoring(self, pick: int, limit: int) -> None:
         if self.sessions:
             session = self.sessions[pick % len(self.sessions)]
-            got = [t.trajectory.trajectory_id for t in self.do(self.store.lease_scoring(session, limit))]
+            got = [t.trajectory.trajectory_id for t in self.do(self.store.trajectories.lease_scoring(session, limit))]
             assert got == self.model.lease_scoring(session, limit)
 
     @rule(pick=PICK, dies=st.booleans())
@@ -401,7 +404,7 @@ class QueueMachine(RuleBasedStateMachine):
         if dies:
             self.expire(session)
         else:
-            self.do(self.store.close_session(session))
+            self.do(self.store.sessions.close(session))
             for trajectory_id in self.model.ids("leased", "finished", session=session):
                 self.model.give_back(trajectory_id, free_attempt=True)
 
@@ -411,7 +414,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.do(self.store.connection.command("ZADD", keys.single("sessions"), 1, session))
         self.do(self.store.connection.command("HSET", keys.single("meta"), "leader_since", 1))
         for _ in range(2):
-            self.do(self.store.reap(self.leader))
+            self.do(self.store.leadership.reap(self.leader))
         for gid in list(self.model.half_gone):
             self.model.sweep(gid, 1 << 12)
         for trajectory_id in self.model.ids("leased", "finished", session=session):
@@ -434,14 +437,14 @@ class QueueMachine(RuleBasedStateMachine):
     def wake(self, pick: int) -> None:
         """A worker that stalled registers under another session, whatever others have done to its trajectories."""
         if self.stalled:
-            session = self.do(self.store.open_session("machine"))
+            session = self.do(self.store.sessions.open("machine"))
             self.sessions.append(session)
             self.register(session, self.stalled.pop(pick % len(self.stalled)))
 
     def register(self, session: str, memories: list[Memory]) -> None:
         expected = self.model.reregister(session, memories)
         named = [held(m.trajectory_id, *segments(m.content), incarnation=m.incarnation) for m in memories]
-        answers = self.do(self.store.reregister(session, named))
+        answers = self.do(self.store.sessions.reregister(session, named))
         assert [(a.kept, a.saved_token_count) for a in answers] == expected
         self.registered.update(kept for kept, _ in expected)
 
@@ -477,14 +480,16 @@ class QueueMachine(RuleBasedStateMachine):
         self.do(command("HSET", meta, "run_id", "another"))
         first = self.model.cursor
         with pytest.raises(StoreUnavailable):
-            self.do(self.store.admit(self.leader, [group(first)], Cursor(index=first), Cursor(index=first + 1)))
+            self.do(
+                self.store.leadership.admit(self.leader, [group(first)], Cursor(index=first), Cursor(index=first + 1))
+            )
         for session in self.sessions:
-            assert self.do(self.store.lease(session, 2)) == []
+            assert self.do(self.store.trajectories.lease(session, 2)) == []
             for _ in range(2):
                 self.register(session, memories[session])
         self.reassert()
         self.do(command("HSET", meta, "recovering_until", 1))
-        assert not self.do(self.store.begin_recovery())
+        assert not self.do(self.store.recovery.begin())
         self.do(command("HSET", meta, "quiet_until", 1))
 
     def reassert(self) -> None:
@@ -493,7 +498,7 @@ class QueueMachine(RuleBasedStateMachine):
         batches = [(step, self.model.cut_groups)] if self.model.cut_groups and self.confirmed else []
         for _ in range(2):
             state = self.do(
-                self.store.reassert_training(
+                self.store.training.reassert(
                     self.trainer,
                     committed_step=self.model.trained_step,
                     trained_step=self.model.trained_step,
@@ -535,7 +540,7 @@ class QueueMachine(RuleBasedStateMachine):
     def the_view_agrees_with_the_model(self) -> None:
         if not hasattr(self, "store"):
             return
-        view = self.do(self.store.view())
+        view = self.do(self.store.mesh.view())
         model = self.model
         assert view.leased == model.leased()
         assert (view.pending, view.partial) == (len(model.ids("pending")), len(model.ids("partial")))
@@ -544,7 +549,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert view.ready_groups == len(model.ready())
         prefix = [(g.group_id, g.min_train_step) for g in view.ready][:4]
         assert prefix == [(gid, model.groups[gid].lowest_step) for gid in model.ready()][:4]
-        dropped = self.do(self.store.dropped_groups())
+        dropped = self.do(self.store.ledger.dropped_groups())
         noted = {gid: why for gid, why in model.gone.items() if gid not in model.half_gone}
         assert dropped == {gid: why for gid, why in noted.items() if why != "consumed"}
-        assert +Counter(self.do(self.store.counts()).dropped_tokens) == +model.wasted
+        assert +Counter(self.do(self.store.mesh.counts()).dropped_tokens) == +model.wasted

@@ -92,7 +92,7 @@ def held(trajectory_id: str, *segments: Segment, incarnation: int = 0) -> HeldTo
 
 async def known(store: TrajectoryStore, trajectory_id: str, offset: int) -> dict[str, Any]:
     """What a worker that has read the queue states of the tokens before its own; past them it has some of its own."""
-    found = await store.inspect(trajectory_id)
+    found = await store.inspection.inspect(trajectory_id)
     digest = digest_of(found.trajectory.segments if found and found.trajectory else (), offset)
     key = store.connection.keys.of("trajectory", trajectory_id)
     return {
@@ -115,18 +115,20 @@ class Mesh:
 
     @classmethod
     async def start(cls, store: TrajectoryStore, pool_size: int = 64, **changes: object) -> Mesh:
-        await store.init_run(limits(**changes))
-        leader = await store.acquire_leadership("leader")
+        await store.limits.init_run(limits(**changes))
+        leader = await store.leadership.acquire("leader")
         assert leader is not None
-        trainer = await store.open_trainer_session("trainer")
-        await store.announce_policy(trainer, policy(0))
-        await store.set_desired(leader, Desired(pool_size=pool_size))
-        return cls(store, leader, trainer, await store.open_session("worker"))
+        trainer = await store.training.open_session("trainer")
+        await store.policies.announce(trainer, policy(0))
+        await store.leadership.set_desired(leader, Desired(pool_size=pool_size))
+        return cls(store, leader, trainer, await store.sessions.open("worker"))
 
     async def admit(self, count: int, needed: int = 2) -> int:
-        before = await self.store.cursor()
+        before = await self.store.leadership.cursor()
         groups = [group(before.index + i, needed) for i in range(count)]
-        return await self.store.admit(self.leader, groups, before, Cursor(epoch=0, index=before.index + count))
+        return await self.store.leadership.admit(
+            self.leader, groups, before, Cursor(epoch=0, index=before.index + count)
+        )
 
     async def append(self, trajectory_id: str, offset: int, tokens: int, version: int = 0) -> int:
         item = Append(
@@ -135,7 +137,7 @@ class Mesh:
             segments=[segment(tokens, version, offset)],
             **await known(self.store, trajectory_id, offset),
         )
-        return (await self.store.append(self.session, [item]))[0].status
+        return (await self.store.trajectories.append(self.session, [item]))[0].status
 
     async def finish(self, trajectory_id: str, offset: int, tokens: int, version: int = 0) -> int:
         item = Finish(
@@ -145,12 +147,12 @@ class Mesh:
             finish_reason=FinishReason.STOP,
             **await known(self.store, trajectory_id, offset),
         )
-        return (await self.store.finish(self.session, [item]))[0].status
+        return (await self.store.trajectories.finish(self.session, [item]))[0].status
 
     async def score(self, trajectory_id: str, value: float | None) -> int:
         outcome = UNSCORABLE if value is None else scored(value)
         item = Score(trajectory_id=trajectory_id, outcome=outcome, shaped_reward=value or 0.0)
-        return (await self.store.score(self.session, [item]))[0].status
+        return (await self.store.trajectories.score(self.session, [item]))[0].status
 
     async def complete(self, leased: LeasedTrajectory, value: float | None, version: int = 0) -> None:
         """Write five tokens, finish and score."""
@@ -163,7 +165,7 @@ class Mesh:
     async def complete_all(self, version: int = 0) -> int:
         """Lease and complete everything that waits; rewards differ within a group."""
         done = 0
-        while leased := await self.store.lease(self.session, 64):
+        while leased := await self.store.trajectories.lease(self.session, 64):
             for item in leased:
                 await self.complete(item, float(item.trajectory.member_index), version)
                 done += 1

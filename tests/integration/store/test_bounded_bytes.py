@@ -41,10 +41,10 @@ async def mesh_at(store: TrajectoryStore, trained_step: int) -> Mesh:
 
 
 async def drop(mesh: Mesh, count: int) -> None:
-    cursor = await mesh.store.cursor()
+    cursor = await mesh.store.leadership.cursor()
     groups = [group(cursor.index + at, epoch=1) for at in range(count)]
-    await mesh.store.admit(mesh.leader, groups, cursor, Cursor(epoch=1, index=cursor.index + count))
-    assert await mesh.store.evict(mesh.leader, [g.group_id for g in groups], "stale") == count
+    await mesh.store.leadership.admit(mesh.leader, groups, cursor, Cursor(epoch=1, index=cursor.index + count))
+    assert await mesh.store.leadership.evict(mesh.leader, [g.group_id for g in groups], "stale") == count
 
 
 async def tombstones(store: TrajectoryStore) -> int:
@@ -57,8 +57,10 @@ async def test_tombstones_do_not_outgrow_the_drops_of_the_steps_they_are_kept_fo
     await drop(mesh, 300)
     assert await tombstones(store) == 300
     with_old_position = [group(0), group(999)]
-    cursor = await store.cursor()
-    assert await store.admit(mesh.leader, with_old_position, cursor, cursor) == 0, "the floor knows what they knew"
+    cursor = await store.leadership.cursor()
+    assert await store.leadership.admit(mesh.leader, with_old_position, cursor, cursor) == 0, (
+        "the floor knows what they knew"
+    )
 
 
 async def test_tombstones_are_bounded_however_many_groups_one_step_drops(store: TrajectoryStore) -> None:
@@ -85,19 +87,19 @@ async def test_dead_letters_keep_to_a_share_of_the_memory(small_store: Trajector
     tokens, share = 65_536, (1 << 26) // 16
     await mesh.admit(16)
     for _ in range(32):
-        (leased,) = await store.lease(mesh.session, 1)
+        (leased,) = await store.trajectories.lease(mesh.session, 1)
         name = leased.trajectory.trajectory_id
         await mesh.append(name, 0, tokens)
-        await store.fail(mesh.session, [(name, "environment gone")])
-    letters = await store.dead_letters()
+        await store.trajectories.fail(mesh.session, [(name, "environment gone")])
+    letters = await store.dead_letters.newest()
     assert 1 < len(letters) <= share // (8 * tokens)
-    newest = await store.dead_letter(letters[0].trajectory_id)
+    newest = await store.dead_letters.get(letters[0].trajectory_id)
     assert newest.trajectory is not None and newest.trajectory.response_token_count == tokens
-    counts = await store.counts()
+    counts = await store.mesh.counts()
     assert counts.totals["letters_forgotten_total"] == 32 - len(letters)
     assert (await read_truth(store)).problems == []
     for letter in letters:
-        assert await store.delete_dead_letter(letter.trajectory_id)
+        assert await store.dead_letters.delete(letter.trajectory_id)
     meta = store.connection.keys.single("meta")
     assert int(await store.connection.command("HGET", meta, "letter_bytes")) == 0
 
@@ -106,25 +108,25 @@ async def test_a_letter_that_is_larger_than_its_share_stays_until_the_next_one(s
     store = small_store
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     await mesh.append("e0-0.0", 0, (1 << 26) // 16 // 8)
-    await store.fail(mesh.session, [("e0-0.0", "broke")])
-    assert [letter.trajectory_id for letter in await store.dead_letters()] == ["e0-0.0"]
-    await store.fail(mesh.session, [("e0-0.1", "broke")])
-    assert [letter.trajectory_id for letter in await store.dead_letters()] == ["e0-0.1"]
+    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
+    assert [letter.trajectory_id for letter in await store.dead_letters.newest()] == ["e0-0.0"]
+    await store.trajectories.fail(mesh.session, [("e0-0.1", "broke")])
+    assert [letter.trajectory_id for letter in await store.dead_letters.newest()] == ["e0-0.1"]
 
 
 async def test_the_memory_estimate_counts_prompts_and_snapshots(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     groups = [group(index, prompt_tokens=100_000) for index in range(2)]
-    await store.admit(mesh.leader, groups, Cursor(), Cursor(index=2))
-    view = await store.view()
+    await store.leadership.admit(mesh.leader, groups, Cursor(), Cursor(index=2))
+    view = await store.mesh.view()
     assert 400_000 < view.mean_prompt_bytes < 450_000
-    (leased,) = await store.lease(mesh.session, 1)
+    (leased,) = await store.trajectories.lease(mesh.session, 1)
     name = leased.trajectory.trajectory_id
     for size in (1_000, 50_000):
-        assert await store.keep_snapshot(mesh.session, name, b"s" * size)
+        assert await store.trajectories.keep_snapshot(mesh.session, name, b"s" * size)
     await mesh.finish(name, 0, 5)
-    before = (await store.view()).saved_bytes_total
+    before = (await store.mesh.view()).saved_bytes_total
     await mesh.score(name, 1.0)
-    assert (await store.view()).saved_bytes_total - before == 50_000
+    assert (await store.mesh.view()).saved_bytes_total - before == 50_000

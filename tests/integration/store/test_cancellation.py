@@ -13,7 +13,7 @@ async def test_a_cancelled_caller_always_ends(store: TrajectoryStore) -> None:
 
     async def call_forever() -> None:
         while True:
-            await store.server_run_id()
+            await store.recovery.server_run_id()
             await asyncio.sleep(0.0005)
 
     for _ in range(200):

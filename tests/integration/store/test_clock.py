@@ -36,27 +36,27 @@ async def soon(condition: Callable[[], Awaitable[bool]]) -> None:
 async def test_a_clock_that_was_set_back_does_not_hold_up_reaping(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, session_ttl_seconds=TTL)
     await mesh.admit(2)
-    assert len(await store.lease(mesh.session, 4)) == 4
+    assert len(await store.trajectories.lease(mesh.session, 4)) == 4
     await set_back(store)
 
     async def reaped() -> bool:
-        return await store.reap(mesh.leader) == 4
+        return await store.leadership.reap(mesh.leader) == 4
 
     await soon(reaped)
-    assert (await store.view()).leased == 0
+    assert (await store.mesh.view()).leased == 0
 
 
 async def test_a_clock_that_was_set_back_does_not_hold_up_the_end_of_a_recovery(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, session_ttl_seconds=TTL)
     await mesh.admit(2)
-    assert len(await store.lease(mesh.session, 4)) == 4
-    await store.close_trainer_session(mesh.trainer)
+    assert len(await store.trajectories.lease(mesh.session, 4)) == 4
+    await store.training.close_session(mesh.trainer)
     await store.connection.command("HSET", store.connection.keys.single("meta"), "run_id", "another")
-    assert await store.begin_recovery()
+    assert await store.recovery.begin()
     await set_back(store)
 
     async def reaped() -> bool:
-        return await store.reap(mesh.leader) == 4
+        return await store.leadership.reap(mesh.leader) == 4
 
     await soon(reaped)
 
@@ -66,6 +66,6 @@ async def test_a_clock_that_was_set_back_does_not_keep_a_dead_leader_in_the_lead
     await set_back(store)
 
     async def leads() -> bool:
-        return await store.acquire_leadership("another") is not None
+        return await store.leadership.acquire("another") is not None
 
     await soon(leads)

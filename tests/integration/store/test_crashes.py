@@ -55,7 +55,7 @@ async def test_redis_killed_under_load_comes_back_and_nothing_is_lost(
             own_server.start()
         await mesh.trainer.until(12, PATIENCE_SECONDS)
         await mesh.stop()
-        counts = await mesh.stores[0].counts()
+        counts = await mesh.stores[0].mesh.counts()
         assert counts.totals["recoveries"] >= 1
         assert await mesh.account() == NOTHING_WRONG
         assert (await read_truth(mesh.stores[0])).problems == []

@@ -20,37 +20,37 @@ async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed
     mesh = await Mesh.start(store, max_attempts=2)
     await mesh.admit(1)
     for attempt in (1, 2):
-        leased = (await store.lease(mesh.session, 1))[0]
+        leased = (await store.trajectories.lease(mesh.session, 1))[0]
         assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt)
         if attempt == 1:
-            await store.release(mesh.session, ["e0-0.0"], ReleaseReason.PAUSED)
-            leased = (await store.lease(mesh.session, 1))[0]
+            await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.PAUSED)
+            leased = (await store.trajectories.lease(mesh.session, 1))[0]
             assert leased.attempt == 1, "a pause is no attempt"
-        await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
-    assert [t.trajectory.trajectory_id for t in await store.lease(mesh.session, 2)] == ["e0-0.1", "e0-0.2"]
-    letters = await store.dead_letters()
+        await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    assert [t.trajectory.trajectory_id for t in await store.trajectories.lease(mesh.session, 2)] == ["e0-0.1", "e0-0.2"]
+    letters = await store.dead_letters.newest()
     assert [(letter.trajectory_id, letter.reason) for letter in letters] == [("e0-0.0", "max_attempts")]
-    inspected = (await store.dead_letter("e0-0.0")).trajectory
+    inspected = (await store.dead_letters.get("e0-0.0")).trajectory
     assert inspected is not None
     assert inspected.prompt.prompt_id == "0"
-    new = await store.replay_dead_letter("e0-0.0")
+    new = await store.dead_letters.replay("e0-0.0")
     assert new == "e0-0r1"
-    assert await store.replay_dead_letter("e0-0.0") == new
-    assert (await store.view()).open_groups == 2
-    assert (await store.dead_letters())[0].replayed_as == new
+    assert await store.dead_letters.replay("e0-0.0") == new
+    assert (await store.mesh.view()).open_groups == 2
+    assert (await store.dead_letters.newest())[0].replayed_as == new
     assert (await read_truth(store)).problems == []
-    assert await store.delete_dead_letter("e0-0.0")
+    assert await store.dead_letters.delete("e0-0.0")
     with pytest.raises(Conflict):
-        await store.dead_letter("e0-0.0")
+        await store.dead_letters.get("e0-0.0")
 
 
 async def test_the_audit_misses_a_replayed_dead_letter_whose_group_vanished(store: TrajectoryStore) -> None:
     config = validate_run_config({"name": "a", "folder": "a", "model": {"path": "a"}}, "made")
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
-    assert await store.fail(mesh.session, [("e0-0.0", "made")]) == 1
-    new = await store.replay_dead_letter("e0-0.0")
+    await store.trajectories.lease(mesh.session, 1)
+    assert await store.trajectories.fail(mesh.session, [("e0-0.0", "made")]) == 1
+    new = await store.dead_letters.replay("e0-0.0")
     account = await queue_account(store, config)
     assert account.replays == (new,) and lost_groups(account, ()) == ()
     keys = store.connection.keys
@@ -62,18 +62,18 @@ async def test_the_audit_misses_a_replayed_dead_letter_whose_group_vanished(stor
 async def test_a_finished_trajectory_that_nobody_can_score_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=2)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     await mesh.append("e0-0.1", 0, 4)
     await mesh.finish("e0-0.0", 0, 3)
-    await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
     for attempt, reason in ((1, ReleaseReason.FAILED), (2, ReleaseReason.DRAINED), (2, ReleaseReason.FAILED)):
-        assert [t.attempt for t in await store.lease_scoring(mesh.session, 4)] == [attempt]
-        await store.release(mesh.session, ["e0-0.0"], reason)
-    assert await store.lease_scoring(mesh.session, 4) == []
-    (letter,) = await store.dead_letters()
+        assert [t.attempt for t in await store.trajectories.lease_scoring(mesh.session, 4)] == [attempt]
+        await store.trajectories.release(mesh.session, ["e0-0.0"], reason)
+    assert await store.trajectories.lease_scoring(mesh.session, 4) == []
+    (letter,) = await store.dead_letters.newest()
     assert (letter.trajectory_id, letter.reason, letter.attempts) == ("e0-0.0", "max_attempts to score it", 2)
     assert letter.token_count == 3
-    view = await store.view()
+    view = await store.mesh.view()
     assert (view.finished, view.pending) == (0, 1), "a replacement waits"
     assert (await read_truth(store)).problems == []
 
@@ -81,25 +81,25 @@ async def test_a_finished_trajectory_that_nobody_can_score_ends_as_a_dead_letter
 async def test_one_call_buries_some_and_takes_what_can_still_be_scored(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=1)
     await mesh.admit(4)
-    ids = [t.trajectory.trajectory_id for t in await store.lease(mesh.session, 8)]
+    ids = [t.trajectory.trajectory_id for t in await store.trajectories.lease(mesh.session, 8)]
     for trajectory_id in ids[:5]:
         await mesh.finish(trajectory_id, 0, 3)
-    await store.release(mesh.session, ids[:5], ReleaseReason.FAILED)
-    assert len(await store.lease_scoring(mesh.session, 5)) == 5
+    await store.trajectories.release(mesh.session, ids[:5], ReleaseReason.FAILED)
+    assert len(await store.trajectories.lease_scoring(mesh.session, 5)) == 5
     await mesh.finish(ids[5], 0, 3)
-    await store.release(mesh.session, ids[:6], ReleaseReason.FAILED)
-    assert await store.lease_scoring(mesh.session, 6) == [], "four burials a call"
-    assert [t.trajectory.trajectory_id for t in await store.lease_scoring(mesh.session, 6)] == [ids[5]]
-    assert {letter.trajectory_id for letter in await store.dead_letters()} == set(ids[:5])
+    await store.trajectories.release(mesh.session, ids[:6], ReleaseReason.FAILED)
+    assert await store.trajectories.lease_scoring(mesh.session, 6) == [], "four burials a call"
+    assert [t.trajectory.trajectory_id for t in await store.trajectories.lease_scoring(mesh.session, 6)] == [ids[5]]
+    assert {letter.trajectory_id for letter in await store.dead_letters.newest()} == set(ids[:5])
     assert (await read_truth(store)).problems == []
 
 
 async def test_a_replacement_opened_by_a_burial_comes_before_younger_groups(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=1)
     await mesh.admit(2)
-    await store.lease(mesh.session, 1)
-    await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
-    leased = [t.trajectory.trajectory_id for t in await store.lease(mesh.session, 4)]
+    await store.trajectories.lease(mesh.session, 1)
+    await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    leased = [t.trajectory.trajectory_id for t in await store.trajectories.lease(mesh.session, 4)]
     assert leased == ["e0-0.1", "e0-0.2", "e0-1.0", "e0-1.1"]
 
 
@@ -108,24 +108,24 @@ async def test_progress_resets_the_attempts(store: TrajectoryStore) -> None:
     await mesh.admit(1)
     offset = 0
     for _ in range(4):
-        leased = (await store.lease(mesh.session, 1))[0]
+        leased = (await store.trajectories.lease(mesh.session, 1))[0]
         assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", 1)
         await mesh.append("e0-0.0", offset, 2)
         offset += 2
-        await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+        await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
 
 
 async def test_a_trajectory_that_begins_again_at_every_lease_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=3)
     await mesh.admit(1)
     for attempt, tokens in ((1, 2), (1, 3), (2, 4), (3, 5)):
-        leased = (await store.lease(mesh.session, 1))[0]
+        leased = (await store.trajectories.lease(mesh.session, 1))[0]
         assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt)
-        await store.restart(mesh.session, ["e0-0.0"])
+        await store.trajectories.restart(mesh.session, ["e0-0.0"])
         await mesh.append("e0-0.0", 0, tokens)
-        await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
-    assert [t.trajectory.trajectory_id for t in await store.lease(mesh.session, 1)] == ["e0-0.1"]
-    assert [(letter.trajectory_id, letter.reason) for letter in await store.dead_letters()] == [
+        await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+    assert [t.trajectory.trajectory_id for t in await store.trajectories.lease(mesh.session, 1)] == ["e0-0.1"]
+    assert [(letter.trajectory_id, letter.reason) for letter in await store.dead_letters.newest()] == [
         ("e0-0.0", "max_attempts")
     ]
     assert (await read_truth(store)).problems == []
@@ -134,67 +134,67 @@ async def test_a_trajectory_that_begins_again_at_every_lease_ends_as_a_dead_lett
 async def test_what_goes_on_from_a_new_beginning_is_progress_again(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=2)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
+    await store.trajectories.lease(mesh.session, 1)
     await mesh.append("e0-0.0", 0, 8)
-    await store.restart(mesh.session, ["e0-0.0"])
+    await store.trajectories.restart(mesh.session, ["e0-0.0"])
     for offset, attempt in ((0, 2), (2, 1), (4, 1), (6, 1)):
         await mesh.append("e0-0.0", offset, 2)
-        await store.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
-        leased = (await store.lease(mesh.session, 1))[0]
+        await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.FAILED)
+        leased = (await store.trajectories.lease(mesh.session, 1))[0]
         assert (leased.trajectory.trajectory_id, leased.attempt) == ("e0-0.0", attempt), "it need not pass the old 8"
 
 
 async def test_a_failed_trajectory_keeps_its_tokens_in_the_letter(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     await mesh.append("e0-0.0", 0, 4)
-    assert await store.fail(mesh.session, [("e0-0.0", "environment gone")]) == 1
-    letter = await store.dead_letter("e0-0.0")
+    assert await store.trajectories.fail(mesh.session, [("e0-0.0", "environment gone")]) == 1
+    letter = await store.dead_letters.get("e0-0.0")
     assert letter.trajectory is not None
     assert letter.trajectory.response_token_count == letter.token_count == 4
     assert await mesh.append("e0-0.0", 4, 2) == WriteStatus.LOST
-    assert (await store.view()).pending == 1, "a replacement waits"
+    assert (await store.mesh.view()).pending == 1, "a replacement waits"
     assert (await read_truth(store)).problems == []
 
 
 async def test_a_short_list_has_the_newest_letters(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     for at, name in enumerate(("e0-0.0", "e0-0.1")):
-        await store.fail(mesh.session, [(name, f"failure {at}")])
+        await store.trajectories.fail(mesh.session, [(name, f"failure {at}")])
         # Two failures of one millisecond have no order.
         await store.connection.command("ZADD", store.connection.keys.single("letters"), at, name)
-    assert [letter.reason for letter in await store.dead_letters()] == ["failure 1", "failure 0"]
-    assert [letter.reason for letter in await store.dead_letters(1)] == ["failure 1"]
+    assert [letter.reason for letter in await store.dead_letters.newest()] == ["failure 1", "failure 0"]
+    assert [letter.reason for letter in await store.dead_letters.newest(1)] == ["failure 1"]
 
 
 async def test_the_oldest_letters_make_room_for_new_ones(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     await mesh.append("e0-0.0", 0, 4)
-    await store.fail(mesh.session, [("e0-0.0", "the oldest")])
+    await store.trajectories.fail(mesh.session, [("e0-0.0", "the oldest")])
     keys, command = store.connection.keys, store.connection.command
     newer = [word for number in range(999) for word in (2e15 + number, f"e9-{number}.0")]
     await command("ZADD", keys.single("letters"), *newer)
-    await store.fail(mesh.session, [("e0-0.1", "one too many")])
-    counts = await store.counts()
+    await store.trajectories.fail(mesh.session, [("e0-0.1", "one too many")])
+    counts = await store.mesh.counts()
     assert (counts.dead_letters, counts.totals["letters_forgotten_total"]) == (1000, 1)
     with pytest.raises(Conflict):
-        await store.dead_letter("e0-0.0")
+        await store.dead_letters.get("e0-0.0")
     for kind in ("letter", "letter_segments", "letter_prompt"):
         assert not await command("EXISTS", keys.of(kind, "e0-0.0"))
-    assert (await store.dead_letter("e0-0.1")).reason == "one too many"
+    assert (await store.dead_letters.get("e0-0.1")).reason == "one too many"
 
 
 async def train_one(mesh: Mesh, step: int, group_id: str) -> None:
     """Train a ready group, and forget every tombstone that is older than this step."""
     store = mesh.store
-    await store.cut(mesh.leader, step, [group_id])
-    await store.claim(mesh.trainer, step, 1.0)
-    await store.confirm_batch_file(mesh.trainer, step, "d")
+    await store.leadership.cut(mesh.leader, step, [group_id])
+    await store.training.claim(mesh.trainer, step, 1.0)
+    await store.training.confirm_batch_file(mesh.trainer, step, "d")
     await store.connection.run("report_trained", mesh.trainer, step, 1)
 
 
@@ -202,16 +202,16 @@ async def test_no_two_replays_have_one_name_even_when_the_first_is_long_trained(
     """The audit knows groups by name: batch files remember a name for ever, tombstones for some steps."""
     mesh = await Mesh.start(store, max_staleness=1000)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
-    await store.fail(mesh.session, [("e0-0.0", "broke"), ("e0-0.1", "broke")])
-    first = await store.replay_dead_letter("e0-0.0")
+    await store.trajectories.lease(mesh.session, 2)
+    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke"), ("e0-0.1", "broke")])
+    first = await store.dead_letters.replay("e0-0.0")
     await mesh.complete_all()
     await mesh.admit(2)
     await mesh.complete_all()
     for step, group_id in enumerate((first, "e0-1", "e0-2"), start=1):
         await train_one(mesh, step, group_id)
     assert first not in (await read_truth(store)).tombstones
-    second = await store.replay_dead_letter("e0-0.1")
+    second = await store.dead_letters.replay("e0-0.1")
     assert (first, second) == ("e0-0r1", "e0-0r2")
 
 
@@ -219,34 +219,34 @@ async def test_a_redis_that_lost_everything_learns_the_names_of_replays_from_bat
     store: TrajectoryStore,
 ) -> None:
     mesh = await Mesh.start(store)
-    await store.reassert_training(mesh.trainer, 1, 1, [(1, ["e0-7r4", "e0-8"])], [], Cursor())
+    await store.training.reassert(mesh.trainer, 1, 1, [(1, ["e0-7r4", "e0-8"])], [], Cursor())
     await store.connection.run("report_trained", mesh.trainer, 1, 1)
     await store.connection.command("DEL", store.connection.keys.single("tombstones"))
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
-    await store.fail(mesh.session, [("e0-0.0", "broke")])
-    assert await store.replay_dead_letter("e0-0.0") == "e0-0r5"
+    await store.trajectories.lease(mesh.session, 1)
+    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
+    assert await store.dead_letters.replay("e0-0.0") == "e0-0r5"
 
 
 async def test_a_replay_waits_while_the_staleness_bound_allows_no_further_group(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=0)
     await mesh.admit(2)
-    await store.lease(mesh.session, 1)
-    await store.fail(mesh.session, [("e0-0.0", "broke")])
-    group_id = await store.replay_dead_letter("e0-0.0")
-    assert (await store.view()).admitted_unconsumed == 2, "(max_staleness + 1) * groups_per_batch"
-    assert await store.replay_dead_letter("e0-0.0") == group_id
-    assert await store.delete_dead_letter("e0-0.0"), "the replay does not need the letter any more"
-    assert group_id in await store.live_groups()
-    assert await store.evict(mesh.leader, ["e0-1"], "stale") == 1
-    assert await store.admit_replays(mesh.leader, 0) == 0
-    assert await store.admit_replays(mesh.leader, 5) == 1
-    assert await store.admit_replays(mesh.leader, 5) == 0
-    view = await store.view()
+    await store.trajectories.lease(mesh.session, 1)
+    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
+    group_id = await store.dead_letters.replay("e0-0.0")
+    assert (await store.mesh.view()).admitted_unconsumed == 2, "(max_staleness + 1) * groups_per_batch"
+    assert await store.dead_letters.replay("e0-0.0") == group_id
+    assert await store.dead_letters.delete("e0-0.0"), "the replay does not need the letter any more"
+    assert group_id in await store.mesh.live_groups()
+    assert await store.leadership.evict(mesh.leader, ["e0-1"], "stale") == 1
+    assert await store.leadership.admit_replays(mesh.leader, 0) == 0
+    assert await store.leadership.admit_replays(mesh.leader, 5) == 1
+    assert await store.leadership.admit_replays(mesh.leader, 5) == 0
+    view = await store.mesh.view()
     assert (view.admitted_unconsumed, view.open_groups) == (2, 2)
     await mesh.complete_all()
-    await store.cut(mesh.leader, 1, ["e0-0", group_id])
-    batch = await store.claim(mesh.trainer, 1, 1.0)
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", group_id])
+    batch = await store.training.claim(mesh.trainer, 1, 1.0)
     assert batch is not None and [g.group_id for g in batch.groups] == ["e0-0", group_id]
     assert (await read_truth(store)).problems == []
 
@@ -255,25 +255,25 @@ async def test_a_replay_waits_while_the_store_is_full(own_server: EmbeddedServer
     async with await TrajectoryStore.connect(StoreConfig(), run="full", url=own_server.url) as store:
         mesh = await Mesh.start(store)
         await mesh.admit(1)
-        await store.lease(mesh.session, 1)
-        await store.fail(mesh.session, [("e0-0.0", "broke")])
-        used = (await store.view()).used_memory_bytes
+        await store.trajectories.lease(mesh.session, 1)
+        await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
+        used = (await store.mesh.view()).used_memory_bytes
         await store.connection.command("CONFIG", "SET", "maxmemory", int(used / 0.85))
-        group_id = await store.replay_dead_letter("e0-0.0")
-        assert (await store.view()).open_groups == 1
+        group_id = await store.dead_letters.replay("e0-0.0")
+        assert (await store.mesh.view()).open_groups == 1
         await store.connection.command("CONFIG", "SET", "maxmemory", 1 << 26)
-        assert await store.admit_replays(mesh.leader, 1) == 1
-        assert set(await store.live_groups()) == {"e0-0", group_id}
-        assert (await store.view()).open_groups == 2
+        assert await store.leadership.admit_replays(mesh.leader, 1) == 1
+        assert set(await store.mesh.live_groups()) == {"e0-0", group_id}
+        assert (await store.mesh.view()).open_groups == 2
 
 
 async def test_a_waiting_replay_that_a_batch_file_names_is_not_opened_again(store: TrajectoryStore) -> None:
     """Redis came back as it was while the replay waited."""
     mesh = await Mesh.start(store, groups_per_batch=2, max_staleness=0)
     await mesh.admit(2)
-    await store.lease(mesh.session, 1)
-    await store.fail(mesh.session, [("e0-0.0", "broke")])
-    group_id = await store.replay_dead_letter("e0-0.0")
-    await store.reassert_training(mesh.trainer, 1, 1, [(1, [group_id])], [], Cursor())
-    assert await store.admit_replays(mesh.leader, 5) == 0
-    assert group_id not in await store.live_groups()
+    await store.trajectories.lease(mesh.session, 1)
+    await store.trajectories.fail(mesh.session, [("e0-0.0", "broke")])
+    group_id = await store.dead_letters.replay("e0-0.0")
+    await store.training.reassert(mesh.trainer, 1, 1, [(1, [group_id])], [], Cursor())
+    assert await store.leadership.admit_replays(mesh.leader, 5) == 0
+    assert group_id not in await store.mesh.live_groups()

@@ -41,7 +41,7 @@ def held(number: int, min_version: int = 0) -> ActiveTrajectory:
 
 
 async def by_name(store: TrajectoryStore) -> dict[str, GeneratorRecord]:
-    return {found.instance_id: found for found in await store.generators()}
+    return {found.instance_id: found for found in await store.generators.live()}
 
 
 async def settled() -> None:
@@ -54,39 +54,39 @@ async def test_records_that_have_not_changed_are_not_read_again(
     store: TrajectoryStore, another_client: TrajectoryStore
 ) -> None:
     for number in range(20):
-        await another_client.register_generator(record(f"g{number}"), TTL)
+        await another_client.generators.register(record(f"g{number}"), TTL)
     before = await by_name(store)
-    await another_client.register_generator(record("g7", running=3), TTL)
+    await another_client.generators.register(record("g7", running=3), TTL)
     after = await by_name(store)
     assert [name for name in after if after[name] is not before[name]] == ["g7"]
     assert after["g7"].running_count == 3
-    reply = await store.connection.run("generators", (await store.desired()).registry_version)
+    reply = await store.connection.run("generators", (await store.leadership.desired()).registry_version)
     assert len(reply) == 3, "no record travels"
 
 
 async def test_the_desired_state_says_that_the_registry_has_changed(store: TrajectoryStore) -> None:
     await Mesh.start(store)
-    versions = [(await store.desired()).registry_version]
-    before = await store.desired()
+    versions = [(await store.leadership.desired()).registry_version]
+    before = await store.leadership.desired()
     for write in (
-        lambda: store.register_generator(record("a"), TTL),
-        lambda: store.register_generator(record("a"), TTL),
-        lambda: store.deregister_generator("a"),
+        lambda: store.generators.register(record("a"), TTL),
+        lambda: store.generators.register(record("a"), TTL),
+        lambda: store.generators.deregister("a"),
     ):
         await write()
-        versions.append((await store.desired()).registry_version)
+        versions.append((await store.leadership.desired()).registry_version)
     assert versions == sorted(set(versions))
-    assert await store.desired() == before, "nothing for a worker to reconcile to"
+    assert await store.leadership.desired() == before, "nothing for a worker to reconcile to"
 
 
 async def test_a_generator_that_has_left_or_expired_leaves_every_copy(
     store: TrajectoryStore, another_client: TrajectoryStore
 ) -> None:
-    await store.register_generator(record("stays"), TTL)
-    await store.register_generator(record("leaves"), TTL)
-    await store.register_generator(record("dies"), 0.2)
+    await store.generators.register(record("stays"), TTL)
+    await store.generators.register(record("leaves"), TTL)
+    await store.generators.register(record("dies"), 0.2)
     assert sorted(await by_name(another_client)) == ["dies", "leaves", "stays"]
-    await store.deregister_generator("leaves")
+    await store.generators.deregister("leaves")
     assert "leaves" not in await by_name(another_client)
     async with asyncio.timeout(60):
         while "dies" in await by_name(another_client):
@@ -103,20 +103,20 @@ async def test_a_redis_that_came_back_as_it_was_before_is_read_anew(own_server: 
             await TrajectoryStore.connect(StoreConfig(), run="registry", url=server.url) as store,
             await TrajectoryStore.connect(StoreConfig(), run="registry", url=server.url) as fresh,
         ):
-            await store.register_generator(record("a"), TTL)
-            await store.register_generator(record("gone later"), TTL)
+            await store.generators.register(record("a"), TTL)
+            await store.generators.register(record("gone later"), TTL)
             files, earlier = server.folder / "appendonlydir", server.folder / "earlier"
             shutil.copytree(files, earlier)
-            await store.deregister_generator("gone later")
-            await store.register_generator(record("forgotten"), TTL)
-            await store.register_generator(record("a", version=5), TTL)
+            await store.generators.deregister("gone later")
+            await store.generators.register(record("forgotten"), TTL)
+            await store.generators.register(record("a", version=5), TTL)
             assert sorted(await by_name(store)) == ["a", "forgotten"]
             await asyncio.to_thread(server.kill)
             shutil.rmtree(files)
             shutil.copytree(earlier, files)
             await asyncio.to_thread(server.start)
             assert await by_name(store) == await by_name(fresh)
-            await fresh.register_generator(record("a", version=6), TTL)
+            await fresh.generators.register(record("a", version=6), TTL)
             assert await by_name(store) == await by_name(fresh)
             assert (await by_name(store))["a"].policy_version == 6
     finally:
@@ -124,8 +124,8 @@ async def test_a_redis_that_came_back_as_it_was_before_is_read_anew(own_server: 
 
 
 async def test_a_generator_with_eight_slots_wakes_eight_of_five_hundred_waiters(store: TrajectoryStore) -> None:
-    generators = GeneratorPool(store)
-    await store.register_generator(record("old"), TTL)
+    generators = GeneratorPool(store.generators)
+    await store.generators.register(record("old"), TTL)
     await generators.refresh()
     seated: list[int] = []
     ends = [asyncio.Event() for _ in range(500)]
@@ -138,7 +138,7 @@ async def test_a_generator_with_eight_slots_wakes_eight_of_five_hundred_waiters(
     calls = [asyncio.create_task(call(number)) for number in range(500)]
     await settled()
     assert generators.waiting_count == 500
-    await store.register_generator(record("new", version=1), TTL)
+    await store.generators.register(record("new", version=1), TTL)
     await generators.refresh()
     await settled()
     assert seated == list(range(8))
@@ -152,7 +152,7 @@ async def test_a_generator_with_eight_slots_wakes_eight_of_five_hundred_waiters(
 
 
 async def test_a_waiter_that_no_generator_can_take_does_not_hold_up_those_behind_it(store: TrajectoryStore) -> None:
-    generators = GeneratorPool(store)
+    generators = GeneratorPool(store.generators)
     seated: list[str] = []
 
     async def call(waiter: ActiveTrajectory, name: str, pinned_version: int | None = None) -> None:
@@ -163,7 +163,7 @@ async def test_a_waiter_that_no_generator_can_take_does_not_hold_up_those_behind
     await settled()
     rollout = asyncio.create_task(call(held(1, min_version=1), "rollout"))
     await settled()
-    await store.register_generator(record("one", version=1, slots=1), TTL)
+    await store.generators.register(record("one", version=1, slots=1), TTL)
     await generators.refresh()
     await asyncio.wait_for(rollout, 60)
     assert seated == ["rollout"]
@@ -173,7 +173,7 @@ async def test_a_waiter_that_no_generator_can_take_does_not_hold_up_those_behind
 
 
 async def test_a_waiter_that_has_to_stop_is_woken_without_a_generator(store: TrajectoryStore) -> None:
-    generators = GeneratorPool(store)
+    generators = GeneratorPool(store.generators)
     parked, others = held(0), held(1)
     calls = [asyncio.create_task(generators.acquire(each)) for each in (parked, others)]
     await settled()
@@ -188,18 +188,18 @@ async def test_a_waiter_that_has_to_stop_is_woken_without_a_generator(store: Tra
 
 async def test_a_registry_that_has_not_changed_is_not_read(store: TrajectoryStore) -> None:
     now = 0.0
-    generators = GeneratorPool(store, clock=lambda: now)
-    await store.register_generator(record("a"), TTL)
-    await generators.follow((await store.desired()).registry_version)
+    generators = GeneratorPool(store.generators, clock=lambda: now)
+    await store.generators.register(record("a"), TTL)
+    await generators.follow((await store.leadership.desired()).registry_version)
     assert list(generators.records) == ["a"]
-    seen = (await store.desired()).registry_version
-    await store.register_generator(record("b"), TTL)
+    seen = (await store.leadership.desired()).registry_version
+    await store.generators.register(record("b"), TTL)
     await generators.follow(seen)
     assert list(generators.records) == ["a"], "as long as the desired state names the same version"
-    await generators.follow((await store.desired()).registry_version)
+    await generators.follow((await store.leadership.desired()).registry_version)
     assert sorted(generators.records) == ["a", "b"]
-    seen = (await store.desired()).registry_version
-    await store.register_generator(record("c"), TTL)
+    seen = (await store.leadership.desired()).registry_version
+    await store.generators.register(record("c"), TTL)
     now = 10.0
     await generators.follow(seen)
     assert sorted(generators.records) == ["a", "b", "c"], "read from time to time: records expire silently"

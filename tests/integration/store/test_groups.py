@@ -15,16 +15,16 @@ from .truth import read_truth
 async def test_an_unscorable_member_is_replaced_and_the_group_completes(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    first, second = await store.lease(mesh.session, 2)
+    first, second = await store.trajectories.lease(mesh.session, 2)
     await mesh.complete(first, None)
     await mesh.complete(second, 1.0)
-    view = await store.view()
+    view = await store.mesh.view()
     assert (view.open_groups, view.ready_groups, view.pending) == (1, 0, 1)
-    replacement = (await store.lease(mesh.session, 1))[0]
+    replacement = (await store.trajectories.lease(mesh.session, 1))[0]
     assert replacement.trajectory.trajectory_id == "e0-0.2"
     await mesh.complete(replacement, 0.0)
-    await store.cut(mesh.leader, 1, ["e0-0"])
-    batch = await store.claim(mesh.trainer, 1, 1.0)
+    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    batch = await store.training.claim(mesh.trainer, 1, 1.0)
     assert batch is not None
     assert [t.trajectory_id for t in batch.groups[0].trajectories] == ["e0-0.1", "e0-0.2"]
 
@@ -33,12 +33,12 @@ async def test_a_group_without_two_scores_dies_when_replacements_are_used_up(sto
     mesh = await Mesh.start(store)
     await mesh.admit(1)
     for value in (None, None, None, 1.0):
-        await mesh.complete((await store.lease(mesh.session, 1))[0], value)
-    view = await store.view()
+        await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], value)
+    view = await store.mesh.view()
     assert (view.open_groups, view.ready_groups, view.admitted_unconsumed) == (0, 0, 0)
-    drop = (await store.ledger())[0]
+    drop = (await store.ledger.drops())[0]
     assert (drop.group_id, drop.reason, drop.token_count) == ("e0-0", "too_few_scored", 20)
-    assert (await store.counts()).drops == {"too_few_scored": 1}
+    assert (await store.mesh.counts()).drops == {"too_few_scored": 1}
     assert (await read_truth(store)).problems == []
 
 
@@ -46,40 +46,40 @@ async def test_a_group_with_two_scores_is_ready_when_replacements_are_used_up(st
     mesh = await Mesh.start(store, group_size=3)
     await mesh.admit(1, needed=3)
     for value in (None, 1.0, None, 0.0, None, None):
-        await mesh.complete((await store.lease(mesh.session, 1))[0], value)
-    assert [g.group_id for g in (await store.view()).ready] == ["e0-0"]
+        await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], value)
+    assert [g.group_id for g in (await store.mesh.view()).ready] == ["e0-0"]
 
 
 async def test_equal_rewards_are_filtered_refunded_and_counted_in_a_row(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, filter_zero_variance=True)
     await mesh.admit(4)
     values = [1.0, 1.0, 0.0, -0.0, 0.0, 1.0, 0.5, 0.5]
-    for leased, value in zip(await store.lease(mesh.session, 8), values, strict=True):
+    for leased, value in zip(await store.trajectories.lease(mesh.session, 8), values, strict=True):
         await mesh.complete(leased, value)
-    view = await store.view()
+    view = await store.mesh.view()
     assert (view.admitted_unconsumed, view.filtered_in_a_row) == (1, 1)
     assert [g.group_id for g in view.ready] == ["e0-2"]
-    assert (await store.counts()).drops == {"filtered_all_right": 2, "filtered_all_wrong": 1}
-    assert await store.dropped_groups() == {
+    assert (await store.mesh.counts()).drops == {"filtered_all_right": 2, "filtered_all_wrong": 1}
+    assert await store.ledger.dropped_groups() == {
         "e0-0": "filtered_all_right",
         "e0-1": "filtered_all_wrong",
         "e0-3": "filtered_all_right",
     }
-    assert await store.live_groups() == ["e0-2"]
+    assert await store.mesh.live_groups() == ["e0-2"]
 
 
 async def test_a_fixed_value_for_a_time_out_scores_the_trajectory(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     for trajectory_id in ("e0-0.0", "e0-0.1"):
         await mesh.finish(trajectory_id, 0, 2)
     outcome = RewardOutcome(kind=OutcomeKind.TIMED_OUT, message="10 s")
     fixed = Score(trajectory_id="e0-0.0", outcome=outcome, shaped_reward=-0.5, assigned=True)
     other = Score(trajectory_id="e0-0.1", outcome=scored(1.0), shaped_reward=1.0)
-    await store.score(mesh.session, [fixed, other])
-    await store.cut(mesh.leader, 1, ["e0-0"])
-    batch = await store.claim(mesh.trainer, 1, 1.0)
+    await store.trajectories.score(mesh.session, [fixed, other])
+    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    batch = await store.training.claim(mesh.trainer, 1, 1.0)
     assert batch is not None
     trajectory = batch.groups[0].trajectories[0]
     assert trajectory.shaped_reward == -0.5
@@ -98,8 +98,8 @@ async def test_groups_without_two_scores_are_counted_in_a_row(store: TrajectoryS
 
     async def complete_group(*values: float | None) -> int:
         for value in values:
-            await mesh.complete((await store.lease(mesh.session, 1))[0], value)
-        return (await store.view()).unscored_in_a_row
+            await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], value)
+        return (await store.mesh.view()).unscored_in_a_row
 
     nothing = (None, None, None, None)
     assert [await complete_group(*nothing), await complete_group(*nothing)] == [1, 2]
@@ -110,14 +110,14 @@ async def test_groups_without_two_scores_are_counted_in_a_row(store: TrajectoryS
 async def test_an_evicted_group_refunds_its_capacity_and_late_results_are_lost(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
-    await store.lease(mesh.session, 4)
+    await store.trajectories.lease(mesh.session, 4)
     await mesh.append("e0-0.0", 0, 6)
-    assert await store.evict(mesh.leader, ["e0-0", "e0-0", "unknown"], "straggler") == 1
-    assert await store.evict(mesh.leader, ["e0-0"], "straggler") == 0
-    view = await store.view()
+    assert await store.leadership.evict(mesh.leader, ["e0-0", "e0-0", "unknown"], "straggler") == 1
+    assert await store.leadership.evict(mesh.leader, ["e0-0"], "straggler") == 0
+    view = await store.mesh.view()
     assert (view.admitted_unconsumed, view.leased) == (1, 2)
     assert await mesh.append("e0-0.0", 6, 2) == WriteStatus.LOST
-    counts = await store.counts()
+    counts = await store.mesh.counts()
     assert counts.drops == {"straggler": 1}
     assert counts.dropped_tokens == {"straggler": 6}
     assert (await read_truth(store)).problems == []
@@ -126,46 +126,46 @@ async def test_an_evicted_group_refunds_its_capacity_and_late_results_are_lost(s
 async def test_the_ledger_names_the_decile_of_a_dropped_length(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(12)
-    leased = await store.lease(mesh.session, 24)
+    leased = await store.trajectories.lease(mesh.session, 24)
     for at, item in enumerate(leased[:20]):
         await mesh.finish(item.trajectory.trajectory_id, 0, 2 ** (1 + at // 2))
     await mesh.append("e0-10.0", 0, 2000)
     await mesh.append("e0-11.0", 0, 1)
-    await store.evict(mesh.leader, ["e0-10", "e0-11"], "stale")
-    assert [d.length_decile for d in await store.ledger()] == [9, 0]
+    await store.leadership.evict(mesh.leader, ["e0-10", "e0-11"], "stale")
+    assert [d.length_decile for d in await store.ledger.drops()] == [9, 0]
 
 
 async def test_items_may_come_in_any_number(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, pool_size=1000, group_size=4)
     await mesh.admit(150, needed=4)
     leased = []
-    while part := await store.lease(mesh.session, 1000):
+    while part := await store.trajectories.lease(mesh.session, 1000):
         leased += part
     ids = [t.trajectory.trajectory_id for t in leased]
     assert len(ids) == len(set(ids)) == 600
     finishes = [
         Finish(trajectory_id=i, token_offset=0, segments=[segment(2)], finish_reason=FinishReason.LENGTH) for i in ids
     ]
-    assert {r.status for r in await store.finish(mesh.session, finishes)} == {WriteStatus.SAVED}
+    assert {r.status for r in await store.trajectories.finish(mesh.session, finishes)} == {WriteStatus.SAVED}
     scores = [Score(trajectory_id=i, outcome=UNSCORABLE, shaped_reward=0.0) for i in ids[:4]] + [
         Score(trajectory_id=i, outcome=scored(1.0), shaped_reward=1.0) for i in ids[4:]
     ]
-    assert {r.status for r in await store.score(mesh.session, scores)} == {WriteStatus.SAVED}
-    view = await store.view()
+    assert {r.status for r in await store.trajectories.score(mesh.session, scores)} == {WriteStatus.SAVED}
+    view = await store.mesh.view()
     assert (view.ready_groups, view.open_groups, view.pending) == (149, 1, 4)
     assert [g.admission_index for g in view.ready[:4]] == [2, 3, 4, 5]
-    assert await store.evict(mesh.leader, await store.live_groups(), "stale") == 150
+    assert await store.leadership.evict(mesh.leader, await store.mesh.live_groups(), "stale") == 150
     assert (await read_truth(store)).problems == []
 
 
 async def test_the_ledger_says_how_many_drops_it_no_longer_names(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    assert await store.forgotten_drops() == 0
+    assert await store.ledger.forgotten_drops() == 0
     await mesh.admit(3)
-    await store.evict(mesh.leader, ["e0-0", "e0-1", "e0-2"], "stale")
-    assert await store.forgotten_drops() == 0
+    await store.leadership.evict(mesh.leader, ["e0-0", "e0-1", "e0-2"], "stale")
+    assert await store.ledger.forgotten_drops() == 0
     await store.connection.command("XTRIM", store.connection.keys.single("ledger"), "MAXLEN", 1)
-    assert (await store.forgotten_drops(), await store.dropped_groups()) == (2, {"e0-2": "stale"})
+    assert (await store.ledger.forgotten_drops(), await store.ledger.dropped_groups()) == (2, {"e0-2": "stale"})
 
 
 async def test_tokens_of_members_without_a_score_are_wasted_though_their_group_is_trained(
@@ -173,23 +173,23 @@ async def test_tokens_of_members_without_a_score_are_wasted_though_their_group_i
 ) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    first, second = await store.lease(mesh.session, 2)
+    first, second = await store.trajectories.lease(mesh.session, 2)
     await mesh.complete(first, None)
     name = second.trajectory.trajectory_id
     await mesh.append(name, 0, 3)
     said = [environment_segment(4)]
     item = Append(trajectory_id=name, token_offset=3, segments=said, **await known(store, name, 3))
-    await store.append(mesh.session, [item])
+    await store.trajectories.append(mesh.session, [item])
     for _ in range(2):
-        await store.fail(mesh.session, [(second.trajectory.trajectory_id, "broken")])
+        await store.trajectories.fail(mesh.session, [(second.trajectory.trajectory_id, "broken")])
     assert await mesh.score(first.trajectory.trajectory_id, None) == WriteStatus.DUPLICATE
-    assert (await store.counts()).dropped_tokens == {"unscorable": 5, "dead": 7}
+    assert (await store.mesh.counts()).dropped_tokens == {"unscorable": 5, "dead": 7}
     assert await mesh.complete_all() == 2
-    await store.cut(mesh.leader, 1, ["e0-0"])
-    await store.claim(mesh.trainer, 1, 1.0)
-    await store.confirm_batch_file(mesh.trainer, 1, "digest")
-    await store.report_trained(mesh.trainer, 1)
-    counts = await store.counts()
+    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    await store.training.claim(mesh.trainer, 1, 1.0)
+    await store.training.confirm_batch_file(mesh.trainer, 1, "digest")
+    await store.training.report_trained(mesh.trainer, 1)
+    counts = await store.mesh.counts()
     assert (counts.drops, counts.dropped_tokens) == ({}, {"unscorable": 5, "dead": 7})
 
 
@@ -199,18 +199,18 @@ async def test_no_token_is_wasted_twice_when_the_group_is_dropped_too(
 ) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    first, second = await store.lease(mesh.session, 2)
+    first, second = await store.trajectories.lease(mesh.session, 2)
     await mesh.complete(first, None)
     await mesh.append(second.trajectory.trajectory_id, 0, 3)
-    await store.fail(mesh.session, [(second.trajectory.trajectory_id, "broken")])
+    await store.trajectories.fail(mesh.session, [(second.trajectory.trajectory_id, "broken")])
     for rest in (None, value):
-        await mesh.complete((await store.lease(mesh.session, 1))[0], rest)
-    counts = await store.counts()
+        await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], rest)
+    counts = await store.mesh.counts()
     assert counts.drops == {"too_few_scored": 1}
     scored_tokens = 0 if value is None else 5
     assert counts.dropped_tokens == {"unscorable": 15 - scored_tokens, "dead": 3, "too_few_scored": scored_tokens}
     assert sum(counts.dropped_tokens.values()) == counts.totals["saved_tokens_total"]
-    assert [d.token_count for d in await store.ledger()] == [18], "the ledger keeps what the whole group had"
+    assert [d.token_count for d in await store.ledger.drops()] == [18], "the ledger keeps what the whole group had"
 
 
 async def test_a_member_that_an_older_version_left_without_a_score_is_charged_to_its_group(
@@ -218,9 +218,9 @@ async def test_a_member_that_an_older_version_left_without_a_score_is_charged_to
 ) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await mesh.complete((await store.lease(mesh.session, 1))[0], None)
+    await mesh.complete((await store.trajectories.lease(mesh.session, 1))[0], None)
     keys, command = store.connection.keys, store.connection.command
     await command("HDEL", keys.of("trajectory", "e0-0.0"), "wasted")
     await command("DEL", keys.single("drops"))
-    await store.evict(mesh.leader, ["e0-0"], "stale")
-    assert (await store.counts()).dropped_tokens == {"stale": 5}
+    await store.leadership.evict(mesh.leader, ["e0-0"], "stale")
+    assert (await store.mesh.counts()).dropped_tokens == {"stale": 5}

@@ -96,9 +96,9 @@ def guarded_redis(tmp_path: Path, dns: tuple[str, ...]) -> Iterator[Guarded]:
 async def test_a_store_behind_tls_and_an_acl_user_works(guarded: Guarded, by_sentinel: bool) -> None:
     config = guarded.config(guarded.sentinel_url if by_sentinel else guarded.url)
     async with await TrajectoryStore.connect(config, "guarded") as store:
-        await store.init_run(limits())
-        assert (await store.view()).leased == 0
-        assert await store.open_session("worker")
+        await store.limits.init_run(limits())
+        assert (await store.mesh.view()).leased == 0
+        assert await store.sessions.open("worker")
 
 
 async def test_the_user_of_one_run_cannot_touch_another(guarded: Guarded) -> None:
@@ -106,7 +106,7 @@ async def test_the_user_of_one_run_cannot_touch_another(guarded: Guarded) -> Non
         pass
     async with await TrajectoryStore.connect(guarded.config(guarded.url), "other", retry_seconds=1.0) as stranger:
         with pytest.raises(StoreUnavailable, match="credentials"):
-            await stranger.init_run(limits())
+            await stranger.limits.init_run(limits())
 
 
 async def test_each_wrong_identity_is_refused_with_what_to_mend(guarded: Guarded, tmp_path: Path) -> None:
@@ -154,19 +154,19 @@ async def test_a_host_that_the_certificate_does_not_name_is_refused_unless_told_
             await TrajectoryStore.connect(config, "guarded", retry_seconds=0.5)
         trusting = config.model_copy(update={"tls": config.tls.model_copy(update={"check_hostname": False})})
         async with await TrajectoryStore.connect(trusting, "guarded") as store:
-            await store.init_run(limits())
+            await store.limits.init_run(limits())
 
 
 async def test_a_renewed_client_certificate_is_taken_for_the_next_connection(guarded: Guarded) -> None:
     async with await TrajectoryStore.connect(guarded.config(guarded.url), "guarded") as store:
-        await store.init_run(limits())
+        await store.limits.init_run(limits())
         guarded.client.replace_by(guarded.authority.issue("useless", expired=True))
         await store.connection.client.connection_pool.disconnect()
         store.connection._idle.clear()
         with pytest.raises(StoreUnavailable, match="rejects the client certificate"):
-            await store.view()
+            await store.mesh.view()
         guarded.client.replace_by(guarded.authority.issue("renewed"))
-        assert (await store.view()).leased == 0
+        assert (await store.mesh.view()).leased == 0
 
 
 def wait_for(guarded: Guarded) -> None:

@@ -16,7 +16,7 @@ async def read_all(store: TrajectoryStore, state: str | None, limit: int) -> lis
     found: list[TrajectoryMark] = []
     cursor: str | None = None
     for _ in range(200):
-        page, cursor = await store.trajectory_page(state, cursor, limit)
+        page, cursor = await store.inspection.trajectory_page(state, cursor, limit)
         assert len(page) <= limit
         found += page
         if cursor is None:
@@ -29,13 +29,13 @@ async def populated(store: TrajectoryStore) -> Mesh:
     mesh = await Mesh.start(store)
     await mesh.admit(3)
     await mesh.complete_all()
-    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     await mesh.admit(3)
-    leased = await store.lease(mesh.session, 4)
+    leased = await store.trajectories.lease(mesh.session, 4)
     assert [item.trajectory.trajectory_id for item in leased] == ["e0-3.0", "e0-3.1", "e0-4.0", "e0-4.1"]
     await mesh.append("e0-3.0", 0, 4)
     await mesh.append("e0-3.1", 0, 3)
-    await store.release(mesh.session, ["e0-3.1"], "drained")
+    await store.trajectories.release(mesh.session, ["e0-3.1"], "drained")
     await mesh.complete(leased[2], 1.0)
     await mesh.finish("e0-4.1", 0, 5)
     return mesh
@@ -63,29 +63,29 @@ async def test_a_row_tells_what_the_queue_knows(store: TrajectoryStore) -> None:
     assert (rows["e0-0.1"].reward, rows["e0-0.1"].finish_reason, rows["e0-0.1"].train_step) == (1.0, "stop", 1)
     assert rows["e0-5.0"].birth_version is None
     assert rows["e0-2.0"].train_step is None
-    assert await store.workers() == {mesh.session: "worker"}
+    assert await store.inspection.workers() == {mesh.session: "worker"}
 
 
 async def test_the_newest_version_follows_the_tokens_and_leaves_with_them(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
+    await store.trajectories.lease(mesh.session, 1)
     await mesh.append("e0-0.0", 0, 4)
-    await store.announce_policy(mesh.trainer, policy(1, 0))
+    await store.policies.announce(mesh.trainer, policy(1, 0))
     await mesh.append("e0-0.0", 4, 4, 1)
-    mark, unknown = await store.marks(["e0-0.0", "e9-9.9"])
+    mark, unknown = await store.inspection.marks(["e0-0.0", "e9-9.9"])
     assert mark is not None
     assert (mark.newest_version, mark.token_count) == (1, 8)
     assert unknown is None
-    await store.restart(mesh.session, ["e0-0.0"])
-    (mark,) = await store.marks(["e0-0.0"])
+    await store.trajectories.restart(mesh.session, ["e0-0.0"])
+    (mark,) = await store.inspection.marks(["e0-0.0"])
     assert mark is not None
     assert (mark.newest_version, mark.token_count) == (None, 0)
 
 
 async def test_one_trajectory_comes_with_its_tokens_and_outcome(store: TrajectoryStore) -> None:
     await populated(store)
-    found = await store.inspect("e0-4.0")
+    found = await store.inspection.inspect("e0-4.0")
     assert found is not None
     assert found.trajectory is not None
     assert found.trajectory.response_ids.tolist() == [0, 1, 2, 3, 4]
@@ -94,7 +94,7 @@ async def test_one_trajectory_comes_with_its_tokens_and_outcome(store: Trajector
     assert found.trajectory.prompt.metadata == {"answer": "4"}
     assert np.array_equal(found.trajectory.prompt.token_ids, [4, 5, 6, 7])
     assert found.member_count == 2
-    pending = await store.inspect("e0-5.1")
+    pending = await store.inspection.inspect("e0-5.1")
     assert pending is not None
     assert pending.mark.state == "pending"
     assert pending.trajectory is not None
@@ -104,25 +104,25 @@ async def test_one_trajectory_comes_with_its_tokens_and_outcome(store: Trajector
 @pytest.mark.parametrize("wrong", ["e0-5.2", "e9-0.0", "nonsense", "e0-5.x", "", ".", "e0-5.-1"])
 async def test_what_is_not_in_the_queue_is_not_found(store: TrajectoryStore, wrong: str) -> None:
     await populated(store)
-    assert await store.inspect(wrong) is None
+    assert await store.inspection.inspect(wrong) is None
 
 
 @pytest.mark.parametrize("wrong", ["x", "open", "open:1", "ready:-1:0", "open:1:x", "partial:1:0", f"open:{10**30}:0"])
 async def test_a_cursor_of_nowhere_is_refused(store: TrajectoryStore, wrong: str) -> None:
     await Mesh.start(store)
     with pytest.raises(DataError, match="cursor"):
-        await store.trajectory_page(None, wrong, 10)
+        await store.inspection.trajectory_page(None, wrong, 10)
 
 
 async def test_held_trajectories_are_scanned_part_by_part(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, pool_size=400)
     await mesh.admit(200)
     for _ in range(7):
-        await store.lease(mesh.session, 64)
+        await store.trajectories.lease(mesh.session, 64)
     cursors = {mesh.session: 0}
     seen: set[str] = set()
     for _ in range(100):
-        ids, cursors = await store.scan_held(cursors, 50)
+        ids, cursors = await store.inspection.scan_held(cursors, 50)
         assert len(ids) < 200, "a part is bounded"
         seen |= set(ids)
         if not cursors[mesh.session]:
@@ -133,10 +133,10 @@ async def test_held_trajectories_are_scanned_part_by_part(store: TrajectoryStore
 async def test_a_group_that_left_says_when(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
-    await store.evict(mesh.leader, ["e0-1"], "stale")
-    assert await store.gone_at("e0-1") == 0
-    assert await store.gone_at("e0-0") is None
-    assert await store.inspect("e0-1.0") is None
+    await store.leadership.evict(mesh.leader, ["e0-1"], "stale")
+    assert await store.inspection.gone_at("e0-1") == 0
+    assert await store.inspection.gone_at("e0-0") is None
+    assert await store.inspection.inspect("e0-1.0") is None
 
 
 async def test_a_save_says_which_generator_wrote_it_and_a_name_of_two_words_breaks_nothing(
@@ -144,22 +144,25 @@ async def test_a_save_says_which_generator_wrote_it_and_a_name_of_two_words_brea
 ) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     items = [
         Append(trajectory_id=i, token_offset=0, segments=[segment(3)], generator=name)
         for i, name in (("e0-0.0", "0f3a"), ("e0-0.1", "two words"))
     ]
-    assert all(result.status.ok for result in await store.append(mesh.session, items))
-    assert [mark and mark.generator for mark in await store.marks(["e0-0.0", "e0-0.1"])] == ["0f3a", "twowords"]
+    assert all(result.status.ok for result in await store.trajectories.append(mesh.session, items))
+    assert [mark and mark.generator for mark in await store.inspection.marks(["e0-0.0", "e0-0.1"])] == [
+        "0f3a",
+        "twowords",
+    ]
     await mesh.append("e0-0.0", 3, 2)
-    (mark,) = await store.marks(["e0-0.0"])
+    (mark,) = await store.inspection.marks(["e0-0.0"])
     assert mark is not None
     assert (mark.generator, mark.token_count) == ("0f3a", 5), "a save that does not say changes nothing"
 
 
 async def test_the_view_says_what_was_written_and_what_the_server_may_hold(store: TrajectoryStore) -> None:
     await populated(store)
-    seen, counts = await store.view(), await store.counts()
+    seen, counts = await store.mesh.view(), await store.mesh.counts()
     assert (seen.finished_total, seen.saved_bytes_total) == (
         counts.totals["finished_total"],
         counts.totals["saved_bytes_total"],

@@ -75,24 +75,26 @@ class LargeGroups(QueueMachine):
         trajectory_id, m = held[pick % len(held)]
         session = m.session
         assert session is not None
-        assert self.do(self.store.fork(session, trajectory_id, "nonce")).leased is None
-        assert self.do(self.store.fail(session, [(trajectory_id, "broke")])) == 0
+        assert self.do(self.store.trajectories.fork(session, trajectory_id, "nonce")).leased is None
+        assert self.do(self.store.trajectories.fail(session, [(trajectory_id, "broke")])) == 0
         if not m.tokens:
             self.do(
-                self.store.report_first_tokens(session, [FirstToken(trajectory_id=trajectory_id, policy_version=0)])
+                self.store.trajectories.report_first_tokens(
+                    session, [FirstToken(trajectory_id=trajectory_id, policy_version=0)]
+                )
             )
         if pick % 4 == 0:
             written = self.write(2, len(self.model.version_steps) - 1)
             item = finish_of(trajectory_id, m, written)
-            assert self.do(self.store.finish(session, [item]))[0].status is WriteStatus.SAVED
+            assert self.do(self.store.trajectories.finish(session, [item]))[0].status is WriteStatus.SAVED
             m.content, m.state = (*m.content, written), "finished"
             score = Score(trajectory_id=trajectory_id, outcome=scored(1.0), shaped_reward=1.0)
-            assert self.do(self.store.score(session, [score]))[0].status is WriteStatus.LOST
+            assert self.do(self.store.trajectories.score(session, [score]))[0].status is WriteStatus.LOST
         elif pick % 4 == 1:
-            assert self.do(self.store.release(session, [trajectory_id], ReleaseReason.FAILED)) == 1
+            assert self.do(self.store.trajectories.release(session, [trajectory_id], ReleaseReason.FAILED)) == 1
             m.session = None
         elif pick % 4 == 2:
-            self.do(self.store.restart(session, [trajectory_id]))
+            self.do(self.store.trajectories.restart(session, [trajectory_id]))
             m.content, m.incarnation = (), m.incarnation + bool(m.content)
         self.late_writes += 1
 
@@ -112,7 +114,7 @@ class LargeGroups(QueueMachine):
             assert session is not None
             written = {i: self.write(1, len(self.model.version_steps) - 1) for i in ids}
             items = [finish_of(i, self.member(i), written[i]) for i in ids]
-            assert {r.status for r in self.do(self.store.finish(session, items))} == {WriteStatus.SAVED}
+            assert {r.status for r in self.do(self.store.trajectories.finish(session, items))} == {WriteStatus.SAVED}
             for i in ids:
                 self.model.save(i, written[i])
                 self.member(i).state = "finished"
@@ -126,7 +128,7 @@ class LargeGroups(QueueMachine):
             assert session is not None
             reward = float(at % 2)
             item = Score(trajectory_id=trajectory_id, outcome=scored(reward), shaped_reward=reward)
-            assert self.do(self.store.score(session, [item]))[0].status is WriteStatus.SAVED
+            assert self.do(self.store.trajectories.score(session, [item]))[0].status is WriteStatus.SAVED
             self.model.score(trajectory_id, reward)
 
     def register(self, session: str, memories: list[Memory]) -> None:
@@ -187,39 +189,41 @@ async def half_leased(store: TrajectoryStore) -> Mesh:
     mesh = await Mesh.start(store, pool_size=10_000, group_size=300)
     await mesh.admit(1, needed=300)
     for _ in range(4):
-        await store.lease(mesh.session, 64)
+        await store.trajectories.lease(mesh.session, 64)
     await mesh.append("e0-0.7", 0, 5)
     await mesh.append("e0-0.8", 0, 4)
-    await store.release(mesh.session, ["e0-0.8"], ReleaseReason.DRAINED)
+    await store.trajectories.release(mesh.session, ["e0-0.8"], ReleaseReason.DRAINED)
     return mesh
 
 
 async def swept(server: EmbeddedServer, store: TrajectoryStore, mesh: Mesh) -> None:
     """What another leader does after the death of the one that began."""
-    assert "e0-0" in await store.live_groups()
-    assert await store.lease(await store.open_session("another"), 64) == [], "nothing of a half-gone group is leased"
+    assert "e0-0" in await store.mesh.live_groups()
+    assert await store.trajectories.lease(await store.sessions.open("another"), 64) == [], (
+        "nothing of a half-gone group is leased"
+    )
     assert (await read_truth(store)).problems == []
-    assert 0 < await most_keys(server, store, lambda: store.reap(mesh.leader)) <= MAX_KEYS_PER_SCRIPT
+    assert 0 < await most_keys(server, store, lambda: store.leadership.reap(mesh.leader)) <= MAX_KEYS_PER_SCRIPT
     truth = await read_truth(store)
     assert (truth.problems, truth.half_gone) == ([], {})
-    assert (await store.counts()).trajectories["leased"] == 0
+    assert (await store.mesh.counts()).trajectories["leased"] == 0
 
 
 async def test_evicting_a_large_group_keeps_to_the_bound(server: EmbeddedServer, store: TrajectoryStore) -> None:
     mesh = await half_leased(store)
-    used = await most_keys(server, store, lambda: store.evict(mesh.leader, ["e0-0"], "straggler"))
+    used = await most_keys(server, store, lambda: store.leadership.evict(mesh.leader, ["e0-0"], "straggler"))
     assert 0 < used <= MAX_KEYS_PER_SCRIPT
     await swept(server, store, mesh)
-    (drop,) = await store.ledger()
+    (drop,) = await store.ledger.drops()
     assert (drop.group_id, drop.reason, drop.token_count) == ("e0-0", "straggler", 9)
-    assert await store.live_groups() == []
+    assert await store.mesh.live_groups() == []
 
 
 async def test_rolling_back_a_large_group_keeps_to_the_bound(server: EmbeddedServer, store: TrajectoryStore) -> None:
     mesh = await half_leased(store)
-    assert 0 < await most_keys(server, store, lambda: store.rollback(mesh.trainer)) <= MAX_KEYS_PER_SCRIPT
+    assert 0 < await most_keys(server, store, lambda: store.training.roll_back(mesh.trainer)) <= MAX_KEYS_PER_SCRIPT
     await swept(server, store, mesh)
-    assert (await store.counts()).dropped_tokens == {"rolled_back": 9}
+    assert (await store.mesh.counts()).dropped_tokens == {"rolled_back": 9}
 
 
 async def test_sweeping_a_batch_of_large_groups_keeps_to_the_bound(
@@ -228,13 +232,13 @@ async def test_sweeping_a_batch_of_large_groups_keeps_to_the_bound(
     mesh = await Mesh.start(store, pool_size=10_000, group_size=300)
     await mesh.admit(1, needed=300)
     await mesh.complete_all()
-    await store.cut(mesh.leader, 1, ["e0-0"])
-    batch = await store.claim(mesh.trainer, 1, 1.0)
+    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    batch = await store.training.claim(mesh.trainer, 1, 1.0)
     assert batch is not None
-    used = await most_keys(server, store, lambda: store.confirm_batch_file(mesh.trainer, 1, "digest"))
+    used = await most_keys(server, store, lambda: store.training.confirm_batch_file(mesh.trainer, 1, "digest"))
     assert 0 < used <= MAX_KEYS_PER_SCRIPT
     await swept(server, store, mesh)
-    assert await store.ledger() == []
+    assert await store.ledger.drops() == []
 
 
 async def test_forgetting_a_large_group_that_a_batch_file_has_keeps_to_the_bound(
@@ -244,11 +248,11 @@ async def test_forgetting_a_large_group_that_a_batch_file_has_keeps_to_the_bound
     mesh = await half_leased(store)
 
     async def reassert() -> None:
-        await store.reassert_training(mesh.trainer, 0, 0, [(1, ["e0-0"])], [], Cursor(index=1))
+        await store.training.reassert(mesh.trainer, 0, 0, [(1, ["e0-0"])], [], Cursor(index=1))
 
     assert 0 < await most_keys(server, store, reassert) <= MAX_KEYS_PER_SCRIPT
     await swept(server, store, mesh)
-    assert await store.live_groups() == ["e0-0"], "it is cut, and not trained yet"
+    assert await store.mesh.live_groups() == ["e0-0"], "it is cut, and not trained yet"
 
 
 async def test_a_large_group_that_an_older_release_dropped_is_swept(store: TrajectoryStore) -> None:
@@ -257,6 +261,6 @@ async def test_a_large_group_that_an_older_release_dropped_is_swept(store: Traje
     command, keys = store.connection.command, store.connection.keys
     await command("DEL", keys.single("pending"), keys.single("open"))
     await command("HSET", keys.single("dropped"), "e0-0", "0 0 0 0 too_few_scored")
-    await store.reap(mesh.leader)
-    assert [drop.reason for drop in await store.ledger()] == ["too_few_scored"]
+    await store.leadership.reap(mesh.leader)
+    assert [drop.reason for drop in await store.ledger.drops()] == ["too_few_scored"]
     assert await command("EXISTS", keys.of("group", "e0-0"), keys.of("prompt", "e0-0"), keys.single("dropped")) == 0

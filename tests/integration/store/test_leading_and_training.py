@@ -28,35 +28,40 @@ async def expire(store: TrajectoryStore, session: str) -> None:
 
 async def test_one_leader_at_a_time_and_a_former_one_is_refused(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    assert await store.acquire_leadership("other") is None
-    assert await store.renew_leadership(mesh.leader)
-    await store.resign(mesh.leader)
-    second = await store.acquire_leadership("other")
+    assert await store.leadership.acquire("other") is None
+    assert await store.leadership.renew(mesh.leader)
+    await store.leadership.resign(mesh.leader)
+    second = await store.leadership.acquire("other")
     assert second is not None
-    assert not await store.renew_leadership(mesh.leader)
+    assert not await store.leadership.renew(mesh.leader)
     with pytest.raises(SessionLost):
         await mesh.admit(1)
     with pytest.raises(SessionLost):
-        await store.set_desired(mesh.leader, Desired(pool_size=1))
+        await store.leadership.set_desired(mesh.leader, Desired(pool_size=1))
     with pytest.raises(SessionLost):
-        await store.reap(mesh.leader)
+        await store.leadership.reap(mesh.leader)
 
 
 async def test_leadership_that_was_not_renewed_passes_on(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await store.connection.command("HSET", store.connection.keys.single("meta"), "leader_until", 1)
-    assert await store.acquire_leadership("other") is not None
-    assert not await store.renew_leadership(mesh.leader)
+    assert await store.leadership.acquire("other") is not None
+    assert not await store.leadership.renew(mesh.leader)
 
 
 async def test_admission_moves_the_cursor_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    assert await store.admit(mesh.leader, [group(0), group(1)], Cursor(), Cursor(index=2)) == 2
+    assert await store.leadership.admit(mesh.leader, [group(0), group(1)], Cursor(), Cursor(index=2)) == 2
     with pytest.raises(Conflict, match="cursor"):
-        await store.admit(mesh.leader, [group(0)], Cursor(), Cursor(index=1))
-    assert await store.admit(mesh.leader, [group(1), group(0, epoch=1)], Cursor(index=2), Cursor(epoch=1, index=1)) == 1
-    assert await store.cursor() == Cursor(epoch=1, index=1)
-    assert (await store.view()).open_groups == 3
+        await store.leadership.admit(mesh.leader, [group(0)], Cursor(), Cursor(index=1))
+    assert (
+        await store.leadership.admit(
+            mesh.leader, [group(1), group(0, epoch=1)], Cursor(index=2), Cursor(epoch=1, index=1)
+        )
+        == 1
+    )
+    assert await store.leadership.cursor() == Cursor(epoch=1, index=1)
+    assert (await store.mesh.view()).open_groups == 3
 
 
 async def test_a_retried_admission_is_counted_once(store: TrajectoryStore) -> None:
@@ -65,7 +70,7 @@ async def test_a_retried_admission_is_counted_once(store: TrajectoryStore) -> No
     once = await store.connection.run("admit", mesh.leader, "n", 0, 0, 0, 1, 1, *words)
     twice = await store.connection.run("admit", mesh.leader, "n", 0, 0, 0, 1, 1, *words)
     assert (once, twice) == (1, 1)
-    assert (await store.view()).open_groups == 1
+    assert (await store.mesh.view()).open_groups == 1
 
 
 async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: TrajectoryStore) -> None:
@@ -73,22 +78,22 @@ async def test_a_cut_needs_the_next_step_ready_groups_and_fresh_tokens(store: Tr
     await mesh.admit(3)
     await mesh.complete_all()
     with pytest.raises(Conflict, match="cut_step is 0"):
-        await store.cut(mesh.leader, 2, ["e0-0"])
+        await store.leadership.cut(mesh.leader, 2, ["e0-0"])
     with pytest.raises(Conflict, match="e0-9 is not ready"):
-        await store.cut(mesh.leader, 1, ["e0-0", "e0-9"])
+        await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-9"])
     with pytest.raises(Conflict, match="listed twice"):
-        await store.cut(mesh.leader, 1, ["e0-0", "e0-0"])
-    await store.cut(mesh.leader, 1, ["e0-0"])
-    await store.cut(mesh.leader, 1, ["e0-0"])
+        await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-0"])
+    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
     with pytest.raises(Conflict):
-        await store.cut(mesh.leader, 1, ["e0-1"])
+        await store.leadership.cut(mesh.leader, 1, ["e0-1"])
     with pytest.raises(Conflict, match="trained_step is 0"):
-        await store.cut(mesh.leader, 2, ["e0-1"])
-    await store.claim(mesh.trainer, 1, 1.0)
-    await store.confirm_batch_file(mesh.trainer, 1, "d")
-    await store.report_trained(mesh.trainer, 1)
+        await store.leadership.cut(mesh.leader, 2, ["e0-1"])
+    await store.training.claim(mesh.trainer, 1, 1.0)
+    await store.training.confirm_batch_file(mesh.trainer, 1, "d")
+    await store.training.report_trained(mesh.trainer, 1)
     with pytest.raises(Conflict, match="staleness 1, over the bound of 0"):
-        await store.cut(mesh.leader, 2, ["e0-1"])
+        await store.leadership.cut(mesh.leader, 2, ["e0-1"])
     assert (await read_truth(store)).problems == []
 
 
@@ -97,25 +102,25 @@ async def test_masking_old_segments_keeps_stale_groups_within_the_bound(store: T
     await mesh.admit(2)
     await mesh.complete_all()
     for step, gid in ((1, "e0-0"), (2, "e0-1")):
-        assert (await store.view()).ready[0].min_train_step == step - 1
-        await store.cut(mesh.leader, step, [gid])
-        await store.claim(mesh.trainer, step, 1.0)
-        await store.confirm_batch_file(mesh.trainer, step, "d")
-        await store.report_trained(mesh.trainer, step)
+        assert (await store.mesh.view()).ready[0].min_train_step == step - 1
+        await store.leadership.cut(mesh.leader, step, [gid])
+        await store.training.claim(mesh.trainer, step, 1.0)
+        await store.training.confirm_batch_file(mesh.trainer, step, "d")
+        await store.training.report_trained(mesh.trainer, step)
 
 
 async def test_a_claim_waits_for_its_cut(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
     await mesh.complete_all()
-    assert await store.claim(mesh.trainer, 1, 0.02) is None
-    waiting = asyncio.create_task(store.claim(mesh.trainer, 1, 10.0))
+    assert await store.training.claim(mesh.trainer, 1, 0.02) is None
+    waiting = asyncio.create_task(store.training.claim(mesh.trainer, 1, 10.0))
     await asyncio.sleep(0)
-    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     batch = await waiting
     assert batch is not None
     assert batch.train_step == 1
-    again = await store.claim(mesh.trainer, 1, 0.1)
+    again = await store.training.claim(mesh.trainer, 1, 0.1)
     assert again is not None
     assert [g.group_id for g in again.groups] == ["e0-0", "e0-1"]
 
@@ -125,14 +130,14 @@ async def test_a_batch_of_small_and_large_groups_is_claimed_whole_and_in_order(s
     await mesh.admit(4)
     # The second is over what comes along with a claim, and has chunks of its own; the third uses up what is left.
     lengths = {"e0-0": (3, 3), "e0-1": (9000, 30_000), "e0-2": (16_000, 16_700), "e0-3": (50, 70)}
-    for leased in await store.lease(mesh.session, 8):
+    for leased in await store.trajectories.lease(mesh.session, 8):
         trajectory = leased.trajectory
         tokens = lengths[trajectory.group_id][trajectory.member_index]
         assert await mesh.append(trajectory.trajectory_id, 0, 2) == 1
         assert await mesh.finish(trajectory.trajectory_id, 2, tokens - 2) == 1
         assert await mesh.score(trajectory.trajectory_id, float(trajectory.member_index)) == 1
-    await store.cut(mesh.leader, 1, list(lengths))
-    batch = await store.claim(mesh.trainer, 1, 1.0)
+    await store.leadership.cut(mesh.leader, 1, list(lengths))
+    batch = await store.training.claim(mesh.trainer, 1, 1.0)
     assert batch is not None
     assert {g.group_id: tuple(t.response_token_count for t in g.trajectories) for g in batch.groups} == lengths
     for found in batch.groups:
@@ -146,73 +151,73 @@ async def test_every_step_of_the_trainer_may_be_repeated(store: TrajectoryStore)
     mesh = await Mesh.start(store)
     await mesh.admit(2)
     await mesh.complete_all()
-    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     with pytest.raises(Conflict, match="not been confirmed"):
-        await store.report_trained(mesh.trainer, 1)
-    await store.claim(mesh.trainer, 1, 1.0)
+        await store.training.report_trained(mesh.trainer, 1)
+    await store.training.claim(mesh.trainer, 1, 1.0)
     for _ in range(2):
-        await store.confirm_batch_file(mesh.trainer, 1, "d")
+        await store.training.confirm_batch_file(mesh.trainer, 1, "d")
     with pytest.raises(Conflict, match="another digest"):
-        await store.confirm_batch_file(mesh.trainer, 1, "e")
+        await store.training.confirm_batch_file(mesh.trainer, 1, "e")
     with pytest.raises(Conflict, match="read it from the checkpoint store"):
-        await store.claim(mesh.trainer, 1, 0.1)
+        await store.training.claim(mesh.trainer, 1, 0.1)
     for _ in range(2):
-        await store.report_trained(mesh.trainer, 1)
-        await store.report_committed(mesh.trainer, 1)
-        await store.confirm_batch_file(mesh.trainer, 1, "d")
+        await store.training.report_trained(mesh.trainer, 1)
+        await store.training.report_committed(mesh.trainer, 1)
+        await store.training.confirm_batch_file(mesh.trainer, 1, "d")
     with pytest.raises(Conflict, match="already trained"):
-        await store.claim(mesh.trainer, 1, 0.1)
-    state = await store.training_state()
+        await store.training.claim(mesh.trainer, 1, 0.1)
+    state = await store.training.state()
     assert (state.trained_step, state.cut_step, state.committed_step) == (1, 1, 1)
-    assert (await store.counts()).totals["consumed_total"] == 2
+    assert (await store.mesh.counts()).totals["consumed_total"] == 2
     truth = await read_truth(store)
     assert (truth.problems, truth.tombstones) == ([], {"e0-0", "e0-1"})
 
 
 async def test_only_the_newest_trainer_session_counts(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    second = await store.open_trainer_session("second")
+    second = await store.training.open_session("second")
     with pytest.raises(SessionLost):
-        await store.announce_policy(mesh.trainer, policy(1))
+        await store.policies.announce(mesh.trainer, policy(1))
     with pytest.raises(SessionLost):
-        await store.claim(mesh.trainer, 1, 0.01) or await store.report_trained(mesh.trainer, 1)
-    await store.announce_policy(second, policy(1))
+        await store.training.claim(mesh.trainer, 1, 0.01) or await store.training.report_trained(mesh.trainer, 1)
+    await store.policies.announce(second, policy(1))
 
 
 async def test_a_queue_serves_the_checkpoint_store_that_it_was_filled_for_and_no_other(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    first = await store.open_trainer_session("first", lineage="a" * 64)
+    first = await store.training.open_session("first", lineage="a" * 64)
     with pytest.raises(Conflict, match="another checkpoint store"):
-        await store.open_trainer_session("stranger", lineage="b" * 64)
-    await store.announce_policy(first, policy(0))
-    again = await store.open_trainer_session("first", lineage="a" * 64)
-    await store.announce_policy(again, policy(1))
+        await store.training.open_session("stranger", lineage="b" * 64)
+    await store.policies.announce(first, policy(0))
+    again = await store.training.open_session("first", lineage="a" * 64)
+    await store.policies.announce(again, policy(1))
     with pytest.raises(SessionLost):
-        await store.announce_policy(mesh.trainer, policy(2))
+        await store.policies.announce(mesh.trainer, policy(2))
 
 
 async def test_versions_are_announced_in_order_and_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    await store.announce_policy(mesh.trainer, policy(0))
+    await store.policies.announce(mesh.trainer, policy(0))
     with pytest.raises(Conflict, match="the next one is 1"):
-        await store.announce_policy(mesh.trainer, policy(2))
+        await store.policies.announce(mesh.trainer, policy(2))
     with pytest.raises(Conflict, match="exists already"):
-        await store.announce_policy(mesh.trainer, policy(0, train_step=3))
-    waiting = asyncio.create_task(store.wait_policy(0, 10.0))
+        await store.policies.announce(mesh.trainer, policy(0, train_step=3))
+    waiting = asyncio.create_task(store.policies.wait(0, 10.0))
     await asyncio.sleep(0)
-    await store.announce_policy(mesh.trainer, policy(1))
+    await store.policies.announce(mesh.trainer, policy(1))
     assert await waiting == policy(1)
-    assert await store.wait_policy(1, 0.02) is None
-    assert await store.policies() == [policy(0), policy(1)]
-    assert await store.latest_policy() == policy(1)
-    assert await store.policy(0) == policy(0)
-    assert await store.policy(7) is None
-    await store.pin_policy(0)
-    assert (await store.pinned_policy(), await store.effective_policy()) == (0, policy(0))
+    assert await store.policies.wait(1, 0.02) is None
+    assert await store.policies.announced() == [policy(0), policy(1)]
+    assert await store.policies.latest() == policy(1)
+    assert await store.policies.get(0) == policy(0)
+    assert await store.policies.get(7) is None
+    await store.policies.pin(0)
+    assert (await store.policies.pinned(), await store.policies.effective()) == (0, policy(0))
     with pytest.raises(Conflict):
-        await store.pin_policy(9)
-    await store.pin_policy(None)
-    assert await store.effective_policy() == policy(1)
+        await store.policies.pin(9)
+    await store.policies.pin(None)
+    assert await store.policies.effective() == policy(1)
 
 
 async def test_generators_live_as_long_as_their_heartbeat(store: TrajectoryStore) -> None:
@@ -235,38 +240,38 @@ async def test_generators_live_as_long_as_their_heartbeat(store: TrajectoryStore
             ),
         )
 
-    await store.register_generator(record("a", 1), 30.0)
-    await store.register_generator(record("a", 2), 30.0)
-    await store.register_generator(record("b", 1), 30.0)
+    await store.generators.register(record("a", 1), 30.0)
+    await store.generators.register(record("a", 2), 30.0)
+    await store.generators.register(record("b", 1), 30.0)
     await store.connection.command("ZADD", store.connection.keys.single("generator_expiry"), 1, "b")
-    assert await store.generators() == [record("a", 2)]
+    assert await store.generators.live() == [record("a", 2)]
     # One of a later version, which registers more.
     newer = {**asdict(record("a", 3)), "colour": "blue"}
     newer["work"]["colour"] = "blue"
     await store.connection.run("register_generator", "a", json.dumps(newer), 30_000)
-    assert await store.generators() == [record("a", 3)]
+    assert await store.generators.live() == [record("a", 3)]
     # One of an earlier version, which does not say how much it sampled.
     older = asdict(record("a", 4))
     del older["work"]["generated_tokens"]
     await store.connection.run("register_generator", "a", json.dumps(older), 30_000)
-    (found,) = await store.generators()
+    (found,) = await store.generators.live()
     assert (found.work.generated_tokens, found.work.prefill_tokens) == (None, 100)
-    await store.deregister_generator("a")
-    assert await store.generators() == []
+    await store.generators.deregister("a")
+    assert await store.generators.live() == []
 
 
 async def test_expired_sessions_are_reaped_after_the_grace_of_a_new_leader(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
-    await store.lease(mesh.session, 4)
+    await store.trajectories.lease(mesh.session, 4)
     await mesh.append("e0-0.0", 0, 4)
     await mesh.finish("e0-0.1", 0, 4)
     await store.connection.command("ZADD", store.connection.keys.single("sessions"), "XX", 1, mesh.session)
-    assert await store.reap(mesh.leader) == 0, "a new leader waits one TTL"
+    assert await store.leadership.reap(mesh.leader) == 0, "a new leader waits one TTL"
     await expire(store, mesh.session)
-    assert await store.reap(mesh.leader) == 4
-    assert await store.reap(mesh.leader) == 0
-    view = await store.view()
+    assert await store.leadership.reap(mesh.leader) == 4
+    assert await store.leadership.reap(mesh.leader) == 0
+    view = await store.mesh.view()
     assert (view.leased, view.partial, view.pending, view.finished) == (0, 1, 2, 1)
     assert await mesh.append("e0-0.0", 4, 2) == 4, "late results of a dead session are refused"
     assert (await read_truth(store)).problems == []
@@ -277,15 +282,15 @@ async def test_a_rollback_drops_all_unclaimed_work(store: TrajectoryStore) -> No
     await mesh.admit(4)
     await mesh.complete_all()
     await mesh.admit(1)
-    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    assert await store.rollback(mesh.trainer) == 5
-    view = await store.view()
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    assert await store.training.roll_back(mesh.trainer) == 5
+    view = await store.mesh.view()
     assert (view.admitted_unconsumed, view.cut_step) == (0, 0)
-    assert (await store.counts()).drops == {"rolled_back": 5}
+    assert (await store.mesh.counts()).drops == {"rolled_back": 5}
     await mesh.admit(2)
     await mesh.complete_all()
-    await store.cut(mesh.leader, 1, ["e0-5", "e0-6"])
-    assert await store.claim(mesh.trainer, 1, 1.0) is not None
+    await store.leadership.cut(mesh.leader, 1, ["e0-5", "e0-6"])
+    assert await store.training.claim(mesh.trainer, 1, 1.0) is not None
     assert (await read_truth(store)).problems == []
 
 
@@ -293,21 +298,21 @@ async def test_no_leader_cuts_the_abandoned_branch_between_two_slices_of_a_rollb
     mesh = await Mesh.start(store)
     await mesh.admit(6)
     await mesh.complete_all()
-    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
     # The first calls of a rollback whose trainer dies: it takes the cut back, then drops a group.
     for answer in ([0, 1], [1, 1]):
         assert await store.connection.run("roll_back", mesh.trainer, 1, "first") == answer
-        view = await store.view()
+        view = await store.mesh.view()
         assert (view.cut_step, view.ready) == (0, ())
         with pytest.raises(Conflict, match="abandons"):
-            await store.cut(mesh.leader, 1, ["e0-1", "e0-2"])
-    restarted = await store.open_trainer_session("restarted")
-    await store.reassert_training(restarted, 0, 0, [], [policy(0)], Cursor())
-    assert (await store.counts()).drops == {"rolled_back": 6}
+            await store.leadership.cut(mesh.leader, 1, ["e0-1", "e0-2"])
+    restarted = await store.training.open_session("restarted")
+    await store.training.reassert(restarted, 0, 0, [], [policy(0)], Cursor())
+    assert (await store.mesh.counts()).drops == {"rolled_back": 6}
     await mesh.admit(2)
     await mesh.complete_all()
-    await store.cut(mesh.leader, 1, ["e0-6", "e0-7"])
-    assert await store.claim(restarted, 1, 1.0) is not None
+    await store.leadership.cut(mesh.leader, 1, ["e0-6", "e0-7"])
+    assert await store.training.claim(restarted, 1, 1.0) is not None
     assert (await read_truth(store)).problems == []
 
 
@@ -320,7 +325,7 @@ async def test_two_rollbacks_at_once_both_come_to_an_end(store: TrajectoryStore)
         if left[nonce]:
             _, left[nonce] = await store.connection.run("roll_back", mesh.trainer, 1, nonce)
     assert left == {"first": 0, "second": 0}
-    assert (await store.counts()).drops == {"rolled_back": 6}
+    assert (await store.mesh.counts()).drops == {"rolled_back": 6}
     assert (await read_truth(store)).problems == []
 
 
@@ -331,24 +336,24 @@ async def test_the_last_call_of_a_rollback_sent_again_drops_nothing(store: Traje
     await mesh.admit(2)
     await mesh.complete_all()
     assert await store.connection.run("roll_back", mesh.trainer, 8, "once") == [0, 0]
-    await store.cut(mesh.leader, 1, ["e0-1", "e0-2"])
+    await store.leadership.cut(mesh.leader, 1, ["e0-1", "e0-2"])
     assert (await read_truth(store)).problems == []
 
 
 async def test_no_leader_can_lower_the_floor_that_a_rollback_sets(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     for version, train_step in ((1, 1), (2, 2)):
-        await store.announce_policy(mesh.trainer, policy(version, train_step))
-    assert (await store.desired()).start_at_version == 0
-    await store.announce_policy(mesh.trainer, policy(3, train_step=2))
-    assert (await store.desired()).start_at_version == 3
+        await store.policies.announce(mesh.trainer, policy(version, train_step))
+    assert (await store.leadership.desired()).start_at_version == 0
+    await store.policies.announce(mesh.trainer, policy(3, train_step=2))
+    assert (await store.leadership.desired()).start_at_version == 3
     # A leader that looked at the mesh before the rollback.
-    await store.set_desired(mesh.leader, Desired(pool_size=8, start_at_version=1))
-    assert (await store.desired()).start_at_version == 3
-    await store.announce_policy(mesh.trainer, policy(4, train_step=3))
-    assert (await store.desired()).start_at_version == 3
-    await store.set_desired(mesh.leader, Desired(pool_size=8, start_at_version=4))
-    assert (await store.desired()).start_at_version == 4
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=8, start_at_version=1))
+    assert (await store.leadership.desired()).start_at_version == 3
+    await store.policies.announce(mesh.trainer, policy(4, train_step=3))
+    assert (await store.leadership.desired()).start_at_version == 3
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=8, start_at_version=4))
+    assert (await store.leadership.desired()).start_at_version == 4
 
 
 async def test_blocked_since_starts_anew_with_another_set_and_is_cleared(store: TrajectoryStore) -> None:
@@ -356,34 +361,34 @@ async def test_blocked_since_starts_anew_with_another_set_and_is_cleared(store: 
     keys, desired = store.connection.keys, Desired(pool_size=1)
 
     async def blocked() -> tuple[str, float | None]:
-        seen = await store.view(groups=False)
+        seen = await store.mesh.view(groups=False)
         return seen.blocked_by, seen.blocked_since
 
-    await store.set_desired(mesh.leader, desired, "due 1")
+    await store.leadership.set_desired(mesh.leader, desired, "due 1")
     name, since = await blocked()
     assert name == "due 1"
     assert since is not None
     earlier = f"{int(since * 1000) - 5000} due 1"
     await store.connection.command("HSET", keys.single("meta"), "blocked_since", earlier)
-    await store.set_desired(mesh.leader, desired, "due 1")
+    await store.leadership.set_desired(mesh.leader, desired, "due 1")
     assert await blocked() == ("due 1", pytest.approx(since - 5, abs=0.002))
-    await store.set_desired(mesh.leader, desired, "due 2")
+    await store.leadership.set_desired(mesh.leader, desired, "due 2")
     name, renewed = await blocked()
     assert name == "due 2"
     assert renewed is not None
     assert renewed >= since
-    await store.set_desired(mesh.leader, desired)
+    await store.leadership.set_desired(mesh.leader, desired)
     assert await blocked() == ("", None)
 
 
 async def test_blocked_since_from_before_the_clock_was_set_back_is_void(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    await store.set_desired(mesh.leader, Desired(pool_size=1), "due 1")
-    ahead = f"{int((await store.view()).now * 1000) + 3_600_000} due 1"
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=1), "due 1")
+    ahead = f"{int((await store.mesh.view()).now * 1000) + 3_600_000} due 1"
     await store.connection.command("HSET", store.connection.keys.single("meta"), "blocked_since", ahead)
-    assert (await store.view()).blocked_since is None
-    await store.set_desired(mesh.leader, Desired(pool_size=1), "due 1")
-    seen = await store.view()
+    assert (await store.mesh.view()).blocked_since is None
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=1), "due 1")
+    seen = await store.mesh.view()
     assert seen.blocked_since is not None
     assert seen.blocked_since <= seen.now
 
@@ -393,7 +398,7 @@ async def test_a_view_without_single_groups_carries_none(store: TrajectoryStore)
     await mesh.admit(3)
     await mesh.complete_all()
     await mesh.admit(3)
-    listed, seen = await store.view(), await store.view(groups=False)
+    listed, seen = await store.mesh.view(), await store.mesh.view(groups=False)
     assert (len(listed.ready), len(listed.stalest_open)) == (3, 3)
     assert (seen.listed, seen.ready, seen.stalest_open) == (False, (), ())
     assert replace(seen, now=0.0, used_memory_bytes=0, memory_ratio=0.0) == replace(
@@ -404,50 +409,50 @@ async def test_a_view_without_single_groups_carries_none(store: TrajectoryStore)
 
 async def test_a_failure_counts_while_its_reporter_leads(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    await store.report_failure(mesh.leader, "320 groups filtered in a row")
-    assert await store.failure() == "320 groups filtered in a row"
-    await store.resign(mesh.leader)
-    assert await store.acquire_leadership("again") is not None
-    assert await store.failure() == ""
+    await store.leadership.report_failure(mesh.leader, "320 groups filtered in a row")
+    assert await store.leadership.failure() == "320 groups filtered in a row"
+    await store.leadership.resign(mesh.leader)
+    assert await store.leadership.acquire("again") is not None
+    assert await store.leadership.failure() == ""
 
 
 async def test_who_leads_after_a_failure_counts_from_zero(store: TrajectoryStore) -> None:
     """Or a run that ended for its filtered groups could never be continued, whatever was mended."""
     mesh = await Mesh.start(store, filter_zero_variance=True)
     await mesh.admit(1)
-    for leased in await store.lease(mesh.session, 2):
+    for leased in await store.trajectories.lease(mesh.session, 2):
         await mesh.complete(leased, 1.0)
-    await store.resign(mesh.leader)
-    leader = await store.acquire_leadership("takes over")
+    await store.leadership.resign(mesh.leader)
+    leader = await store.leadership.acquire("takes over")
     assert leader is not None
-    assert (await store.view()).filtered_in_a_row == 1, "a change of the leader alone changes nothing"
-    await store.report_failure(leader, "1 groups filtered in a row")
-    await store.resign(leader)
-    assert await store.acquire_leadership("second start") is not None
-    assert (await store.view()).filtered_in_a_row == 0
+    assert (await store.mesh.view()).filtered_in_a_row == 1, "a change of the leader alone changes nothing"
+    await store.leadership.report_failure(leader, "1 groups filtered in a row")
+    await store.leadership.resign(leader)
+    assert await store.leadership.acquire("second start") is not None
+    assert (await store.mesh.view()).filtered_in_a_row == 0
 
 
 async def test_an_evaluation_is_done_once_even_if_its_worker_dies(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     request = EvalRequest(evaluation_id="before", policy_version=0, prompt_count=16)
     for _ in range(2):
-        await store.request_evaluation(request)
+        await store.evaluations.request(request)
     with pytest.raises(Conflict):
-        await store.request_evaluation(EvalRequest(evaluation_id="before", policy_version=1, prompt_count=16))
-    assert await store.claim_evaluation(mesh.session) == request
-    assert await store.claim_evaluation(mesh.session) == request
-    other = await store.open_session("other")
-    assert await store.claim_evaluation(other) is None
-    await store.close_session(mesh.session)
-    assert await store.claim_evaluation(other) == request
+        await store.evaluations.request(EvalRequest(evaluation_id="before", policy_version=1, prompt_count=16))
+    assert await store.evaluations.claim(mesh.session) == request
+    assert await store.evaluations.claim(mesh.session) == request
+    other = await store.sessions.open("other")
+    assert await store.evaluations.claim(other) is None
+    await store.sessions.close(mesh.session)
+    assert await store.evaluations.claim(other) == request
     result = EvalResult(mean=0.5, standard_error=0.1, sample_count=16)
     with pytest.raises(SessionLost):
-        await store.finish_evaluation(mesh.session, "before", result)
+        await store.evaluations.finish(mesh.session, "before", result)
     for _ in range(2):
-        await store.finish_evaluation(other, "before", result)
-    record = (await store.evaluations())[0]
+        await store.evaluations.finish(other, "before", result)
+    record = (await store.evaluations.all())[0]
     assert (record.request, record.result, record.claimed) == (request, result, False)
-    assert await store.claim_evaluation(other) is None
+    assert await store.evaluations.claim(other) is None
 
 
 async def test_tombstones_become_a_floor_below_which_nothing_is_admitted_again(store: TrajectoryStore) -> None:
@@ -455,26 +460,26 @@ async def test_tombstones_become_a_floor_below_which_nothing_is_admitted_again(s
     await mesh.admit(4)
     await mesh.complete_all()
     for step in range(1, 4):
-        await store.cut(mesh.leader, step, [f"e0-{step - 1}"])
-        await store.claim(mesh.trainer, step, 1.0)
-        await store.confirm_batch_file(mesh.trainer, step, "d")
+        await store.leadership.cut(mesh.leader, step, [f"e0-{step - 1}"])
+        await store.training.claim(mesh.trainer, step, 1.0)
+        await store.training.confirm_batch_file(mesh.trainer, step, "d")
         # Keep the tombstones of one step only.
         await store.connection.run("report_trained", mesh.trainer, step, 1)
     assert (await read_truth(store)).tombstones == {"e0-1", "e0-2"}
     await store.connection.command("HSET", store.connection.keys.single("meta"), "cursor_index", 0)
     groups = [group(i) for i in range(6)]
-    assert await store.admit(mesh.leader, groups, Cursor(), Cursor(index=6)) == 2
-    assert sorted(await store.live_groups()) == ["e0-3", "e0-4", "e0-5"]
+    assert await store.leadership.admit(mesh.leader, groups, Cursor(), Cursor(index=6)) == 2
+    assert sorted(await store.mesh.live_groups()) == ["e0-3", "e0-4", "e0-5"]
 
 
 async def test_a_tombstone_past_a_restored_cursor_moves_no_floor(store: TrajectoryStore) -> None:
     """Redis lost everything: batch files name e0-3 and e0-4, and e0-0 to e0-2 were in flight."""
     mesh = await Mesh.start(store)
     batches = [(1, ["e0-3"]), (2, ["e0-4"])]
-    await store.reassert_training(mesh.trainer, 1, 1, batches, [], Cursor(index=5))
-    await store.confirm_batch_file(mesh.trainer, 2, "d", ["e0-4"])
+    await store.training.reassert(mesh.trainer, 1, 1, batches, [], Cursor(index=5))
+    await store.training.confirm_batch_file(mesh.trainer, 2, "d", ["e0-4"])
     # Keep the tombstones of no step before this one.
     await store.connection.run("report_trained", mesh.trainer, 2, 0)
     groups = [group(i) for i in range(5)]
-    assert await store.admit(mesh.leader, groups, Cursor(), Cursor(index=5)) == 3
-    assert sorted(await store.live_groups()) == ["e0-0", "e0-1", "e0-2"]
+    assert await store.leadership.admit(mesh.leader, groups, Cursor(), Cursor(index=5)) == 3
+    assert sorted(await store.mesh.live_groups()) == ["e0-0", "e0-1", "e0-2"]

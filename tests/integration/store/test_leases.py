@@ -19,23 +19,23 @@ from .truth import read_truth
 async def test_the_pool_is_never_exceeded_by_workers_that_lease_at_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, pool_size=7)
     await mesh.admit(10)
-    sessions = [await store.open_session(f"w{i}") for i in range(5)]
-    leased = await asyncio.gather(*(store.lease(s, 4) for s in sessions))
+    sessions = [await store.sessions.open(f"w{i}") for i in range(5)]
+    leased = await asyncio.gather(*(store.trajectories.lease(s, 4) for s in sessions))
     assert sum(map(len, leased)) == 7
-    assert (await store.view()).leased == 7
+    assert (await store.mesh.view()).leased == 7
     assert (await read_truth(store)).problems == []
 
 
 async def test_partials_of_the_oldest_group_are_leased_before_new_work(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(3)
-    first = await store.lease(mesh.session, 5)
+    first = await store.trajectories.lease(mesh.session, 5)
     assert [t.trajectory.trajectory_id for t in first] == ["e0-0.0", "e0-0.1", "e0-1.0", "e0-1.1", "e0-2.0"]
     assert all(t.lease_new and t.attempt == 1 for t in first)
     for trajectory_id in ("e0-2.0", "e0-1.0"):
         assert await mesh.append(trajectory_id, 0, 4) == WriteStatus.SAVED
-    await store.release(mesh.session, ["e0-2.0", "e0-1.0", "e0-0.1"], ReleaseReason.DRAINED)
-    again = await store.lease(mesh.session, 4)
+    await store.trajectories.release(mesh.session, ["e0-2.0", "e0-1.0", "e0-0.1"], ReleaseReason.DRAINED)
+    again = await store.trajectories.lease(mesh.session, 4)
     assert [t.trajectory.trajectory_id for t in again] == ["e0-1.0", "e0-2.0", "e0-0.1", "e0-2.1"]
     assert again[0].trajectory.response_ids.tolist() == [0, 1, 2, 3]
     assert not again[0].lease_new
@@ -47,7 +47,7 @@ async def test_a_retried_lease_gets_the_same_trajectories(store: TrajectoryStore
     once = await store.connection.run("lease", mesh.session, "nonce", 2)
     twice = await store.connection.run("lease", mesh.session, "nonce", 2)
     assert once == twice
-    assert (await store.view()).leased == 2
+    assert (await store.mesh.view()).leased == 2
 
 
 async def test_a_lease_whose_answer_was_lost_is_answered_by_the_next_one(
@@ -62,11 +62,11 @@ async def test_a_lease_whose_answer_was_lost_is_answered_by_the_next_one(
 
     monkeypatch.setattr(store.connection, "commands", away)
     with pytest.raises(StoreUnavailable):
-        await store.lease(mesh.session, 3)
+        await store.trajectories.lease(mesh.session, 3)
     monkeypatch.setattr(store.connection, "commands", commands)
-    again = [item.trajectory.trajectory_id for item in await store.lease(mesh.session, 1)]
+    again = [item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 1)]
     assert again == ["e0-0.0", "e0-0.1", "e0-1.0"], "all that the queue counts as held by this session"
-    assert [item.trajectory.trajectory_id for item in await store.lease(mesh.session, 3)] == ["e0-1.1"]
+    assert [item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 3)] == ["e0-1.1"]
 
 
 async def test_a_lost_lease_is_forgotten_once_the_worker_has_stated_what_it_holds(
@@ -81,12 +81,12 @@ async def test_a_lost_lease_is_forgotten_once_the_worker_has_stated_what_it_hold
 
     monkeypatch.setattr(store.connection, "commands", away)
     with pytest.raises(StoreUnavailable):
-        await store.lease(mesh.session, 1)
+        await store.trajectories.lease(mesh.session, 1)
     monkeypatch.setattr(store.connection, "commands", commands)
-    await store.reregister(mesh.session, [], "worker")
-    other = await store.open_session("other")
-    assert [i.trajectory.trajectory_id for i in await store.lease(other, 1)] == ["e0-0.0"]
-    assert [i.trajectory.trajectory_id for i in await store.lease(mesh.session, 2)] == ["e0-0.1"]
+    await store.sessions.reregister(mesh.session, [], "worker")
+    other = await store.sessions.open("other")
+    assert [i.trajectory.trajectory_id for i in await store.trajectories.lease(other, 1)] == ["e0-0.0"]
+    assert [i.trajectory.trajectory_id for i in await store.trajectories.lease(mesh.session, 2)] == ["e0-0.1"]
 
 
 async def test_every_client_leases_the_prompt_that_was_admitted(
@@ -94,8 +94,8 @@ async def test_every_client_leases_the_prompt_that_was_admitted(
 ) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
-    mine = (await store.lease(mesh.session, 1))[0].trajectory
-    theirs = (await another_client.lease(mesh.session, 1))[0].trajectory
+    mine = (await store.trajectories.lease(mesh.session, 1))[0].trajectory
+    theirs = (await another_client.trajectories.lease(mesh.session, 1))[0].trajectory
     assert (mine.group_id, theirs.group_id) == ("e0-0", "e0-0")
     assert mine.prompt.metadata == theirs.prompt.metadata == {"answer": "0"}
     assert np.array_equal(mine.prompt.token_ids, theirs.prompt.token_ids)
@@ -115,8 +115,8 @@ async def test_a_group_that_was_skipped_keeps_the_prompt_that_is_in_the_queue(
         epoch=0,
         index=0,
     )
-    assert await another_client.admit(mesh.leader, [changed], Cursor(), Cursor(index=1)) == 0
-    leased = (await another_client.lease(mesh.session, 1))[0].trajectory
+    assert await another_client.leadership.admit(mesh.leader, [changed], Cursor(), Cursor(index=1)) == 0
+    leased = (await another_client.trajectories.lease(mesh.session, 1))[0].trajectory
     assert leased.prompt.token_ids.tolist() == [0, 1, 2, 3]
 
 
@@ -125,8 +125,8 @@ async def test_an_empty_prompt_is_refused_before_anything_is_admitted(store: Tra
     empty = Prompt(prompt_id="p7", token_ids=np.empty(0, np.int32), verifier="exact")
     bad = NewGroup(group_id="e0-0", prompt=empty, needed=2, epoch=0, index=0)
     with pytest.raises(DataError, match="p7"):
-        await store.admit(mesh.leader, [bad], Cursor(), Cursor(index=1))
-    assert await store.cursor() == Cursor()
+        await store.leadership.admit(mesh.leader, [bad], Cursor(), Cursor(index=1))
+    assert await store.leadership.cursor() == Cursor()
 
 
 async def test_a_lease_whose_group_is_dropped_before_its_tokens_are_read_is_no_lease(
@@ -134,59 +134,59 @@ async def test_a_lease_whose_group_is_dropped_before_its_tokens_are_read_is_no_l
 ) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
+    await store.trajectories.lease(mesh.session, 1)
     item = Append(trajectory_id="e0-0.0", token_offset=0, segments=[environment_segment(30_000)])
-    await store.append(mesh.session, [item])
-    await store.release(mesh.session, ["e0-0.0"], ReleaseReason.DRAINED)
+    await store.trajectories.append(mesh.session, [item])
+    await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.DRAINED)
     commands = store.connection.commands
 
     async def evicted_before_the_chunks(calls: list[tuple[str, ...]], what: str = "") -> list[object]:
         if calls and calls[0][0] == "GET" and ":c:" in calls[0][1]:
-            await store.evict(mesh.leader, ["e0-0"], "stale")
+            await store.leadership.evict(mesh.leader, ["e0-0"], "stale")
         return await commands(calls, what)
 
     monkeypatch.setattr(store.connection, "commands", evicted_before_the_chunks)
-    assert await store.lease(mesh.session, 1) == []
+    assert await store.trajectories.lease(mesh.session, 1) == []
     assert (await read_truth(store)).problems == []
 
 
 async def test_a_closed_session_gives_its_work_back_at_once(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
-    await store.lease(mesh.session, 3)
+    await store.trajectories.lease(mesh.session, 3)
     await mesh.append("e0-0.0", 0, 4)
     await mesh.finish("e0-0.1", 0, 3)
-    await store.close_session(mesh.session)
-    view = await store.view()
+    await store.sessions.close(mesh.session)
+    view = await store.mesh.view()
     assert (view.leased, view.partial, view.pending, view.finished) == (0, 1, 2, 1)
     with pytest.raises(SessionLost):
-        await store.heartbeat(mesh.session)
-    mesh.session = await store.open_session("next")
-    waiting = await store.lease_scoring(mesh.session, 4)
+        await store.sessions.heartbeat(mesh.session)
+    mesh.session = await store.sessions.open("next")
+    waiting = await store.trajectories.lease_scoring(mesh.session, 4)
     assert [t.trajectory.trajectory_id for t in waiting] == ["e0-0.1"]
     assert waiting[0].trajectory.finish_reason is FinishReason.STOP
     assert waiting[0].trajectory.response_token_count == 3
     assert await mesh.score("e0-0.1", 1.0) == WriteStatus.SAVED
-    assert await store.lease_scoring(mesh.session, 4) == []
+    assert await store.trajectories.lease_scoring(mesh.session, 4) == []
     assert (await read_truth(store)).problems == []
 
 
 async def test_a_paused_mesh_leases_nothing(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.set_user_paused(True)
-    assert await store.lease(mesh.session, 1) == []
-    assert (await store.view()).user_paused
-    await store.set_user_paused(False)
-    await store.set_desired(mesh.leader, Desired(pool_size=4, paused=True, reason="barrier"))
-    assert await store.lease(mesh.session, 1) == []
-    assert (await store.desired()).reason == "barrier"
-    await store.set_desired(mesh.leader, Desired(pool_size=4))
-    assert len(await store.lease(mesh.session, 1)) == 1
+    await store.settings.set_user_paused(True)
+    assert await store.trajectories.lease(mesh.session, 1) == []
+    assert (await store.mesh.view()).user_paused
+    await store.settings.set_user_paused(False)
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=4, paused=True, reason="barrier"))
+    assert await store.trajectories.lease(mesh.session, 1) == []
+    assert (await store.leadership.desired()).reason == "barrier"
+    await store.leadership.set_desired(mesh.leader, Desired(pool_size=4))
+    assert len(await store.trajectories.lease(mesh.session, 1)) == 1
 
 
 async def test_a_second_start_must_bring_the_same_limits(store: TrajectoryStore) -> None:
-    await store.init_run(limits())
-    await store.init_run(limits())
+    await store.limits.init_run(limits())
+    await store.limits.init_run(limits())
     with pytest.raises(Conflict, match="schedule.max_staleness: this run was started with 1, not 3"):
-        await store.init_run(limits(max_staleness=3))
+        await store.limits.init_run(limits(max_staleness=3))

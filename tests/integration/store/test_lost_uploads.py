@@ -18,7 +18,7 @@ BIG = 30_000
 async def two_leased(store: TrajectoryStore) -> Mesh:
     mesh = await Mesh.start(store, pool_size=4)
     await mesh.admit(3)
-    assert len(await store.lease(mesh.session, 2)) == 2
+    assert len(await store.trajectories.lease(mesh.session, 2)) == 2
     return mesh
 
 
@@ -29,10 +29,10 @@ async def test_a_save_whose_second_upload_is_gone_changes_nothing_and_is_sent_ag
         Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(3), environment_segment(BIG)]),
         Append(trajectory_id="e0-0.1", token_offset=0, segments=[segment(2), environment_segment(BIG + 1)]),
     ]
-    results = await store.append(mesh.session, items)
+    results = await store.trajectories.append(mesh.session, items)
     assert [(r.status, r.saved_token_count) for r in results] == [(1, BIG + 3), (1, BIG + 3)]
     assert redis.refused == 1
-    counts = await store.counts()
+    counts = await store.mesh.counts()
     assert counts.totals["saved_tokens_total"] == 2 * (BIG + 3)
     assert not any(goes for _, goes in (await dump(store)).values()), "every upload is linked"
     assert (await read_truth(store)).problems == []
@@ -45,16 +45,16 @@ async def test_a_finish_whose_second_upload_is_gone_changes_nothing_and_counts_o
         Finish(trajectory_id=i, token_offset=0, segments=[segment(3), *more], finish_reason=FinishReason.STOP)
         for i, more in (("e0-0.0", []), ("e0-0.1", [environment_segment(BIG)]))
     ]
-    results = await store.finish(mesh.session, items)
+    results = await store.trajectories.finish(mesh.session, items)
     assert [r.status for r in results] == [WriteStatus.SAVED, WriteStatus.SAVED]
     assert redis.refused == 1
-    counts = await store.counts()
+    counts = await store.mesh.counts()
     assert (counts.trajectories["leased"], counts.trajectories["finished"]) == (0, 2)
     assert counts.totals["finished_total"] == sum(counts.finished_lengths.values()) == 2
     for trajectory_id, value in (("e0-0.0", 0.0), ("e0-0.1", 1.0)):
         assert await mesh.score(trajectory_id, value) == WriteStatus.SAVED
     # The pool has room for all that waits: nothing that is not held counts as leased.
-    assert len(await store.lease(await store.open_session("another"), 4)) == 4
+    assert len(await store.trajectories.lease(await store.sessions.open("another"), 4)) == 4
     truth = await read_truth(store)
     assert (truth.problems, truth.groups["e0-0"]) == ([], "ready")
 
@@ -65,10 +65,10 @@ async def test_an_admission_whose_second_prompt_is_gone_changes_nothing_and_is_s
     mesh = await Mesh.start(store)
     redis = Forgetful(store, "admit", store.connection.keys.of("upload", "e0-2"))
     groups = [group(0), group(1, prompt_tokens=BIG), group(2, prompt_tokens=BIG)]
-    assert await store.admit(mesh.leader, groups, Cursor(), Cursor(index=3)) == 3
+    assert await store.leadership.admit(mesh.leader, groups, Cursor(), Cursor(index=3)) == 3
     assert redis.refused == 1
-    assert [g.admission_index for g in (await store.view()).stalest_open] == [1, 2, 3]
-    assert (await store.counts()).totals["admitted_total"] == 3
-    prompts = [len(t.trajectory.prompt.token_ids) for t in await another_client.lease(mesh.session, 6)]
+    assert [g.admission_index for g in (await store.mesh.view()).stalest_open] == [1, 2, 3]
+    assert (await store.mesh.counts()).totals["admitted_total"] == 3
+    prompts = [len(t.trajectory.prompt.token_ids) for t in await another_client.trajectories.lease(mesh.session, 6)]
     assert prompts == [4, 4, BIG, BIG, BIG, BIG]
     assert (await read_truth(store)).problems == []

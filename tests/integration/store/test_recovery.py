@@ -54,69 +54,69 @@ async def test_a_restart_stops_admission_cuts_and_leases_until_the_trainer_has_r
 ) -> None:
     mesh = await Mesh.start(store, session_ttl_seconds=TTL)
     await mesh.admit(3)
-    leased = await store.lease(mesh.session, 4)
+    leased = await store.trajectories.lease(mesh.session, 4)
     for item in leased:
         await mesh.complete(item, float(item.trajectory.member_index))
-    before = await store.heartbeat(mesh.session)
+    before = await store.sessions.heartbeat(mesh.session)
     await other_server(store)
     found = time.time()
     with pytest.raises(StoreUnavailable, match="re-registered"):
         await mesh.admit(1)
     noted = time.time()
     with pytest.raises(StoreUnavailable):
-        await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    assert await store.lease(mesh.session, 2) == []
-    assert (await store.view()).recovering
-    assert await store.heartbeat(mesh.session) == before, "the run_id of the server as it is"
-    state = await store.reassert_training(mesh.trainer, 0, 0, [], [policy(0)], Cursor())
+        await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    assert await store.trajectories.lease(mesh.session, 2) == []
+    assert (await store.mesh.view()).recovering
+    assert await store.sessions.heartbeat(mesh.session) == before, "the run_id of the server as it is"
+    state = await store.training.reassert(mesh.trainer, 0, 0, [], [policy(0)], Cursor())
     assert state.recovering, "one TTL has to pass"
     await ends_one_ttl_after(store, "recovering_until", found, noted)
-    assert not (await store.view()).recovering
+    assert not (await store.mesh.view()).recovering
     assert await mesh.admit(1) == 1
-    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
 
 
 async def test_a_recovery_waits_for_the_trainer_unless_it_has_left(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, session_ttl_seconds=0.01)
     await other_server(store)
-    assert await store.begin_recovery()
+    assert await store.recovery.begin()
     await asyncio.sleep(0.05)
-    assert await store.begin_recovery()
-    await store.close_trainer_session(mesh.trainer)
-    assert not await store.begin_recovery()
+    assert await store.recovery.begin()
+    await store.training.close_session(mesh.trainer)
+    assert not await store.recovery.begin()
 
 
 async def test_nothing_is_reaped_within_one_ttl_of_a_recovery(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, session_ttl_seconds=TTL)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     await other_server(store)
-    await store.reassert_training(mesh.trainer, 0, 0, [], [], Cursor())
+    await store.training.reassert(mesh.trainer, 0, 0, [], [], Cursor())
     keys = store.connection.keys
     await store.connection.command("ZADD", keys.single("sessions"), 1, mesh.session)
     await store.connection.command("HSET", keys.single("meta"), "leader_since", 1)
-    assert await store.reap(mesh.leader) == 0
+    assert await store.leadership.reap(mesh.leader) == 0
     await store.connection.command("HSET", keys.single("meta"), "recovering_until", 1)
     before = time.time()
-    assert not (await store.view()).recovering
+    assert not (await store.mesh.view()).recovering
     after = time.time()
-    assert await store.reap(mesh.leader) == 0
+    assert await store.leadership.reap(mesh.leader) == 0
     await ends_one_ttl_after(store, "quiet_until", before, after)
-    assert await store.reap(mesh.leader) == 2
+    assert await store.leadership.reap(mesh.leader) == 2
 
 
 async def test_a_worker_keeps_what_the_restored_queue_leaves_it(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(3)
-    await store.lease(mesh.session, 3)  # e0-0.0, e0-0.1, e0-1.0
+    await store.trajectories.lease(mesh.session, 3)  # e0-0.0, e0-0.1, e0-1.0
     await mesh.append("e0-0.0", 0, 4)
     await mesh.finish("e0-1.0", 0, 2)
-    other = await store.open_session("other")
-    await store.lease(other, 1)  # e0-1.1
+    other = await store.sessions.open("other")
+    await store.trajectories.lease(other, 1)  # e0-1.1
     await other_server(store)
     # It believes in more tokens than were saved, in two leases that were lost, and has forgotten e0-0.1.
     stated = {"e0-0.0": 9, "e0-1.0": 2, "e0-1.1": 0, "e0-2.0": 5, "e0-9.0": 1}
-    answers = await store.reregister(mesh.session, [held(i, segment(n)) for i, n in stated.items()])
+    answers = await store.sessions.reregister(mesh.session, [held(i, segment(n)) for i, n in stated.items()])
     assert [(a.trajectory_id, a.kept, a.saved_token_count) for a in answers] == [
         ("e0-0.0", True, 4),
         ("e0-1.0", True, 2),
@@ -126,10 +126,10 @@ async def test_a_worker_keeps_what_the_restored_queue_leaves_it(store: Trajector
     ]
     assert await mesh.append("e0-0.0", 4, 5) == WriteStatus.SAVED
     assert await mesh.append("e0-2.0", 0, 5) == WriteStatus.SAVED
-    view = await store.view()
+    view = await store.mesh.view()
     assert (view.leased, view.pending) == (3, 2)
     stated = {"e0-0.0": 9, "e0-1.0": 2, "e0-2.0": 5}
-    again = await store.reregister(mesh.session, [held(i, segment(n)) for i, n in stated.items()])
+    again = await store.sessions.reregister(mesh.session, [held(i, segment(n)) for i, n in stated.items()])
     assert [(a.kept, a.saved_token_count) for a in again] == [(True, 9), (True, 2), (True, 5)]
     assert (await read_truth(store)).problems == []
 
@@ -137,37 +137,37 @@ async def test_a_worker_keeps_what_the_restored_queue_leaves_it(store: Trajector
 async def test_re_registration_never_exceeds_the_pool(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, pool_size=3)
     await mesh.admit(3)
-    await store.lease(mesh.session, 2)
-    late = await store.open_session("late")
+    await store.trajectories.lease(mesh.session, 2)
+    late = await store.sessions.open("late")
     await other_server(store)
-    answers = await store.reregister(late, [held(f"e0-{g}.{m}") for g in (1, 2) for m in (0, 1)])
+    answers = await store.sessions.reregister(late, [held(f"e0-{g}.{m}") for g in (1, 2) for m in (0, 1)])
     assert sum(a.kept for a in answers) == 1
-    assert (await store.view()).leased == 3
+    assert (await store.mesh.view()).leased == 3
 
 
 async def test_a_forgotten_session_is_opened_again_during_a_recovery_only(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
     with pytest.raises(SessionLost):
-        await store.reregister("f" * 32, [held("e0-0.0")])
+        await store.sessions.reregister("f" * 32, [held("e0-0.0")])
     await other_server(store)
-    assert (await store.reregister("f" * 32, [held("e0-0.0", segment(3))], "worker"))[0].kept
+    assert (await store.sessions.reregister("f" * 32, [held("e0-0.0", segment(3))], "worker"))[0].kept
     mesh.session = "f" * 32
     assert await mesh.append("e0-0.0", 0, 3) == WriteStatus.SAVED
 
 
 async def test_a_redis_that_forgot_a_rollback_drops_the_abandoned_work_again(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    await store.announce_policy(mesh.trainer, policy(1))
+    await store.policies.announce(mesh.trainer, policy(1))
     await mesh.admit(3)
     await mesh.complete_all(version=1)
     await other_server(store)
     policies = [policy(0), policy(1), policy(2, train_step=1)]
-    await store.reassert_training(mesh.trainer, 0, 0, [], policies, Cursor())
-    assert (await store.counts()).drops == {"rolled_back": 3}
-    assert (await store.desired()).start_at_version == 2
-    await store.reassert_training(mesh.trainer, 0, 0, [], policies, Cursor())
-    assert (await store.counts()).drops == {"rolled_back": 3}
+    await store.training.reassert(mesh.trainer, 0, 0, [], policies, Cursor())
+    assert (await store.mesh.counts()).drops == {"rolled_back": 3}
+    assert (await store.leadership.desired()).start_at_version == 2
+    await store.training.reassert(mesh.trainer, 0, 0, [], policies, Cursor())
+    assert (await store.mesh.counts()).drops == {"rolled_back": 3}
     assert (await read_truth(store)).problems == []
 
 
@@ -176,17 +176,17 @@ async def test_batch_files_win_over_whatever_redis_restored(store: TrajectorySto
     mesh = await Mesh.start(store)
     if restored != "unknown":
         await mesh.admit(4)
-        await store.lease(mesh.session, 1)
+        await store.trajectories.lease(mesh.session, 1)
     if restored in ("ready", "cut"):
-        await store.release(mesh.session, ["e0-0.0"], "drained")
+        await store.trajectories.release(mesh.session, ["e0-0.0"], "drained")
         await mesh.complete_all()
     if restored == "cut":
-        await store.cut(mesh.leader, 1, ["e0-0", "e0-3"])
+        await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-3"])
     await other_server(store)
     batches = [(1, ["e0-0", "e0-1"]), (2, ["e0-2"])]
     policies = [policy(v) for v in range(3)]
     for _ in range(2):
-        state = await store.reassert_training(mesh.trainer, 1, 1, batches, policies, Cursor(index=4))
+        state = await store.training.reassert(mesh.trainer, 1, 1, batches, policies, Cursor(index=4))
         assert (state.trained_step, state.cut_step, state.committed_step) == (1, 2, 1)
     truth = await read_truth(store)
     assert truth.problems == []
@@ -194,12 +194,12 @@ async def test_batch_files_win_over_whatever_redis_restored(store: TrajectorySto
     assert truth.groups["e0-2"] == "cut"
     if restored == "cut":
         assert truth.groups["e0-3"] == "ready", "the cut gave way to the batch file"
-    assert (await store.latest_policy()) == policy(2)
+    assert (await store.policies.latest()) == policy(2)
     # The replay of step 2 is the one training of its groups.
-    await store.confirm_batch_file(mesh.trainer, 2, "digest of the file")
-    await store.report_trained(mesh.trainer, 2)
+    await store.training.confirm_batch_file(mesh.trainer, 2, "digest of the file")
+    await store.training.report_trained(mesh.trainer, 2)
     assert (await read_truth(store)).tombstones == {"e0-0", "e0-1", "e0-2"}
-    assert (await store.view()).trained_step == 2
+    assert (await store.mesh.view()).trained_step == 2
 
 
 async def test_no_leader_finds_groups_of_a_batch_file_while_it_is_re_asserted(store: TrajectoryStore) -> None:
@@ -208,16 +208,16 @@ async def test_no_leader_finds_groups_of_a_batch_file_while_it_is_re_asserted(st
     await mesh.admit(3)
     await mesh.complete_all()
     ids = ["e0-0", "e0-1"]
-    await store.cut(mesh.leader, 1, ids)
-    trainer = await store.open_trainer_session("restarted")
+    await store.leadership.cut(mesh.leader, 1, ids)
+    trainer = await store.training.open_session("restarted")
     await store.connection.run("reassert_groups", trainer, 1, "digest", 0, *ids)
-    assert [g.group_id for g in (await store.view()).ready] == ["e0-2"]
-    assert await store.evict(mesh.leader, ids, "stale") == 0
-    await store.reassert_training(trainer, 0, 0, [(1, ids)], [policy(0)], Cursor(index=3), digests=["digest"])
+    assert [g.group_id for g in (await store.mesh.view()).ready] == ["e0-2"]
+    assert await store.leadership.evict(mesh.leader, ids, "stale") == 0
+    await store.training.reassert(trainer, 0, 0, [(1, ids)], [policy(0)], Cursor(index=3), digests=["digest"])
     truth = await read_truth(store)
     assert (truth.problems, truth.groups) == ([], {"e0-0": "cut", "e0-1": "cut", "e0-2": "ready"})
-    await store.report_trained(trainer, 1)
-    assert (await store.counts()).drops == {}
+    await store.training.report_trained(trainer, 1)
+    assert (await store.mesh.counts()).drops == {}
 
 
 async def test_a_redis_that_forgets_steps_while_it_is_told_of_later_ones_only_is_told_again(
@@ -225,27 +225,27 @@ async def test_a_redis_that_forgets_steps_while_it_is_told_of_later_ones_only_is
 ) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
-    await store.reassert_training(mesh.trainer, 1, 1, [(1, ["e0-0", "e0-1"])], [], Cursor(index=2))
-    known = (await store.training_state()).trained_step
+    await store.training.reassert(mesh.trainer, 1, 1, [(1, ["e0-0", "e0-1"])], [], Cursor(index=2))
+    known = (await store.training.state()).trained_step
     later = [(2, ["e0-2", "e0-3"])]
-    await store.reassert_training(mesh.trainer, 1, 2, later, [], Cursor(index=4), known_step=known)
-    assert (await store.training_state()).trained_step == 2
+    await store.training.reassert(mesh.trainer, 1, 2, later, [], Cursor(index=4), known_step=known)
+    assert (await store.training.state()).trained_step == 2
     await store.connection.command("HSET", store.connection.keys.single("meta"), "trained_step", 0)
     with pytest.raises(StoreUnavailable, match="its trained step was 1 and is now 0"):
-        await store.reassert_training(mesh.trainer, 1, 2, later, [], Cursor(index=4), known_step=known)
+        await store.training.reassert(mesh.trainer, 1, 2, later, [], Cursor(index=4), known_step=known)
 
 
 async def test_a_batch_file_wins_over_an_eviction_that_came_first(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(2)
     await mesh.complete_all()
-    assert await store.evict(mesh.leader, ["e0-0"], "stale") == 1
+    assert await store.leadership.evict(mesh.leader, ["e0-0"], "stale") == 1
     for _ in range(2):
-        await store.reassert_training(mesh.trainer, 0, 0, [(1, ["e0-0", "e0-1"])], [policy(0)], Cursor(index=2))
+        await store.training.reassert(mesh.trainer, 0, 0, [(1, ["e0-0", "e0-1"])], [policy(0)], Cursor(index=2))
     truth = await read_truth(store)
     assert (truth.problems, truth.groups) == ([], {"e0-0": "cut", "e0-1": "cut"})
-    await store.report_trained(mesh.trainer, 1)
-    assert await store.evict(mesh.leader, ["e0-0", "e0-1"], "late") == 0
+    await store.training.report_trained(mesh.trainer, 1)
+    assert await store.leadership.evict(mesh.leader, ["e0-0", "e0-1"], "late") == 0
     assert (await read_truth(store)).tombstones == {"e0-0", "e0-1"}
 
 
@@ -253,21 +253,21 @@ async def test_a_batch_file_that_was_written_after_another_cut_is_refused(store:
     mesh = await Mesh.start(store)
     await mesh.admit(4)
     await mesh.complete_all()
-    await store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    await store.claim(mesh.trainer, 1, 1.0)
+    await store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await store.training.claim(mesh.trainer, 1, 1.0)
     # Redis came back without the cut, and the leader has cut other groups since.
     meta = store.connection.keys.single("meta")
     await store.connection.run("roll_back", mesh.trainer, 1, "takes the cut back")
     await store.connection.command("HDEL", meta, "abandoned_to")
-    await store.cut(mesh.leader, 1, ["e0-2", "e0-3"])
+    await store.leadership.cut(mesh.leader, 1, ["e0-2", "e0-3"])
     with pytest.raises(RuntimeError, match="other groups"):
-        await store.confirm_batch_file(mesh.trainer, 1, "digest")
+        await store.training.confirm_batch_file(mesh.trainer, 1, "digest")
     # The file is on disk, so it counts.
-    await store.reassert_training(mesh.trainer, 0, 0, [(1, ["e0-0", "e0-1"])], [], Cursor(index=4))
+    await store.training.reassert(mesh.trainer, 0, 0, [(1, ["e0-0", "e0-1"])], [], Cursor(index=4))
     truth = await read_truth(store)
     assert truth.groups == {"e0-0": "cut", "e0-1": "cut", "e0-2": "ready", "e0-3": "ready"}
-    await store.confirm_batch_file(mesh.trainer, 1, "digest")
-    await store.report_trained(mesh.trainer, 1)
+    await store.training.confirm_batch_file(mesh.trainer, 1, "digest")
+    await store.training.report_trained(mesh.trainer, 1)
     assert (await read_truth(store)).problems == []
 
 
@@ -275,11 +275,11 @@ async def test_a_trainer_session_that_was_lost_is_adopted_and_a_fenced_one_is_no
     mesh = await Mesh.start(store)
     newest = "a" * 32
     with pytest.raises(SessionLost):
-        await store.reassert_training(newest, 0, 0, [], [], Cursor())
+        await store.training.reassert(newest, 0, 0, [], [], Cursor())
     await other_server(store)
-    await store.reassert_training(newest, 0, 0, [], [], Cursor())
+    await store.training.reassert(newest, 0, 0, [], [], Cursor())
     with pytest.raises(SessionLost):
-        await store.reassert_training(mesh.trainer, 0, 0, [], [], Cursor())
+        await store.training.reassert(mesh.trainer, 0, 0, [], [], Cursor())
 
 
 async def test_a_clean_stop_needs_no_recovery_and_keeps_everything(
@@ -288,28 +288,28 @@ async def test_a_clean_stop_needs_no_recovery_and_keeps_everything(
     mesh = await Mesh.start(own_store)
     await mesh.admit(2)
     await mesh.complete_all()
-    await own_store.mark_clean_shutdown()
-    before = await own_store.server_run_id()
+    await own_store.recovery.mark_clean_shutdown()
+    before = await own_store.recovery.server_run_id()
     own_server.restart()
-    assert await own_store.server_run_id() != before
-    view = await own_store.view()
+    assert await own_store.recovery.server_run_id() != before
+    view = await own_store.mesh.view()
     assert (view.recovering, view.ready_groups) == (False, 2)
     # The mark holds for one start.
     own_server.kill()
     own_server.start()
-    assert (await own_store.view()).recovering
+    assert (await own_store.mesh.view()).recovering
 
 
 async def test_an_announced_stop_says_nothing_once_somebody_works_on(
     own_server: EmbeddedServer, own_store: TrajectoryStore
 ) -> None:
     mesh = await Mesh.start(own_store)
-    await own_store.mark_clean_shutdown()
-    await own_store.heartbeat(mesh.session)
+    await own_store.recovery.mark_clean_shutdown()
+    await own_store.sessions.heartbeat(mesh.session)
     await mesh.admit(1)
     own_server.kill()
     own_server.start()
-    assert (await own_store.view()).recovering
+    assert (await own_store.mesh.view()).recovering
 
 
 async def test_a_call_waits_for_a_server_that_is_away_and_finds_its_work(
@@ -317,10 +317,10 @@ async def test_a_call_waits_for_a_server_that_is_away_and_finds_its_work(
 ) -> None:
     mesh = await Mesh.start(own_store)
     await mesh.admit(1)
-    await own_store.lease(mesh.session, 2)
+    await own_store.trajectories.lease(mesh.session, 2)
     await asyncio.to_thread(own_server.kill)
     waiting = asyncio.create_task(mesh.append("e0-0.0", 0, 4))
-    claiming = asyncio.create_task(own_store.claim(mesh.trainer, 1, 1.0))
+    claiming = asyncio.create_task(own_store.training.claim(mesh.trainer, 1, 1.0))
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await asyncio.to_thread(own_server.start)
@@ -331,32 +331,32 @@ async def test_a_call_waits_for_a_server_that_is_away_and_finds_its_work(
 async def test_redis_reaching_maxmemory_loses_nothing(own_server: EmbeddedServer, own_store: TrajectoryStore) -> None:
     mesh = await Mesh.start(own_store)
     await mesh.admit(3)
-    leased = await own_store.lease(mesh.session, 4)
+    leased = await own_store.trajectories.lease(mesh.session, 4)
     await mesh.complete(leased[0], 0.0)
     await mesh.append("e0-0.1", 0, 4)
     await mesh.finish("e0-0.1", 4, 0)
     await mesh.append("e0-1.0", 0, 4)
     await own_store.connection.command("CONFIG", "SET", "maxmemory", "1mb")
     for refused in (
-        own_store.admit(mesh.leader, [group(3)], Cursor(index=3), Cursor(index=4)),
-        own_store.lease(mesh.session, 1),
+        own_store.leadership.admit(mesh.leader, [group(3)], Cursor(index=3), Cursor(index=4)),
+        own_store.trajectories.lease(mesh.session, 1),
         mesh.append("e0-1.0", 4, 2),
         mesh.finish("e0-1.1", 0, 2),
     ):
         with pytest.raises(StoreUnavailable, match="maxmemory"):
             await refused
-    assert (await own_store.view()).memory_ratio > 1
+    assert (await own_store.mesh.view()).memory_ratio > 1
     # What frees memory still works.
-    assert await own_store.release(mesh.session, ["e0-0.1"]) == 1
-    assert len(await own_store.lease_scoring(mesh.session, 1)) == 1
+    assert await own_store.trajectories.release(mesh.session, ["e0-0.1"]) == 1
+    assert len(await own_store.trajectories.lease_scoring(mesh.session, 1)) == 1
     assert await mesh.score("e0-0.1", 1.0) == WriteStatus.SAVED
-    await own_store.heartbeat(mesh.session)
-    await own_store.set_desired(mesh.leader, Desired(pool_size=1, paused=True))
-    await own_store.cut(mesh.leader, 1, ["e0-0"])
-    assert await own_store.claim(mesh.trainer, 1, 1.0) is not None
-    await own_store.confirm_batch_file(mesh.trainer, 1, "d")
-    await own_store.report_trained(mesh.trainer, 1)
-    assert await own_store.evict(mesh.leader, ["e0-2"], "straggler") == 1
+    await own_store.sessions.heartbeat(mesh.session)
+    await own_store.leadership.set_desired(mesh.leader, Desired(pool_size=1, paused=True))
+    await own_store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    assert await own_store.training.claim(mesh.trainer, 1, 1.0) is not None
+    await own_store.training.confirm_batch_file(mesh.trainer, 1, "d")
+    await own_store.training.report_trained(mesh.trainer, 1)
+    assert await own_store.leadership.evict(mesh.leader, ["e0-2"], "straggler") == 1
     await own_store.connection.command("CONFIG", "SET", "maxmemory", "64mb")
     assert await mesh.append("e0-1.0", 4, 2) == WriteStatus.SAVED
     assert (await read_truth(own_store)).problems == []
@@ -368,30 +368,30 @@ async def test_every_service_can_restart_while_redis_is_full_and_the_trainer_the
     mesh = await Mesh.start(own_store)
     await mesh.admit(4)
     await mesh.complete_all()
-    await own_store.cut(mesh.leader, 1, ["e0-0", "e0-1"])
-    await own_store.claim(mesh.trainer, 1, 1.0)
-    await own_store.confirm_batch_file(mesh.trainer, 1, "d1")
+    await own_store.leadership.cut(mesh.leader, 1, ["e0-0", "e0-1"])
+    await own_store.training.claim(mesh.trainer, 1, 1.0)
+    await own_store.training.confirm_batch_file(mesh.trainer, 1, "d1")
     await own_store.connection.command("CONFIG", "SET", "maxmemory", "1mb")
     run = own_store.connection.keys.run
     async with await TrajectoryStore.connect(StoreConfig(), run=run, url=own_server.url) as fresh:
-        await fresh.init_run(limits())
+        await fresh.limits.init_run(limits())
         with pytest.raises(Conflict, match="group_size"):
-            await fresh.init_run(limits(group_size=3))
-        worker = await fresh.open_session("restarted")
-        await fresh.heartbeat(worker)
-        await own_store.resign(mesh.leader)
-        leader = await fresh.acquire_leadership("restarted")
+            await fresh.limits.init_run(limits(group_size=3))
+        worker = await fresh.sessions.open("restarted")
+        await fresh.sessions.heartbeat(worker)
+        await own_store.leadership.resign(mesh.leader)
+        leader = await fresh.leadership.acquire("restarted")
         assert leader is not None
-        await fresh.set_desired(leader, Desired(pool_size=1))
-        await fresh.request_evaluation(EvalRequest(evaluation_id="end", policy_version=0, prompt_count=1))
-        trainer = await fresh.open_trainer_session("restarted", lineage="checkpoints")
+        await fresh.leadership.set_desired(leader, Desired(pool_size=1))
+        await fresh.evaluations.request(EvalRequest(evaluation_id="end", policy_version=0, prompt_count=1))
+        trainer = await fresh.training.open_session("restarted", lineage="checkpoints")
         batches = [(1, ["e0-0", "e0-1"])]
-        await fresh.reassert_training(trainer, 0, 0, batches, [policy(0)], Cursor(), digests=["d1"])
-        await fresh.report_trained(trainer, 1)
-        await fresh.announce_policy(trainer, policy(1))
-        await fresh.cut(leader, 2, ["e0-2", "e0-3"])
-        assert await fresh.claim(trainer, 2, 1.0) is not None
-        await fresh.confirm_batch_file(trainer, 2, "d2")
-        await fresh.report_trained(trainer, 2)
+        await fresh.training.reassert(trainer, 0, 0, batches, [policy(0)], Cursor(), digests=["d1"])
+        await fresh.training.report_trained(trainer, 1)
+        await fresh.policies.announce(trainer, policy(1))
+        await fresh.leadership.cut(leader, 2, ["e0-2", "e0-3"])
+        assert await fresh.training.claim(trainer, 2, 1.0) is not None
+        await fresh.training.confirm_batch_file(trainer, 2, "d2")
+        await fresh.training.report_trained(trainer, 2)
     truth = await read_truth(own_store)
     assert (truth.problems, truth.members) == ([], {}), "nothing is left of what was trained"

@@ -18,13 +18,13 @@ from .truth import read_truth
 async def test_a_repeated_save_changes_nothing_and_another_one_is_refused(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
+    await store.trajectories.lease(mesh.session, 1)
     assert await mesh.append("e0-0.0", 0, 4) == WriteStatus.SAVED
     assert await mesh.append("e0-0.0", 4, 2) == WriteStatus.SAVED
     assert await mesh.append("e0-0.0", 0, 4) == WriteStatus.DUPLICATE
     same = await known(store, "e0-0.0", 4)
     other = Append(trajectory_id="e0-0.0", token_offset=4, segments=[segment(2, start=77)], **same)
-    refused = (await store.append(mesh.session, [other]))[0]
+    refused = (await store.trajectories.append(mesh.session, [other]))[0]
     assert (refused.status, refused.saved_token_count) == (WriteStatus.REFUSED, 6)
     assert await mesh.append("e0-0.0", 9, 2) == WriteStatus.REFUSED
     assert await mesh.finish("e0-0.0", 6, 1) == WriteStatus.SAVED
@@ -39,46 +39,49 @@ async def test_a_repeated_save_changes_nothing_and_another_one_is_refused(store:
 async def test_a_stranger_cannot_write(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
-    stranger = await store.open_session("stranger")
+    await store.trajectories.lease(mesh.session, 1)
+    stranger = await store.sessions.open("stranger")
     item = Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(2)])
-    assert (await store.append(stranger, [item]))[0].status == WriteStatus.LOST
-    assert await store.release(stranger, ["e0-0.0"], "failed") == 0
-    assert await store.fail(stranger, [("e0-0.0", "no")]) == 0
+    assert (await store.trajectories.append(stranger, [item]))[0].status == WriteStatus.LOST
+    assert await store.trajectories.release(stranger, ["e0-0.0"], "failed") == 0
+    assert await store.trajectories.fail(stranger, [("e0-0.0", "no")]) == 0
     with pytest.raises(SessionLost):
-        await store.lease("0" * 32, 1)
+        await store.trajectories.lease("0" * 32, 1)
 
 
 async def test_tokens_of_an_unannounced_version_leave_the_whole_call_without_effect(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     items = [
         Append(trajectory_id="e0-0.0", token_offset=0, segments=[segment(2)]),
         Append(trajectory_id="e0-0.1", token_offset=0, segments=[segment(2, version=9)]),
     ]
     with pytest.raises(Conflict, match="version 9"):
-        await store.append(mesh.session, items)
+        await store.trajectories.append(mesh.session, items)
     assert (await read_truth(store)).members["e0-0.0"].tokens == 0
 
 
 async def test_a_group_keeps_the_smallest_train_step_of_its_tokens(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    await store.announce_policy(mesh.trainer, policy(1))
-    await store.announce_policy(mesh.trainer, policy(2, train_step=1))
-    await store.announce_policy(mesh.trainer, policy(3, train_step=2))
+    await store.policies.announce(mesh.trainer, policy(1))
+    await store.policies.announce(mesh.trainer, policy(2, train_step=1))
+    await store.policies.announce(mesh.trainer, policy(3, train_step=2))
     await mesh.admit(2)
-    await store.lease(mesh.session, 4)
+    await store.trajectories.lease(mesh.session, 4)
     await mesh.append("e0-1.0", 0, 2, version=3)
     await mesh.append("e0-0.0", 0, 2, version=3)
     await mesh.append("e0-0.1", 0, 2, version=2)
-    assert [(g.group_id, g.min_train_step) for g in (await store.view()).stalest_open][:2] == [("e0-0", 1), ("e0-1", 2)]
+    assert [(g.group_id, g.min_train_step) for g in (await store.mesh.view()).stalest_open][:2] == [
+        ("e0-0", 1),
+        ("e0-1", 2),
+    ]
     # Environment tokens are not in the loss; a member that can only begin again takes its tokens with it.
-    await store.append(
+    await store.trajectories.append(
         mesh.session, [Append(trajectory_id="e0-1.1", token_offset=0, segments=[environment_segment(3)])]
     )
-    assert await store.restart(mesh.session, ["e0-0.1"]) == [1]
-    assert [g.min_train_step for g in (await store.view()).stalest_open if g.min_train_step is not None] == [2, 2]
+    assert await store.trajectories.restart(mesh.session, ["e0-0.1"]) == [1]
+    assert [g.min_train_step for g in (await store.mesh.view()).stalest_open if g.min_train_step is not None] == [2, 2]
     truth = await read_truth(store)
     assert truth.problems == []
     assert truth.members["e0-0.1"].tokens == 0
@@ -89,28 +92,28 @@ async def test_large_segments_and_prompts_survive_outside_the_inline_limit(
 ) -> None:
     mesh = await Mesh.start(store)
     big_group = group(0, prompt_tokens=40_000)
-    await store.admit(mesh.leader, [big_group], Cursor(), Cursor(index=1))
-    leased = await another_client.lease(mesh.session, 2)
+    await store.leadership.admit(mesh.leader, [big_group], Cursor(), Cursor(index=1))
+    leased = await another_client.trajectories.lease(mesh.session, 2)
     assert np.array_equal(leased[0].trajectory.prompt.token_ids, big_group.prompt.token_ids)
     big = [segment(5), environment_segment(30_000)]
     item = Append(trajectory_id="e0-0.0", token_offset=0, segments=big)
-    assert (await store.append(mesh.session, [item]))[0].status == WriteStatus.SAVED
-    assert (await store.append(mesh.session, [item]))[0].status == WriteStatus.DUPLICATE
+    assert (await store.trajectories.append(mesh.session, [item]))[0].status == WriteStatus.SAVED
+    assert (await store.trajectories.append(mesh.session, [item]))[0].status == WriteStatus.DUPLICATE
     chunks = await store.connection.command("KEYS", store.connection.keys.of("chunk", "*"))
     assert len(chunks) == 1
     assert await store.connection.command("TTL", chunks[0]) == -1
-    await store.release(mesh.session, ["e0-0.0"], "drained")
-    partial = (await store.lease(mesh.session, 1))[0].trajectory
+    await store.trajectories.release(mesh.session, ["e0-0.0"], "drained")
+    partial = (await store.trajectories.lease(mesh.session, 1))[0].trajectory
     assert partial.response_token_count == 30_005
     assert np.array_equal(partial.segments[1].token_ids, big[1].token_ids)
-    await store.evict(mesh.leader, ["e0-0"], "stale")
+    await store.leadership.evict(mesh.leader, ["e0-0"], "stale")
     assert await store.connection.command("KEYS", store.connection.keys.of("chunk", "*")) == []
 
 
 async def test_an_expired_upload_is_sent_again(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
-    await store.admit(mesh.leader, [group(0)], Cursor(), Cursor(index=1))
-    await store.lease(mesh.session, 1)
+    await store.leadership.admit(mesh.leader, [group(0)], Cursor(), Cursor(index=1))
+    await store.trajectories.lease(mesh.session, 1)
     run, calls = store.connection.run, []
 
     async def expire_once(name: str, *arguments: object) -> object:
@@ -122,24 +125,24 @@ async def test_an_expired_upload_is_sent_again(store: TrajectoryStore) -> None:
 
     store.connection.run = expire_once  # type: ignore[method-assign,assignment]
     item = Append(trajectory_id="e0-0.0", token_offset=0, segments=[environment_segment(30_000)])
-    assert (await store.append(mesh.session, [item]))[0].status == WriteStatus.SAVED
+    assert (await store.trajectories.append(mesh.session, [item]))[0].status == WriteStatus.SAVED
     assert calls == ["append"]
 
 
 async def test_a_trajectory_has_one_trace_for_its_whole_life(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    first = [t.trajectory.traceparent for t in await store.lease(mesh.session, 2)]
+    first = [t.trajectory.traceparent for t in await store.trajectories.lease(mesh.session, 2)]
     assert len(set(first)) == 2
     assert all(re.fullmatch("00-[0-9a-f]{32}-[0-9a-f]{16}-01", trace) for trace in first)
-    await store.release(mesh.session, ["e0-0.0", "e0-0.1"], ReleaseReason.DRAINED)
-    mesh.session = await store.open_session("another worker")
-    again = await store.lease(mesh.session, 2)
+    await store.trajectories.release(mesh.session, ["e0-0.0", "e0-0.1"], ReleaseReason.DRAINED)
+    mesh.session = await store.sessions.open("another worker")
+    again = await store.trajectories.lease(mesh.session, 2)
     assert [t.trajectory.traceparent for t in again] == first
     for leased in again:
         await mesh.complete(leased, float(leased.trajectory.member_index))
-    await store.cut(mesh.leader, 1, ["e0-0"])
-    batch = await store.claim(mesh.trainer, 1, 1.0)
+    await store.leadership.cut(mesh.leader, 1, ["e0-0"])
+    batch = await store.training.claim(mesh.trainer, 1, 1.0)
     assert batch is not None
     assert [t.traceparent for t in batch.groups[0].trajectories] == first
 
@@ -147,23 +150,23 @@ async def test_a_trajectory_has_one_trace_for_its_whole_life(store: TrajectorySt
 async def test_a_snapshot_rests_with_its_trajectory_until_that_is_scored(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     await mesh.append("e0-0.0", 0, 3)
     for snapshot in (b"older", b"newer\x00"):
-        assert await store.keep_snapshot(mesh.session, "e0-0.0", snapshot)
-    stranger = await store.open_session("stranger")
-    assert not await store.keep_snapshot(stranger, "e0-0.0", b"stranger's")
-    await store.release(mesh.session, ["e0-0.0"], ReleaseReason.DRAINED)
-    assert not await store.keep_snapshot(mesh.session, "e0-0.0", b"late")
-    assert [t.snapshot for t in await store.lease(mesh.session, 1)] == [b"newer\x00"]
+        assert await store.trajectories.keep_snapshot(mesh.session, "e0-0.0", snapshot)
+    stranger = await store.sessions.open("stranger")
+    assert not await store.trajectories.keep_snapshot(stranger, "e0-0.0", b"stranger's")
+    await store.trajectories.release(mesh.session, ["e0-0.0"], ReleaseReason.DRAINED)
+    assert not await store.trajectories.keep_snapshot(mesh.session, "e0-0.0", b"late")
+    assert [t.snapshot for t in await store.trajectories.lease(mesh.session, 1)] == [b"newer\x00"]
     await mesh.finish("e0-0.0", 3, 1)
-    await store.close_session(mesh.session)
+    await store.sessions.close(mesh.session)
     mesh.session = stranger
-    assert [t.snapshot for t in await store.lease_scoring(stranger, 1)] == [b"newer\x00"]
+    assert [t.snapshot for t in await store.trajectories.lease_scoring(stranger, 1)] == [b"newer\x00"]
     await mesh.score("e0-0.0", 1.0)
     assert not await store.connection.command("HEXISTS", store.connection.keys.of("trajectory", "e0-0.0"), "snapshot")
-    await store.lease(stranger, 1)
+    await store.trajectories.lease(stranger, 1)
     await mesh.append("e0-0.1", 0, 3)
-    await store.keep_snapshot(stranger, "e0-0.1", b"of tokens that are gone")
-    await store.restart(stranger, ["e0-0.1"])
+    await store.trajectories.keep_snapshot(stranger, "e0-0.1", b"of tokens that are gone")
+    await store.trajectories.restart(stranger, ["e0-0.1"])
     assert not await store.connection.command("HEXISTS", store.connection.keys.of("trajectory", "e0-0.1"), "snapshot")

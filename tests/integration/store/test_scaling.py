@@ -9,22 +9,22 @@ from rollmesh.store import TrajectoryStore
 
 
 async def test_the_newest_wish_holds_until_it_is_taken_back(store: TrajectoryStore) -> None:
-    assert await store.scale_requests() == {}
-    await store.request_scale("generator", 3)
-    await store.request_scale("reward", 2)
-    await store.request_scale("generator", 0)
-    assert await store.scale_requests() == {"generator": 0, "reward": 2}
-    await store.request_scale("generator", None)
-    assert await store.scale_requests() == {"reward": 2}
+    assert await store.scaling.requests() == {}
+    await store.scaling.request("generator", 3)
+    await store.scaling.request("reward", 2)
+    await store.scaling.request("generator", 0)
+    assert await store.scaling.requests() == {"generator": 0, "reward": 2}
+    await store.scaling.request("generator", None)
+    assert await store.scaling.requests() == {"reward": 2}
 
 
 async def test_a_wish_says_whether_a_launcher_carries_it_out(store: TrajectoryStore) -> None:
-    assert not await store.request_scale("generator", 2)
-    assert await store.take_scale_requests("launcher") == {"generator": 2}
-    assert await store.request_scale("generator", 3)
-    await store.leave_scaling()
-    assert not await store.request_scale("generator", 2)
-    assert await store.scale_requests() == {"generator": 2}
+    assert not await store.scaling.request("generator", 2)
+    assert await store.scaling.take("launcher") == {"generator": 2}
+    assert await store.scaling.request("generator", 3)
+    await store.scaling.leave()
+    assert not await store.scaling.request("generator", 2)
+    assert await store.scaling.requests() == {"generator": 2}
 
 
 @pytest.mark.parametrize(
@@ -43,5 +43,5 @@ async def test_a_wish_that_cannot_be_met_is_refused_with_the_reason(
     store: TrajectoryStore, service: str, replicas: int | None, text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
-        await store.request_scale(service, replicas)
-    assert await store.scale_requests() == {}
+        await store.scaling.request(service, replicas)
+    assert await store.scaling.requests() == {}

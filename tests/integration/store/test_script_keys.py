@@ -42,10 +42,10 @@ async def last_members(mesh: Mesh, groups: int, size: int = SIZE) -> list[str]:
     store = mesh.store
     await mesh.admit(groups, needed=size)
     last: list[str] = []
-    while leased := await store.lease(mesh.session, 64):
+    while leased := await store.trajectories.lease(mesh.session, 64):
         ids = [item.trajectory.trajectory_id for item in leased]
         last += [i for i in ids if i.endswith(f".{2 * size - 1}")]
-        await store.fail(mesh.session, [(i, "broke") for i in ids if i not in last])
+        await store.trajectories.fail(mesh.session, [(i, "broke") for i in ids if i not in last])
     assert len(last) == groups
     return last
 
@@ -55,10 +55,10 @@ async def test_burying_the_last_members_of_large_groups_keeps_to_the_bound(
 ) -> None:
     mesh = await Mesh.start(store, pool_size=10_000, group_size=SIZE)
     last = await last_members(mesh, groups=4)
-    used = await most_keys(server, store, lambda: store.fail(mesh.session, [(i, "broke") for i in last]))
+    used = await most_keys(server, store, lambda: store.trajectories.fail(mesh.session, [(i, "broke") for i in last]))
     assert 0 < used <= MAX_KEYS_PER_SCRIPT
-    assert await most_keys(server, store, lambda: store.reap(mesh.leader)) <= MAX_KEYS_PER_SCRIPT
-    assert (await store.counts()).drops == {"too_few_scored": 4}
+    assert await most_keys(server, store, lambda: store.leadership.reap(mesh.leader)) <= MAX_KEYS_PER_SCRIPT
+    assert (await store.mesh.counts()).drops == {"too_few_scored": 4}
     assert (await read_truth(store)).problems == []
 
 
@@ -68,17 +68,17 @@ async def test_a_lease_that_buries_members_of_large_groups_keeps_to_the_bound(
     mesh = await Mesh.start(store, pool_size=10_000, group_size=SIZE, max_attempts=1)
     last = await last_members(mesh, groups=4)
     await mesh.admit(1, needed=SIZE)
-    await store.release(mesh.session, last, ReleaseReason.FAILED)
+    await store.trajectories.release(mesh.session, last, ReleaseReason.FAILED)
     leased: list[str] = []
 
     async def lease() -> None:
         for _ in range(10):  # a call that has buried as many as it may brings nothing else
-            leased.extend(item.trajectory.trajectory_id for item in await store.lease(mesh.session, 64))
+            leased.extend(item.trajectory.trajectory_id for item in await store.trajectories.lease(mesh.session, 64))
 
     assert 0 < await most_keys(server, store, lease) <= MAX_KEYS_PER_SCRIPT
     assert len(leased) == SIZE and not set(leased) & set(last)
-    await store.reap(mesh.leader)
-    assert (await store.counts()).drops == {"too_few_scored": 4}
+    await store.leadership.reap(mesh.leader)
+    assert (await store.mesh.counts()).drops == {"too_few_scored": 4}
 
 
 async def test_a_restart_in_many_large_groups_keeps_to_the_bound(
@@ -86,14 +86,16 @@ async def test_a_restart_in_many_large_groups_keeps_to_the_bound(
 ) -> None:
     mesh = await Mesh.start(store, pool_size=10_000, group_size=SIZE)
     await mesh.admit(16, needed=SIZE)
-    while await store.lease(mesh.session, 64):
+    while await store.trajectories.lease(mesh.session, 64):
         pass
     ids = [f"e0-{index}.0" for index in range(16)]
     for trajectory_id in ids:
         await mesh.append(trajectory_id, 0, 3)
     await mesh.append("e0-3.1", 0, 3)
-    assert 0 < await most_keys(server, store, lambda: store.restart(mesh.session, ids)) <= MAX_KEYS_PER_SCRIPT
-    with_tokens = [g.group_id for g in (await store.view()).stalest_open if g.min_train_step is not None]
+    assert (
+        0 < await most_keys(server, store, lambda: store.trajectories.restart(mesh.session, ids)) <= MAX_KEYS_PER_SCRIPT
+    )
+    with_tokens = [g.group_id for g in (await store.mesh.view()).stalest_open if g.min_train_step is not None]
     assert with_tokens == ["e0-3"]
     assert (await read_truth(store)).problems == []
 
@@ -103,27 +105,27 @@ async def test_a_group_that_is_too_large_for_one_call_is_swept_in_slices(
 ) -> None:
     mesh = await Mesh.start(store, pool_size=10_000, group_size=300)
     await mesh.admit(1, needed=300)
-    await store.lease(mesh.session, 64)
+    await store.trajectories.lease(mesh.session, 64)
     await mesh.append("e0-0.7", 0, 5)
-    await store.release(mesh.session, [f"e0-0.{member}" for member in range(64)], ReleaseReason.DRAINED)
+    await store.trajectories.release(mesh.session, [f"e0-0.{member}" for member in range(64)], ReleaseReason.DRAINED)
     await mesh.admit(1, needed=300)
 
     async def end_the_first() -> None:
         while ids := [
             item.trajectory.trajectory_id
-            for item in await store.lease(mesh.session, 64)
+            for item in await store.trajectories.lease(mesh.session, 64)
             if item.trajectory.group_id == "e0-0"
         ]:
-            await store.fail(mesh.session, [(i, "broke") for i in ids])
+            await store.trajectories.fail(mesh.session, [(i, "broke") for i in ids])
 
     assert 0 < await most_keys(server, store, end_the_first) <= MAX_KEYS_PER_SCRIPT
-    assert (await store.view()).open_groups == 1
-    assert sorted(await store.live_groups()) == ["e0-0", "e0-1"], "until it is swept the audit does not miss it"
-    assert 0 < await most_keys(server, store, lambda: store.reap(mesh.leader)) <= MAX_KEYS_PER_SCRIPT
-    assert await store.live_groups() == ["e0-1"]
-    (drop,) = await store.ledger()
+    assert (await store.mesh.view()).open_groups == 1
+    assert sorted(await store.mesh.live_groups()) == ["e0-0", "e0-1"], "until it is swept the audit does not miss it"
+    assert 0 < await most_keys(server, store, lambda: store.leadership.reap(mesh.leader)) <= MAX_KEYS_PER_SCRIPT
+    assert await store.mesh.live_groups() == ["e0-1"]
+    (drop,) = await store.ledger.drops()
     assert (drop.group_id, drop.reason, drop.token_count) == ("e0-0", "too_few_scored", 5)
-    counts = await store.counts()
+    counts = await store.mesh.counts()
     assert counts.trajectories["dead"] == 0
     assert (counts.drops, counts.dropped_tokens) == ({"too_few_scored": 1}, {"dead": 5, "too_few_scored": 0})
     assert (await read_truth(store)).problems == []
@@ -133,13 +135,13 @@ async def test_a_group_of_an_older_release_finds_its_lowest_step_by_a_look_at_it
     store: TrajectoryStore,
 ) -> None:
     mesh = await Mesh.start(store)
-    await store.announce_policy(mesh.trainer, policy(1))
+    await store.policies.announce(mesh.trainer, policy(1))
     await mesh.admit(1)
-    await store.lease(mesh.session, 2)
+    await store.trajectories.lease(mesh.session, 2)
     await mesh.append("e0-0.0", 0, 3, version=1)
     await mesh.append("e0-0.1", 0, 3, version=0)
     key = store.connection.keys.of("group", "e0-0")
     await store.connection.command("HDEL", key, "member_steps", "s0", "s1")
-    await store.restart(mesh.session, ["e0-0.1"])
-    assert [g.min_train_step for g in (await store.view()).stalest_open] == [1]
+    await store.trajectories.restart(mesh.session, ["e0-0.1"])
+    assert [g.min_train_step for g in (await store.mesh.view()).stalest_open] == [1]
     assert (await read_truth(store)).problems == []

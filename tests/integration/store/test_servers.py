@@ -63,7 +63,7 @@ async def test_a_server_that_does_not_answer_is_named_as_such(
         os.kill(own_server.pid, signal.SIGSTOP)
         try:
             with pytest.raises(StoreUnavailable, match=r"for 0\.2 s: no answer within 0\.1 s"):
-                await store.cursor()
+                await store.leadership.cursor()
         finally:
             os.kill(own_server.pid, signal.SIGCONT)
 
@@ -74,7 +74,7 @@ async def test_a_password_may_hold_any_character(tmp_path: Path) -> None:
     server.start()
     try:
         async with await connect(server.url, password) as store:
-            assert await store.server_run_id()
+            assert await store.recovery.server_run_id()
     finally:
         server.kill()
 
@@ -132,7 +132,7 @@ async def test_a_loopback_port_and_a_deep_folder_work(tmp_path: Path) -> None:
         assert len(str(server.socket_path)) < 108
         assert server.tcp_url is not None
         async with await connect(server.tcp_url) as store:
-            assert await store.server_run_id()
+            assert await store.recovery.server_run_id()
     finally:
         server.kill()
 
@@ -199,7 +199,7 @@ async def test_zeros_at_the_end_of_the_append_only_file_are_cut_off_and_nothing_
         assert "its last 4,096 of " in note
         assert str(only(tmp_path / "appendonlydir", "*.damaged-*")) in note
         async with await connect(server.url) as store:
-            assert len(await store.live_groups()) == 1
+            assert len(await store.mesh.live_groups()) == 1
     finally:
         server.kill()
 
@@ -212,7 +212,7 @@ async def test_append_only_files_beyond_repair_are_set_aside_and_the_server_star
         assert str(only(tmp_path, "appendonlydir.damaged-*")) in notes[-1]
         async with await connect(server.url) as store:
             await Mesh.start(store)
-            assert await store.live_groups() == []
+            assert await store.mesh.live_groups() == []
     finally:
         server.kill()
 

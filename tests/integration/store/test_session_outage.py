@@ -21,9 +21,9 @@ async def test_an_outage_in_the_middle_of_a_recovery_does_not_stop_the_heartbeat
         StoreConfig(), run="outage", url=own_server.url, retry_seconds=0.05
     ) as store:
         await Mesh.start(store)
-        session = WorkerSession(store, "worker", 0.05, RolloutMetrics(Metrics("rollout")))
+        session = WorkerSession(store.sessions, "worker", 0.05, RolloutMetrics(Metrics("rollout")))
         await session.open()
-        reregister = store.reregister
+        reregister = store.sessions.reregister
 
         async def reregister_and_lose_redis(*arguments: object) -> list[ReRegistered]:
             if not away.is_set():
@@ -31,9 +31,9 @@ async def test_an_outage_in_the_middle_of_a_recovery_does_not_stop_the_heartbeat
                 away.set()
             return await reregister(*arguments)  # type: ignore[arg-type]
 
-        store.reregister = reregister_and_lose_redis  # type: ignore[method-assign]
+        store.sessions.reregister = reregister_and_lose_redis  # type: ignore[method-assign]
         lost = session.current
-        await store.close_session(lost)
+        await store.sessions.close(lost)
         heartbeat = asyncio.create_task(session.keep_alive(beats.release))
         try:
             await asyncio.wait_for(away.wait(), 60)

@@ -35,7 +35,7 @@ async def clients(own_server: EmbeddedServer) -> AsyncIterator[Clients]:
         await TrajectoryStore.connect(StoreConfig(), run=run, url=own_server.url) as other,
     ):
         mesh = await Mesh.start(one)
-        await one.announce_policy(mesh.trainer, policy(1))
+        await one.policies.announce(mesh.trainer, policy(1))
         yield one, other
 
 
@@ -59,11 +59,11 @@ async def test_a_pause_or_its_end_that_redis_has_forgotten_is_repeated_by_who_sa
     own_server: EmbeddedServer, clients: Clients, paused: bool
 ) -> None:
     store, stranger = clients
-    await store.set_user_paused(not paused)
-    await back_as_it_was_before(own_server, lambda: store.set_user_paused(paused))
-    assert (await stranger.view()).user_paused is not paused, "it has not seen the newer setting"
-    assert (await store.view()).user_paused is paused
-    assert (await stranger.view()).user_paused is paused
+    await store.settings.set_user_paused(not paused)
+    await back_as_it_was_before(own_server, lambda: store.settings.set_user_paused(paused))
+    assert (await stranger.mesh.view()).user_paused is not paused, "it has not seen the newer setting"
+    assert (await store.mesh.view()).user_paused is paused
+    assert (await stranger.mesh.view()).user_paused is paused
 
 
 @pytest.mark.parametrize("paused", [True, False])
@@ -71,14 +71,14 @@ async def test_a_client_does_not_repeat_its_own_older_order_over_a_newer_one(
     own_server: EmbeddedServer, clients: Clients, paused: bool
 ) -> None:
     launcher, gateway = clients
-    await launcher.set_user_paused(not paused)
-    await gateway.set_user_paused(paused)
+    await launcher.settings.set_user_paused(not paused)
+    await gateway.settings.set_user_paused(paused)
     await asyncio.to_thread(own_server.kill)
     await asyncio.to_thread(own_server.start)
-    seen = await launcher.view()
+    seen = await launcher.mesh.view()
     assert seen.recovering
     assert seen.user_paused is paused
-    assert (await gateway.view()).user_paused is paused
+    assert (await gateway.mesh.view()).user_paused is paused
 
 
 async def test_a_client_that_has_seen_a_forgotten_setting_repeats_it_when_its_writer_is_gone(
@@ -87,84 +87,84 @@ async def test_a_client_that_has_seen_a_forgotten_setting_repeats_it_when_its_wr
     gateway, leader = clients
 
     async def pause_and_leave() -> None:
-        await gateway.set_user_paused(True)
-        assert (await leader.view()).user_paused
+        await gateway.settings.set_user_paused(True)
+        assert (await leader.mesh.view()).user_paused
         await gateway.aclose()
 
     await back_as_it_was_before(own_server, pause_and_leave)
-    assert (await leader.view()).user_paused
+    assert (await leader.mesh.view()).user_paused
 
 
 async def test_a_pin_a_scale_target_and_a_rollback_that_redis_has_forgotten_are_repeated(
     own_server: EmbeddedServer, clients: Clients
 ) -> None:
     gateway, _ = clients
-    await gateway.request_scale("reward", 4)
+    await gateway.scaling.request("reward", 4)
 
     async def orders() -> None:
-        await gateway.pin_policy(0)
-        await gateway.request_scale("generator", 3)
-        await gateway.request_scale("reward", None)
-        await gateway.request_rollback(0)
+        await gateway.policies.pin(0)
+        await gateway.scaling.request("generator", 3)
+        await gateway.scaling.request("reward", None)
+        await gateway.rollbacks.request(0)
 
     await back_as_it_was_before(own_server, orders)
-    await gateway.view()
-    assert await gateway.pinned_policy() == 0
-    assert await gateway.scale_requests() == {"generator": 3}
-    request = await gateway.rollback_request()
+    await gateway.mesh.view()
+    assert await gateway.policies.pinned() == 0
+    assert await gateway.scaling.requests() == {"generator": 3}
+    request = await gateway.rollbacks.pending()
     assert request is not None and request.policy_version == 0
 
 
 async def test_an_unpinning_that_redis_has_forgotten_is_repeated(own_server: EmbeddedServer, clients: Clients) -> None:
     gateway, _ = clients
-    await gateway.pin_policy(0)
-    await back_as_it_was_before(own_server, lambda: gateway.pin_policy(None))
-    await gateway.view()
-    assert await gateway.pinned_policy() is None
+    await gateway.policies.pin(0)
+    await back_as_it_was_before(own_server, lambda: gateway.policies.pin(None))
+    await gateway.mesh.view()
+    assert await gateway.policies.pinned() is None
 
 
 async def test_a_rollback_that_was_carried_out_is_not_asked_for_again(
     own_server: EmbeddedServer, clients: Clients
 ) -> None:
     trainer, leader = clients
-    request = await trainer.request_rollback(0)
+    request = await trainer.rollbacks.request(0)
 
     async def carry_out() -> None:
-        session = await trainer.open_trainer_session("another trainer")
-        await trainer.finish_rollback(session, request)
+        session = await trainer.training.open_session("another trainer")
+        await trainer.rollbacks.finish(session, request)
 
     await back_as_it_was_before(own_server, carry_out)
-    assert await leader.rollback_request() == request
-    await trainer.view()
-    assert await leader.rollback_request() is None
+    assert await leader.rollbacks.pending() == request
+    await trainer.mesh.view()
+    assert await leader.rollbacks.pending() is None
 
 
 async def test_a_pin_waits_for_the_trainer_to_announce_its_version_to_a_redis_that_came_back_empty(
     own_server: EmbeddedServer, clients: Clients
 ) -> None:
     store, _ = clients
-    await store.pin_policy(1)
-    await store.set_user_paused(True)
+    await store.policies.pin(1)
+    await store.settings.set_user_paused(True)
     await store.connection.command("FLUSHALL")
-    assert (await store.view()).user_paused
-    assert await store.pinned_policy() is None
-    session = await store.open_trainer_session("trainer")
+    assert (await store.mesh.view()).user_paused
+    assert await store.policies.pinned() is None
+    session = await store.training.open_session("trainer")
     for version in (0, 1):
-        await store.announce_policy(session, policy(version))
-    await store.view()
-    assert await store.pinned_policy() == 1
+        await store.policies.announce(session, policy(version))
+    await store.mesh.view()
+    assert await store.policies.pinned() == 1
 
 
 async def test_an_operators_pause_and_the_launchers_are_two_switches(clients: Clients) -> None:
     store, _ = clients
-    await store.set_launcher_paused(True)
-    await store.set_user_paused(True)
-    await store.set_launcher_paused(False)
-    view = await store.view()
+    await store.settings.set_launcher_paused(True)
+    await store.settings.set_user_paused(True)
+    await store.settings.set_launcher_paused(False)
+    view = await store.mesh.view()
     assert (view.user_paused, view.launcher_paused) == (True, False)
-    await store.set_launcher_paused(True)
-    await store.set_user_paused(False)
-    view = await store.view()
+    await store.settings.set_launcher_paused(True)
+    await store.settings.set_user_paused(False)
+    view = await store.mesh.view()
     assert (view.user_paused, view.launcher_paused) == (False, True)
 
 
@@ -172,15 +172,15 @@ async def test_the_launcher_ends_a_pause_of_an_older_release_that_does_not_say_w
     store, _ = clients
     meta = store.connection.keys.single("meta")
     await store.connection.command("HSET", meta, "user_paused", 1)
-    assert (await store.view()).user_paused
-    await store.set_launcher_paused(False)
-    assert not (await store.view()).user_paused
+    assert (await store.mesh.view()).user_paused
+    await store.settings.set_launcher_paused(False)
+    assert not (await store.mesh.view()).user_paused
 
 
 async def test_nothing_is_leased_while_the_launcher_pauses(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.set_launcher_paused(True)
-    assert await store.lease(mesh.session, 1) == []
-    await store.set_launcher_paused(False)
-    assert len(await store.lease(mesh.session, 1)) == 1
+    await store.settings.set_launcher_paused(True)
+    assert await store.trajectories.lease(mesh.session, 1) == []
+    await store.settings.set_launcher_paused(False)
+    assert len(await store.trajectories.lease(mesh.session, 1)) == 1

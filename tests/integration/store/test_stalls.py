@@ -22,7 +22,7 @@ def tokens_of(segments: tuple[Segment, ...]) -> list[int]:
 
 
 async def saved(store: TrajectoryStore) -> list[int]:
-    found = await store.inspect(NAME)
+    found = await store.inspection.inspect(NAME)
     assert found is not None and found.trajectory is not None
     return tokens_of(found.trajectory.segments)
 
@@ -32,18 +32,18 @@ async def expire(mesh: Mesh) -> None:
     keys, command = mesh.store.connection.keys, mesh.store.connection.command
     await command("ZADD", keys.single("sessions"), 1, mesh.session)
     await command("HSET", keys.single("meta"), "leader_since", 1)
-    assert await mesh.store.reap(mesh.leader) == 1
+    assert await mesh.store.leadership.reap(mesh.leader) == 1
 
 
 async def stalled(store: TrajectoryStore) -> tuple[Mesh, str]:
     """Worker A has saved 100 tokens and stalled past its TTL; worker B has leased the trajectory."""
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
+    await store.trajectories.lease(mesh.session, 1)
     assert await append(store, mesh.session, [], OURS) is WriteStatus.SAVED
     await expire(mesh)
-    other = await store.open_session("B")
-    assert len(await store.lease(other, 1)) == 1
+    other = await store.sessions.open("B")
+    assert len(await store.trajectories.lease(other, 1)) == 1
     return mesh, other
 
 
@@ -58,18 +58,18 @@ async def append(
         incarnation=incarnation,
         digest=digest_of(before, offset),
     )
-    return (await store.append(session, [item]))[0].status
+    return (await store.trajectories.append(session, [item]))[0].status
 
 
 async def test_tokens_saved_before_a_stall_are_never_joined_to_those_of_a_later_beginning(
     store: TrajectoryStore,
 ) -> None:
     _, other = await stalled(store)
-    assert await store.restart(other, [NAME]) == [1]
+    assert await store.trajectories.restart(other, [NAME]) == [1]
     assert await append(store, other, [], THEIRS, incarnation=1) is WriteStatus.SAVED
-    await store.release(other, [NAME], ReleaseReason.DRAINED)
-    awake = await store.open_session("A")
-    answers = await store.reregister(awake, [held(NAME, OURS)])
+    await store.trajectories.release(other, [NAME], ReleaseReason.DRAINED)
+    awake = await store.sessions.open("A")
+    answers = await store.sessions.reregister(awake, [held(NAME, OURS)])
     assert [(a.kept, a.saved_token_count) for a in answers] == [(False, 0)]
     assert await append(store, awake, [segment(60)], segment(40, start=60)) is WriteStatus.LOST
     assert await saved(store) == THEIRS.token_ids.tolist()
@@ -86,7 +86,7 @@ async def test_a_write_that_follows_other_tokens_is_refused(
 ) -> None:
     """Whoever holds the lease: this is what keeps two writers apart, whatever brought them together."""
     _, other = await stalled(store)
-    await store.restart(other, [NAME])
+    await store.trajectories.restart(other, [NAME])
     await append(store, other, [], THEIRS, incarnation=1)
     assert await append(store, other, [before], segment(1), incarnation) is WriteStatus.REFUSED
     for segments in ([], [segment(1)]):
@@ -98,16 +98,16 @@ async def test_a_write_that_follows_other_tokens_is_refused(
             incarnation=incarnation,
             digest=digest_of([before], 60),
         )
-        assert (await store.finish(other, [finish]))[0].status is WriteStatus.REFUSED
+        assert (await store.trajectories.finish(other, [finish]))[0].status is WriteStatus.REFUSED
     assert await saved(store) == THEIRS.token_ids.tolist()
     assert (await read_truth(store)).members[NAME].state == "leased"
 
 
 async def test_a_worker_that_wakes_keeps_what_nobody_else_has_changed(store: TrajectoryStore) -> None:
     _, other = await stalled(store)
-    await store.release(other, [NAME], ReleaseReason.DRAINED)
-    awake = await store.open_session("A")
-    answers = await store.reregister(awake, [held(NAME, OURS, segment(20, start=100))])
+    await store.trajectories.release(other, [NAME], ReleaseReason.DRAINED)
+    awake = await store.sessions.open("A")
+    answers = await store.sessions.reregister(awake, [held(NAME, OURS, segment(20, start=100))])
     assert [(a.kept, a.saved_token_count) for a in answers] == [(True, 100)]
     assert await append(store, awake, [OURS], segment(20, start=100)) is WriteStatus.SAVED
     assert await saved(store) == list(range(120))
@@ -116,11 +116,11 @@ async def test_a_worker_that_wakes_keeps_what_nobody_else_has_changed(store: Tra
 async def test_a_redis_older_than_a_restart_does_not_take_its_later_tokens(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
+    await store.trajectories.lease(mesh.session, 1)
     await append(store, mesh.session, [], OURS)
     # The worker began again, and has saved 120 other tokens since; Redis comes back from before that.
     await other_server(store)
-    answers = await store.reregister(mesh.session, [held(NAME, segment(120, start=5_000), incarnation=1)])
+    answers = await store.sessions.reregister(mesh.session, [held(NAME, segment(120, start=5_000), incarnation=1)])
     assert [a.kept for a in answers] == [False]
     truth = await read_truth(store)
     assert (truth.problems, truth.members[NAME].state) == ([], "partial")
@@ -130,71 +130,75 @@ async def test_a_redis_older_than_a_restart_does_not_take_its_later_tokens(store
 async def test_a_redis_that_forgot_saves_keeps_those_that_begin_the_worker_s_own(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
+    await store.trajectories.lease(mesh.session, 1)
     await append(store, mesh.session, [], segment(40))
     await other_server(store)
     # Of one save it has the first part only: whatever the worker's own cuts were.
-    answers = await store.reregister(mesh.session, [held(NAME, segment(64), segment(36, start=64))])
+    answers = await store.sessions.reregister(mesh.session, [held(NAME, segment(64), segment(36, start=64))])
     assert [(a.kept, a.saved_token_count) for a in answers] == [(True, 40)]
     await store.connection.command("HSET", store.connection.keys.single("meta"), "recovering_until", 1)
-    await store.close_trainer_session(mesh.trainer)
+    await store.training.close_session(mesh.trainer)
     for theirs, why in (
         (segment(100, version=1), "tokens of another version are other tokens"),
         (segment(30), "the queue has more than the worker"),
     ):
-        await store.lease(mesh.session, 1)
-        assert [a.kept for a in await store.reregister(mesh.session, [held(NAME, theirs)])] == [False], why
+        await store.trajectories.lease(mesh.session, 1)
+        assert [a.kept for a in await store.sessions.reregister(mesh.session, [held(NAME, theirs)])] == [False], why
 
 
 async def test_a_finished_trajectory_is_not_scored_for_the_tokens_of_another_worker(store: TrajectoryStore) -> None:
     _, other = await stalled(store)
-    await store.restart(other, [NAME])
+    await store.trajectories.restart(other, [NAME])
     last = Finish(trajectory_id=NAME, token_offset=0, segments=[THEIRS], finish_reason=FinishReason.STOP, incarnation=1)
-    assert (await store.finish(other, [last]))[0].status is WriteStatus.SAVED
-    await store.close_session(other)
-    awake = await store.open_session("A")
-    assert [a.kept for a in await store.reregister(awake, [held(NAME, OURS)])] == [False]
+    assert (await store.trajectories.finish(other, [last]))[0].status is WriteStatus.SAVED
+    await store.sessions.close(other)
+    awake = await store.sessions.open("A")
+    assert [a.kept for a in await store.sessions.reregister(awake, [held(NAME, OURS)])] == [False]
     score = Score(trajectory_id=NAME, outcome=scored(1.0), shaped_reward=1.0)
-    assert (await store.score(awake, [score]))[0].status is WriteStatus.LOST
-    assert [t.incarnation for t in await store.lease_scoring(awake, 1)] == [1]
+    assert (await store.trajectories.score(awake, [score]))[0].status is WriteStatus.LOST
+    assert [t.incarnation for t in await store.trajectories.lease_scoring(awake, 1)] == [1]
 
 
 async def test_a_restart_that_is_sent_again_changes_nothing_and_a_stranger_cannot_send_it(
     store: TrajectoryStore,
 ) -> None:
     mesh, other = await stalled(store)
-    assert await store.restart(mesh.session, [NAME]) == [None]
-    assert await store.restart(other, [NAME]) == [1]
-    assert await store.restart(other, [NAME, "e0-0.1"]) == [1, None]
-    assert (await store.counts()).totals["restarts_total"] == 1
+    assert await store.trajectories.restart(mesh.session, [NAME]) == [None]
+    assert await store.trajectories.restart(other, [NAME]) == [1]
+    assert await store.trajectories.restart(other, [NAME, "e0-0.1"]) == [1, None]
+    assert (await store.mesh.counts()).totals["restarts_total"] == 1
     await append(store, other, [], THEIRS, incarnation=1)
-    assert await store.restart(other, [NAME]) == [2]
-    await store.release(other, [NAME], ReleaseReason.DRAINED)
-    assert [(t.trajectory.trajectory_id, t.incarnation) for t in await store.lease(other, 1)] == [(NAME, 2)]
+    assert await store.trajectories.restart(other, [NAME]) == [2]
+    await store.trajectories.release(other, [NAME], ReleaseReason.DRAINED)
+    assert [(t.trajectory.trajectory_id, t.incarnation) for t in await store.trajectories.lease(other, 1)] == [
+        (NAME, 2)
+    ]
 
 
 async def test_a_queue_of_the_version_before_goes_on_by_the_number_of_its_tokens(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
-    await store.lease(mesh.session, 1)
+    await store.trajectories.lease(mesh.session, 1)
     await append(store, mesh.session, [], OURS)
     # What that version left: digests of single saves, under the number of tokens before them.
     key = store.connection.keys.of("trajectory", NAME)
     await store.connection.command("HDEL", key, "d100", "incarnation")
     await store.connection.command("HSET", key, "c0", "0123456789abcdef")
-    await store.release(mesh.session, [NAME], ReleaseReason.DRAINED)
-    (leased,) = await store.lease(mesh.session, 1)
+    await store.trajectories.release(mesh.session, [NAME], ReleaseReason.DRAINED)
+    (leased,) = await store.trajectories.lease(mesh.session, 1)
     assert leased.incarnation == 0
     await other_server(store)
-    assert [a.kept for a in await store.reregister(mesh.session, [held(NAME, *leased.trajectory.segments)])] == [True]
+    assert [
+        a.kept for a in await store.sessions.reregister(mesh.session, [held(NAME, *leased.trajectory.segments)])
+    ] == [True]
     assert await append(store, mesh.session, [OURS], segment(20, start=100)) is WriteStatus.SAVED
     assert await append(store, mesh.session, [OURS], segment(20, start=100)) is WriteStatus.DUPLICATE
     assert await append(store, mesh.session, [THEIRS, OURS], segment(1)) is WriteStatus.REFUSED
-    assert await store.restart(mesh.session, [NAME]) == [1]
+    assert await store.trajectories.restart(mesh.session, [NAME]) == [1]
     assert not [f for f in await store.connection.command("HKEYS", key) if f[:1] in b"cd"]
 
 
 async def test_an_offset_without_the_digest_of_the_tokens_before_it_is_a_clear_error(store: TrajectoryStore) -> None:
     item = Append(trajectory_id=NAME, token_offset=4, segments=[segment(2)], digest=TokenDigest())
     with pytest.raises(DataError, match="token_offset is 4, but digest covers 0 tokens"):
-        await store.append("session", [item])
+        await store.trajectories.append("session", [item])

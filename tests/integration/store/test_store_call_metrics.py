@@ -35,19 +35,19 @@ async def test_calls_are_timed_and_tries_without_an_answer_counted(own_server: E
         StoreConfig(), run="timed", url=own_server.url, retry_seconds=60.0, observer=StoreCallMetrics(metrics)
     )
     async with store:
-        await store.init_run(LIMITS)
-        await store.view()
+        await store.limits.init_run(LIMITS)
+        await store.mesh.view()
         before = shown(metrics, "seconds_count")
-        await store.view()
+        await store.mesh.view()
         assert shown(metrics, "seconds_count") == before + 1
         # A wait for news is no slow answer, and a refusal is an answer.
-        assert await store.wait_policy(-1, 0.05) is None
+        assert await store.policies.wait(-1, 0.05) is None
         assert shown(metrics, "seconds_count") == before + 1
         with pytest.raises(SessionLost):
-            await store.cut("no leader's token", 1, ["e0-0"])
+            await store.leadership.cut("no leader's token", 1, ["e0-0"])
         assert shown(metrics, "failures_total") == 0
         own_server.kill()
-        unanswered = asyncio.create_task(store.view())
+        unanswered = asyncio.create_task(store.mesh.view())
         # Each try counts by itself, while the call goes on.
         while shown(metrics, "failures_total") < 2:
             assert not unanswered.done()

@@ -35,24 +35,24 @@ async def test_a_claimed_batch_is_the_one_in_the_file_whose_digest_it_confirms(
         async with run.fed(1):
             pass
         run.kill()
-        await run.store.cut(run.leader, 1, run.cuts[0])
+        await run.store.leadership.cut(run.leader, 1, run.cuts[0])
 
         shutdown, metrics, catalog = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
         session = TrainingSession(run.store, run.checkpoints, catalog, metrics, shutdown)
         await session.open("trainer", run_limits(config))
         await session.begin(0)
         batch_source = BatchSource(session, run.checkpoints, catalog, Retry(metrics, Health(), shutdown), _settings)
-        found = await run.store.claim(session.token, 1, 5.0)
+        found = await run.store.training.claim(session.token, 1, 5.0)
         assert found is not None
         written = replace(found, groups=tuple(_with_other_tokens(group) for group in found.groups))
-        read_cursor = run.store.cursor
+        read_cursor = run.store.leadership.cursor
 
         async def cursor() -> Cursor:
             run.checkpoints.write_batch(written, Cursor(), {0: 0}, _settings(1))
             return await read_cursor()
 
         # A trainer asks for the cursor when it has its batch and before it writes the file.
-        monkeypatch.setattr(run.store, "cursor", cursor)
+        monkeypatch.setattr(run.store.leadership, "cursor", cursor)
         claimed = await batch_source.next(1, 5.0)
         assert claimed is not None and claimed.settings == _settings(1)
         elsewhere = run.checkpoints.at(tmp_path / "elsewhere")
@@ -68,21 +68,21 @@ async def test_a_trainer_that_is_superseded_after_its_claim_leaves_no_batch_file
         run.start()
         async with run.fed(1):
             pass
-        await run.store.cut(run.leader, 1, run.cuts[0])
+        await run.store.leadership.cut(run.leader, 1, run.cuts[0])
 
         shutdown, metrics, catalog = Shutdown(), TrainerMetrics(Metrics("trainer")), PolicyCatalog(run.checkpoints)
         older = TrainingSession(run.store, run.checkpoints, catalog, metrics, shutdown)
         await older.open("older", run_limits(config))
         await older.begin(0)
         batch_source = BatchSource(older, run.checkpoints, catalog, Retry(metrics, Health(), shutdown), _settings)
-        read_cursor = run.store.cursor
+        read_cursor = run.store.leadership.cursor
 
         async def cursor() -> Cursor:
-            await run.store.open_trainer_session("newer", lineage=run.checkpoints.lineage())
+            await run.store.training.open_session("newer", lineage=run.checkpoints.lineage())
             return await read_cursor()
 
         # A trainer asks for the cursor when it has its batch and before it writes the file.
-        monkeypatch.setattr(run.store, "cursor", cursor)
+        monkeypatch.setattr(run.store.leadership, "cursor", cursor)
         with pytest.raises(SessionLost):
             await batch_source.next(1, 5.0)
         assert run.checkpoints.batch_steps() == []

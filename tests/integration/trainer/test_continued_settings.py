@@ -91,5 +91,5 @@ async def test_a_kl_reference_that_is_pruned_is_refused_with_what_is_kept(
 
 
 async def _announced(run: TrainerRun, step: int) -> bool:
-    latest = await run.store.latest_policy()
+    latest = await run.store.policies.latest()
     return latest is not None and latest.train_step >= step

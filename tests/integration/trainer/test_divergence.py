@@ -48,7 +48,7 @@ async def test_weights_whose_logprobs_are_not_finite_end_the_run_before_they_are
             assert await _exit_status(run) == EXIT_CONFIG
         assert "TrainingDiverged" in run.log()
         assert "train step 1: the log-probabilities of the policy are not finite" in run.log()
-        latest = await run.store.latest_policy()
+        latest = await run.store.policies.latest()
         assert latest is not None and latest.policy_version == 0
 
 

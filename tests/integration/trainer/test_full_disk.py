@@ -63,7 +63,7 @@ async def test_a_full_disk_delays_the_run_and_loses_nothing(
             filler = small_disk / "filler"
             _fill(filler)
             await run.until("a trainer that waits for room", waits_for_room, pause=0.02)
-            before = await run.store.latest_policy()
+            before = await run.store.policies.latest()
             assert before is not None and before.train_step < steps
             run.checkpoints.open(before)
             if full == "checkpoints":
@@ -140,5 +140,5 @@ def _fill(path: Path) -> None:
 
 
 async def _announced(run: TrainerRun, step: int) -> bool:
-    latest = await run.store.latest_policy()
+    latest = await run.store.policies.latest()
     return latest is not None and latest.train_step >= step

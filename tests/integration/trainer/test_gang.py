@@ -42,5 +42,5 @@ async def test_two_ranks_train_like_one_even_when_one_of_them_is_killed(
 
 
 async def _announced(run: TrainerRun, step: int) -> bool:
-    latest = await run.store.latest_policy()
+    latest = await run.store.policies.latest()
     return latest is not None and latest.train_step >= step

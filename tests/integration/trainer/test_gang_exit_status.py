@@ -32,7 +32,7 @@ async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_status_of_
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
     async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
-        await run.store.open_trainer_session("another run of this name", lineage="of other checkpoints")
+        await run.store.training.open_session("another run of this name", lineage="of other checkpoints")
 
         gang = start_gang(run)
 

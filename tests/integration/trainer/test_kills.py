@@ -30,15 +30,15 @@ async def _confirmed(run: TrainerRun, step: int) -> bool:
 
 
 async def _trained(run: TrainerRun, step: int) -> bool:
-    return (await run.store.training_state()).trained_step >= step
+    return (await run.store.training.state()).trained_step >= step
 
 
 async def _committed(run: TrainerRun, step: int) -> bool:
-    return (await run.store.training_state()).committed_step >= step
+    return (await run.store.training.state()).committed_step >= step
 
 
 async def _announced(run: TrainerRun, step: int) -> bool:
-    latest = await run.store.latest_policy()
+    latest = await run.store.policies.latest()
     return latest is not None and latest.train_step >= step
 
 
@@ -89,7 +89,7 @@ async def _uninterrupted(folder: Path, model: Path, server: EmbeddedServer) -> b
 
 
 async def last_weights(run: TrainerRun) -> bytes:
-    latest = await run.store.latest_policy()
+    latest = await run.store.policies.latest()
     assert latest is not None
     assert latest.train_step == run.config.trainer.train_steps
     return (run.checkpoints.open(latest).folder / "model.safetensors").read_bytes()
@@ -107,7 +107,7 @@ async def assert_every_batch_counts_once(
     ledger = run.checkpoints.ledger()
     assert (ledger.committed_step, dict(ledger.damaged), dict(ledger.trained_twice)) == (steps, {}, {})
     assert run.checkpoints.trained_groups() == {s: run.cuts[s - 1] for s in range(1, steps + 1)}
-    records = await run.store.policies()
+    records = await run.store.policies.announced()
     assert [(r.policy_version, r.train_step) for r in records] == [(v, v) for v in range(steps + 1)]
     for record in records:
         assert seen.get(record.policy_version, record) == record
@@ -115,7 +115,7 @@ async def assert_every_batch_counts_once(
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [m["train_step"] for m in lines] == list(range(1, steps + 1))
     assert [m["policy_version"] for m in lines] == list(range(1, steps + 1))
-    reports, expected = await run.store.step_reports(0, steps + 1), [reported(line) for line in lines]
+    reports, expected = await run.store.step_reports.read(0, steps + 1), [reported(line) for line in lines]
     assert [(r["train_step"], r["loss"]) for r in reports] == [(e["train_step"], e["loss"]) for e in expected]
     if one_at_a_time:
         assert reports == expected
@@ -124,7 +124,7 @@ async def assert_every_batch_counts_once(
 async def _start_again(run: TrainerRun, seen: dict[int, PolicyRecord]) -> None:
     """Kill the trainer and start it; no version that was ever seen may be another one now."""
     run.kill()
-    for record in await run.store.policies():
+    for record in await run.store.policies.announced():
         assert seen.setdefault(record.policy_version, record) == record
     run.start()
 
@@ -166,7 +166,7 @@ async def test_a_redis_that_forgot_the_newest_writes_is_told_what_was_trained(
             await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
             before = aof_size(server)
             await run.until("step 4", lambda: _announced(run, 4), pause=0.01)
-            trained = (await run.store.training_state()).trained_step
+            trained = (await run.store.training.state()).trained_step
             server.kill()
             cut_aof(server, before)
             server.start()
@@ -186,7 +186,7 @@ async def test_a_trainer_that_dies_with_its_redis_comes_back_with_every_version(
             await run.until("step 1", lambda: _trained(run, 1), pause=0.01)
             before = aof_size(server)
             await run.until("step 4", lambda: _announced(run, 4), pause=0.01)
-            seen = {r.policy_version: r for r in await run.store.policies()}
+            seen = {r.policy_version: r for r in await run.store.policies.announced()}
             run.kill()
             server.kill()
             cut_aof(server, before)
@@ -204,13 +204,13 @@ async def test_a_redis_that_lost_everything_learns_what_was_trained_and_publishe
         run.start()
         async with run.fed(3):
             await run.until("step 3", lambda: _announced(run, 3), pause=0.01)
-            records = await run.store.policies()
+            records = await run.store.policies.announced()
             server.kill()
             shutil.rmtree(server.folder / "appendonlydir")
             server.start()
             await run.until("the re-assertion", lambda: _announced(run, 3), pause=0.05)
-        assert await run.store.policies() == records
-        state = await run.store.training_state()
+        assert await run.store.policies.announced() == records
+        state = await run.store.training.state()
         assert (state.trained_step, state.cut_step, state.committed_step) == (3, 3, 3)
 
 

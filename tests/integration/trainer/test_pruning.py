@@ -28,7 +28,7 @@ async def test_versions_that_a_generator_serves_or_loads_stay_however_many_follo
         serving=True,
     )
     async with opened_run(config) as run:
-        await run.store.register_generator(slow, ttl=600)
+        await run.store.generators.register(slow, ttl=600)
         run.start()
         async with run.fed(6):
             await run.until_finished()

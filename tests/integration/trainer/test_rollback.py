@@ -27,17 +27,17 @@ async def test_a_rollback_publishes_the_old_weights_once_and_drops_unclaimed_wor
             await run.feed(2)
             run.cuts = run.cuts[:3]
             with pytest.raises(Conflict, match="not been announced"):
-                await run.store.request_rollback(99)
-            await run.store.request_rollback(1)
+                await run.store.rollbacks.request(99)
+            await run.store.rollbacks.request(1)
             if moment:
                 await run.until(moment, lambda: any(run.checkpoints.root.glob(moment)))
                 run.kill()
                 run.start()
             await run.until("the end of the rollback", lambda: _rolled_back(run), pause=0.01)
-            assert (await run.store.counts()).drops["rolled_back"] == 4
+            assert (await run.store.mesh.counts()).drops["rolled_back"] == 4
             await run.feed(3)
             await run.until_finished()
-        records = await run.store.policies()
+        records = await run.store.policies.announced()
         assert [(r.policy_version, r.train_step) for r in records] == [
             (0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (6, 5), (7, 6)
         ]  # fmt: skip
@@ -57,11 +57,11 @@ async def test_a_rollback_asked_of_a_finished_run_is_carried_out_when_it_is_next
         run.start()
         async with run.fed(2):
             await run.until_finished()
-        await run.store.request_rollback(1)
+        await run.store.rollbacks.request(1)
         run.start()
         await run.until_finished()
         assert await _rolled_back(run)
-        records = await run.store.policies()
+        records = await run.store.policies.announced()
         assert [(r.policy_version, r.train_step) for r in records] == [(0, 0), (1, 1), (2, 2), (3, 2)]
         assert _weights(run, records[3]) == _weights(run, records[1])
 
@@ -74,19 +74,19 @@ async def test_a_rollback_to_a_policy_that_is_gone_is_refused_and_the_run_goes_o
         run.start()
         async with run.fed(4):
             await run.until("version 4", lambda: _announced(run, 4), pause=0.01)
-        gone = (await run.store.policies())[1]
+        gone = (await run.store.policies.announced())[1]
         assert not (run.checkpoints.root / gone.path).exists()
     config = write_run_file(tmp_path / "again", tiny_model, server, checkpoints={"keep_last": 2})
     async with opened_run(config) as run:
         run.start()
         async with run.fed(3):
             await run.until("version 3", lambda: _announced(run, 3), pause=0.01)
-            await run.store.request_rollback(1)
+            await run.store.rollbacks.request(1)
             await run.until("the refusal", lambda: _rolled_back(run), pause=0.01)
             await run.feed(1)
             await run.until_finished()
         assert "rollback_refused" in run.log()
-        assert [r.train_step for r in await run.store.policies()] == [0, 1, 2, 3, 4]
+        assert [r.train_step for r in await run.store.policies.announced()] == [0, 1, 2, 3, 4]
 
 
 def _weights(run: TrainerRun, record: PolicyRecord) -> bytes:
@@ -94,9 +94,9 @@ def _weights(run: TrainerRun, record: PolicyRecord) -> bytes:
 
 
 async def _announced(run: TrainerRun, version: int) -> bool:
-    latest = await run.store.latest_policy()
+    latest = await run.store.policies.latest()
     return latest is not None and latest.policy_version >= version
 
 
 async def _rolled_back(run: TrainerRun) -> bool:
-    return await run.store.rollback_request() is None
+    return await run.store.rollbacks.pending() is None

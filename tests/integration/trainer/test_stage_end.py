@@ -53,15 +53,15 @@ async def _weights_after_stages(
         run.start(ranks)
         await run.until("the initial policy", lambda: _announced(run, 0), pause=0.05)
         batches = await _admit(run)
-        session = await run.store.open_session("feeder")
+        session = await run.store.sessions.open("feeder")
         for stage in range(STAGES):
-            leased = await run.store.lease(session, STAGES * GROUPS * MEMBERS)
+            leased = await run.store.trajectories.lease(session, STAGES * GROUPS * MEMBERS)
             ids = [item.trajectory.trajectory_id for item in leased]
             assert len(ids) == (STAGES - stage) * GROUPS * MEMBERS
             ended = [i for i in ids if i.rpartition(".")[0] in batches[stage]]
             parked = [i for i in ids if i not in ended]
             offset = TOKENS * stage
-            await run.store.append(
+            await run.store.trajectories.append(
                 session,
                 [
                     Append(
@@ -71,8 +71,8 @@ async def _weights_after_stages(
                 ],
             )
             await _end(run, session, ended, version=stage, offset=offset)
-            await run.store.release(session, parked, "paused")
-            await run.store.cut(run.leader, stage + 1, batches[stage])
+            await run.store.trajectories.release(session, parked, "paused")
+            await run.store.leadership.cut(run.leader, stage + 1, batches[stage])
             announced = lambda version=stage + 1: _announced(run, version)  # noqa: E731
             if kill_at.partition("/")[2].startswith(f"{stage + 1:08d}"):
                 await run.until(kill_at, lambda: any(run.checkpoints.root.glob(kill_at)))
@@ -90,10 +90,10 @@ async def _weights_after_stages(
 
 
 async def _admit(run: TrainerRun) -> list[list[str]]:
-    token = await run.store.acquire_leadership("feeder")
+    token = await run.store.leadership.acquire("feeder")
     assert token is not None
     run.leader = token
-    await run.store.set_desired(token, Desired(pool_size=STAGES * GROUPS * MEMBERS))
+    await run.store.leadership.set_desired(token, Desired(pool_size=STAGES * GROUPS * MEMBERS))
     groups = [
         NewGroup(
             group_id=f"e0-{g}",
@@ -104,7 +104,7 @@ async def _admit(run: TrainerRun) -> list[list[str]]:
         )
         for g in range(STAGES * GROUPS)
     ]
-    await run.store.admit(token, groups, Cursor(), Cursor(epoch=0, index=STAGES * GROUPS))
+    await run.store.leadership.admit(token, groups, Cursor(), Cursor(epoch=0, index=STAGES * GROUPS))
     ids = [g.group_id for g in groups]
     return [ids[at : at + GROUPS] for at in range(0, len(ids), GROUPS)]
 
@@ -120,7 +120,7 @@ async def _end(run: TrainerRun, session: str, ids: list[str], *, version: int, o
         )
         for i in ids
     ]
-    await run.store.finish(session, finishes)
+    await run.store.trajectories.finish(session, finishes)
     scores = [
         Score(
             trajectory_id=i,
@@ -129,7 +129,7 @@ async def _end(run: TrainerRun, session: str, ids: list[str], *, version: int, o
         )
         for i in ids
     ]
-    await run.store.score(session, scores)
+    await run.store.trajectories.score(session, scores)
 
 
 def _before(trajectory_id: str, version: int) -> TokenDigest:
@@ -148,5 +148,5 @@ def _segment(trajectory_id: str, version: int) -> Segment:
 
 
 async def _announced(run: TrainerRun, version: int) -> bool:
-    latest = await run.store.latest_policy()
+    latest = await run.store.policies.latest()
     return latest is not None and latest.policy_version >= version

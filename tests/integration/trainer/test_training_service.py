@@ -40,12 +40,12 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
             serving=True,
             work=GeneratorWork(prefill_tokens=1, generated_tokens=1_000_000),
         )
-        await run.store.register_generator(told, ttl=600)
+        await run.store.generators.register(told, ttl=600)
         run.start(anew=True)
         async with run.fed(4):
             await run.until_finished()
-        records = await run.store.policies()
-        state = await run.store.training_state()
+        records = await run.store.policies.announced()
+        state = await run.store.training.state()
         assert [(r.policy_version, r.train_step) for r in records] == [(v, v) for v in range(5)]
         assert (state.trained_step, state.committed_step) == (4, 4)
         assert run.checkpoints.trained_groups() == {s: run.cuts[s - 1] for s in range(1, 5)}
@@ -94,7 +94,8 @@ async def test_values_that_the_run_assigns_to_time_outs_are_trained_even_where_a
         async with run.fed(1):
             await run.until_finished()
         first, last = (
-            load_file(run.checkpoints.open(r).folder / "model.safetensors") for r in await run.store.policies()
+            load_file(run.checkpoints.open(r).folder / "model.safetensors")
+            for r in await run.store.policies.announced()
         )
     assert any((first[name] != last[name]).any() for name in first)
     line = json.loads((run.folder / "metrics.jsonl").read_text())
@@ -123,7 +124,7 @@ async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
             assert read_endpoints(run.folder, "trainer") == []
             run.start(anew=True)
             await run.until_finished()
-        assert [r.train_step for r in await run.store.policies()] == [0, 1, 2, 3, 4]
+        assert [r.train_step for r in await run.store.policies.announced()] == [0, 1, 2, 3, 4]
         assert run.checkpoints.ledger().committed_step == 4
 
 
@@ -138,7 +139,7 @@ async def test_a_newest_policy_that_was_damaged_at_rest_is_published_again_as_th
             await run.until("version 2", lambda: _announced(run.folder, 2))
             process.send_signal(signal.SIGTERM)
             assert process.wait(120) == 0
-            newest = (await run.store.policies())[-1]
+            newest = (await run.store.policies.announced())[-1]
             folder = run.checkpoints.root / newest.path
             weights = load_file(folder / "model.safetensors")
             if damage == "byte":
@@ -149,7 +150,7 @@ async def test_a_newest_policy_that_was_damaged_at_rest_is_published_again_as_th
                 shutil.rmtree(folder)
             run.start()
             await run.until_finished()
-        policies = await run.store.policies()
+        policies = await run.store.policies.announced()
         repaired = policies[newest.policy_version + 1]
         assert (repaired.train_step, policies[-1].train_step) == (newest.train_step, 4)
         opened = run.checkpoints.open(repaired)
@@ -172,7 +173,7 @@ async def test_what_the_queue_knows_of_the_steps_outlives_the_folder_of_a_traine
     async with opened_run(config) as run:
 
         async def reported_steps() -> list[int]:
-            return [report["train_step"] for report in await run.store.step_reports(0, 99)]
+            return [report["train_step"] for report in await run.store.step_reports.read(0, 99)]
 
         async def third_step_is_reported() -> bool:
             return 3 in await reported_steps()
@@ -180,13 +181,13 @@ async def test_what_the_queue_knows_of_the_steps_outlives_the_folder_of_a_traine
         run.start()
         async with run.fed(3):
             await run.until("the report of step 3", third_step_is_reported, pause=0.01)
-            before = await run.store.step_reports(0, 99)
+            before = await run.store.step_reports.read(0, 99)
             run.kill()
             (run.folder / "metrics.jsonl").unlink()
             run.start()
             await run.feed(1)
             await run.until_finished()
-        after = await run.store.step_reports(0, 99)
+        after = await run.store.step_reports.read(0, 99)
         assert await reported_steps() == [1, 2, 3, 4]
         assert after[:2] == before[:2]
         assert after[2]["time"] > before[2]["time"], "the step was trained again"
@@ -209,8 +210,8 @@ async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_t
                 await other.until_finished()
             assert "belongs to another run" in other.log()
             assert "choose another name" in other.log()
-        assert (await run.store.training_state()).trained_step == 1
-        assert [r.policy_version for r in await run.store.policies()] == [0, 1]
+        assert (await run.store.training.state()).trained_step == 1
+        assert [r.policy_version for r in await run.store.policies.announced()] == [0, 1]
 
 
 async def test_checkpoints_restored_from_an_older_copy_are_refused_until_the_queue_is_forgotten(
@@ -230,15 +231,15 @@ async def test_checkpoints_restored_from_an_older_copy_are_refused_until_the_que
         assert "train step 1, but the queue has recorded step 2 as trained" in run.log()
 
         await run.store.connection.command("FLUSHDB")
-        await run.store.init_run(run_limits(config))
+        await run.store.limits.init_run(run_limits(config))
 
         async def rebuilt() -> bool:
-            state = await run.store.training_state()
+            state = await run.store.training.state()
             return (state.trained_step, state.committed_step) == (1, 1)
 
         run.start()
         await run.until("the queue rebuilt from the checkpoints", rebuilt, pause=0.05)
-        assert [r.policy_version for r in await run.store.policies()] == [0, 1]
+        assert [r.policy_version for r in await run.store.policies.announced()] == [0, 1]
 
 
 def _announced(folder: Path, step: int) -> bool:

@@ -156,21 +156,23 @@ class TrainerRun:
     async def feed(self, steps: int) -> None:
         """Admit, roll out and score the groups of the next steps; needs an announced version 0."""
         if not self.leader:
-            self.leader = await self.store.acquire_leadership("feeder") or ""
+            self.leader = await self.store.leadership.acquire("feeder") or ""
             assert self.leader
-        await self.store.set_desired(self.leader, Desired(pool_size=MEMBERS * GROUPS * steps))
-        before = await self.store.cursor()
+        await self.store.leadership.set_desired(self.leader, Desired(pool_size=MEMBERS * GROUPS * steps))
+        before = await self.store.leadership.cursor()
         groups = [self._group(before.index + at) for at in range(GROUPS * steps)]
-        await self.store.admit(self.leader, groups, before, Cursor(epoch=0, index=before.index + len(groups)))
-        session = await self.store.open_session("feeder")
+        await self.store.leadership.admit(
+            self.leader, groups, before, Cursor(epoch=0, index=before.index + len(groups))
+        )
+        session = await self.store.sessions.open("feeder")
         ids: list[str] = []
-        while leased := await self.store.lease(session, len(groups) * MEMBERS):
+        while leased := await self.store.trajectories.lease(session, len(groups) * MEMBERS):
             ids += [item.trajectory.trajectory_id for item in leased]
         assert len(ids) == len(groups) * MEMBERS
-        await self.store.finish(session, [_finish(i) for i in ids])
-        await self.store.score(session, [self.score_of(i) for i in ids])
-        await self.store.close_session(session)
-        trained = (await self.store.training_state()).trained_step
+        await self.store.trajectories.finish(session, [_finish(i) for i in ids])
+        await self.store.trajectories.score(session, [self.score_of(i) for i in ids])
+        await self.store.sessions.close(session)
+        trained = (await self.store.training.state()).trained_step
         fresh = [[g.group_id for g in groups[GROUPS * s : GROUPS * (s + 1)]] for s in range(steps)]
         self.cuts = self.cuts[:trained] + fresh
 
@@ -178,12 +180,12 @@ class TrainerRun:
         """The leader's part: cut the next batch as soon as the last one is trained."""
         while True:
             with suppress(RollmeshError):
-                state = await self.store.training_state()
+                state = await self.store.training.state()
                 if state.cut_step == state.trained_step < len(self.cuts):
                     with suppress(Conflict):
-                        await self.store.cut(self.leader, state.cut_step + 1, self.cuts[state.cut_step])
-                if not await self.store.renew_leadership(self.leader):
-                    self.leader = await self.store.acquire_leadership("feeder") or self.leader
+                        await self.store.leadership.cut(self.leader, state.cut_step + 1, self.cuts[state.cut_step])
+                if not await self.store.leadership.renew(self.leader):
+                    self.leader = await self.store.leadership.acquire("feeder") or self.leader
             await asyncio.sleep(0.005)
 
     @asynccontextmanager
@@ -191,7 +193,7 @@ class TrainerRun:
         """Feed all batches once version 0 is announced, and cut them while the block runs."""
 
         async def announced() -> bool:
-            return await self.store.latest_policy() is not None
+            return await self.store.policies.latest() is not None
 
         await self.until("the initial policy", announced, START_SECONDS, pause=0.05)
         await self.feed(steps)
@@ -217,7 +219,7 @@ class TrainerRun:
 async def opened_run(config: RunConfig) -> AsyncIterator[TrainerRun]:
     """A run whose limits Redis knows."""
     async with await TrajectoryStore.connect(config.store, run=config.name, retry_seconds=5.0) as store:
-        await store.init_run(run_limits(config))
+        await store.limits.init_run(run_limits(config))
         run = TrainerRun(config=config, store=store, checkpoints=CheckpointStore.from_config(config))
         try:
             yield run

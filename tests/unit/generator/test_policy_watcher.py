@@ -64,13 +64,13 @@ class Engine:
         return SimpleNamespace(paused=self.paused)
 
 
-class Store:
+class Registry:
     """Has announced every version; the newest is 0."""
 
-    async def effective_policy(self, instance_id: str) -> PolicyRecord:
-        return await self.policy(0)
+    async def effective(self, instance_id: str) -> PolicyRecord:
+        return await self.get(0)
 
-    async def policy(self, version: int) -> PolicyRecord:
+    async def get(self, version: int) -> PolicyRecord:
         return PolicyRecord(policy_version=version, train_step=version, path=str(version), manifest_digest="")
 
 
@@ -95,7 +95,7 @@ def serving_state() -> ServingState:
 
 @pytest.fixture
 def watcher(engine: Engine, serving_state: ServingState) -> PolicyWatcher:
-    parts: tuple[Any, ...] = (engine, Store(), Checkpoints(), serving_state, GeneratorMetrics(Metrics("generator")))
+    parts: tuple[Any, ...] = (engine, Registry(), Checkpoints(), serving_state, GeneratorMetrics(Metrics("generator")))
     limits: dict[str, Any] = {"canary": Canary(threshold=0.1, min_change=1e-6), "max_context_tokens": 64}
     return PolicyWatcher(*parts, Health(), mode=OnNewVersion.INTERRUPT, **limits)
 

@@ -47,10 +47,10 @@ RECORD = GeneratorRecord(
 class Registry:
     """One generator and one policy."""
 
-    async def generators(self) -> list[GeneratorRecord]:
+    async def live(self) -> list[GeneratorRecord]:
         return [RECORD]
 
-    async def latest_policy(self) -> PolicyRecord:
+    async def latest(self) -> PolicyRecord:
         return PolicyRecord(policy_version=0, train_step=0, path="p", manifest_digest="")
 
 
@@ -243,10 +243,10 @@ async def test_a_floor_that_rose_while_the_call_waited_for_a_generator_holds() -
     records: list[GeneratorRecord] = []
 
     class Growing(Registry):
-        async def generators(self) -> list[GeneratorRecord]:
+        async def live(self) -> list[GeneratorRecord]:
             return records
 
-        async def latest_policy(self) -> PolicyRecord:
+        async def latest(self) -> PolicyRecord:
             return PolicyRecord(policy_version=3, train_step=3, path="p", manifest_digest="")
 
     registry = Growing()

@@ -32,7 +32,7 @@ class Outage:
         self._attempt()
         return "server"
 
-    async def open_session(self, _worker: str) -> str:
+    async def open(self, _worker: str) -> str:
         self._attempt()
         return "new"
 

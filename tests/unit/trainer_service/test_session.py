@@ -27,7 +27,7 @@ async def test_a_trainer_that_waits_for_a_batch_stops_at_once() -> None:
         waits.set()
         await asyncio.sleep(60)
 
-    store: Any = SimpleNamespace(claim=claim)
+    store: Any = SimpleNamespace(training=SimpleNamespace(claim=claim))
     nothing: Any = None
     session = TrainingSession(store, nothing, nothing, nothing, shutdown)
     waiting = asyncio.create_task(session.claim(1, 60.0))
@@ -67,13 +67,21 @@ class Store:
     told: list[dict[str, Any]] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 
-    async def training_state(self) -> TrainingState:
+    @property
+    def training(self) -> Store:
+        return self
+
+    @property
+    def policies(self) -> Store:
+        return self
+
+    async def state(self) -> TrainingState:
         return TrainingState(trained_step=self.trained_step, cut_step=6, committed_step=5, recovering=False)
 
-    async def reassert_training(self, token: str, **words: Any) -> None:
+    async def reassert(self, token: str, **words: Any) -> None:
         self.told.append(words)
 
-    async def policies(self, after: int) -> list[PolicyRecord]:
+    async def announced(self, after: int) -> list[PolicyRecord]:
         self.asked.append(after)
         return [
             PolicyRecord(policy_version=v, train_step=v, path=str(v), manifest_digest="")

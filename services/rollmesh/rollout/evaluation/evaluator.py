@@ -106,7 +106,7 @@ class Evaluator:
         """Run evaluations until cancelled; another worker runs an unfinished one again."""
         while True:
             try:
-                request = await self._deps.session.call(self._deps.store.claim_evaluation)
+                request = await self._deps.session.call(self._deps.store.evaluations.claim)
                 if request is not None:
                     await self._evaluate(request)
                     continue
@@ -126,7 +126,7 @@ class Evaluator:
             else:
                 self._give_up(request, "the policy version does not exist, or its weights are pruned")
         result = summarise(answers, request.policy_version)
-        await store.finish_evaluation(self._deps.session.current, request.evaluation_id, result)
+        await store.evaluations.finish(self._deps.session.current, request.evaluation_id, result)
         self._deps.metrics.evaluations.inc()
         self._deps.metrics.last_evaluation.set_to_current_time()
         self._log.info(

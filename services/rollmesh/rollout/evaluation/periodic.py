@@ -5,15 +5,14 @@ from __future__ import annotations
 from rollmesh.config.services import EvalConfig
 from rollmesh.errors import Conflict
 from rollmesh.runtime.logging import get_logger
-from rollmesh.store import TrajectoryStore
-from rollmesh.store.evaluation_requests import due_versions, evaluation_floor, evaluation_request
+from rollmesh.store.evaluation_requests import Evaluations, due_versions, evaluation_floor, evaluation_request
 
 
 class PeriodicEvaluations:
     """Requests for versions k, 2k, ..., each made once across all leaders: the queue stores the requests."""
 
-    def __init__(self, store: TrajectoryStore, config: EvalConfig, keep_last: int) -> None:
-        self._store = store
+    def __init__(self, evaluations: Evaluations, config: EvalConfig, keep_last: int) -> None:
+        self._evaluations = evaluations
         self._config = config
         self._keep_last = keep_last
         self._requested: int | None = None
@@ -27,7 +26,7 @@ class PeriodicEvaluations:
         after = await self._requested_before(policy_version) if self._requested is None else self._requested
         for version in due_versions(every, after, policy_version):
             try:
-                await self._store.request_evaluation(evaluation_request(self._config, version))
+                await self._evaluations.request(evaluation_request(self._config, version))
             except Conflict as error:
                 self._log.warning("evaluation_not_requested", policy_version=version, message=str(error))
         self._requested = policy_version
@@ -39,6 +38,6 @@ class PeriodicEvaluations:
     async def _requested_before(self, newest: int) -> int:
         """Return the newest version up to which an earlier leader has made its requests."""
         every = self._config.every_versions
-        known = [record.request.policy_version for record in await self._store.evaluations()]
+        known = [record.request.policy_version for record in await self._evaluations.all()]
         least = evaluation_floor(every, newest, self._keep_last)
         return max(least, *(version for version in known if version % every == 0), 0)

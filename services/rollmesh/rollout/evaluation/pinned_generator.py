@@ -61,11 +61,11 @@ class Pin:
         finally:
             renewing.cancel()
             await asyncio.gather(renewing, return_exceptions=True)
-            await self._store.pin_policy(None, owner=self._request.evaluation_id)
+            await self._store.policies.pin(None, owner=self._request.evaluation_id)
 
     async def _taken(self) -> bool:
         while not await self._pin():
-            if await self._store.policy(self._request.policy_version) is None:
+            if await self._store.policies.get(self._request.policy_version) is None:
                 return False
             await asyncio.sleep(_LOOK_SECONDS)
         return True
@@ -82,13 +82,15 @@ class Pin:
     async def _pin(self) -> bool:
         """Pin once; returns False while another owner's pin is in force or no generator serves."""
         version = self._request.policy_version
-        paused = (await self._store.desired()).paused
+        paused = (await self._store.leadership.desired()).paused
         pinned = choose_pinned(list(self._generators.records.values()), version, self._pinned_instance)
         if pinned is None and not paused:
             return False
         self._pinned_instance = "" if paused or pinned is None else pinned.instance_id
         try:
-            await self._store.pin_policy(version, owner=self._request.evaluation_id, instance_id=self._pinned_instance)
+            await self._store.policies.pin(
+                version, owner=self._request.evaluation_id, instance_id=self._pinned_instance
+            )
         except Conflict as error:
             if not self._waits:
                 self._log.warning("evaluation_waits", evaluation=self._request.evaluation_id, message=str(error))

@@ -1,4 +1,5 @@
 #!lua flags=no-writes,allow-oom
+-- uses: core roles
 -- Reads a slice of a batch; changes nothing.
 -- ARGV: trainer, train step, first and last group, maximum payload of the reply in tokens (of eight bytes).
 -- Returns (group, admission index, scored members, payload) in training order; nothing before the cut and past the end.
@@ -31,13 +32,11 @@ for _, gid in ipairs(call('LRANGE', batch_groups_key(step), ARGV[3], ARGV[4])) d
   local v, members, tokens = call('HMGET', group_key(gid), 'index', 'launched'), {}, 0
   for member = 0, tonumber(v[2]) - 1 do
     local m = call('HMGET', trajectory_key(gid .. '.' .. member), 'state', 'birth', 'finish', 'outcome', 'reward', 'tokens')
-    if m[1] == 'scored' then
+    if m[1] == S.scored then
       members[#members + 1] = {member, m[2], m[3], m[4], m[5]}
       tokens = tokens + tonumber(m[6])
     end
   end
-  local at = #reply
-  reply[at + 1], reply[at + 2], reply[at + 3] = gid, tonumber(v[1]), members
-  reply[at + 4] = payload_of(gid, members, tokens)
+  reply[#reply + 1] = {gid, tonumber(v[1]), members, payload_of(gid, members, tokens)}
 end
 return reply

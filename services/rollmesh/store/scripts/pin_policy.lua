@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core settings
 -- Pins generators to a policy version. ARGV: version, '' to unpin; owner, '' for the operator, who overrides every pin,
 -- else an evaluation, which overrides no other owner and removes only its own pin; instance, one generator or '' for all.
 -- Returns the number of an operator's setting, else 0.
@@ -9,7 +10,8 @@ if version ~= '' and call('HEXISTS', K.versions, version) == 0 then
   fail('CONFLICT', 'policy version ' .. version .. ' has not been announced')
 end
 if version ~= '' and foreign and pin[1] ~= version then
-  fail('CONFLICT', 'policy version ' .. pin[1] .. ' is pinned by ' .. ((pin[2] or '') == '' and 'a person' or pin[2]))
+  local by = (pin[2] or '') == '' and 'an operator' or pin[2]
+  fail('CONFLICT', 'policy version ' .. pin[1] .. ' is pinned by ' .. by)
 end
 if foreign then return 0 end
 if owner == '' and instance == '' then return new_setting('pin', version) end

@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core group save_status steps versions
 -- Applies the policy versions of first tokens that are saved later to the age of their groups. ARGV: session, number of
 -- items, then per item: id, policy version. Returns (status, saved tokens) per item.
 local steps, reply = {}, {}
@@ -8,7 +9,7 @@ end
 for at = 3, #ARGV, 2 do
   local id, step = ARGV[at], steps[at]
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step')
-  local held = v[1] == ARGV[1] and v[2] == 'leased'
+  local held = v[1] == ARGV[1] and v[2] == S.leased
   if held and (not v[4] or step < tonumber(v[4])) then
     call('HSET', trajectory_key(id), 'step', step)
     lower_step(load_group(group_of(id)), step, id)

@@ -1,11 +1,12 @@
 #!lua flags=allow-oom
+-- uses: core counters group payload steps
 -- Drops the saved tokens of held, unfinished trajectories, which restart as the next incarnation. ARGV: session, ids.
 -- Returns the incarnation per id, -1 for an id that is not held; a retry finds no tokens and changes nothing.
 local restarted, reply = 0, {}
 for at = 2, #ARGV do
   local id = ARGV[at]
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'links', 'incarnation')
-  local held, incarnation = v[1] == ARGV[1] and v[2] == 'leased', tonumber(v[5] or '0')
+  local held, incarnation = v[1] == ARGV[1] and v[2] == S.leased, tonumber(v[5] or '0')
   if held and tonumber(v[3]) > 0 then
     incarnation = incarnation + 1
     local fields = {}

@@ -79,7 +79,7 @@ class BatchSource:
         step, ids = claimed.batch.train_step, [g.group_id for g in claimed.batch.groups]
         await self._session.retry(
             "confirm_batch_file",
-            lambda: store.confirm_batch_file(token, step, claimed.stored.footer.payload_sha256, ids),
+            lambda: store.training.confirm_batch_file(token, step, claimed.stored.footer.payload_sha256, ids),
         )
 
     async def _from_file(self, train_step: int) -> ClaimedBatch | None:
@@ -115,7 +115,7 @@ class BatchSource:
             return None
         batch = await asyncio.to_thread(_joined, found)
         tracer().span("claim", traceparent, kind="client", start_ns=started_ns, groups=len(batch.groups)).end()
-        cursor = await self._session.retry("cursor", store.cursor)
+        cursor = await self._session.retry("cursor", store.leadership.cursor)
         await self._session.learn_policies()
         train_steps, settings = self._catalog.train_steps, self._settings(train_step)
 

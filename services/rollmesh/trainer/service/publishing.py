@@ -75,7 +75,7 @@ class Publisher:
         Every generator rejects a damaged policy. If the newest policy is damaged, the same weights are published as the
         next version.
         """
-        newest = await self._session.retry("latest_policy", self._session.store.latest_policy)
+        newest = await self._session.retry("latest_policy", self._session.store.policies.latest)
         if newest is not None:
             self._ranks.catalog.update([newest])
             self._metrics.policy_version.set(newest.policy_version)
@@ -100,10 +100,10 @@ class Publisher:
     async def _announce(self, record: PolicyRecord) -> None:
         store, token = self._session.store, self._session.token
         try:
-            await self._session.retry("announce_policy", lambda: store.announce_policy(token, record))
+            await self._session.retry("announce_policy", lambda: store.policies.announce(token, record))
         except Conflict:
             # A re-assertion after a Redis restart may have announced the policy already.
-            if await self._session.retry("policy", lambda: store.policy(record.policy_version)) != record:
+            if await self._session.retry("policy", lambda: store.policies.get(record.policy_version)) != record:
                 raise
         self._ranks.catalog.update([record])
         self._metrics.published.inc()
@@ -151,9 +151,9 @@ class Publisher:
     async def _prune(self) -> None:
         store = self._session.store
         await self._session.learn_policies()
-        pinned = await self._session.retry("pinned_policy", store.pinned_policy)
-        generators = await self._session.retry("generators", store.generators)
-        evaluations = await self._session.retry("evaluations", store.evaluations)
+        pinned = await self._session.retry("pinned_policy", store.policies.pinned)
+        generators = await self._session.retry("generators", store.generators.live)
+        evaluations = await self._session.retry("evaluations", store.evaluations.all)
         kept = {0, *self._references} if pinned is None else {0, *self._references, pinned}
         in_use = {g.policy_version for g in generators}
         in_use |= {g.loading_version for g in generators if g.loading_version is not None}

@@ -49,7 +49,7 @@ class RollbackRunner:
     async def carry_out(self, commit: Callable[[], Awaitable[None]]) -> None:
         """Carry out the pending request, unless batch files are still to be replayed. ``commit`` saves a state."""
         store = self._session.store
-        request = await self._session.retry("rollback_request", store.rollback_request)
+        request = await self._session.retry("rollback_request", store.rollbacks.pending)
         replaying = (await asyncio.to_thread(self._checkpoints.batch_steps) or [0])[-1] > self._ranks.trainer.train_step
         if request is None or replaying:
             return
@@ -57,7 +57,7 @@ class RollbackRunner:
             if request.request_id != self._progress.rollback_id:
                 await self._go_back(request, commit)
             record = await self._publisher.publish(self._ranks.trainer.train_step)
-            dropped = await self._session.retry("rollback", lambda: store.rollback(self._session.token))
+            dropped = await self._session.retry("rollback", lambda: store.training.roll_back(self._session.token))
             self._log.info(
                 "rolled_back",
                 to_version=request.policy_version,
@@ -67,11 +67,11 @@ class RollbackRunner:
         except CheckpointError as error:
             self._log.error("rollback_refused", policy_version=request.policy_version, message=str(error))
         token = self._session.token
-        await self._session.retry("finish_rollback", lambda: store.finish_rollback(token, request))
+        await self._session.retry("finish_rollback", lambda: store.rollbacks.finish(token, request))
 
     async def _go_back(self, request: RollbackRequest, commit: Callable[[], Awaitable[None]]) -> None:
         store, version = self._session.store, request.policy_version
-        self._ranks.catalog.update(await self._session.retry("policies", store.policies))
+        self._ranks.catalog.update(await self._session.retry("policies", store.policies.announced))
         await asyncio.get_running_loop().run_in_executor(self._executor, self._ranks.take_weights, version)
         self._progress.rollback_count += 1
         self._progress.rollback_id = request.request_id

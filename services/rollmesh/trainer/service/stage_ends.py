@@ -45,7 +45,7 @@ class StageEnds:
             return 0
         await self._wait_until_idle()
         store, seen = self._session.store, self._seen
-        unclaimed = await self._session.retry("unclaimed_trajectories", lambda: store.unclaimed_trajectories(seen))
+        unclaimed = await self._session.retry("unclaimed_trajectories", lambda: store.unclaimed.read(seen))
         in_batch = {t.trajectory_id for g in batch.groups for t in g.trajectories}
         unfinished = {i: saved for i, saved in unclaimed.items() if i not in in_batch}
         # Sorted by id: after a restart the same trajectories are packed, and rounded, in the same way.
@@ -59,7 +59,7 @@ class StageEnds:
     async def _wait_until_idle(self) -> None:
         """Wait until no rollout runs. Tokens that are not saved by then fall back to the sampler's logprobs."""
         deadline = time.monotonic() + _IDLE_TIMEOUT_SECONDS
-        while (leased := (await self._session.retry("view", self._session.store.view)).leased) > 0:
+        while (leased := (await self._session.retry("view", self._session.store.mesh.view)).leased) > 0:
             if time.monotonic() > deadline:
                 self._log.warning("rollouts_still_run_at_the_barrier", leased=leased, seconds=_IDLE_TIMEOUT_SECONDS)
                 return

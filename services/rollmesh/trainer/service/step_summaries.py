@@ -79,7 +79,7 @@ class StepSummaries:
 
     async def _write(self, after: int, records: list[dict[str, Any]]) -> None:
         session = self._session
-        await session.retry("report_steps", lambda: session.store.report_steps(session.token, after, records))
+        await session.retry("report_steps", lambda: session.store.step_reports.write(session.token, after, records))
 
 
 def _select(record: Mapping[str, Any], wanted: _Fields) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class TrainingLoop:
     async def _record(self, claimed: ClaimedBatch, report: StepReport, waited: float) -> None:
         deps = self._deps
         progress = deps.progress
-        counts = await deps.session.retry("counts", deps.session.store.counts)
+        counts = await deps.session.retry("counts", deps.session.store.mesh.counts)
         progress.trained_token_total += report.batch.trained_tokens
         progress.count_updates(report.updates, report.trailing_skipped_updates)
         deciles = trained_by_decile(claimed.batch, counts.finished_lengths)
@@ -235,14 +235,14 @@ class TrainingLoop:
 
     async def _generators(self) -> list[GeneratorRecord]:
         session = self._deps.session
-        return await session.retry("generators", session.store.generators)
+        return await session.retry("generators", session.store.generators.live)
 
     async def _watch_engines(self) -> None:
         """Count the generators' work during long steps and waits too; skip a poll while Redis is unreachable."""
         deps = self._deps
         while not await wait_or_shutdown(self._shutdown, deps.config.store.heartbeat_seconds):
             try:
-                self._engines.observe(await deps.session.store.generators())
+                self._engines.observe(await deps.session.store.generators.live())
             except StoreUnavailable:
                 continue
             except RollmeshError as error:

@@ -77,8 +77,8 @@ class TrainingSession:
         """
         self._name = name
         self._lineage = await asyncio.to_thread(self._checkpoints.lineage)
-        self._run_id = await self.retry("server_run_id", self.store.server_run_id)
-        await self.retry("init_run", lambda: self.store.init_run(limits))
+        self._run_id = await self.retry("server_run_id", self.store.recovery.server_run_id)
+        await self.retry("init_run", lambda: self.store.limits.init_run(limits))
         try:
             self.token = await self.retry("open_trainer_session", self._open_first)
         except Conflict as error:
@@ -89,7 +89,7 @@ class TrainingSession:
             ) from error
 
     async def _open_first(self) -> str:
-        return await self.store.open_trainer_session(self._name, lineage=self._lineage)
+        return await self.store.training.open_session(self._name, lineage=self._lineage)
 
     async def begin(self, committed_step: int) -> None:
         """Send the contents of the checkpoint store to Redis, and read the policy registry.
@@ -110,13 +110,13 @@ class TrainingSession:
     async def learn_policies(self) -> None:
         """Add the policies that were announced since the last call to the catalog."""
         after = self._listed_version
-        records = await self.retry("policies", lambda: self.store.policies(after))
+        records = await self.retry("policies", lambda: self.store.policies.announced(after))
         self._catalog.update(records)
         self._listed_version = max((record.policy_version for record in records), default=after)
 
     async def _reject_older_checkpoints(self, newest_step: int) -> None:
         """Raise ConfigError if the queue has dropped batches whose files are missing: they cannot be restored."""
-        known = (await self.retry("training_state", self.store.training_state)).trained_step
+        known = (await self.retry("training_state", self.store.training.state)).trained_step
         if known > newest_step:
             raise ConfigError(
                 f"checkpoints.folder={self._checkpoints.root}: its newest batch file is of train step {newest_step}, "
@@ -128,7 +128,7 @@ class TrainingSession:
     async def close(self) -> None:
         """Release the session, unless Redis is unreachable."""
         with contextlib.suppress(StoreUnavailable, SessionLost):
-            await self.store.close_trainer_session(self.token)
+            await self.store.training.close_session(self.token)
 
     async def retry(self, operation: str, action: Callable[[], Awaitable[T]]) -> T:
         """Retry an idempotent action while Redis is unreachable. Raises Stopped at shutdown, SessionLost if fenced."""
@@ -155,7 +155,9 @@ class TrainingSession:
 
         A claim only reads, so a wait for the cut may be cancelled.
         """
-        claim = asyncio.ensure_future(self.retry("claim", lambda: self.store.claim(self.token, train_step, timeout)))
+        claim = asyncio.ensure_future(
+            self.retry("claim", lambda: self.store.training.claim(self.token, train_step, timeout))
+        )
         stopped = asyncio.ensure_future(self._shutdown.wait())
         try:
             await asyncio.wait({claim, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -173,29 +175,29 @@ class TrainingSession:
     async def report_trained(self, train_step: int) -> None:
         """Report a train step as trained: cut(s) -> consumed(s)."""
         self.trained_step = max(self.trained_step, train_step)
-        await self.retry("report_trained", lambda: self.store.report_trained(self.token, train_step))
+        await self.retry("report_trained", lambda: self.store.training.report_trained(self.token, train_step))
 
     async def report_committed(self, train_step: int) -> None:
         """Report that the trainer state of a step is committed."""
         self.committed_step = train_step
-        await self.retry("report_committed", lambda: self.store.report_committed(self.token, train_step))
+        await self.retry("report_committed", lambda: self.store.training.report_committed(self.token, train_step))
 
     async def check(self) -> None:
         """Raise SessionLost if a newer trainer has taken over."""
         committed = self.committed_step
-        await self.retry("check_session", lambda: self.store.report_committed(self.token, committed))
+        await self.retry("check_session", lambda: self.store.training.report_committed(self.token, committed))
 
     async def _server_changed(self) -> bool:
         """Tell whether Redis has restarted; if so, re-assert the trained steps first."""
         async with self._lock:
             try:
-                run_id = await self.store.server_run_id()
+                run_id = await self.store.recovery.server_run_id()
                 if run_id == self._run_id:
                     return False
                 self._log.warning("redis_restarted", run_id=run_id, before=self._run_id)
                 if self.token:
                     # The restored state may be older than this session. A fenced session stays fenced.
-                    await self.store.open_trainer_session(self._name, self.token, lineage=self._lineage)
+                    await self.store.training.open_session(self._name, self.token, lineage=self._lineage)
                     await self._reassert()
             except StoreUnavailable:
                 return False
@@ -203,7 +205,7 @@ class TrainingSession:
             return True
 
     async def _reassert(self) -> None:
-        known = (await self.store.training_state()).trained_step
+        known = (await self.store.training.state()).trained_step
         found = [s for s in await asyncio.to_thread(self._checkpoints.batch_steps) if s <= self.trained_step + 1]
         # Redis needs no files of steps that it counts as trained; the newest file has the cursor.
         steps = [s for s in found if s > known] or found[-1:]
@@ -219,7 +221,7 @@ class TrainingSession:
             batches.append((step, footer.group_ids))
             digests.append(footer.payload_sha256)
             cursor = footer.cursor
-        await self.store.reassert_training(
+        await self.store.training.reassert(
             self.token,
             committed_step=self.committed_step,
             trained_step=self.trained_step,

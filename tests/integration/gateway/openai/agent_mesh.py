@@ -150,8 +150,8 @@ class AgentMesh:
     async def publish(self) -> None:
         """Publish and announce the next version, with its true canary."""
         if not self.trainer:
-            await self.store.init_run(run_limits(self.config))
-            self.trainer = await self.store.open_trainer_session("test")
+            await self.store.limits.init_run(run_limits(self.config))
+            self.trainer = await self.store.training.open_session("test")
         version = self.versions
         source = write_model(Path(self.config.folder) / f"model-{version}", version)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -170,7 +170,7 @@ class AgentMesh:
             write=lambda folder: [shutil.copy(f, folder) for f in source.iterdir()] and None,
             canary=canary,
         )
-        await self.store.announce_policy(self.trainer, record)
+        await self.store.policies.announce(self.trainer, record)
         self.versions += 1
 
     def start(self, service: Callable[..., Any], index: int = 0) -> None:
@@ -181,7 +181,7 @@ class AgentMesh:
         await self.until(f"version {version} served", lambda: self._serves(version))
 
     async def _serves(self, version: int) -> bool:
-        return any(g.serving and g.policy_version == version for g in await self.store.generators())
+        return any(g.serving and g.policy_version == version for g in await self.store.generators.live())
 
     async def until(self, what: str, condition: Callable[[], Any], seconds: float = 120.0) -> None:
         deadline = time.monotonic() + seconds
@@ -197,10 +197,10 @@ class AgentMesh:
 
     async def batch(self, step: int) -> Batch:
         """The batch of a train step, once it is cut; it counts as trained from then on."""
-        batch = await self.store.claim(self.trainer, step, 120.0)
+        batch = await self.store.training.claim(self.trainer, step, 120.0)
         assert batch is not None
-        await self.store.confirm_batch_file(self.trainer, step, "00")
-        await self.store.report_trained(self.trainer, step)
+        await self.store.training.confirm_batch_file(self.trainer, step, "00")
+        await self.store.training.report_trained(self.trainer, step)
         return batch
 
     @asynccontextmanager

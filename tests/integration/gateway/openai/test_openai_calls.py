@@ -187,7 +187,7 @@ LONG: dict[str, Any] = {"messages": QUESTION, "max_tokens": 300, "temperature": 
 
 async def running(mesh: AgentMesh) -> int:
     """Calls in the generators, as of their last heartbeats."""
-    return sum(g.running_count + g.waiting_count for g in await mesh.store.generators())
+    return sum(g.running_count + g.waiting_count for g in await mesh.store.generators.live())
 
 
 async def begun(mesh: AgentMesh, client: openai.AsyncOpenAI) -> asyncio.Task[Any]:
@@ -225,7 +225,7 @@ async def test_a_client_that_hangs_up_frees_the_generator(make_mesh: Callable[..
         rollout={"program": "single_turn"}, schedule={"pool_size": 4}, generator={"pace": [[1, 0.01]]}
     )
     async with mesh.gateway() as gateway, gateway.client() as client:
-        await mesh.store.set_user_paused(True)
+        await mesh.store.settings.set_user_paused(True)
 
         def cancelled() -> float:
             labels = {"endpoint": "chat", "recorded": "no", "outcome": "cancelled"}
@@ -244,7 +244,7 @@ async def test_a_reload_does_not_cut_an_answer(make_mesh: Callable[..., Any]) ->
         rollout={"program": "single_turn"}, schedule={"pool_size": 4}, generator={"pace": [[1, 0.01]]}
     )
     async with mesh.gateway() as gateway, gateway.client() as client:
-        await mesh.store.set_user_paused(True)
+        await mesh.store.settings.set_user_paused(True)
         answers = []
         for _ in range(20):
             call = await begun(mesh, client)

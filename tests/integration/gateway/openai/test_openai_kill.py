@@ -67,6 +67,6 @@ async def test_a_killed_gateway_loses_no_more_of_an_answer_than_may_be_unsaved(m
             after = (await http.get(f"/sessions/{told['id']}")).json()
             assert (after["drift_count"], len(after["trajectories"])) == (0, 1)
             assert (await http.post(f"/sessions/{told['id']}/reward", json={"reward": 1.0})).status_code == 200
-    counts = await mesh.store.counts()
+    counts = await mesh.store.mesh.counts()
     assert counts.totals.get("restarts_total", 0) == 0
     assert counts.trajectories["scored"] == 1

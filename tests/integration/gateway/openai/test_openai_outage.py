@@ -53,7 +53,7 @@ async def _through_an_outage(mesh: AgentMesh, own: EmbeddedServer) -> None:
             assert done.status_code == 200, done.text
             await agent.aclose()
         # Nobody plays the trainer that states its step to the new server: nothing is cut, and all of it is there.
-        found = (await mesh.store.counts()).trajectories
+        found = (await mesh.store.mesh.counts()).trajectories
         assert (found["scored"], found["leased"], found["partial"]) == (2, 0, 0), found
 
 
@@ -66,7 +66,7 @@ async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(
     try:
         options = {"rollout": {"program": "single_turn"}, "schedule": {"pool_size": 4}}
         async with agent_mesh(tmp_path / "nobody", own, **options) as mesh:
-            await mesh.store.set_user_paused(True)
+            await mesh.store.settings.set_user_paused(True)
             generator = mesh.tasks[0]
             async with mesh.gateway() as gateway, http_of(gateway) as http:
                 generator.cancel()
@@ -79,7 +79,7 @@ async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(
 
 
 async def _none_serves(mesh: AgentMesh) -> bool:
-    return not any(g.serving for g in await mesh.store.generators())
+    return not any(g.serving for g in await mesh.store.generators.live())
 
 
 async def _refused(gateway: Gateway, http: httpx.AsyncClient, run: str) -> None:

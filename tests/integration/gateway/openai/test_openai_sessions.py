@@ -100,7 +100,7 @@ async def test_conversations_become_trajectories_with_the_ids_as_sampled(make_me
             assert trajectory.finish_reason is FinishReason.ENVIRONMENT
             assert trajectory.outcome is not None and trajectory.outcome.parts["x"] == 0.5
             assert trajectory.shaped_reward == float(agents.index(agent))
-        counts = await mesh.store.counts()
+        counts = await mesh.store.mesh.counts()
         assert counts.totals.get("forks_total", 0) == 0
         assert gateway.value("rollmesh_gateway_openai_sessions_ended_total", how="rewarded") == 4
         for agent in agents:
@@ -179,7 +179,7 @@ async def test_without_room_for_another_trajectory_a_drifted_one_begins_again(ma
         assert len(seen["trajectories"]) == 3, "a group of two has at most two more"
         assert gateway.value("rollmesh_gateway_openai_drift_total", outcome="forked") == 2
         assert gateway.value("rollmesh_gateway_openai_drift_total", outcome="restarted") == 2
-        assert (await mesh.store.counts()).totals["restarts_total"] == 2
+        assert (await mesh.store.mesh.counts()).totals["restarts_total"] == 2
         assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
         await agent.aclose()
 
@@ -271,17 +271,17 @@ async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..
             return (await state(http, agent.id))["trajectories"][0]["tokens"]
 
         await mesh.until("some tokens", lambda: _above(tokens(), 10))
-        await mesh.store.set_user_paused(True)
+        await mesh.store.settings.set_user_paused(True)
 
         async def idle() -> bool:
-            return all(g.running_count == 0 for g in await mesh.store.generators())
+            return all(g.running_count == 0 for g in await mesh.store.generators.live())
 
         await mesh.until("the generator is idle", idle)
         assert not call.done()
         full = await http.post("/sessions", json={"wait_seconds": 0.2})
         assert full.status_code == 429 and "paused by an operator" in full.json()["error"]["message"]
         assert int(full.headers["retry-after"]) >= 1
-        await mesh.store.set_user_paused(False)
+        await mesh.store.settings.set_user_paused(False)
         answer = await call
         ids = answer.choices[0].model_extra["token_ids"]
         assert len(ids) == 200 or ids[-1] in mesh.tokenizer.eos_token_ids
@@ -314,7 +314,7 @@ async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_me
             await silent.turn()
         assert gone.value.status_code == 410 and "silent for longer" in str(gone.value)
         fourth = await Agent.open(gateway, http)
-        assert (await mesh.store.counts()).totals["restarts_total"] == 2
+        assert (await mesh.store.mesh.counts()).totals["restarts_total"] == 2
         for each, reward in ((third, 1.0), (fourth, 0.0)):
             await each.turn(max_tokens=2)
             assert (await http.post(f"/sessions/{each.id}/reward", json={"reward": reward})).status_code == 200
@@ -332,7 +332,7 @@ async def test_a_gateway_that_stops_hands_its_sessions_to_the_next_one(make_mesh
             await agent.turn()
             await agent.turn()
             await agent.aclose()
-    assert (await mesh.store.view()).partial == 2
+    assert (await mesh.store.mesh.view()).partial == 2
     async with mesh.gateway(index=1) as second, http_of(second) as http:
         for number, old in enumerate(agents):
             agent = Agent(second, old.told, max_retries=10)
@@ -350,7 +350,7 @@ async def test_a_gateway_that_stops_hands_its_sessions_to_the_next_one(make_mesh
             await agent.aclose()
     batch = await mesh.batch(1)
     assert [t.shaped_reward for t in batch.groups[0].trajectories] == [0.0, 1.0]
-    assert (await mesh.store.counts()).dead_letters == 0
+    assert (await mesh.store.mesh.counts()).dead_letters == 0
 
 
 async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable[..., Any]) -> None:
@@ -372,7 +372,7 @@ async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable
             done = await http.post(f"/sessions/{agent.id}/reward", json={"error": "the tool broke"})
             assert done.status_code == 200, done.text
             await agent.aclose()
-        counts = await mesh.store.counts()
+        counts = await mesh.store.mesh.counts()
         assert counts.totals["unscorable_total"] == 2
 
 

@@ -50,7 +50,7 @@ async def test_calls_under_way_are_told_that_the_gateway_stops(
             return all(t and t[0]["tokens"] for t in seen)
 
         await mesh.until("tokens of both", both_have_tokens)
-        await mesh.store.set_user_paused(True)
+        await mesh.store.settings.set_user_paused(True)
         waiting = asyncio.create_task(http.post("/sessions", json={"wait_seconds": 60}))
         await mesh.until("an agent that waits", lambda: gateway.service.agents.session_manager.wanted())  # type: ignore[union-attr]
         with caplog.at_level(logging.INFO, logger="uvicorn.error"):
@@ -67,9 +67,9 @@ async def test_calls_under_way_are_told_that_the_gateway_stops(
         for client in (whole, stream):
             await client.close()
     # Nothing is lost by it: what was written is saved for the next gateway.
-    view = await mesh.store.view()
+    view = await mesh.store.mesh.view()
     assert view.partial == 2
-    assert (await mesh.store.counts()).dead_letters == 0
+    assert (await mesh.store.mesh.counts()).dead_letters == 0
 
 
 async def test_a_run_that_needs_no_more_rollouts_ends_its_calls_at_once(make_mesh: Callable[..., Any]) -> None:

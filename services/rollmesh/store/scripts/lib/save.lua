@@ -1,17 +1,11 @@
-local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
-
--- An item of append and finish is a head, "id incarnation offset before tokens after versions finish bytes generator n"
--- with '-' for an empty word, and n segments; `before` and `after` are the digests of all tokens up to the offset and up
--- to the end of the item. Returns the item at an index of ARGV, and the index of the next item.
+-- uses: core counters group save_status steps versions
+-- An item of append and finish is a head and `elements` segments. The head is JSON: id, incarnation, offset, before,
+-- tokens, after, versions, finish, bytes, generator, elements; `before` and `after` are the digests of all tokens up to
+-- the offset and up to the end of the item. Returns the item at an index of ARGV, and the index of the next item.
 local function read_item(at)
-  local id, incarnation, offset, before, tokens, after, versions, finish, bytes, generator, n =
-    string.match(ARGV[at], '^(%S+) (%d+) (%d+) (%S+) (%d+) (%S+) (%S+) (%S+) (%d+) (%S+) (%d+)$')
-  n = tonumber(n)
-  return {
-    id = id, incarnation = incarnation, offset = tonumber(offset), before = before, tokens = tonumber(tokens),
-    after = after, versions = versions, finish = finish, bytes = tonumber(bytes), generator = generator,
-    first = at + 1, last = at + n,
-  }, at + 1 + n
+  local item = cjson.decode(ARGV[at])
+  item.first, item.last = at + 1, at + item.elements
+  return item, item.last + 1
 end
 
 local function read_items(first, number)
@@ -20,19 +14,6 @@ local function read_items(first, number)
     items[item], at = read_item(at)
   end
   return items
-end
-
-local train_steps = {}
-local function train_step_of(version)
-  local step = train_steps[version]
-  if step == nil then
-    step = tonumber(call('HGET', K.versions, version))
-    if not step then
-      fail(recovering() and 'RECOVERING' or 'CONFLICT', 'policy version ' .. version .. ' has not been announced')
-    end
-    train_steps[version] = step
-  end
-  return step
 end
 
 local lowest_steps = {}
@@ -88,11 +69,11 @@ local function save(session, item)
   local id, offset, tokens = item.id, item.offset, item.tokens
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step', 'incarnation', 'd' .. offset,
     'd' .. (offset + tokens))
-  if v[1] ~= session or (v[2] ~= 'leased' and v[2] ~= 'finished') then return LOST, 0 end
+  if v[1] ~= session or (v[2] ~= S.leased and v[2] ~= S.finished) then return LOST, 0 end
   local saved = tonumber(v[3])
   local continues = item.incarnation == (v[5] or '0') and item.before == (v[6] or item.before)
   if not continues or offset > saved then return REFUSED, saved, nil, v[2] end
-  if v[2] == 'finished' or offset < saved then
+  if v[2] == S.finished or offset < saved then
     local same = item.after == v[7] or (not v[7] and tokens == 0 and offset == saved)
     return same and DUPLICATE or REFUSED, saved, nil, v[2]
   end
@@ -117,7 +98,7 @@ local function save(session, item)
     fields[#fields + 1] = 'version'
     fields[#fields + 1] = version
   end
-  if item.generator ~= '-' then
+  if item.generator ~= '' then
     fields[#fields + 1] = 'generator'
     fields[#fields + 1] = item.generator
   end

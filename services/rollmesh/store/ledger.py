@@ -1,0 +1,47 @@
+"""Ledger of the groups that left the queue untrained."""
+
+from __future__ import annotations
+
+from rollmesh.store.queue_types import Drop
+from rollmesh.store.redis_connection import Connection
+
+
+class Ledger:
+    """Drops of the newest groups, with their reasons."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._key = connection.keys.single("ledger")
+
+    async def drops(self, after: str = "", limit: int = 1000) -> list[Drop]:
+        """Return the groups that left untrained, oldest first, after an entry id; about 100,000 entries are kept."""
+        start = f"({after}" if after else "-"
+        entries = await self._connection.command("XRANGE", self._key, start, "+", "COUNT", limit)
+        return [
+            Drop(
+                entry_id=entry.decode(),
+                time_seconds=int(entry.partition(b"-")[0]) / 1000,
+                group_id=fields[b"group"].decode(),
+                reason=fields[b"reason"].decode(),
+                token_count=int(fields[b"tokens"]),
+                length_decile=int(fields[b"decile"]),
+            )
+            for entry, fields in entries
+        ]
+
+    async def dropped_groups(self) -> dict[str, str]:
+        """Return the drop reason of every group in the ledger, by group id; O(ledger), for audits."""
+        found: dict[str, str] = {}
+        after = ""
+        while page := await self.drops(after):
+            found |= {drop.group_id: drop.reason for drop in page if drop.group_id}
+            after = page[-1].entry_id
+        return found
+
+    async def forgotten_drops(self) -> int:
+        """Return the number of entries trimmed from the ledger; their groups are only counted by reason."""
+        if not await self._connection.command("EXISTS", self._key):
+            return 0
+        facts = await self._connection.command("XINFO", "STREAM", self._key)
+        pairs = facts if isinstance(facts, dict) else dict(zip(facts[::2], facts[1::2], strict=True))
+        return int(pairs[b"entries-added"]) - int(pairs[b"length"])
