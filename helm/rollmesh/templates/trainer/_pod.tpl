@@ -28,7 +28,7 @@ spec:
   {{- with index . 2 }}
   restartPolicy: {{ . }}
   {{- end }}
-  # Every step ends in a committed state; what SIGTERM interrupts is replayed from its batch file.
+  # Every step ends in a committed state; a step that SIGTERM interrupts is replayed from its batch file.
   terminationGracePeriodSeconds: {{ include "rollmesh.gracePeriodSeconds" $root }}
   initContainers:
     {{- include "rollmesh.validateContainer" (list $root "trainer" $uses) | nindent 4 }}
@@ -47,7 +47,7 @@ spec:
         {{- include "rollmesh.storeEnv" $root | nindent 8 }}
         {{- include "rollmesh.checkpointEnv" $root | nindent 8 }}
         {{- if $gang }}
-        # torchrun reads its flags from PET_*. All pods meet at the first one; a rank that fails restarts the gang.
+        # torchrun reads its flags from PET_*. All pods rendezvous at the first one; a rank that fails restarts all ranks.
         - name: PET_NNODES
           value: {{ $trainer.nodes | quote }}
         - name: PET_NPROC_PER_NODE
