@@ -18,7 +18,7 @@ from rollmesh.config import RunConfig
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "services" / "rollmesh"
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "helm/rollmesh/README.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "examples/README.md", "helm/rollmesh/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MARK = "docs/architecture.md: The staleness bound"
