@@ -21,7 +21,7 @@ for argument in BASE_IMAGE TORCH TORCH_INDEX EXTRAS SGLANG_PYTHON SOURCE; do
   # shellcheck disable=SC2154 # set by eval
   [ -z "$value" ] || set -- --build-arg "$argument=$value" "$@"
 done
-# Outside of a checkout nobody knows them.
+# Unknown outside of a checkout.
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 created=$(git log -1 --format=%cI 2>/dev/null || echo 1970-01-01T00:00:00Z)
 

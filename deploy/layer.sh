@@ -3,10 +3,10 @@
 #
 #   layer.sh install ARGUMENTS   pip install into /opt/rollmesh, at the versions of constraints.txt
 #   layer.sh everything          all of /opt/rollmesh becomes /layer
-#   layer.sh news                what was installed since the last layer becomes /layer
+#   layer.sh news                files installed since the last layer become /layer
 #
-# Layers hold files and links by their time of change: nothing that an earlier layer has is replaced, for pip keeps what
-# is installed and fits.
+# Layers hold files and links by their time of change: no file of an earlier layer is replaced, because pip keeps
+# installed packages that fit.
 set -eu
 
 case "$1" in

@@ -1,4 +1,4 @@
-"""Requirements of rollmesh's core and of extras, one a line, from pyproject.toml: what an image installs first.
+"""Requirements of rollmesh's core and of extras, one a line, from pyproject.toml: the first packages of an image.
 
     requirements.py core tracing,report
 

@@ -125,8 +125,8 @@ _FIELDS_SET_BY_CHART = {
     "reward": ("address",),
     "gateway": ("host", "port", "token"),
 }
-"""Fields that environment variables of the chart win over: what a run file says there would do nothing, and a secret
-would lie open in a ConfigMap."""
+"""Fields that environment variables of the chart win over: the same fields in a run file would have no effect, and a
+secret would be readable in a ConfigMap."""
 
 
 class Documented(Protocol):
@@ -172,11 +172,11 @@ def _by_default(value: Any, path: str, texts: dict[str, str]) -> Schema:
             return {}
         case dict() if value:
             return _section(value, f"{path}.", texts)
-    raise ValueError(f"values.yaml: {path}: its default {value!r} shows no type; say it in chart_schema.py")
+    raise ValueError(f"values.yaml: {path}: its default {value!r} shows no type; add it to chart_schema.py")
 
 
 def _run_section(description: str) -> Schema:
-    """The sections of a run file; their fields are checked by the program, which says more than a schema can."""
+    """The sections of a run file; their fields are checked by the program, in more detail than by a schema."""
     properties: Schema = {name: {"type": "object"} for name in RunConfig.model_fields if name not in _SET_BY_CHART}
     for section, names in _FIELDS_SET_BY_CHART.items():
         properties[section] = _without(*names)

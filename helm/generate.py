@@ -1,7 +1,7 @@
-"""Writes what follows from the chart's values.yaml: README.md, values.schema.json and the rules of prometheus-adapter.
+"""Write the files derived from the chart's values.yaml: README.md, values.schema.json, rules of prometheus-adapter.
 
     python helm/generate.py            write the files
-    python helm/generate.py --check    say which are out of date (exit 1)
+    python helm/generate.py --check    list the files that are out of date (exit 1)
 
 Every value has a comment above it that begins with its name; the schema allows no other keys.
 """
@@ -29,7 +29,7 @@ FREE = ("run",)
 
 
 class ValuesError(Exception):
-    """values.yaml breaks a rule of its own; the text says where."""
+    """values.yaml breaks one of its rules; the text names the place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ def adapter_rules() -> str:
             query = signal.query.replace("$selector", "<<.LabelMatchers>>").replace("$window", rule.window)
             rules.append(
                 {
-                    # The leader's series exists as long as the run does, whatever the query itself has to say.
+                    # The leader's series exists as long as the run does, independent of the query.
                     "seriesQuery": 'rollmesh_rollout_leader{namespace!="",run!=""}',
                     "resources": {"overrides": {"namespace": {"resource": "namespace"}}},
                     "name": {"as": metric_name(rule.service, signal.name)},
@@ -148,7 +148,7 @@ def outputs() -> dict[Path, str]:
 def main() -> int:
     """Exit status: 1 when a file is out of date under --check."""
     parser = argparse.ArgumentParser(description="Write what follows from the chart's values.yaml.")
-    parser.add_argument("--check", action="store_true", help="write nothing; say which files are out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; list the files that are out of date")
     check = parser.parse_args().check
     stale = []
     for file, content in outputs().items():

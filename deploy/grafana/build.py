@@ -27,7 +27,7 @@ def rendered() -> dict[Path, str]:
 
 
 def tidied(dashboard: dict[str, Any]) -> dict[str, Any]:
-    """Without what the SDK writes for a Grafana of long ago, which today's types do not know any more."""
+    """Remove the fields that the SDK writes for old versions of Grafana and that current types no longer have."""
     dashboard.pop("style", None)
     for variable in dashboard["templating"]["list"]:
         for key in ("auto", "auto_count", "auto_min", "id"):

@@ -1,4 +1,4 @@
-"""What every dashboard has: variables, annotations, links to the others."""
+"""Parts of every dashboard: variables, annotations, links to the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Page:
     """Services that the variable ``instance`` offers; without any there is no such variable."""
 
     def build(self) -> models.Dashboard:
-        """As Grafana wants it."""
+        """Return the dashboard as Grafana's JSON."""
         made = _frame(self)
         if self.instances_of:
             query = f'label_values(up{{run=~"$run", service=~"{self.instances_of}"}}, instance)'

@@ -1,4 +1,4 @@
-"""Panels as the dashboards write them: a title, what it shows, a unit, and queries with their legends."""
+"""Panels of the dashboards: a title, a description, a unit, and queries with their legends."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Query:
 
 
 def rule(name: str, word: str = "", legend: str = "") -> Query:
-    """What a recording rule computes for the run; ``name`` follows ``run:rollmesh_``."""
+    """Series of a recording rule for the run; ``name`` follows ``run:rollmesh_``."""
     return Query(f"run:rollmesh_{name}{{{RUN}}}", legend or _legend("run", word))
 
 
 def gauge(metric: str, word: str = "", labels: str = RUN, legend: str = "") -> Query:
-    """A metric as it is; of every process if ``labels`` is PROCESS."""
+    """A metric, unchanged; of every process if ``labels`` is PROCESS."""
     return Query(f"{metric}{{{labels}}}", legend or _legend("instance" if labels == PROCESS else "run", word))
 
 
@@ -211,7 +211,7 @@ def density(title: str, description: str, histogram: str, *, unit: str = "none",
 def states(
     title: str, description: str, query: Query, words: dict[str, tuple[str, str]], *, width: int = 12
 ) -> statetimeline.Panel:
-    """What state every series was in, over time; ``words`` are text and colour by value."""
+    """State of every series over time; ``words`` are text and colour by value."""
     panel = statetimeline.Panel().title(title).description(description).datasource(PROMETHEUS)
     panel.span(width).height(_HEIGHT).row_height(0.8).merge_values(True)
     options = {value: models.ValueMappingResult(text=text, color=color) for value, (text, color) in words.items()}

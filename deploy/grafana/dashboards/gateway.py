@@ -1,4 +1,4 @@
-"""The gateway: page, REST API, actions of people, and the OpenAI-compatible API."""
+"""The gateway: page, REST API, operator actions, and the OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PAGE = Page(
     name="gateway",
     title="Gateway",
     description=(
-        "Requests, looks at the mesh and actions of people; calls, tokens and sessions of the OpenAI-compatible API."
+        "Requests, snapshots of the mesh and operator actions; calls, tokens and sessions of the OpenAI-compatible API."
     ),
     rows={
         "Page and REST API": [
@@ -21,8 +21,8 @@ PAGE = Page(
                 stacked=True,
             ),
             curve(
-                "Looks at the mesh",
-                "Mean duration of a look, and looks per second that the store refused.",
+                "Snapshots of the mesh",
+                "Mean duration of a snapshot, and snapshots per second that failed.",
                 Query(
                     f"{rate('rollmesh_gateway_look_seconds_sum')} / {rate('rollmesh_gateway_look_seconds_count')}",
                     "duration {{run}}",
@@ -33,7 +33,7 @@ PAGE = Page(
             curve("Live pages", "Clients that follow the live events.", total("rollmesh_gateway_event_clients")),
             curve(
                 "Actions",
-                "Actions taken by people in an hour, and requests with a missing or wrong token.",
+                "Operator actions in an hour, and requests with a missing or wrong token.",
                 Query(f"sum by (action) (increase(rollmesh_gateway_actions_total{{{RUN}}}[1h]))", "{{action}}"),
                 Query(f"sum(increase(rollmesh_gateway_refused_tokens_total{{{RUN}}}[1h]))", "refused tokens"),
             ),
@@ -41,9 +41,9 @@ PAGE = Page(
         "OpenAI API": [
             curve(
                 "API calls",
-                "Calls of the OpenAI-compatible API per second, by outcome, and those under way.",
+                "Calls of the OpenAI-compatible API per second, by outcome, and those in progress.",
                 per_second("rollmesh_gateway_openai_calls_total", "run, outcome"),
-                total("rollmesh_gateway_openai_running_calls", word="under way"),
+                total("rollmesh_gateway_openai_running_calls", word="in progress"),
                 unit="ops",
             ),
             curve(
@@ -77,12 +77,12 @@ PAGE = Page(
             ),
             curve(
                 "Ends of sessions",
-                "Sessions that ended per minute, by how.",
+                "Sessions that ended per minute, by reason.",
                 per_minute("rollmesh_gateway_openai_sessions_ended_total", "run, how"),
             ),
             curve(
                 "Drift",
-                "Contexts per minute that did not go on where the record ends, by what became of them.",
+                "Contexts per minute that do not continue the record, by outcome.",
                 per_minute("rollmesh_gateway_openai_drift_total", "run, outcome"),
             ),
         ],

@@ -1,4 +1,4 @@
-"""What the generators do with their slots, and how rollouts end."""
+"""Slots of the generators, and ends of rollouts."""
 
 from __future__ import annotations
 
@@ -109,35 +109,33 @@ PAGE = Page(
             ),
             curve(
                 "Calls by end, workers",
-                "Why generation calls ended, as the rollout workers count: broken and senseless answers show only "
-                "here.",
+                "Why generation calls ended, as the rollout workers count: broken and invalid answers show only here.",
                 per_second("rollmesh_rollout_calls_ended_total", "reason"),
                 unit="ops",
                 stacked=True,
             ),
             curve(
                 "Failures",
-                "Share of calls that hung, broke or answered what cannot be right; and generators that are avoided "
-                "for it.",
+                "Share of calls that hung, broke or returned invalid data; and generators that are avoided for it.",
                 rule("generation_failures:ratio_rate15m", word="failed calls"),
                 unit="percentunit",
                 limits=above(0.05, RED),
             ),
             curve(
                 "Avoided generators",
-                "Generators that workers leave alone for a while after misbehaviour.",
+                "Generators that workers avoid for a while after failures.",
                 total("rollmesh_rollout_generators_avoided"),
             ),
             curve(
                 "Held back and fruitless",
-                "Calls held because their worker fell behind with saving, and calls given up without a token.",
+                "Calls held because their worker fell behind with saving, and calls that ended without a token.",
                 per_second("rollmesh_generator_calls_held_back_total", word="held back", labels=PROCESS),
                 per_second("rollmesh_rollout_calls_fruitless_total", word="fruitless"),
                 unit="ops",
             ),
             curve(
                 "Waiting for a generator",
-                "Trajectories that found no generator with a free seat and a version that suits them.",
+                "Trajectories that found no generator with a free slot and a suitable version.",
                 total("rollmesh_rollout_awaiting_generator_trajectories"),
             ),
         ],
@@ -157,20 +155,20 @@ PAGE = Page(
             ),
             curve(
                 "Leases",
-                "Trajectories taken up by workers, and how many of them go on from saved tokens.",
+                "Trajectories leased by workers, and those that continue from saved tokens.",
                 per_second("rollmesh_rollout_leases_total", word="leased"),
                 per_second("rollmesh_rollout_leases_resumed_total", word="resumed"),
                 unit="ops",
             ),
             curve(
-                "Put to rest",
-                "Rollouts parked as partial trajectories, by reason.",
+                "Saved as partial",
+                "Rollouts saved as partial trajectories, by reason.",
                 per_second("rollmesh_rollout_trajectories_parked_total", "run, reason"),
                 unit="ops",
             ),
             curve(
-                "Given up",
-                "Trajectories that a worker dropped, by reason; lost ones go on elsewhere.",
+                "Dropped by workers",
+                "Trajectories that a worker dropped, by reason; lost ones continue on another worker.",
                 per_second("rollmesh_rollout_trajectories_dropped_total", "run, reason"),
                 unit="ops",
             ),
@@ -188,7 +186,7 @@ PAGE = Page(
             ),
             bars(
                 "Evaluations",
-                "Claimed, finished, and given up because nobody served their version, since the workers started.",
+                "Claimed, finished, and dropped because no generator served their version, since the workers started.",
                 Query(
                     f"label_replace(sum(rollmesh_rollout_evaluations_started_total{{{RUN}}}),"
                     f" 'what', 'claimed', '', '')"

@@ -68,7 +68,7 @@ PAGE = Page(
             ),
             curve(
                 "Scrapes",
-                "Time that Prometheus needs for each process.",
+                "Duration of a scrape of each process.",
                 gauge("scrape_duration_seconds", legend="{{service}} {{instance}}", labels=PROCESS),
                 unit="s",
             ),
@@ -102,7 +102,7 @@ PAGE = Page(
             ),
             curve(
                 "Failures",
-                "Tries per second that got no answer or no room.",
+                "Attempts per second without an answer or without memory.",
                 rule("store_call_failures:rate5m", legend="{{service}}"),
                 unit="ops",
             ),
@@ -124,14 +124,14 @@ PAGE = Page(
             ),
             curve(
                 "Heartbeats of generators",
-                "Renewals of their registration per second, and those that the store did not take.",
+                "Renewals of their registration per second, and those that the store rejected.",
                 per_second("rollmesh_generator_heartbeats_total", word="sent"),
                 per_second("rollmesh_generator_heartbeat_failures_total", word="failed"),
                 unit="ops",
             ),
             curve(
                 "Restarts of Redis",
-                "Times that the trainer told a restored Redis what has been trained.",
+                "Times that the trainer reported its steps to a restored Redis.",
                 total("rollmesh_trainer_reassertions_total"),
             ),
         ],

@@ -1,4 +1,4 @@
-"""Is the run all right, how far is it, and what holds it back."""
+"""Health, progress and bottleneck of the run."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ PAGE = Page(
                 limits=((None, GREEN), (1, ORANGE), (3, RED)),
             ),
             number(
-                "Resting",
-                "Whether the run is paused by a person, recovering, failed or complete, so that nothing should happen.",
+                "At rest",
+                "1 while the run is paused by an operator, recovering, failed or complete: no progress is expected.",
                 rule("resting:max"),
                 limits=((None, GREEN), (1, ORANGE)),
-                words={"0": "works", "1": "rests"},
+                words={"0": "works", "1": "at rest"},
             ),
             number(
                 "Processes up",
@@ -71,14 +71,14 @@ PAGE = Page(
             ),
             number(
                 "Queue memory",
-                "What Redis holds and running rollouts may still write, of its maxmemory; admission stops at 80%.",
+                "Used memory of Redis plus expected writes, as a share of its maxmemory; admission stops at 80%.",
                 rule("store_memory_ratio:max"),
                 unit="percentunit",
                 limits=((None, GREEN), (0.6, ORANGE), (0.8, RED)),
             ),
             number(
                 "Dead letters",
-                "Trajectories that gave up and are kept for inspection.",
+                "Failed trajectories, kept for inspection.",
                 rule("dead_letters:max"),
                 limits=((None, GREEN), (1, ORANGE)),
             ),
@@ -114,7 +114,7 @@ PAGE = Page(
                 unit="short",
             ),
             share(
-                "Who waits",
+                "Waiting",
                 "Empty slots of the generators (bubble) and the trainer's time without a batch: the higher one has "
                 "slack.",
                 rule("bubble:ratio_rate5m", word="generators"),
@@ -149,7 +149,7 @@ PAGE = Page(
             ),
             curve(
                 "Reward outcomes",
-                "Answers scored per second, timed out, and failed for a fault of the verifier.",
+                "Answers scored per second, timed out, and failed by an error of the verifier.",
                 per_second("rollmesh_reward_outcomes_total", "run, kind"),
                 unit="ops",
             ),

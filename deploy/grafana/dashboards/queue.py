@@ -1,4 +1,4 @@
-"""What is in the trajectory queue, how old it is, and what leaves it untrained."""
+"""Content of the trajectory queue, its age, and its untrained drops."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ PAGE = Page(
         "Queue": [
             curve(
                 "Trajectories by state",
-                "Pending: no worker has it. Leased: rolling out. Partial: at rest with tokens. Finished: waits for "
+                "Pending: no worker has it. Leased: rolling out. Partial: saved, without a worker. Finished: waits for "
                 "reward.",
                 rule("queue_trajectories:max", legend="{{state}} {{run}}"),
                 stacked=True,
             ),
             curve(
                 "Pool",
-                "Unfinished trajectories held by workers, beside the most that may be leased at once.",
+                "Unfinished trajectories leased by workers, and the maximum that may be leased at once.",
                 total("rollmesh_rollout_in_flight_trajectories", word="in flight"),
                 rule("pool_trajectories:max", word="pool"),
             ),
@@ -58,7 +58,7 @@ PAGE = Page(
             ),
             curve(
                 "Paused",
-                "Why no rollouts are started, if they are not: a person, a failure, a recovery, a barrier of the "
+                "Why no rollouts are started, if they are not: an operator, a failure, a recovery, a barrier of the "
                 "schedule.",
                 rule("paused:max", legend="{{by}} {{run}}"),
                 unit="bool",
@@ -66,7 +66,7 @@ PAGE = Page(
             ),
             curve(
                 "Memory",
-                "What Redis holds and running rollouts may still write, of its maxmemory; admission stops at 80%.",
+                "Used memory of Redis plus expected writes, as a share of its maxmemory; admission stops at 80%.",
                 rule("store_memory_ratio:max"),
                 unit="percentunit",
                 limits=((None, "transparent"), (0.8, ORANGE), (1, RED)),
@@ -104,7 +104,7 @@ PAGE = Page(
             ),
             curve(
                 "Cut blocked for",
-                "How long a straggler has blocked the next batch; 0 while none does.",
+                "Seconds for which a straggler has blocked the next batch; 0 while none does.",
                 Query(
                     f"(time() - {led('rollmesh_rollout_cut_blocked_since_timestamp_seconds')})"
                     f" * ({led('rollmesh_rollout_cut_blocked_since_timestamp_seconds')} > bool 0)",
@@ -123,7 +123,7 @@ PAGE = Page(
             ),
             curve(
                 "Wasted tokens",
-                "Saved tokens given up: of dropped groups by reason, of members as unscorable or dead.",
+                "Saved tokens dropped: of dropped groups by reason, of members as unscorable or dead.",
                 per_second("rollmesh_trainer_wasted_tokens_total", "run, reason"),
                 unit="short",
                 stacked=True,
@@ -146,7 +146,7 @@ PAGE = Page(
                 "Groups in a row whose rewards were all equal; too many end the run.",
                 Query(led("rollmesh_rollout_filtered_in_a_row_groups"), "{{run}}"),
             ),
-            curve("Dead letters", "Trajectories that gave up and are kept for inspection.", rule("dead_letters:max")),
+            curve("Dead letters", "Failed trajectories, kept for inspection.", rule("dead_letters:max")),
         ],
     },
 )

@@ -29,7 +29,7 @@ PAGE = Page(
         "Outcomes": [
             curve(
                 "Outcomes by kind",
-                "Per second: scored, timed out, failed for a fault of the verifier.",
+                "Per second: scored, timed out, failed by an error of the verifier.",
                 per_second("rollmesh_reward_outcomes_total", "kind", labels=PROCESS),
                 unit="ops",
                 stacked=True,
@@ -51,7 +51,7 @@ PAGE = Page(
             ),
             curve(
                 "Time-outs scored as wrong",
-                "Per second; their verifier says that a time-out is a wrong answer.",
+                "Per second; their verifier scores a time-out as a wrong answer.",
                 per_second("rollmesh_reward_timeouts_scored_wrong_total", labels=PROCESS),
                 unit="ops",
             ),
@@ -97,7 +97,7 @@ PAGE = Page(
             ),
             curve(
                 "Answers that wait",
-                "Finished trajectories that wait for their outcome at the workers, and those that nobody holds.",
+                "Finished trajectories that wait for their outcome at the workers, and those without a worker.",
                 total("rollmesh_rollout_awaiting_reward_trajectories", word="held"),
                 Query(f"max by (run) (rollmesh_rollout_unheld_scoring_trajectories{{{RUN}}})", "unheld {{run}}"),
             ),

@@ -38,7 +38,7 @@ PAGE = Page(
             ),
             share(
                 "Groups without signal",
-                "Share of the trained groups whose rewards were all equal, and which way.",
+                "Share of the trained groups whose rewards were all equal, by outcome.",
                 Query(
                     f"{rate('rollmesh_trainer_zero_variance_groups_total', 'run, outcome')}"
                     f" / on (run) group_left () {rate('rollmesh_trainer_groups_total')}",
@@ -92,7 +92,7 @@ PAGE = Page(
             ),
             curve(
                 "Tokens behind the gaps",
-                "A gap over few tokens says little.",
+                "A gap over few tokens is not significant.",
                 gauge("rollmesh_trainer_logprob_gap_pure_tokens", word="pure"),
                 gauge("rollmesh_trainer_logprob_gap_mixed_cache_tokens", word="mixed cache"),
                 unit="short",

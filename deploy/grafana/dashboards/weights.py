@@ -1,4 +1,4 @@
-"""How new policies get from the trainer into the engines."""
+"""The path of new policies from the trainer into the engines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PAGE = Page(
         "Reloads": [
             curve(
                 "Duration of a reload",
-                "From learning of a version to serving it, verification included: median and 90%; and a train step.",
+                "From the announcement of a version to serving it, verified: median and 90%; and a train step.",
                 *quantiles("rollmesh_generator_reload_seconds", 0.5, 0.9),
                 rule("train_step_seconds:mean_rate30m", word="train step"),
                 unit="s",
@@ -91,7 +91,7 @@ PAGE = Page(
             ),
             curve(
                 "Interrupted calls",
-                "Calls that a reload (or a drain) ended; their rollouts go on under the new weights.",
+                "Calls that a reload (or a drain) ended; their rollouts continue under the new weights.",
                 Query(
                     f'sum by (instance) (rate(rollmesh_generator_calls_ended_total{{{PROCESS}, reason="interrupted"}}'
                     f"[$__rate_interval]))",
@@ -103,7 +103,7 @@ PAGE = Page(
         "Checkpoints": [
             curve(
                 "Steps trained and committed",
-                "A crash replays what lies between.",
+                "A crash replays the steps in between.",
                 gauge("rollmesh_trainer_train_step", word="trained"),
                 gauge("rollmesh_trainer_committed_step", word="committed"),
                 least=None,

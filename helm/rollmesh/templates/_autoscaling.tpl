@@ -1,11 +1,11 @@
-{{/* Autoscalers. What they look at is in files/autoscaling/<component>.yaml, which `rollmesh autoscale` reads, too. */}}
+{{/* Autoscalers. Their rules are in files/autoscaling/<component>.yaml, which `rollmesh autoscale` reads, too. */}}
 
 {{- define "rollmesh.scalingRule" -}}
 {{- $file := printf "files/autoscaling/%s.yaml" (index . 1) -}}
 {{- required (printf "%s is missing in the chart" $file) ((index . 0).Files.Get $file) -}}
 {{- end -}}
 
-{{/* What is scaled: (list $ "generator"). */}}
+{{/* The scaled workload: (list $ "generator"). */}}
 {{- define "rollmesh.scaleTarget" -}}
 apiVersion: apps/v1
 kind: {{ dig "kind" "Deployment" (index (index . 0).Values (index . 1)) }}
@@ -87,7 +87,7 @@ spec:
       metricType: {{ .metricType }}
       metadata:
         serverAddress: {{ required "keda.prometheusAddress is empty" $keda.prometheusAddress | quote }}
-        # No data is no opinion, and not zero: nothing leaves because Prometheus was away.
+        # Missing data is not zero: an unreachable Prometheus scales nothing down.
         ignoreNullValues: "false"
         threshold: {{ .target | quote }}
         query: {{ .query | replace "$selector" $selector | replace "$window" $rule.window | quote }}

@@ -23,7 +23,7 @@
 {{- printf "%s-%s" (include "rollmesh.fullname" (index . 0)) (index . 1) -}}
 {{- end -}}
 
-{{/* What selects the pods of a component, and never changes: (list $ "rollout"). */}}
+{{/* Selector of the pods of a component; it never changes: (list $ "rollout"). */}}
 {{- define "rollmesh.selectorLabels" -}}
 {{- $root := index . 0 -}}
 app.kubernetes.io/name: {{ include "rollmesh.name" $root | quote }}
@@ -66,9 +66,15 @@ rollmesh/run: {{ $root.Values.run.name | quote }}
 {{- end -}}
 {{- end -}}
 
-{{/* The Secret that holds what the chart does not make. */}}
+{{/* Name of the Secret with passwords and keys: an existing one, or the one of templates/secrets/secret.yaml. */}}
 {{- define "rollmesh.secretName" -}}
-{{- required "secrets.existingSecret is empty: create a Secret with the keys named under secrets.keys, for example\n  kubectl create secret generic rollmesh --from-literal=redis-password=... --from-literal=checkpoint-secret=...\nand set secrets.existingSecret=rollmesh" .Values.secrets.existingSecret -}}
+{{- if .Values.secrets.existingSecret -}}
+{{- .Values.secrets.existingSecret -}}
+{{- else if .Values.secrets.create -}}
+{{- include "rollmesh.componentName" (list . "secrets") -}}
+{{- else -}}
+{{- fail "secrets.existingSecret is empty: set secrets.create=true, or create a Secret with the keys named under secrets.keys, for example\n  kubectl create secret generic rollmesh --from-literal=redis-password=... --from-literal=checkpoint-secret=...\nand set secrets.existingSecret=rollmesh" -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "rollmesh.configMapName" -}}
@@ -84,12 +90,12 @@ rollmesh/run: {{ $root.Values.run.name | quote }}
 {{- end -}}
 {{- end -}}
 
-{{/* Whether Redis asks for a password. */}}
+{{/* "true" if Redis requires a password. */}}
 {{- define "rollmesh.redisHasPassword" -}}
 {{- if or .Values.redis.enabled .Values.redis.externalPassword -}}true{{- end -}}
 {{- end -}}
 
-{{/* Where checkpoints are: a folder of the mounted claim, or the URL of an object store. */}}
+{{/* Location of the checkpoints: a folder of the mounted claim, or the URL of an object store. */}}
 {{- define "rollmesh.checkpointFolder" -}}
 {{- if .Values.checkpoints.url -}}
 {{- printf "%s/%s" (trimSuffix "/" .Values.checkpoints.url) .Values.run.name -}}
@@ -102,25 +108,25 @@ rollmesh/run: {{ $root.Values.run.name | quote }}
 {{- default (include "rollmesh.componentName" (list . "checkpoints")) .Values.checkpoints.existingClaim -}}
 {{- end -}}
 
-{{/* Seconds that a service may take to end: the drain time of the run file, 5 s of the process, 10 s of Kubernetes. */}}
+{{/* Seconds for the shutdown of a service: the drain time of the run file, 5 s of the process, 10 s of Kubernetes. */}}
 {{- define "rollmesh.gracePeriodSeconds" -}}
 {{- $drain := dig "generator" "drain_timeout_seconds" 20 .Values.run -}}
 {{- add (ceil $drain | int) 15 -}}
 {{- end -}}
 
-{{/* Whether the generators run SGLang in their own pods. */}}
+{{/* Place of the SGLang servers: "sidecar", "child", or empty without SGLang. */}}
 {{- define "rollmesh.sglangPlace" -}}
 {{- if eq (dig "generator" "engine" "torch" .Values.run) "sglang" -}}
 {{- ternary "sidecar" "child" .Values.generator.sglang.sidecar.enabled -}}
 {{- end -}}
 {{- end -}}
 
-{{/* The run file. What differs between pods, and every secret, comes from the environment and wins over it. */}}
+{{/* The run file. Pod-specific fields and secrets come from the environment, which overrides it. */}}
 {{- define "rollmesh.runFile" -}}
 {{- toYaml (merge (dict "folder" "/var/lib/rollmesh/run") .Values.run) -}}
 {{- end -}}
 
-{{/* A ServiceAccount that no token is mounted for: (list $ "rollout"). */}}
+{{/* A ServiceAccount without a mounted token: (list $ "rollout"). */}}
 {{- define "rollmesh.serviceAccount" -}}
 apiVersion: v1
 kind: ServiceAccount
@@ -150,7 +156,7 @@ spec:
       {{- include "rollmesh.selectorLabels" . | nindent 6 }}
 {{- end -}}
 
-{{/* redis.conf of the server in the chart; the pod starts anew when it changes. */}}
+{{/* redis.conf of the server in the chart; the pod restarts when it changes. */}}
 {{- define "rollmesh.redisConfig" -}}
 dir /data
 port 6379
@@ -166,12 +172,12 @@ maxmemory-policy noeviction
 {{- end }}
 {{- end -}}
 
-{{/* Whether Redis answers commands, with the password from the environment. */}}
+{{/* Probe: Redis answers PING, with the password from the environment. */}}
 {{- define "rollmesh.redisProbe" -}}
 {{- list "sh" "-c" "[ \"$(REDISCLI_AUTH=$REDIS_PASSWORD redis-cli ping)\" = PONG ]" | toJson -}}
 {{- end -}}
 
-{{/* How Prometheus identifies itself on the admin ports. */}}
+{{/* Credentials of Prometheus on the admin ports. */}}
 {{- define "rollmesh.scrapeSecurity" -}}
 {{- $tls := .Values.security.tls -}}
 {{- if $tls.enabled }}
@@ -192,7 +198,7 @@ authorization:
 {{- end }}
 {{- end -}}
 
-{{/* The rules and dashboards of this chart know targets by the labels run and service. */}}
+{{/* The rules and dashboards of this chart identify targets by the labels run and service. */}}
 {{- define "rollmesh.scrapeLabels" -}}
 relabelings:
   - {sourceLabels: [__meta_kubernetes_pod_label_rollmesh_run], targetLabel: run}

@@ -1,4 +1,4 @@
-{{/* What the pods of all components share. Each component's own file says everything else. */}}
+{{/* Parts that the pods of all components share. Each component's own file has the rest. */}}
 
 {{/* Pod-level settings: (list $ "rollout"). */}}
 {{- define "rollmesh.podSettings" -}}
@@ -48,7 +48,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* A checksum that starts pods anew when the run file changes. */}}
+{{/* A checksum that restarts pods when the run file changes. */}}
 {{- define "rollmesh.podAnnotations" -}}
 {{- $root := index . 0 -}}
 {{- $values := index $root.Values (index . 1) -}}
@@ -67,7 +67,7 @@ securityContext:
     drop: ["ALL"]
 {{- end -}}
 
-{{/* Environment of every service: who it is, where it listens, where the run folder is: (list $ "rollout"). */}}
+{{/* Environment of every service: identity, listening addresses, run folder: (list $ "rollout"). */}}
 {{- define "rollmesh.env" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
@@ -148,7 +148,7 @@ securityContext:
 {{- end }}
 {{- end -}}
 
-{{/* Environment of services that have answers scored. */}}
+{{/* Environment of services that call the reward service. */}}
 {{- define "rollmesh.rewardEnv" -}}
 - name: ROLLMESH_REWARD__ADDRESS
   value: {{ printf "%s:%v" (include "rollmesh.componentName" (list . "reward")) .Values.network.grpcPort | quote }}
@@ -178,7 +178,7 @@ securityContext:
 {{- end -}}
 {{- end -}}
 
-{{/* Volumes: (list $ "trainer" (list "checkpoints" "store")); the last item says what else the component uses. */}}
+{{/* Volumes: (list $ "trainer" (list "checkpoints" "store")); the last item lists the further uses of the component. */}}
 {{- define "rollmesh.volumes" -}}
 {{- $root := index . 0 -}}
 {{- $component := index . 1 -}}
@@ -312,7 +312,7 @@ securityContext:
     {{- include "rollmesh.volumeMounts" . | nindent 4 }}
 {{- end -}}
 
-{{/* Probes of a service. Liveness is the admin port's, which looks at every loop; a model may take long to load, so
+{{/* Probes of a service. Liveness is the admin port's, which checks every loop; a model may take long to load, so
      nothing is judged before the startup probe has passed. A kubelet's gRPC probe speaks no TLS, so with certificates
      readiness is asked of the admin port as well: (list $ "generator" "grpc" | "http"). */}}
 {{- define "rollmesh.probes" -}}

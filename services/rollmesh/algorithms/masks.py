@@ -25,6 +25,7 @@ def stale_mask(staleness: Tensor, original_mask: Tensor, max_staleness: int | No
 
     ``staleness`` int [tokens] in train steps; ``original_mask`` bool [tokens] marks the tokens sampled by a policy.
     """
+    # docs/architecture.md: The staleness bound
     if max_staleness is None:
         return original_mask
     return original_mask & (staleness <= max_staleness)

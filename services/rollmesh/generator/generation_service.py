@@ -162,6 +162,7 @@ class GenerationService(stubs.GenerationServiceServicer):
     def _check_load(self, need: VersionNeed) -> None:
         """Raise GenerationRefused unless the engine serves the version and has room for the call."""
         status = self._engine.status()
+        # docs/architecture.md: The staleness bound
         if status.policy_version < need.min_policy_version:
             raise PreconditionFailed(
                 f"min_policy_version={need.min_policy_version}: this generator serves {status.policy_version}"
@@ -185,6 +186,7 @@ class GenerationService(stubs.GenerationServiceServicer):
 def _check_version(chunk: Chunk, need: VersionNeed) -> None:
     """Raise PreconditionFailed if the version changed while the call waited for a slot."""
     pinned = need.pinned_policy_version
+    # docs/architecture.md: The staleness bound
     wrong = chunk.policy_version < need.min_policy_version or pinned not in (None, chunk.policy_version)
     if wrong and len(chunk.token_ids):
         raise PreconditionFailed(f"policy version {chunk.policy_version} was put in service while the call waited")

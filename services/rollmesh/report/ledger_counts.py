@@ -162,6 +162,7 @@ def _count_loss(
     trained: Trained, trajectory: Trajectory, current: int, rule: StalenessRule, train_steps: Mapping[int, int]
 ) -> None:
     """Count staleness and off-policy tokens of a trajectory with a reward; ``current`` is the step before its batch."""
+    # docs/architecture.md: The staleness bound
     segments = [s for s in policy_segments(trajectory) if len(s)]
     trained.versions.update(s.policy_version for s in segments)
     if any(s.policy_version not in train_steps for s in segments):

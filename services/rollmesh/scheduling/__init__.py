@@ -1,4 +1,8 @@
-"""Pure scheduling: the leader's decisions for one view of the mesh. No I/O, no clock, no asyncio."""
+"""Pure scheduling: the leader's decisions for one view of the mesh. No I/O, no clock, no asyncio.
+
+The leader calls ``decide`` with a view of the queue; the simulator of the tests calls the same function. It must not
+remember anything between two calls.
+"""
 
 from rollmesh.scheduling.decide import decide, needs_groups
 from rollmesh.scheduling.presets import expected_staleness, resolve_schedule

@@ -14,6 +14,7 @@ def capacity(schedule: Schedule, view: MeshView) -> int:
     yet: groups admitted now would start on the older weights. With consumed = trained_step * B this is AReaL's
     (eta + v + 1) * B - (accepted + running) at the announced version v.
     """
+    # docs/architecture.md: The staleness bound
     unannounced = max(0, view.trained_step - view.policy_train_step)
     return schedule.capacity_groups - view.admitted_unconsumed - unannounced * schedule.groups_per_batch
 
@@ -73,6 +74,7 @@ def start_at_version(schedule: Schedule, view: MeshView, admitted: int) -> int:
     u >= c + ceil(T/B) - 1 - max_staleness. A cut lowers T by B and raises c by one, so the floor holds until more
     groups are admitted, and those use the new floor.
     """
+    # docs/architecture.md: The staleness bound
     if view.policy_version < 0:
         return 0
     unclaimed = view.open_groups + view.ready_groups + admitted

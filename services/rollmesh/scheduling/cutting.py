@@ -31,6 +31,7 @@ def stale_groups(schedule: Schedule, view: MeshView) -> tuple[Eviction, ...]:
 
     Under ``pace`` there are none, unless an operator lowered the bound or rolled the trainer forward.
     """
+    # docs/architecture.md: The staleness bound
     if not any_stale(schedule, view):
         return ()
     known = {g.group_id: g for g in (*view.ready, *view.stalest_open)}
@@ -47,6 +48,7 @@ def any_stale(schedule: Schedule, view: MeshView) -> bool:
 
 def plan_cut(schedule: Schedule, view: MeshView) -> CutPlan:
     """Plan batch cut_step + 1: groups with the earliest deadline first, then in admission order."""
+    # docs/architecture.md: The staleness bound
     batch = schedule.groups_per_batch
     if view.cut_step != view.trained_step:
         return CutPlan(waiting_for=f"the trainer: step {view.cut_step} is cut and not trained yet")

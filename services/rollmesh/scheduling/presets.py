@@ -49,6 +49,7 @@ def resolve_schedule(config: ScheduleConfig, train_steps: int) -> Schedule:
     Raises ConfigError if max_staleness contradicts the preset, or pool_size exceeds the most that the staleness bound
     admits: (max_staleness + 1) * groups_per_batch * group_size.
     """
+    # docs/architecture.md: The staleness bound
     preset = _PRESETS[config.preset]
     batch, size = config.groups_per_batch, config.group_size
     staleness = preset.max_staleness if config.max_staleness is None else config.max_staleness

@@ -3,6 +3,9 @@
 trajectory: pending -> leased -> finished -> scored | unscorable        leased -> partial | pending -> leased
             finished without its worker -> scoring queue                any before the cut -> evicted | dead
 group:      open -> ready | filtered | dead -> cut(s) -> consumed(s)    open, ready -> evicted
+
+Every service but the reward service calls it; no other package talks to Redis. It must not decide when something
+happens: a script checks that a change is allowed, and applies it.
 """
 
 from rollmesh.store.digest import TokenDigest

@@ -91,6 +91,7 @@ class ActiveTrajectory:
     @property
     def min_version(self) -> int:
         """Oldest policy version that may sample the next token."""
+        # docs/architecture.md: The staleness bound
         own = self.start_floor if self.newest_version < 0 else self.newest_version
         return max(own, self.call_floor, 0)
 

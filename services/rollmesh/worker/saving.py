@@ -65,6 +65,7 @@ class Saver:
 
     async def report_first_token(self, active: ActiveTrajectory) -> None:
         """Report the policy version of an unsaved first token, once; raises LetGo if the lease is lost."""
+        # docs/architecture.md: The staleness bound
         version = active.first_version
         if version is None or active.saved_token_count or active.first_token_reported:
             return

@@ -218,7 +218,8 @@ def other_references_lead_somewhere(rendering: Rendering) -> Iterator[str]:
 
 
 def _secrets(rendering: Rendering) -> set[str]:
-    return {t["spec"]["secretName"] for t in rendering.of_kind("Certificate")} | _GIVEN_SECRETS
+    made = {t["spec"]["secretName"] for t in rendering.of_kind("Certificate")}
+    return made | {t["metadata"]["name"] for t in rendering.of_kind("Secret")} | _GIVEN_SECRETS
 
 
 @check

@@ -91,7 +91,7 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
 @pytest.mark.parametrize(
     ("items", "complaint"),
     [
-        (["secrets.existingSecret="], "secrets.existingSecret is empty"),
+        (["secrets.create=false", "secrets.existingSecret="], "secrets.existingSecret is empty"),
         (["redis.enabled=false"], "redis.externalUrl is empty"),
         (["generator.kind=LeaderWorkerSet"], "run.generator.engine=sglang"),
         (["generator.autoscaling.kind=keda"], "keda.prometheusAddress is empty"),

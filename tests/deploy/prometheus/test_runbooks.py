@@ -9,10 +9,8 @@ from pathlib import Path
 import click
 import pytest
 import typer.main
-from pydantic import BaseModel
 
 from rollmesh.cli.main import app
-from rollmesh.config import RunConfig
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.store.queue_types import WASTE_REASONS
@@ -58,13 +56,6 @@ def test_commands_in_a_runbook_exist(file: Path) -> None:
             assert event == "error" or f'"{event}"' in code(), f"no service logs {event}"
 
 
-@by_name
-def test_settings_in_a_runbook_exist(file: Path) -> None:
-    for setting in re.findall(r"`([a-z]+(?:\.[a-z_]+)+)\b", file.read_text()):
-        if setting.split(".")[0] in RunConfig.model_fields:
-            assert known_setting(setting), setting
-
-
 def test_the_reasons_in_the_goodput_runbook_are_counted_as_such() -> None:
     metrics = Metrics("rollout")
     RolloutMetrics(metrics)
@@ -102,19 +93,6 @@ def known_command(words: list[str]) -> bool:
         if word not in commands:
             return False
         command = commands[word]
-    return True
-
-
-def known_setting(path: str) -> bool:
-    """Whether a dotted name leads to a field of the run file."""
-    model: type[BaseModel] | None = RunConfig
-    for part in path.split("."):
-        if model is None:
-            return True  # below a field of several shapes
-        if part not in model.model_fields:
-            return False
-        kind = model.model_fields[part].annotation
-        model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
     return True
 
 

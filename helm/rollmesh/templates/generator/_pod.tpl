@@ -12,7 +12,7 @@ metadata:
     {{- include "rollmesh.podAnnotations" (list $root "generator") | nindent 4 }}
 spec:
   {{- include "rollmesh.podSettings" (list $root "generator") | nindent 2 }}
-  # SIGTERM takes the generator out of the registry and ends its streams as interrupted, with every token delivered;
+  # SIGTERM removes the generator from the registry and ends its streams as interrupted, with every token delivered;
   # an SGLang beside it is stopped last. No preStop hook is needed.
   terminationGracePeriodSeconds: {{ add (include "rollmesh.gracePeriodSeconds" $root) (ternary 15 0 $sidecar) }}
   initContainers:

@@ -1,4 +1,4 @@
-{{/* An SGLang server in a container of its own: the native sidecar of a generator, or a rank on another node. */}}
+{{/* An SGLang server in a separate container: the native sidecar of a generator, or a rank on another node. */}}
 
 {{- define "rollmesh.sglangKey" -}}
 valueFrom:
@@ -7,7 +7,7 @@ valueFrom:
     key: {{ .Values.secrets.keys.sglangAdminKey | quote }}
 {{- end -}}
 
-{{/* Everything of the container but its name: (list $ $kind "leader" | "worker"). Flags as docs/sglang.md asks for. */}}
+{{/* Everything of the container but its name: (list $ $kind "leader" | "worker"). The flags are those of docs/sglang.md. */}}
 {{- define "rollmesh.sglangServer" -}}
 {{- $root := index . 0 -}}
 {{- $multinode := eq (index . 1) "LeaderWorkerSet" -}}
@@ -61,7 +61,7 @@ env:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 {{- if eq (index . 2) "leader" }}
-# On loopback, so the kubelet cannot ask it itself; /model_info is answered while the server is paused, too.
+# On loopback, so the kubelet cannot probe it; /model_info is answered while the server is paused, too.
 startupProbe:
   exec: {command: {{ include "rollmesh.sglangProbe" $sidecar }}}
   periodSeconds: 10

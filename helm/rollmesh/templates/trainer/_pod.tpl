@@ -14,7 +14,7 @@
 {{- $root := index . 0 -}}
 {{- $uses := list "store" "checkpoints" -}}
 {{- $trainer := $root.Values.trainer -}}
-{{- $gang := gt (mul (int $trainer.nodes) (int $trainer.processesPerNode)) 1 -}}
+{{- $severalRanks := gt (mul (int $trainer.nodes) (int $trainer.processesPerNode)) 1 -}}
 {{- if and $root.Values.checkpoints.url (gt (int $trainer.nodes) 1) -}}
 {{- fail (printf "trainer.nodes=%v needs a checkpoint volume, not checkpoints.url: the ranks write one state together" $trainer.nodes) -}}
 {{- end -}}
@@ -28,7 +28,7 @@ spec:
   {{- with index . 2 }}
   restartPolicy: {{ . }}
   {{- end }}
-  # Every step ends in a committed state; what SIGTERM interrupts is replayed from its batch file.
+  # Every step ends in a committed state; a step that SIGTERM interrupts is replayed from its batch file.
   terminationGracePeriodSeconds: {{ include "rollmesh.gracePeriodSeconds" $root }}
   initContainers:
     {{- include "rollmesh.validateContainer" (list $root "trainer" $uses) | nindent 4 }}
@@ -36,7 +36,7 @@ spec:
     - name: trainer
       image: {{ include "rollmesh.image" (list $root $trainer.image) | quote }}
       imagePullPolicy: {{ $trainer.image.pullPolicy | quote }}
-      {{- if $gang }}
+      {{- if $severalRanks }}
       command: ["python3", "-m", "rollmesh.trainer.torchrun"]
       args: ["-m", "rollmesh.cli.main", "trainer", "/etc/rollmesh/run/run.yaml"]
       {{- else }}
@@ -46,8 +46,8 @@ spec:
         {{- include "rollmesh.env" (list $root "trainer") | nindent 8 }}
         {{- include "rollmesh.storeEnv" $root | nindent 8 }}
         {{- include "rollmesh.checkpointEnv" $root | nindent 8 }}
-        {{- if $gang }}
-        # torchrun reads its flags from PET_*. All pods meet at the first one; a rank that fails restarts the gang.
+        {{- if $severalRanks }}
+        # torchrun reads its flags from PET_*. All pods rendezvous at the first one; a rank that fails restarts all ranks.
         - name: PET_NNODES
           value: {{ $trainer.nodes | quote }}
         - name: PET_NPROC_PER_NODE

@@ -109,6 +109,7 @@ def _members(run: RunFiles) -> Iterator[str]:
 
 
 def _staleness(run: RunFiles, named: Mapping[int, int]) -> Iterator[str]:
+    # docs/architecture.md: The staleness bound
     bound = run.config["schedule"]["max_staleness"]
     if bound is None:
         yield "the run file does not set schedule.max_staleness, so staleness was not checked"

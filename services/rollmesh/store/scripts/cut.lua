@@ -14,6 +14,7 @@ if meta[3] then fail('CONFLICT', 'cut ' .. step .. ': a rollback is still droppi
 if step ~= tonumber(meta[2]) + 1 or step ~= tonumber(meta[1]) + 1 then
   fail('CONFLICT', 'cut ' .. step .. ': cut_step is ' .. meta[2] .. ', trained_step is ' .. meta[1])
 end
+-- docs/architecture.md: The staleness bound
 local limits = call('HMGET', K.limits, 'max_staleness', 'mask_old_segments')
 local oldest, seen = step - 1 - tonumber(limits[1]), {}
 for _, gid in ipairs(gids) do

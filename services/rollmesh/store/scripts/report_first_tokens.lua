@@ -2,6 +2,7 @@
 -- uses: core group save_status steps versions
 -- Applies the policy versions of first tokens that are saved later to the age of their groups. ARGV: session, number of
 -- items, then per item: id, policy version. Returns (status, saved tokens) per item.
+-- docs/architecture.md: The staleness bound
 local steps, reply = {}, {}
 for at = 3, #ARGV, 2 do
   steps[at] = train_step_of(ARGV[at + 1])

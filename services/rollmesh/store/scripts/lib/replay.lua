@@ -3,6 +3,7 @@
 local ADMISSION_SHARE = 0.8
 
 local function has_room_for_a_group()
+  -- docs/architecture.md: The staleness bound
   local limits = call('HMGET', K.limits, 'max_staleness', 'groups_per_batch')
   local admitted = call('ZCARD', K.open) + call('ZCARD', K.ready) + call('HLEN', K.cut)
   if admitted >= (tonumber(limits[1]) + 1) * tonumber(limits[2]) then return false end
