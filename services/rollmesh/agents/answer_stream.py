@@ -9,6 +9,7 @@ from typing import Any
 
 from rollmesh.agents.answer_turn import AnswerTurn, TokenLogprob
 from rollmesh.agents.openai_errors import unavailable
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import FinishReason, Int32Array, Segment
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
@@ -86,8 +87,7 @@ class AnswerStream:
             yield self._last(task.result())
         finally:
             if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_and_wait(task)
 
     def replay(self, finish_reason: str) -> Delta:
         """Return a complete answer as one delta."""

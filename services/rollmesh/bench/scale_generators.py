@@ -29,6 +29,7 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, GeneratorRecord, Int32Array
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
@@ -229,9 +230,7 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
         tasks = [asyncio.create_task(loop) for loop in loops]
         stopped = asyncio.create_task(wait_or_shutdown(shutdown, float("inf")))
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for task in (stopped, *tasks):
-            task.cancel()
-        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+        await cancel_and_wait(stopped, *tasks)
         for task in done - {stopped}:
             task.result()
 

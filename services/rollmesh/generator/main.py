@@ -26,6 +26,7 @@ from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
@@ -106,12 +107,8 @@ async def _run(
         await asyncio.wait([waiting, drained, *loops], return_when=asyncio.FIRST_COMPLETED)
     finally:
         serving_state.drain()
-        for task in (waiting, drained, *loops):
-            task.cancel()
-        ended = await asyncio.gather(*loops, return_exceptions=True)
+        ended = await cancel_and_wait(waiting, drained, *loops)
         await registration.leave()
         interrupted = await interrupt_all(engine, serving_state) if serving_state.started else 0
         log.info("left_the_mesh", interrupted_calls=interrupted)
-    for result in ended:
-        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
-            raise result
+    raise_first_error(ended)

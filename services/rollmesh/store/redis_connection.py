@@ -19,6 +19,7 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 
 from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff
 from rollmesh.store.keys import Keys
 from rollmesh.store.redis_client import tls_failure
 from rollmesh.store.scripts import RunUnknown, Script, load_scripts, refuses_credentials, store_error
@@ -29,8 +30,7 @@ Reply = Any
 
 _TRANSIENT = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ReadOnlyError, OSError)
 _MINIMUM_VERSION = (7, 0)
-_MINIMUM_DELAY_SECONDS = 0.02
-_MAXIMUM_DELAY_SECONDS = 1.0
+_BACKOFF = Backoff(first_seconds=0.02, longest_seconds=1.0)
 _CALL_SECONDS = 15.0
 """Time limit of one attempt; redis-py closes the connection of a call that is cancelled while in progress."""
 _LONGEST_BLOCK_SECONDS = 5.0
@@ -198,7 +198,7 @@ class Connection:
     async def _retrying(self, call: Callable[[], Awaitable[Reply]], label: str, observer: CallObserver | None) -> Reply:
         start = time.monotonic()
         deadline = start + self._retry_seconds
-        delay = _MINIMUM_DELAY_SECONDS
+        failure_count = 0
         while True:
             try:
                 async with asyncio.timeout(_CALL_SECONDS):
@@ -213,6 +213,8 @@ class Connection:
                     raise store_error(error, label) from error
                 if (failure := tls_failure(error)) is not None:
                     raise StoreUnavailable(f"{label}: {failure}") from error
+                failure_count += 1
+                delay = _BACKOFF.seconds(failure_count)
                 if time.monotonic() + delay > deadline:
                     raise StoreUnavailable(
                         f"{label}: Redis was unreachable for {self._retry_seconds:g} s: {_reason(error)}"
@@ -224,7 +226,6 @@ class Connection:
                     observer.failed()
                 raise converted from error
             await asyncio.sleep(delay)
-            delay = min(2 * delay, _MAXIMUM_DELAY_SECONDS)
 
 
 def _reason(error: BaseException) -> str:

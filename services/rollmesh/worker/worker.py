@@ -8,7 +8,6 @@ tasks        program -> finish -> reward -> score; an error in one task does not
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +16,10 @@ from typing import Any
 from rollmesh.errors import DataError, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Desired
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import BackgroundTasks, cancel_and_wait
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import Fork, ForkStatus, LeasedTrajectory, ReleaseReason
@@ -41,7 +42,7 @@ _IDLE_SECONDS = 0.25
 _WATCH_SECONDS = 0.05
 _REGISTRY_SECONDS = 0.25
 _ORPHANS_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 15.0
+_FAILED_ATTEMPT = Backoff(first_seconds=0.5, longest_seconds=15.0)
 _LOOP_DEADLINE_SECONDS = 120.0
 
 
@@ -73,12 +74,12 @@ class Worker:
         budget: int,
         concurrency: int,
         drain_seconds: float,
-        first_pause_seconds: float = 0.5,
+        failed_attempt: Backoff = _FAILED_ATTEMPT,
         new_limit: Callable[[], int] | None = None,
     ) -> None:
         """Set up a worker.
 
-        A failed first attempt keeps its lease for ``first_pause_seconds``, doubled with every further attempt.
+        ``failed_attempt`` gives the time for which a failed attempt keeps its lease.
         ``new_limit`` returns the number of trajectories without tokens that may be leased now; None sets no limit.
         """
         self._deps = deps
@@ -86,11 +87,11 @@ class Worker:
         self._budget = budget
         self._concurrency = concurrency
         self._drain_seconds = drain_seconds
-        self._first_pause_seconds = first_pause_seconds
+        self._failed_attempt = failed_attempt
         self._new_limit = new_limit
         self._desired = Desired(pool_size=0)
         self._desired_lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._unfinished: dict[ActiveTrajectory, None] = {}
         """Leased trajectories without their last token; kept apart because they are counted at every lease."""
         self._room = asyncio.Event()
@@ -103,21 +104,17 @@ class Worker:
         """Work until ``shutdown``, then save unfinished trajectories as partial and release them."""
         for name in ("lease", "watch"):
             self._deps.health.watch(name, _LOOP_DEADLINE_SECONDS)
-        loops = [
-            asyncio.create_task(self._lease_loop(), name="lease"),
-            asyncio.create_task(self._watch_loop(), name="watch"),
-        ]
+        lease = asyncio.create_task(self._lease_loop(), name="lease")
+        watch = asyncio.create_task(self._watch_loop(), name="watch")
         stopped = asyncio.ensure_future(shutdown.wait())
         try:
-            done, _ = await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([stopped, lease, watch], return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopped}:
                 task.result()
         finally:
-            stopped.cancel()
-            loops[0].cancel()
+            await cancel_and_wait(stopped, lease)
             await self._drain()
-            loops[1].cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
+            await cancel_and_wait(watch)
             for name in ("lease", "watch"):
                 self._deps.health.unwatch(name)
 
@@ -222,13 +219,10 @@ class Worker:
         self._deps.session.trajectories[active.trajectory_id] = active
         if not active.finished:
             self._unfinished[active] = None
-        task = asyncio.create_task(self._attempt(active, work), name=active.trajectory_id)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._tasks.start(self._attempt(active, work), active.trajectory_id).add_done_callback(self._log_error)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _log_error(self, task: asyncio.Task[None]) -> None:
         """Log the error of a trajectory's task; the worker continues, and the lease expires with the session."""
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("trajectory_task_failed", trajectory=task.get_name(), exc_info=error)
 
@@ -282,10 +276,7 @@ class Worker:
         """Release a failed attempt after a pause: attempts are few, and the cause of the failure may pass."""
         active.span.fail(message)
         self._deps.metrics.dropped("failed")
-        pause = min(self._first_pause_seconds * 2.0 ** (active.attempt - 1), _LONGEST_PAUSE_SECONDS)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self._draining.wait()
+        await wait_or_shutdown(self._draining, self._failed_attempt.seconds(active.attempt))
         await self._deps.saver.release(active.trajectory_id, ReleaseReason.FAILED)
 
     async def _run_program(self, active: ActiveTrajectory) -> None:
@@ -398,8 +389,8 @@ class Worker:
         unfinished = [task for task in self._tasks if not self._is_finished(task)]
         if unfinished:
             await asyncio.wait(unfinished, timeout=self._drain_seconds)
-        left = [task for task in self._tasks if task.cancel()]
-        await asyncio.gather(*left, return_exceptions=True)
+        left = [task for task in self._tasks if not task.done()]
+        await cancel_and_wait(*left)
         self._log.info("drained", parked=len(unfinished), cut_off=len(left))
 
     def _is_finished(self, task: asyncio.Task[None]) -> bool:
