@@ -70,8 +70,7 @@ class AnswerStream:
                 self.turn.feed(segment)
             self._seen = active.token_count
         if self.turn.stopped and not active.stop_requested:
-            active.stop_requested = True
-            active.trim(self._start + self.turn.token_count)
+            active.request_stop(self._start + self.turn.token_count)
             self._seen = active.token_count
         self._changed.set()
 

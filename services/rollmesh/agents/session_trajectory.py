@@ -91,7 +91,7 @@ class SessionTrajectory:
         Raises Parked and LetGo like every program, and AgentGone if the agent gave up or was silent for too long.
         """
         active = self.active = rollout.active
-        active.changed = lambda: self._on_change(active)
+        active.observe(self._on_change)
         self.rollout = rollout
         self.notify()
         try:

@@ -64,7 +64,7 @@ class UnrecordedCalls:
         )
         turn = AnswerTurn(self._tokenizer, context_ids, request.stops)
         stream = AnswerStream(turn, 0)
-        active.changed = lambda: stream.update(active)
+        active.observe(stream.update)
 
         async def sample() -> FinishReason:
             return await self._caller.sample(

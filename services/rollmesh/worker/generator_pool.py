@@ -61,7 +61,7 @@ class GeneratorSlot:
 
     def __enter__(self) -> GeneratorSlot:
         self._generators.occupy(self)
-        self.active.generator = self.record.instance_id
+        self.active.begin_call(self.record.instance_id)
         return self
 
     def __exit__(

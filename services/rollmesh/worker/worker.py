@@ -210,9 +210,14 @@ class Worker:
         return leased
 
     def _start(self, leased: LeasedTrajectory, work: Callable[[ActiveTrajectory], Coroutine[Any, Any, None]]) -> None:
-        active = ActiveTrajectory(leased.trajectory, leased.attempt, leased.snapshot, leased.incarnation)
-        active.first_lease_time = leased.first_lease_time
-        active.start_floor, active.call_floor = self._desired.start_at_version, self._desired.interrupt_below_version
+        active = ActiveTrajectory(
+            leased.trajectory,
+            attempt=leased.attempt,
+            snapshot=leased.snapshot,
+            incarnation=leased.incarnation,
+            first_lease_time=leased.first_lease_time,
+        )
+        active.set_floors(start=self._desired.start_at_version, call=self._desired.interrupt_below_version)
         if not active.finished and (self._draining.is_set() or self._desired.paused):
             # Leased just before the pause or the drain, which has parked all other trajectories already.
             active.park(ReleaseReason.DRAINED if self._draining.is_set() else ReleaseReason.PAUSED)
@@ -268,8 +273,7 @@ class Worker:
             if deps.session.trajectories.get(active.trajectory_id) is active:
                 del deps.session.trajectories[active.trajectory_id]
             self._unfinished.pop(active, None)
-            active.closed = True
-            active.changed()
+            active.close()
             self._room.set()
 
     async def _give_up(self, active: ActiveTrajectory, message: str) -> None:
@@ -314,11 +318,11 @@ class Worker:
         if result.dead:
             self._deps.metrics.dropped("dead")
             await self._deps.saver.fail(active.trajectory_id, f"{result.outcome.kind}: {result.outcome.message}")
-            active.recorded = True
+            active.mark_recorded()
             end_of_trajectory(active, "dead", 0.0)
             return
         await self._deps.saver.score(active, result.outcome, result.shaped_reward, assigned=result.assigned)
-        active.recorded = True
+        active.mark_recorded()
         end_of_trajectory(active, result.outcome.kind.value, result.shaped_reward)
         if result.outcome.kind is not OutcomeKind.SCORED and not result.assigned:
             self._deps.metrics.dropped("unscorable")
@@ -347,7 +351,7 @@ class Worker:
             return
         unfinished = list(self._unfinished)
         for active in unfinished:
-            active.start_floor, active.call_floor = now.start_at_version, now.interrupt_below_version
+            active.set_floors(start=now.start_at_version, call=now.interrupt_below_version)
         if now.paused and not before.paused:
             self._park(ReleaseReason.PAUSED)
         if before.paused and not now.paused:

@@ -172,11 +172,10 @@ class WorkerSession:
                 continue
             if answer.kept:
                 kept += 1
-                active.first_token_reported = False  # Redis may have been restored to a state before the report
                 saved = answer.saved_token_count
                 if active.saved_token_count > saved_before[answer.trajectory_id]:
                     saved = max(saved, active.saved_token_count)  # a save was answered during the registration
-                active.saved_token_count = min(saved, active.token_count)
+                active.mark_registered(saved)
             else:
                 active.lose("the queue stores other tokens of the trajectory, or another worker has leased it")
         self._log.warning("session_registered_again", held=len(held_tokens), kept=kept)

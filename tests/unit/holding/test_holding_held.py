@@ -42,7 +42,7 @@ def test_unsaved_tokens_are_exactly_those_after_the_saved_count(lengths, data):
     for length in lengths:
         trajectory.add(segment(range(first, first + length)))
         first += length
-    trajectory.saved_token_count = data.draw(st.integers(0, first))
+    trajectory.mark_saved(data.draw(st.integers(0, first)))
     rest = trajectory.unsaved()
     assert ids_of(rest) == list(range(trajectory.saved_token_count, first))
     for part in rest:
@@ -51,13 +51,13 @@ def test_unsaved_tokens_are_exactly_those_after_the_saved_count(lengths, data):
 
 def test_the_next_token_needs_the_newest_segments_version_and_a_new_trajectory_its_floor():
     trajectory = held()
-    trajectory.start_floor = 3
+    trajectory.set_floors(start=3, call=0)
     assert trajectory.min_version == 3
     trajectory.add(segment([1], version=2))
     assert trajectory.min_version == 2
     trajectory.add(segment([5], version=0, source=SegmentSource.ENVIRONMENT))
     assert trajectory.min_version == 2
-    trajectory.call_floor = 6
+    trajectory.set_floors(start=3, call=6)
     assert trajectory.min_version == 6
 
 
@@ -103,7 +103,7 @@ def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
     trajectory.trim(7)
     assert (trajectory.token_count, trajectory.newest_version) == (7, 2)
     assert ids_of(trajectory.segments) == list(range(7))
-    trajectory.saved_token_count = 4
+    trajectory.mark_saved(4)
     trajectory.trim(2)
     assert (trajectory.token_count, trajectory.newest_version) == (4, 1)
     assert trajectory.unsaved() == []
@@ -113,7 +113,7 @@ def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
 
 def test_whoever_looks_is_told_of_tokens_of_a_pause_and_of_a_loss():
     trajectory, told = held(), []
-    trajectory.changed = lambda: told.append((trajectory.token_count, trajectory.wanted))
+    trajectory.observe(lambda seen: told.append((seen.token_count, seen.wanted)))
     trajectory.add(segment([1, 2]))
     trajectory.park(ReleaseReason.PAUSED)
     trajectory.unpark()
