@@ -41,7 +41,9 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     startup, EngineError if the engine cannot load its first policy or fails later.
     """
     host, security = bind_host(config), PortSecurity.from_config(config.security)
-    metrics, health, serving_state = Metrics("generator"), Health(), ServingState()
+    metrics, health, server = Metrics("generator"), Health(), create_server(security)
+    grpc_port = security.bind(server, host_port(host, config.network.grpc_port))
+    serving_state = ServingState(address=advertised(config, grpc_port))
     async with AsyncExitStack() as stack:
         engine = build_engine(config, index)
         stack.push_async_callback(engine.aclose)
@@ -65,12 +67,9 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             canary=Canary.from_config(config),
             max_context_tokens=config.generator.max_context_tokens,
         )
-        server = create_server(security)
         service = GenerationService(engine, serving_state, service_metrics, watcher.load_version)
         stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
-        grpc_port = security.bind(server, host_port(host, config.network.grpc_port))
-        serving_state.address = advertised(config, grpc_port)
         await server.start()
         # Handlers still in progress at shutdown must close their streams: the run file limits the time for that.
         stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)

@@ -52,8 +52,8 @@ class Connection:
         self.keys = Keys(run)
         self._scripts = scripts
         self._retry_seconds = retry_seconds
-        self.write_limits_again: Callable[[], Awaitable[None]] | None = None
-        """Restores the limits of a run that Redis has lost; set once they are known."""
+        self._limits: Sequence[Argument] = ()
+        """Arguments of ``init_run``; empty before ``restore_lost_run``."""
         self._idle: list[AbstractConnection] = []
         self._execute = cast("Callable[..., Awaitable[Reply]]", client.execute_command)
 
@@ -104,10 +104,14 @@ class Connection:
             return await self._run(name, *arguments)
         except RunUnknown:
             # Redis came back empty: restore the limits of the run, if this client has them.
-            if self.write_limits_again is None:
+            if not self._limits:
                 raise
-            await self.write_limits_again()
+            await self._run("init_run", 1, *self._limits)
             return await self._run(name, *arguments)
+
+    def restore_lost_run(self, limits: Sequence[Argument]) -> None:
+        """Send these arguments of ``init_run`` again whenever Redis comes back without the run."""
+        self._limits = limits
 
     async def _run(self, name: str, *arguments: Argument) -> Reply:
         script = self._scripts[name]

@@ -76,11 +76,13 @@ class Worker:
         drain_seconds: float,
         failed_attempt: Backoff = _FAILED_ATTEMPT,
         new_limit: Callable[[], int] | None = None,
+        work_due: asyncio.Event | None = None,
     ) -> None:
         """Set up a worker.
 
         ``failed_attempt`` gives the time for which a failed attempt keeps its lease.
         ``new_limit`` returns the number of trajectories without tokens that may be leased now; None sets no limit.
+        ``work_due`` is set by others when this number rises: the worker then leases at once.
         """
         self._deps = deps
         self._params = params
@@ -94,7 +96,7 @@ class Worker:
         self._tasks = BackgroundTasks()
         self._unfinished: dict[ActiveTrajectory, None] = {}
         """Leased trajectories without their last token; kept apart because they are counted at every lease."""
-        self._room = asyncio.Event()
+        self._room = work_due if work_due is not None else asyncio.Event()
         self._draining = asyncio.Event()
         self._orphans_due = 0.0
         self._alive: Beat = lambda: deps.health.beat("lease")
@@ -117,10 +119,6 @@ class Worker:
             await cancel_and_wait(watch)
             for name in ("lease", "watch"):
                 self._deps.health.unwatch(name)
-
-    def wake(self) -> None:
-        """Try to lease work now, after a change that the worker cannot observe."""
-        self._room.set()
 
     async def fork(self, active: ActiveTrajectory, nonce: str) -> Fork:
         """Open and lease one more member of a leased trajectory's group; the same ``nonce`` returns the same member.
