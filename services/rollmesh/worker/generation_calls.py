@@ -186,13 +186,7 @@ class Caller:
             group_id=active.trajectory.group_id,
             unacknowledged_token_limit=self._limits.saving.unacknowledged_token_limit if durable else 0,
         )
-        chunks = self._client.generate(
-            slot.record,
-            call,
-            min_policy_version=slot.need.min_version,
-            pinned_policy_version=slot.need.pinned_version,
-            traceparent=traceparent,
-        )
+        chunks = self._client.generate(slot.record, call, slot.need, traceparent=traceparent)
         try:
             while True:
                 async with asyncio.timeout(self._limits.chunk_timeout_seconds) as deadline:

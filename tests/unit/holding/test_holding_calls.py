@@ -14,6 +14,7 @@ from rollmesh.errors import EngineError
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import (
+    ANY_VERSION,
     Chunk,
     FinishReason,
     GenerationCall,
@@ -22,6 +23,7 @@ from rollmesh.types import (
     Prompt,
     SamplingParams,
     Trajectory,
+    VersionNeed,
 )
 from rollmesh.worker.acknowledgements import Acknowledger
 from rollmesh.worker.active_trajectory import ActiveTrajectory
@@ -68,9 +70,8 @@ class Generator:
         self,
         record: GeneratorRecord,
         call: GenerationCall,
+        need: VersionNeed = ANY_VERSION,
         *,
-        min_policy_version: int = 0,
-        pinned_policy_version: int | None = None,
         traceparent: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         self.calls.append(call)
