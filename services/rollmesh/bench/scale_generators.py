@@ -211,12 +211,12 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
         engines, serving_states, registrations = [], [], []
         for _ in range(emulation.generators):
-            engine, serving_state = EmulatedEngine(config, answers, emulation.tokens_per_second), ServingState()
+            engine = EmulatedEngine(config, answers, emulation.tokens_per_second)
             metrics, server = GeneratorMetrics(Metrics("generator")), create_server()
+            serving_state = ServingState(address=f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}")
             service = GenerationService(engine, serving_state, metrics, _no_policy)
             stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
             reporter = HealthReporter(server, "rollmesh.v1.GenerationService")
-            serving_state.address = f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}"
             await server.start()
             stack.push_async_callback(server.stop, 0.5)
             registrations.append(Registration(store, engine, serving_state, metrics, Health(), reporter, config.store))
