@@ -119,3 +119,27 @@ def test_whoever_looks_is_told_of_tokens_of_a_pause_and_of_a_loss():
     trajectory.unpark()
     trajectory.lose("gone")
     assert told == [(2, True), (2, False), (2, True), (2, False)]
+
+
+def test_a_stop_request_ends_with_the_call_that_it_concerns():
+    trajectory = held()
+    trajectory.begin_call("a")
+    trajectory.add(segment([1, 2, 3]))
+    trajectory.request_stop(2)
+    assert (trajectory.stop_requested, trajectory.token_count) == (True, 2)
+    trajectory.begin_call("b")
+    assert (trajectory.stop_requested, trajectory.generator) == (False, "b")
+
+
+def test_a_first_token_is_unreported_until_it_is_reported_or_saved_and_again_after_a_registration():
+    trajectory = held()
+    trajectory.add(segment([8], version=0, source=SegmentSource.ENVIRONMENT))
+    assert trajectory.unreported_version is None
+    trajectory.add(segment([1, 2], version=4))
+    assert trajectory.unreported_version == 4
+    trajectory.mark_first_token_reported()
+    assert trajectory.unreported_version is None
+    trajectory.mark_registered(0)
+    assert trajectory.unreported_version == 4
+    trajectory.mark_registered(9)
+    assert (trajectory.unreported_version, trajectory.saved_token_count) == (None, 3)
