@@ -42,7 +42,7 @@ _IDLE_SECONDS = 0.25
 _WATCH_SECONDS = 0.05
 _REGISTRY_SECONDS = 0.25
 _ORPHANS_SECONDS = 1.0
-_FAILED_ATTEMPT = Backoff(first_seconds=0.5, longest_seconds=15.0)
+_LONGEST_PAUSE_SECONDS = 15.0
 _LOOP_DEADLINE_SECONDS = 120.0
 
 
@@ -74,13 +74,13 @@ class Worker:
         budget: int,
         concurrency: int,
         drain_seconds: float,
-        failed_attempt: Backoff = _FAILED_ATTEMPT,
+        first_pause_seconds: float = 0.5,
         new_limit: Callable[[], int] | None = None,
         work_due: asyncio.Event | None = None,
     ) -> None:
         """Set up a worker.
 
-        ``failed_attempt`` gives the time for which a failed attempt keeps its lease.
+        A failed first attempt keeps its lease for ``first_pause_seconds``, doubled with every further attempt.
         ``new_limit`` returns the number of trajectories without tokens that may be leased now; None sets no limit.
         ``work_due`` is set by others when this number rises: the worker then leases at once.
         """
@@ -89,7 +89,7 @@ class Worker:
         self._budget = budget
         self._concurrency = concurrency
         self._drain_seconds = drain_seconds
-        self._failed_attempt = failed_attempt
+        self._failed_attempt = Backoff(first_seconds=first_pause_seconds, longest_seconds=_LONGEST_PAUSE_SECONDS)
         self._new_limit = new_limit
         self._desired = Desired(pool_size=0)
         self._desired_lock = asyncio.Lock()

@@ -18,7 +18,6 @@ from rollmesh.rollout.replica import Replica
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.retry import Backoff
 from rollmesh.scheduling import Schedule, resolve_schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import PromptSource
@@ -132,7 +131,7 @@ def build(
         budget=budget,
         concurrency=concurrency,
         drain_seconds=5.0,
-        failed_attempt=Backoff(first_seconds=first_pause, longest_seconds=15.0),
+        first_pause_seconds=first_pause,
     )
     leader = MeshLeader(
         store,
