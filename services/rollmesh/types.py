@@ -134,6 +134,23 @@ class GenerationCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VersionNeed:
+    """Policy versions that may serve a generation call."""
+
+    min_version: int = 0
+    """Oldest policy version that may serve the call; not older than the newest segment."""
+    pinned_version: int | None = None
+    """Only version that may serve the call (evaluation); None for any version from ``min_version`` on."""
+
+    def allows(self, policy_version: int) -> bool:
+        """Tell whether this version may serve the call."""
+        return policy_version >= self.min_version and self.pinned_version in (None, policy_version)
+
+
+ANY_VERSION = VersionNeed()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Contiguous tokens of one policy version; the last chunk of a call carries the finish reason."""
 

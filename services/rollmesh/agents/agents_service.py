@@ -197,7 +197,7 @@ class _Loops:
 
 
 def _worker(config: RunConfig, tokenizer: Tokenizer, deps: WorkerDeps, session_manager: SessionManager) -> Worker:
-    worker = Worker(
+    return Worker(
         deps,
         params=SamplingParams(
             temperature=config.rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
@@ -206,9 +206,8 @@ def _worker(config: RunConfig, tokenizer: Tokenizer, deps: WorkerDeps, session_m
         concurrency=config.rollout.worker_concurrency,
         drain_seconds=config.generator.drain_timeout_seconds / 2,
         new_limit=session_manager.wanted,
+        work_due=session_manager.work_due,
     )
-    session_manager.wake_worker = worker.wake
-    return worker
 
 
 def _agents(

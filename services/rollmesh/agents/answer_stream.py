@@ -9,6 +9,7 @@ from typing import Any
 
 from rollmesh.agents.answer_turn import AnswerTurn, TokenLogprob
 from rollmesh.agents.openai_errors import unavailable
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import FinishReason, Int32Array, Segment
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 
@@ -69,8 +70,7 @@ class AnswerStream:
                 self.turn.feed(segment)
             self._seen = active.token_count
         if self.turn.stopped and not active.stop_requested:
-            active.stop_requested = True
-            active.trim(self._start + self.turn.token_count)
+            active.request_stop(self._start + self.turn.token_count)
             self._seen = active.token_count
         self._changed.set()
 
@@ -86,8 +86,7 @@ class AnswerStream:
             yield self._last(task.result())
         finally:
             if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel_and_wait(task)
 
     def replay(self, finish_reason: str) -> Delta:
         """Return a complete answer as one delta."""

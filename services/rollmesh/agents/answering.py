@@ -20,6 +20,7 @@ from rollmesh.agents.openai_http import CLIENT_CLOSED, EventStream, as_openai, u
 from rollmesh.agents.parsed_request import ParsedRequest, check_recordable, parse_request
 from rollmesh.agents.request_schema import ChatRequest, CompletionRequest
 from rollmesh.agents.session_lookup import active_session
+from rollmesh.runtime.tasks import cancel_and_wait
 
 SESSION_HEADER = "X-Rollmesh-Session"
 _RETRY_HEADER = "x-stainless-retry-count"
@@ -203,9 +204,7 @@ class _Call:
                     self._record_first_text()
                 yield item
         finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+            await cancel_and_wait(*readers)
 
     def _record_first_text(self) -> None:
         self._first_text_seen = True

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from rollmesh.agents.openai_errors import OpenAiError, gone, unavailable
 from rollmesh.errors import StoreError
 from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.tasks import cancel_and_wait
 
 _ANSWER_SECONDS = 2.0
 """Time for answers that are nearly complete; shorter than the HTTP server's grace period, which closes connections
@@ -43,8 +44,7 @@ async def drain_at(shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) 
     try:
         yield drain
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel_and_wait(task)
 
 
 async def _send_at_shutdown(drain: Drain, shutdown: Shutdown, complete: Callable[[], Awaitable[bool]]) -> None:

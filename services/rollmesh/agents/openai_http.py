@@ -18,6 +18,7 @@ from rollmesh.agents.openai_errors import OpenAiError, invalid, unavailable
 from rollmesh.errors import Conflict, DataError, EngineError, RollmeshError, StoreError
 from rollmesh.gateway.api_errors import ApiError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import cancel_and_wait
 
 T = TypeVar("T")
 
@@ -111,9 +112,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T], drain: Drain
             return task.result()
         raise draining.result() if draining.done() else OpenAiError(CLIENT_CLOSED, "the client closed the connection")
     finally:
-        for each in (task, disconnected, draining):
-            each.cancel()
-        await asyncio.gather(task, disconnected, draining, return_exceptions=True)
+        await cancel_and_wait(task, disconnected, draining)
 
 
 async def _disconnected(request: Request) -> None:

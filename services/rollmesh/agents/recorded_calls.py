@@ -290,7 +290,6 @@ class RecordedCalls:
                 )
             if turn.stopped or active.token_count >= end:
                 return FinishReason.STOP if turn.stopped else FinishReason.LENGTH
-            active.stop_requested = False
             try:
                 reason = await self._sample_active(rollout, turn, end)
                 await rollout.save(active)

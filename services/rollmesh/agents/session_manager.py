@@ -10,7 +10,6 @@ import asyncio
 import secrets
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
 
 from rollmesh.agents.agent_session import AgentSession, EndedSession
 from rollmesh.agents.agents_metrics import SESSION_STATES, OpenAiMetrics
@@ -32,8 +31,8 @@ class SessionManager:
     def __init__(self, metrics: OpenAiMetrics, idle_seconds: float) -> None:
         self._metrics = metrics
         self._idle_seconds = idle_seconds
-        self.wake_worker: Callable[[], None] = _nothing
-        """Callback for an agent that starts to wait for a trajectory."""
+        self.work_due = asyncio.Event()
+        """Set when an agent starts to wait for a trajectory; the worker clears it."""
         self._sessions: dict[str, AgentSession] = {}
         self._ended: OrderedDict[str, EndedSession] = OrderedDict()
         self._trajectories: dict[str, SessionTrajectory] = {}
@@ -57,7 +56,7 @@ class SessionManager:
         """Wait for a session with a new prompt; None after ``wait_seconds``."""
         future: asyncio.Future[AgentSession] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
-        self.wake_worker()
+        self.work_due.set()
         try:
             async with asyncio.timeout(wait_seconds):
                 return await asyncio.shield(future)
@@ -165,8 +164,7 @@ class SessionManager:
         if session is None:
             session = self._new_session(mark.session_id, active, mark.start_time)
             self._log.info("agent_session_taken_over", session=mark.session_id, trajectory=active.trajectory_id)
-        trajectory = _session_trajectory(session, mark)
-        trajectory.active = active
+        trajectory = _session_trajectory(session, mark, active)
         session.trajectories.append(trajectory)
         session.trajectories.sort(key=lambda t: t.mark.trajectory_index)
         session.drift_count = max(session.drift_count, mark.drift_count)
@@ -180,10 +178,8 @@ class SessionManager:
                 continue
             active = rollout.active
             session = self._new_session(f"ses-{secrets.token_hex(16)}", active, time.time())
-            trajectory = _session_trajectory(
-                session, AgentMark(session_id=session.session_id, trajectory_index=0, start_time=session.start_time)
-            )
-            trajectory.active = active
+            mark = AgentMark(session_id=session.session_id, trajectory_index=0, start_time=session.start_time)
+            trajectory = _session_trajectory(session, mark, active)
             session.trajectories.append(trajectory)
             self._trajectories[active.trajectory_id] = trajectory
             await trajectory.save_mark(rollout)
@@ -212,8 +208,10 @@ class SessionManager:
             self.end(session, "lost")
 
 
-def _session_trajectory(session: AgentSession, mark: AgentMark) -> SessionTrajectory:
-    return SessionTrajectory(mark, lambda: session.deadline)
+def _session_trajectory(
+    session: AgentSession, mark: AgentMark, active: ActiveTrajectory | None = None
+) -> SessionTrajectory:
+    return SessionTrajectory(mark, lambda: session.deadline, active)
 
 
 def _continues(trajectory: SessionTrajectory, active: ActiveTrajectory) -> bool:
@@ -224,7 +222,3 @@ def _continues(trajectory: SessionTrajectory, active: ActiveTrajectory) -> bool:
         if (mark.session_id, mark.trajectory_index) != (trajectory.mark.session_id, trajectory.mark.trajectory_index):
             return False
     return turn is None or active.token_count >= turn.at
-
-
-def _nothing() -> None:
-    """Do nothing: the worker is not set yet."""

@@ -36,12 +36,12 @@ class AgentGone(RollmeshError):
 class SessionTrajectory:
     """One trajectory of a session."""
 
-    def __init__(self, mark: AgentMark, deadline: Callable[[], float]) -> None:
+    def __init__(self, mark: AgentMark, deadline: Callable[[], float], active: ActiveTrajectory | None = None) -> None:
         """``deadline()`` is the time when a silent session is given up, in monotonic seconds."""
         self.mark = mark
         self.rollout: RolloutContext | None = None
         """Context of the lease; None while the worker has no lease."""
-        self.active: ActiveTrajectory | None = None
+        self.active = active
         """Tokens of the current lease, or of the last one; None before the first."""
         self.busy = False
         """True while a call works on the trajectory."""
@@ -91,7 +91,7 @@ class SessionTrajectory:
         Raises Parked and LetGo like every program, and AgentGone if the agent gave up or was silent for too long.
         """
         active = self.active = rollout.active
-        active.changed = lambda: self._on_change(active)
+        active.observe(self._on_change)
         self.rollout = rollout
         self.notify()
         try:

@@ -14,11 +14,11 @@ from rollmesh.agents.answer_turn import AnswerTurn
 from rollmesh.agents.openai_errors import invalid, unavailable
 from rollmesh.agents.parsed_request import ParsedRequest, too_long
 from rollmesh.text import Tokenizer
-from rollmesh.types import FinishReason, Int32Array, Prompt, Trajectory
+from rollmesh.types import FinishReason, Int32Array, Prompt, Trajectory, VersionNeed
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generation_calls import Caller
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.routing import Need, can_serve
+from rollmesh.worker.routing import can_serve
 
 _WAIT_SECONDS = 30.0
 """Time for a generator to enter service before a call is rejected."""
@@ -64,7 +64,7 @@ class UnrecordedCalls:
         )
         turn = AnswerTurn(self._tokenizer, context_ids, request.stops)
         stream = AnswerStream(turn, 0)
-        active.changed = lambda: stream.update(active)
+        active.observe(stream.update)
 
         async def sample() -> FinishReason:
             return await self._caller.sample(
@@ -75,7 +75,7 @@ class UnrecordedCalls:
 
     async def _wait_served(self, pinned_version: int | None) -> None:
         """Wait until a generator can take the call."""
-        need = Need(pinned_version=pinned_version)
+        need = VersionNeed(pinned_version=pinned_version)
         deadline = time.monotonic() + (_WAIT_SECONDS if pinned_version is None else _PINNED_WAIT_SECONDS)
         while not any(can_serve(record, need) for record in self._generators.records.values()):
             if time.monotonic() >= deadline:

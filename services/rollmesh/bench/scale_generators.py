@@ -29,6 +29,7 @@ from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import OPEN
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, GeneratorRecord, Int32Array
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
@@ -210,12 +211,12 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
         engines, serving_states, registrations = [], [], []
         for _ in range(emulation.generators):
-            engine, serving_state = EmulatedEngine(config, answers, emulation.tokens_per_second), ServingState()
+            engine = EmulatedEngine(config, answers, emulation.tokens_per_second)
             metrics, server = GeneratorMetrics(Metrics("generator")), create_server()
+            serving_state = ServingState(address=f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}")
             service = GenerationService(engine, serving_state, metrics, _no_policy)
             stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
             reporter = HealthReporter(server, "rollmesh.v1.GenerationService")
-            serving_state.address = f"{_HOST}:{OPEN.bind(server, f'{_HOST}:0')}"
             await server.start()
             stack.push_async_callback(server.stop, 0.5)
             registrations.append(
@@ -231,9 +232,7 @@ async def serve_generators(config: RunConfig, answers: Answers, emulation: Emula
         tasks = [asyncio.create_task(loop) for loop in loops]
         stopped = asyncio.create_task(wait_or_shutdown(shutdown, float("inf")))
         done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for task in (stopped, *tasks):
-            task.cancel()
-        await asyncio.gather(stopped, *tasks, return_exceptions=True)
+        await cancel_and_wait(stopped, *tasks)
         for task in done - {stopped}:
             task.result()
 

@@ -19,6 +19,7 @@ from rollmesh.bench.scale_answers import Answers
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.runtime.lifecycle import Shutdown, die_with_parent, run_service
 from rollmesh.runtime.logging import configure_logging
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import Batch, PolicyRecord
@@ -37,8 +38,7 @@ async def _probed(file: Path, samples: Samples) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancel_and_wait(task)
 
 
 async def _probe(lines: IO[str], samples: Samples) -> None:

@@ -24,6 +24,7 @@ from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.runtime.endpoints import read_endpoints
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling.run_limits import run_limits
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.types import GenerationCall, GeneratorRecord, SamplingParams
@@ -124,9 +125,7 @@ class Scene:
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_and_wait(*tasks)
 
     async def _keep_streaming(self, record: GeneratorRecord, number: int) -> None:
         """Generate without end, one call after another, on any version."""

@@ -18,12 +18,12 @@ from rollmesh.checkpoints.durable import make_folder, sync_file, sync_folder
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError, ConfigError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff
 
 T = TypeVar("T")
 
 _EXTRAS = {"s3": "s3", "gs": "gs"}
-_FIRST_PAUSE_SECONDS = 0.2
-_LONGEST_PAUSE_SECONDS = 5.0
+_BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0)
 _PERMANENT = (PermissionError, IsADirectoryError, NotADirectoryError)
 """Errors that are not retried."""
 _PRECONDITION_FAILED = 412
@@ -146,7 +146,7 @@ class ObjectStore:
 
     def _retry(self, operation: str, call: Callable[[], T], *, reading: bool = True) -> T:
         deadline = time.monotonic() + self._retry_seconds
-        pause = _FIRST_PAUSE_SECONDS
+        failure_count = 0
         while True:
             try:
                 return call()
@@ -157,11 +157,12 @@ class ObjectStore:
             except Exception as error:  # clients of object stores have no common base class for an outage
                 if isinstance(error, FileExistsError) or getattr(error, "code", None) == _PRECONDITION_FAILED:
                     raise FileExistsError(operation) from error
+                failure_count += 1
+                pause = _BACKOFF.seconds(failure_count)
                 if isinstance(error, _PERMANENT) or time.monotonic() + pause > deadline:
                     raise self._unreachable(operation, error) from error
                 get_logger("objects").warning("object_store_retry", what=operation, message=str(error)[:200])
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 def _file_system(scheme: str, options: dict[str, Any]) -> Any:

@@ -22,6 +22,7 @@ from rollmesh.cli.top_view import SHOWN_SERIES, screen
 from rollmesh.gateway.models import Done, Overview, SeriesAnswer, Timeline
 from rollmesh.report.console import output_console
 from rollmesh.runtime.lifecycle import wait_or_shutdown
+from rollmesh.runtime.tasks import BackgroundTasks
 
 _HEAD_LINES = 34
 """Approximate number of screen lines outside the timeline."""
@@ -91,16 +92,14 @@ class _Keys:
     client: GatewayClient
     stop: asyncio.Event
     note: str = ""
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def press(self, key: str) -> None:
         """Perform the action of one key; ignore unknown keys."""
         if key == "q":
             self.stop.set()
         elif key == "p" and not self._tasks:
-            task = asyncio.get_running_loop().create_task(self._toggle())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._toggle())
 
     async def _toggle(self) -> None:
         try:

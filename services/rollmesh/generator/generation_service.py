@@ -18,12 +18,11 @@ from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.grpc import MOST_DETAIL_CHARACTERS
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tracing import tracer
-from rollmesh.types import Chunk
+from rollmesh.types import Chunk, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
 from rollmesh.wire.generation_messages import (
     ERROR_KEY,
-    VersionNeed,
     check_ids,
     check_version,
     chunk_to_pb,
@@ -68,7 +67,7 @@ class GenerationService(stubs.GenerationServiceServicer):
         trace = CallTrace.of(request, context) if tracer().on else None
         try:
             call, need = request_from_pb(request)
-            self._check_instance(need.instance_id)
+            self._check_instance(request.instance_id)
             with self._serving_state.admitted():
                 self._check_load(need)
                 async with aclosing(self._engine.generate(call)) as chunks:
@@ -163,13 +162,13 @@ class GenerationService(stubs.GenerationServiceServicer):
         """Raise GenerationRefused unless the engine serves the version and has room for the call."""
         status = self._engine.status()
         # docs/architecture.md: The staleness bound
-        if status.policy_version < need.min_policy_version:
+        if status.policy_version < need.min_version:
             raise PreconditionFailed(
-                f"min_policy_version={need.min_policy_version}: this generator serves {status.policy_version}"
+                f"min_policy_version={need.min_version}: this generator serves {status.policy_version}"
             )
-        if need.pinned_policy_version not in (None, status.policy_version):
+        if not need.allows(status.policy_version):
             raise PreconditionFailed(
-                f"pinned policy version {need.pinned_policy_version}: this generator serves {status.policy_version}"
+                f"pinned policy version {need.pinned_version}: this generator serves {status.policy_version}"
             )
         if status.waiting_count >= _WAITING_PER_SLOT * status.slot_count:
             raise Full(f"{status.waiting_count} calls wait for {status.slot_count} slots")
@@ -185,10 +184,8 @@ class GenerationService(stubs.GenerationServiceServicer):
 
 def _check_version(chunk: Chunk, need: VersionNeed) -> None:
     """Raise PreconditionFailed if the version changed while the call waited for a slot."""
-    pinned = need.pinned_policy_version
     # docs/architecture.md: The staleness bound
-    wrong = chunk.policy_version < need.min_policy_version or pinned not in (None, chunk.policy_version)
-    if wrong and len(chunk.token_ids):
+    if len(chunk.token_ids) and not need.allows(chunk.policy_version):
         raise PreconditionFailed(f"policy version {chunk.policy_version} was put in service while the call waited")
 
 

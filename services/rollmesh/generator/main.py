@@ -26,6 +26,7 @@ from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
@@ -40,7 +41,9 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
     startup, EngineError if the engine cannot load its first policy or fails later.
     """
     host, security = bind_host(config), PortSecurity.from_config(config.security)
-    metrics, health, serving_state = Metrics("generator"), Health(), ServingState()
+    metrics, health, server = Metrics("generator"), Health(), create_server(security)
+    grpc_port = security.bind(server, host_port(host, config.network.grpc_port))
+    serving_state = ServingState(address=advertised(config, grpc_port))
     async with AsyncExitStack() as stack:
         engine = build_engine(config, index)
         stack.push_async_callback(engine.aclose)
@@ -64,12 +67,9 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             canary=Canary.from_config(config),
             max_context_tokens=config.generator.max_context_tokens,
         )
-        server = create_server(security)
         service = GenerationService(engine, serving_state, service_metrics, watcher.load_version)
         stubs.add_GenerationServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
         reporter = HealthReporter(server, SERVICE_NAME)
-        grpc_port = security.bind(server, host_port(host, config.network.grpc_port))
-        serving_state.address = advertised(config, grpc_port)
         await server.start()
         # Handlers still in progress at shutdown must close their streams: the run file limits the time for that.
         stack.push_async_callback(server.stop, config.generator.drain_timeout_seconds)
@@ -108,12 +108,8 @@ async def _run(
         await asyncio.wait([waiting, drained, *loops], return_when=asyncio.FIRST_COMPLETED)
     finally:
         serving_state.drain()
-        for task in (waiting, drained, *loops):
-            task.cancel()
-        ended = await asyncio.gather(*loops, return_exceptions=True)
+        ended = await cancel_and_wait(waiting, drained, *loops)
         await registration.leave()
         interrupted = await interrupt_all(engine, serving_state) if serving_state.started else 0
         log.info("left_the_mesh", interrupted_calls=interrupted)
-    for result in ended:
-        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
-            raise result
+    raise_first_error(ended)

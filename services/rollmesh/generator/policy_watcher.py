@@ -29,6 +29,8 @@ from rollmesh.generator.interrupt_all import interrupt_all
 from rollmesh.generator.serving_state import ServingState
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.logging import get_logger, note_policy_version
+from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store.policy_registry import PolicyRegistry
 from rollmesh.types import PolicyRecord
@@ -37,8 +39,7 @@ LOOP_NAME = "policies"
 _STALLED_AFTER_SECONDS = 1800.0
 _PIN_POLL_SECONDS = 0.5
 """Time between two checks for a pin, which is not announced."""
-_FIRST_RETRY_SECONDS = 0.5
-_LONGEST_RETRY_SECONDS = 10.0
+_BACKOFF = Backoff(first_seconds=1.0, longest_seconds=10.0)
 _INTERRUPT_SECONDS = 10.0
 _RETRIED_REASONS = frozenset({Reason.MISSING, Reason.TORN, Reason.TRUNCATED, Reason.DISK_FULL, Reason.INVALID})
 """Reasons that a lagging shared folder can cause; these are retried. Others reject the policy until it changes."""
@@ -75,24 +76,25 @@ class PolicyWatcher:
         self._settled: PolicyRecord | None = None
         self._newest_seen = -1
         self._lock = asyncio.Lock()
-        self._requested: set[asyncio.Task[None]] = set()
+        self._requested = BackgroundTasks()
         """Loads requested through ``load_version``."""
         self._log = get_logger("policies")
 
     async def run(self) -> None:
         """Follow the effective policy until cancelled."""
         self._health.watch(LOOP_NAME, _STALLED_AFTER_SECONDS)
-        retry_seconds = _FIRST_RETRY_SECONDS
+        failure_count = 0
         try:
             while True:
                 self._health.beat(LOOP_NAME)
+                retry_seconds = _BACKOFF.seconds(failure_count + 1)
                 try:
                     settled = await self._load_if_changed()
                 except StoreUnavailable as error:
                     self._metrics.reload_failed("store")
                     self._log.warning("policy_unknown", message=str(error), retry_seconds=retry_seconds)
                     settled = False
-                retry_seconds = _FIRST_RETRY_SECONDS if settled else min(2 * retry_seconds, _LONGEST_RETRY_SECONDS)
+                failure_count = 0 if settled else failure_count + 1
                 if not settled:
                     await asyncio.sleep(retry_seconds)
         finally:
@@ -108,14 +110,12 @@ class PolicyWatcher:
         if record is None:
             raise DataError(f"policy_version={version}: this policy version has not been announced")
         # A separate task: a caller that disconnects must not leave the engine half-way between two policies.
-        load = asyncio.create_task(self._load(record), name="load-policy")
-        self._requested.add(load)
+        load = self._requested.start(self._load(record), "load-policy")
         load.add_done_callback(lambda ended: self._ended(record, ended))
         await asyncio.shield(load)
         return record.policy_version
 
     def _ended(self, record: PolicyRecord, load: asyncio.Task[None]) -> None:
-        self._requested.discard(load)
         if not load.cancelled() and isinstance(error := load.exception(), Exception):
             self._refused(record, error.reason if isinstance(error, CheckpointError) else "engine", error)
 

@@ -26,6 +26,7 @@ from rollmesh.launcher.timeline_recorder import TimelineRecorder
 from rollmesh.rollout.refused_policies import refused_by_all
 from rollmesh.runtime.lifecycle import wait_or_shutdown
 from rollmesh.runtime.port_security import AdminClient, PortSecurity
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling import resolve_schedule, run_limits
 from rollmesh.types import GeneratorRecord
 
@@ -142,9 +143,7 @@ class LocalMesh:
                 raise Interrupted(f"stopped while waiting for {waiting_for}")
             return task.result()
         finally:
-            task.cancel()
-            stopped.cancel()
-            await asyncio.gather(task, stopped, return_exceptions=True)
+            await cancel_and_wait(task, stopped)
 
     async def _is_done(self, done: Callable[[], Awaitable[bool]]) -> bool:
         try:

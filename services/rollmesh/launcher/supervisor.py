@@ -20,9 +20,9 @@ from rollmesh.errors import RollmeshError
 from rollmesh.launcher.exit_reason import exit_reason
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff
 
-_FIRST_BACKOFF_SECONDS = 0.5
-_LAST_BACKOFF_SECONDS = 30.0
+_BACKOFF = Backoff(first_seconds=0.5, longest_seconds=30.0)
 _LIMIT_WINDOW_SECONDS = 600.0
 
 
@@ -198,8 +198,8 @@ class Supervisor:
             ended = f"{child.spec.name} ended with status {code}, {times}{f': {reason}' if reason else ''}"
             self._fail(child.spec, ended)
             return None
-        recent = len(child.restarts) if now - started < _LAST_BACKOFF_SECONDS else 1
-        delay: float = min(_LAST_BACKOFF_SECONDS, _FIRST_BACKOFF_SECONDS * 2 ** (recent - 1))
+        recent = len(child.restarts) if now - started < _BACKOFF.longest_seconds else 1
+        delay = _BACKOFF.seconds(recent)
         self._log.warning("service_restarts", name=child.spec.name, exit_status=code, delay_seconds=delay)
         return delay
 

@@ -16,6 +16,7 @@ import grpc.aio
 from rollmesh.errors import DataError
 from rollmesh.reward.scoring import Scoring
 from rollmesh.runtime.grpc import MOST_DETAIL_CHARACTERS
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.tracing import tracer
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.wire.codec import outcome_to_pb
@@ -80,9 +81,7 @@ class RewardService:
             for scored in asyncio.as_completed(tasks):
                 yield await scored
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_and_wait(*tasks)
             self._item_count -= len(items)
             self._byte_count -= byte_count
 

@@ -9,6 +9,7 @@ from rollmesh.rollout.leader import MeshLeader
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import cancel_and_wait, raise_first_error
 from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_session import WorkerSession
 
@@ -45,11 +46,8 @@ class Replica:
             shutdown.set()
             evaluating.cancel()
             ended = await asyncio.gather(*loops, evaluating, return_exceptions=True)
-            heartbeat.cancel()
-            ended += await asyncio.gather(heartbeat, return_exceptions=True)
+            ended += await cancel_and_wait(heartbeat)
             self._health.unwatch("heartbeat")
             await self._session.close()
-        for result in ended:
-            if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
-                raise result
+        raise_first_error(ended)
         get_logger("rollout").info("stopped")

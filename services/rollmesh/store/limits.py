@@ -29,32 +29,16 @@ class Limits:
 
     async def init_run(self, limits: RunLimits) -> None:
         """Write the limits of a new run; raises Conflict when the run exists with other limits."""
-        await self._write(limits, lost=False)
-        self._remember(limits)
-
-    def _remember(self, limits: RunLimits) -> None:
-        async def write_again() -> None:
-            await self._write(limits, lost=True)
-
-        self._limits = limits
-        self._connection.write_limits_again = write_again
-
-    async def _write(self, limits: RunLimits, *, lost: bool) -> None:
-        fields = {
-            "group_size": limits.group_size,
-            "groups_per_batch": limits.groups_per_batch,
-            "max_staleness": limits.max_staleness,
-            "max_attempts": limits.max_attempts,
-            "session_ttl_ms": int(1000 * limits.session_ttl_seconds),
-            "filter_zero_variance": int(limits.filter_zero_variance),
-            "mask_old_segments": int(limits.mask_old_segments),
-            "train_steps": limits.train_steps,
-        }
         try:
-            await self._connection.run("init_run", int(lost), *(word for item in fields.items() for word in item))
+            await self._connection.run("init_run", 0, *_words(limits))
         except Conflict as error:
             name, colon, rest = str(error).removeprefix("init_run: ").partition(":")
             raise Conflict(f"{_SETTINGS.get(name, name)}{colon}{rest}") from error
+        self._remember(limits)
+
+    def _remember(self, limits: RunLimits) -> None:
+        self._limits = limits
+        self._connection.restore_lost_run(_words(limits))
 
     async def get(self) -> RunLimits:
         """Return the limits of the run; raises StoreError before ``init_run``."""
@@ -84,3 +68,18 @@ class Limits:
         """
         limits = await self.get()
         return max(1, MAX_KEYS_PER_SCRIPT // (4 * limits.group_size + 8))
+
+
+def _words(limits: RunLimits) -> list[str | int]:
+    """Return the names and values that the script ``init_run`` writes."""
+    fields = {
+        "group_size": limits.group_size,
+        "groups_per_batch": limits.groups_per_batch,
+        "max_staleness": limits.max_staleness,
+        "max_attempts": limits.max_attempts,
+        "session_ttl_ms": int(1000 * limits.session_ttl_seconds),
+        "filter_zero_variance": int(limits.filter_zero_variance),
+        "mask_old_segments": int(limits.mask_old_segments),
+        "train_steps": limits.train_steps,
+    }
+    return [word for item in fields.items() for word in item]

@@ -19,6 +19,7 @@ from redis.asyncio.sentinel import SentinelConnectionPool
 
 from rollmesh.errors import StoreUnavailable
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff
 from rollmesh.store.keys import Keys
 from rollmesh.store.redis_client import tls_failure
 from rollmesh.store.scripts import RunUnknown, Script, load_scripts, refuses_credentials, store_error
@@ -29,8 +30,7 @@ Reply = Any
 
 _TRANSIENT = (redis_errors.ConnectionError, redis_errors.TimeoutError, redis_errors.ReadOnlyError, OSError)
 _MINIMUM_VERSION = (7, 0)
-_MINIMUM_DELAY_SECONDS = 0.02
-_MAXIMUM_DELAY_SECONDS = 1.0
+_BACKOFF = Backoff(first_seconds=0.02, longest_seconds=1.0)
 _CALL_SECONDS = 15.0
 """Time limit of one attempt; redis-py closes the connection of a call that is cancelled while in progress."""
 _LONGEST_BLOCK_SECONDS = 5.0
@@ -52,8 +52,8 @@ class Connection:
         self.keys = Keys(run)
         self._scripts = scripts
         self._retry_seconds = retry_seconds
-        self.write_limits_again: Callable[[], Awaitable[None]] | None = None
-        """Restores the limits of a run that Redis has lost; set once they are known."""
+        self._limits: Sequence[Argument] = ()
+        """Arguments of ``init_run``; empty before ``restore_lost_run``."""
         self._idle: list[AbstractConnection] = []
         self._execute = cast("Callable[..., Awaitable[Reply]]", client.execute_command)
 
@@ -104,15 +104,19 @@ class Connection:
             return await self._run(name, *arguments)
         except RunUnknown:
             # Redis came back empty: restore the limits of the run, if this client has them.
-            if self.write_limits_again is None:
+            if not self._limits:
                 raise
-            await self.write_limits_again()
+            await self._run("init_run", 1, *self._limits)
             return await self._run(name, *arguments)
 
     async def run_named(self, name: str, *arguments: Argument) -> dict[str, Reply]:
         """Run a script that replies with a map; returns its values by name."""
         reply = await self.run(name, *arguments)
         return {key.decode(): value for key, value in reply.items()}
+
+    def restore_lost_run(self, limits: Sequence[Argument]) -> None:
+        """Send these arguments of ``init_run`` again whenever Redis comes back without the run."""
+        self._limits = limits
 
     async def _run(self, name: str, *arguments: Argument) -> Reply:
         script = self._scripts[name]
@@ -203,7 +207,7 @@ class Connection:
     async def _retrying(self, call: Callable[[], Awaitable[Reply]], label: str, observer: CallObserver | None) -> Reply:
         start = time.monotonic()
         deadline = start + self._retry_seconds
-        delay = _MINIMUM_DELAY_SECONDS
+        failure_count = 0
         while True:
             try:
                 async with asyncio.timeout(_CALL_SECONDS):
@@ -218,6 +222,8 @@ class Connection:
                     raise store_error(error, label) from error
                 if (failure := tls_failure(error)) is not None:
                     raise StoreUnavailable(f"{label}: {failure}") from error
+                failure_count += 1
+                delay = _BACKOFF.seconds(failure_count)
                 if time.monotonic() + delay > deadline:
                     raise StoreUnavailable(
                         f"{label}: Redis was unreachable for {self._retry_seconds:g} s: {_reason(error)}"
@@ -229,7 +235,6 @@ class Connection:
                     observer.failed()
                 raise converted from error
             await asyncio.sleep(delay)
-            delay = min(2 * delay, _MAXIMUM_DELAY_SECONDS)
 
 
 def _reason(error: BaseException) -> str:

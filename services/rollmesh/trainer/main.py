@@ -23,6 +23,7 @@ from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.scheduling.presets import resolve_schedule
 from rollmesh.scheduling.run_limits import run_limits
 from rollmesh.scheduling.schedule import OnStale
@@ -218,9 +219,7 @@ async def _run(training: TrainingLoop, deps: TrainerDeps) -> None:
             raise _superseded(training, deps) from error
         raise
     finally:
-        watch.cancel()
-        train.cancel()
-        await asyncio.gather(watch, train, return_exceptions=True)
+        await cancel_and_wait(watch, train)
         for tracker in deps.trackers:
             tracker.close()
     await deps.session.close()

@@ -12,10 +12,10 @@ import grpc.aio
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.grpc import call_metadata, create_channel
 from rollmesh.runtime.port_security import OPEN, PortSecurity
-from rollmesh.types import Chunk, GenerationCall, GeneratorRecord
+from rollmesh.types import ANY_VERSION, Chunk, GenerationCall, GeneratorRecord, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.v1 import generation_service_pb2_grpc as stubs
-from rollmesh.wire.generation_messages import VersionNeed, chunk_from_pb, error_from_rpc, request_to_pb
+from rollmesh.wire.generation_messages import chunk_from_pb, error_from_rpc, request_to_pb
 
 _MAX_CHANNELS = 256
 """Maximum number of open channels; surplus idle channels are closed because generators are replaced over time."""
@@ -56,9 +56,8 @@ class GenerationClient:
         self,
         record: GeneratorRecord,
         call: GenerationCall,
+        need: VersionNeed = ANY_VERSION,
         *,
-        min_policy_version: int = 0,
-        pinned_policy_version: int | None = None,
         traceparent: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of one call; the last one carries a finish reason.
@@ -69,14 +68,9 @@ class GenerationClient:
         unreachable) or DataError (the call is invalid). Closing the stream cancels the call; its undelivered tokens
         are lost.
         """
-        need = VersionNeed(
-            instance_id=record.instance_id,
-            min_policy_version=min_policy_version,
-            pinned_policy_version=pinned_policy_version,
-        )
         connection = await self._connection(record.address)
         metadata = call_metadata(traceparent=traceparent, token=self._security.sent_token)
-        stream = connection.stub.Generate(request_to_pb(call, need), metadata=metadata)
+        stream = connection.stub.Generate(request_to_pb(call, record.instance_id, need), metadata=metadata)
         received = False
         connection.calls += 1
         try:

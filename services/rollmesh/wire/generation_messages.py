@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 
 from rollmesh.errors import DataError, EngineError, GenerationRefused
-from rollmesh.types import Chunk, GenerationCall
+from rollmesh.types import Chunk, GenerationCall, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.wire.codec import (
     finish_from_pb,
@@ -35,18 +34,9 @@ _ERRORS: dict[str, type[DataError | EngineError | GenerationRefused]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionNeed:
-    """Generator and policy versions that may serve a call."""
-
-    instance_id: str
-    min_policy_version: int = 0
-    pinned_policy_version: int | None = None
-
-
-def request_to_pb(call: GenerationCall, need: VersionNeed) -> pb.GenerateRequest:
-    """Encode a generation call."""
-    pinned = need.pinned_policy_version
+def request_to_pb(call: GenerationCall, instance_id: str, need: VersionNeed) -> pb.GenerateRequest:
+    """Encode a generation call to the generator ``instance_id``."""
+    pinned = need.pinned_version
     return pb.GenerateRequest(
         trajectory_id=call.trajectory_id,
         context_ids=tensor_to_pb(call.context_ids),
@@ -55,8 +45,8 @@ def request_to_pb(call: GenerationCall, need: VersionNeed) -> pb.GenerateRequest
         sampling=sampling_to_pb(call.sampling),
         chunk_token_count=call.chunk_token_count,
         group_id=call.group_id,
-        instance_id=need.instance_id,
-        min_policy_version=need.min_policy_version,
+        instance_id=instance_id,
+        min_policy_version=need.min_version,
         pinned_policy_version_plus_one=0 if pinned is None else pinned + 1,
         unacknowledged_token_limit=call.unacknowledged_token_limit,
     )
@@ -80,12 +70,7 @@ def request_from_pb(request: pb.GenerateRequest) -> tuple[GenerationCall, Versio
         unacknowledged_token_limit=request.unacknowledged_token_limit,
     )
     pinned = request.pinned_policy_version_plus_one
-    need = VersionNeed(
-        instance_id=request.instance_id,
-        min_policy_version=request.min_policy_version,
-        pinned_policy_version=pinned - 1 if pinned else None,
-    )
-    return call, need
+    return call, VersionNeed(min_version=request.min_policy_version, pinned_version=pinned - 1 if pinned else None)
 
 
 def check_id(value: str, name: str) -> None:

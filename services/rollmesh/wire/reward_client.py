@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from rollmesh.errors import RewardUnavailable
 from rollmesh.runtime.grpc import call_metadata, create_channel
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.port_security import OPEN, PortSecurity
+from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.types import RewardOutcome, Trajectory
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.v1 import reward_service_pb2_grpc as stubs
@@ -27,8 +28,7 @@ from rollmesh.wire.reward_messages import score_item_to_pb
 
 MOST_ITEMS_PER_CALL = 64
 MOST_BYTES_PER_CALL = 8 << 20
-_FIRST_PAUSE_SECONDS = 0.05
-_LONGEST_PAUSE_SECONDS = 2.0
+_BACKOFF = Backoff(first_seconds=0.05, longest_seconds=2.0, jitter=0.5)
 _ADDRESS_REFRESH_SECONDS = 5.0
 _LOG_SECONDS = 30.0
 _RETRIED_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED)
@@ -75,8 +75,8 @@ class RewardClient:
         self._read_at = -_ADDRESS_REFRESH_SECONDS
         self._log_retry_at = 0.0
         self._pending: list[_Waiting] = []
-        self._calls: set[asyncio.Task[None]] = set()
-        self._closing: set[asyncio.Future[None]] = set()
+        self._calls = BackgroundTasks()
+        self._closing = BackgroundTasks()
 
     async def __aenter__(self) -> Self:
         return self
@@ -88,9 +88,7 @@ class RewardClient:
 
     async def aclose(self) -> None:
         """Cancel the calls in progress, which raise RewardUnavailable, and close the channels."""
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._calls.cancel()
         _fail(self._pending, RewardUnavailable("reward: the client has been closed"))
         self._pending = []
         await asyncio.gather(*self._closing, *(connection.channel.close() for connection in self._connections.values()))
@@ -127,9 +125,7 @@ class RewardClient:
             self._start(batch)
 
     def _start(self, batch: list[_Waiting]) -> None:
-        task = asyncio.create_task(self._deliver(batch), name="reward-call")
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        self._calls.start(self._deliver(batch), "reward-call")
 
     async def _deliver(self, batch: list[_Waiting]) -> None:
         try:
@@ -142,7 +138,7 @@ class RewardClient:
 
     async def _call(self, batch: list[_Waiting], deadline: float) -> None:
         """Send a batch until every item has an outcome; retries contain only the items without one."""
-        pause, reason = _FIRST_PAUSE_SECONDS, ""
+        attempt, reason = 0, ""
         while (remaining := deadline - time.monotonic()) > 0:
             connection = await self._least_busy()
             if connection is not None:
@@ -168,8 +164,8 @@ class RewardClient:
                 batch = [waiting for waiting in batch if not waiting.result.done()]
                 if not batch:
                     return
-            await asyncio.sleep(min(pause * random.uniform(0.5, 1.5), max(0.0, deadline - time.monotonic())))
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            attempt += 1
+            await asyncio.sleep(min(_BACKOFF.seconds(attempt), max(0.0, deadline - time.monotonic())))
         reason = reason or "none is registered"
         raise RewardUnavailable(f"reward: no service answered within {self._deadline_seconds:g} s; {reason}")
 
@@ -206,9 +202,7 @@ class RewardClient:
         ):
             return
         del self._connections[connection.address]
-        closing = asyncio.ensure_future(connection.channel.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._closing.start(connection.channel.close())
 
 
 async def _receive(

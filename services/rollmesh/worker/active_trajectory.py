@@ -1,18 +1,17 @@
-"""Leased trajectory in progress: its sampled tokens, its saved tokens and the requests to stop it."""
+"""Leased trajectory in progress: its calls, the requests to stop it and its end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-
-import numpy as np
+from typing import Final
 
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.spans import NOTHING, Span
-from rollmesh.segments import join_segments, slice_segment
-from rollmesh.store.digest import TokenDigest
-from rollmesh.store.queue_types import HeldTokens, ReleaseReason
-from rollmesh.types import FinishReason, Int32Array, Segment, SegmentSource, Trajectory
+from rollmesh.segments import join_segments
+from rollmesh.store.queue_types import ReleaseReason
+from rollmesh.types import FinishReason, Segment, Trajectory
+from rollmesh.worker.response_tokens import ResponseTokens
 
 
 class Parked(RollmeshError):
@@ -27,170 +26,112 @@ class LetGo(RollmeshError):
     """Signal that this worker no longer holds the lease of the trajectory."""
 
 
-class ActiveTrajectory:
-    """One trajectory while a worker holds its lease."""
+class ActiveTrajectory(ResponseTokens):
+    """One trajectory while a worker holds its lease; every change is one of its methods."""
 
     def __init__(
-        self, trajectory: Trajectory, attempt: int = 1, snapshot: bytes | None = None, incarnation: int = 0
+        self,
+        trajectory: Trajectory,
+        *,
+        attempt: int = 1,
+        snapshot: bytes | None = None,
+        incarnation: int = 0,
+        first_lease_time: float = 0.0,
     ) -> None:
-        self.incarnation = incarnation
-        """Number of restarts; every write carries it."""
-        self.snapshot = snapshot
-        """Newest saved state of the environment, taken after a completed turn."""
-        self.attempt = attempt
+        super().__init__(trajectory, snapshot, incarnation)
+        self.attempt: Final = attempt
         """Leases without token progress, this one included."""
-        self.failed_calls = 0
-        """Generation calls in a row that failed without a token."""
-        self.trajectory = trajectory
-        """State at the lease: prompt, saved segments, trace."""
-        self.segments: list[Segment] = list(trajectory.segments)
-        self.token_count = trajectory.response_token_count
-        self.saved_token_count = self.token_count
-        self.newest_version = max(trajectory.policy_versions, default=-1)
-        self.start_floor = 0
-        """Oldest policy version on which a trajectory without tokens may start (Desired.start_at_version)."""
-        self.call_floor = 0
-        """Oldest policy version for any call (Desired.interrupt_below_version)."""
-        self.finish_reason = trajectory.finish_reason
-        self.generator = ""
-        """Generator instance of the current or the last call."""
-        self.first_lease_time = 0.0
+        self.first_lease_time: Final = first_lease_time
         """Time of the first lease by any worker, Unix seconds; 0 without a lease (evaluation)."""
-        self.span: Span = NOTHING
-        """Span of this lease in the trajectory's trace."""
-        self.changed: Callable[[], None] = _nothing
-        """Callback for new tokens, a stop request or its withdrawal, a lost lease and the end of the work."""
-        self.first_token_reported = False
-        """True once the queue stores the policy version of a first token that is not saved yet."""
-        self.stop_requested = False
-        """True once the reader of the answer needs no more tokens: the current call ends with the current chunk."""
-        self.closed = False
-        """True once the worker has ended its work on the trajectory."""
-        self.recorded = False
-        """True once the queue stores the outcome or the dead letter."""
+        self._start_floor = 0
+        self._call_floor = 0
+        self._generator = ""
+        self._failed_calls = 0
+        self._stop_requested = False
         self._park: ReleaseReason | None = None
         self._lost = ""
-        self._digest = TokenDigest()
-        """Digest of the prefix requested last; the next request usually extends it by a few tokens."""
+        self._finish_reason = trajectory.finish_reason
+        self._recorded = False
+        self._closed = False
+        self._span: Span = NOTHING
+        self._observer: Callable[[ActiveTrajectory], None] | None = None
 
-    @property
-    def finished(self) -> bool:
-        """True once the queue stores the last token; only the reward is missing."""
-        return self.finish_reason is not None
+    def add(self, segment: Segment) -> None:
+        """Append tokens."""
+        super().add(segment)
+        if len(segment):
+            self._notify()
 
-    @property
-    def trajectory_id(self) -> str:
-        """Identity of the trajectory."""
-        return self.trajectory.trajectory_id
-
-    @property
-    def traceparent(self) -> str:
-        """Parent of further spans of this attempt; empty without a trace."""
-        return self.span.traceparent or self.trajectory.traceparent
-
+    # -- generation calls ------------------------------------------------------------------------------------------
     @property
     def min_version(self) -> int:
         """Oldest policy version that may sample the next token."""
         # docs/architecture.md: The staleness bound
-        own = self.start_floor if self.newest_version < 0 else self.newest_version
-        return max(own, self.call_floor, 0)
+        own = self._start_floor if self.newest_version < 0 else self.newest_version
+        return max(own, self._call_floor, 0)
+
+    def set_floors(self, *, start: int, call: int) -> None:
+        """Set the oldest policy versions: ``start`` for a trajectory without tokens, ``call`` for any call."""
+        self._start_floor, self._call_floor = start, call
 
     @property
-    def prompt_token_count(self) -> int:
-        """Length of the prompt."""
-        return len(self.trajectory.prompt.token_ids)
-
-    def context_ids(self) -> Int32Array:
-        """Return the prompt and all later tokens, int32 [prompt_tokens + token_count]."""
-        parts = [self.trajectory.prompt.token_ids, *(s.token_ids for s in self.segments)]
-        return np.concatenate(parts).astype(np.int32, copy=False)
-
-    def add(self, segment: Segment) -> None:
-        """Append tokens."""
-        if len(segment) == 0:
-            return
-        self.segments.append(segment)
-        self.token_count += len(segment)
-        if segment.source is SegmentSource.POLICY:
-            self.newest_version = max(self.newest_version, segment.policy_version)
-        self.changed()
-
-    def trim(self, token_count: int) -> None:
-        """Drop the tokens after the first ``token_count``, but no saved ones."""
-        kept = max(token_count, self.saved_token_count)
-        self._digest = TokenDigest()
-        while self.token_count > kept:
-            last = self.segments.pop()
-            self.token_count -= len(last)
-            if self.token_count < kept:
-                self.segments.append(slice_segment(last, 0, kept - self.token_count))
-                self.token_count = kept
-        written = [s.policy_version for s in self.segments if s.source is SegmentSource.POLICY]
-        self.newest_version = max(written, default=-1)
+    def generator(self) -> str:
+        """Generator instance of the current or the last call."""
+        return self._generator
 
     @property
-    def first_version(self) -> int | None:
-        """Policy version of the first sampled token; None without one."""
-        return next((s.policy_version for s in self.segments if s.source is SegmentSource.POLICY), None)
+    def failed_calls(self) -> int:
+        """Generation calls in a row that failed without a token."""
+        return self._failed_calls
 
-    def unsaved(self) -> list[Segment]:
-        """Return the segments after the saved tokens; the first one is sliced if it is partly saved."""
-        return list(join_segments(self._between(self.saved_token_count, self.token_count)))
+    @property
+    def stop_requested(self) -> bool:
+        """True once the reader of the answer needs no more tokens of the current call."""
+        return self._stop_requested
 
-    def digest_at(self, token_count: int) -> TokenDigest:
-        """Return the digest of the first ``token_count`` tokens."""
-        if token_count < self._digest.token_count:
-            self._digest = TokenDigest()
-        self._digest = self._digest.extended(self._between(self._digest.token_count, token_count))
-        return self._digest
+    def begin_call(self, generator: str) -> None:
+        """Note the generator of a new call; a stop request concerned the call before."""
+        self._generator = generator
+        self._stop_requested = False
 
-    def held_tokens(self) -> HeldTokens:
-        """Return the state that the worker sends when it registers its trajectories again."""
-        return HeldTokens(
-            trajectory_id=self.trajectory_id,
-            incarnation=self.incarnation,
-            token_count=lambda: self.token_count,
-            digest_at=self.digest_at,
-        )
+    def call_failed(self) -> None:
+        """Count a call that failed without a token."""
+        self._failed_calls += 1
 
-    def _between(self, first: int, last: int) -> Iterator[Segment]:
-        """Yield the segments of the tokens from ``first`` up to ``last``, sliced at both ends."""
-        start = 0
-        for segment in self.segments:
-            end = start + len(segment)
-            if end > first and start < last:
-                yield slice_segment(segment, max(0, first - start), last - start)
-            start = end
+    def call_progressed(self) -> None:
+        """End the row of failed calls."""
+        self._failed_calls = 0
 
-    def restart(self) -> None:
-        """Drop every token; the queue must have none either."""
-        self.segments.clear()
-        self.token_count = self.saved_token_count = 0
-        self.first_token_reported = False
-        self._digest = TokenDigest()
-        self.newest_version = -1
-        self.snapshot = None
+    def request_stop(self, token_count: int) -> None:
+        """End the current call with the current chunk; drop unsaved tokens after the first ``token_count``."""
+        self._stop_requested = True
+        self.trim(token_count)
 
-    def result(self, reason: FinishReason) -> Trajectory:
-        """Return the finished trajectory, for scoring."""
-        return replace(self.trajectory, segments=join_segments(self.segments), finish_reason=reason)
+    # -- requests to stop the work ---------------------------------------------------------------------------------
+    def observe(self, observer: Callable[[ActiveTrajectory], None]) -> None:
+        """Call ``observer`` at new tokens, a stop request or its withdrawal, a lost lease and the end of the work."""
+        self._observer = observer
+
+    def _notify(self) -> None:
+        if self._observer is not None:
+            self._observer(self)
 
     def park(self, reason: ReleaseReason) -> None:
         """Request that the trajectory stop at its next step and become partial; a shutdown overrides a pause."""
         if self._park is None or reason is ReleaseReason.DRAINED:
             self._park = reason
-        self.changed()
+        self._notify()
 
     def unpark(self) -> None:
         """Withdraw a pause that has not stopped the trajectory yet."""
         if self._park is ReleaseReason.PAUSED:
             self._park = None
-        self.changed()
+        self._notify()
 
     def lose(self, reason: str) -> None:
         """Mark the lease as lost; the next check raises LetGo."""
         self._lost = reason
-        self.changed()
+        self._notify()
 
     @property
     def park_reason(self) -> ReleaseReason | None:
@@ -213,6 +154,55 @@ class ActiveTrajectory:
         if self._park is not None:
             raise Parked(self._park)
 
+    # -- end -------------------------------------------------------------------------------------------------------
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Finish reason that the queue stores; None before."""
+        return self._finish_reason
 
-def _nothing() -> None:
-    """Default of ``changed``."""
+    @property
+    def finished(self) -> bool:
+        """True once the queue stores the last token; only the reward is missing."""
+        return self._finish_reason is not None
+
+    @property
+    def recorded(self) -> bool:
+        """True once the queue stores the outcome or the dead letter."""
+        return self._recorded
+
+    @property
+    def closed(self) -> bool:
+        """True once the worker has ended its work on the trajectory."""
+        return self._closed
+
+    def mark_finished(self, reason: FinishReason) -> None:
+        """Note that the queue stores the last token."""
+        self._finish_reason = reason
+
+    def mark_recorded(self) -> None:
+        """Note that the queue stores the outcome or the dead letter."""
+        self._recorded = True
+
+    def close(self) -> None:
+        """End the worker's work on the trajectory."""
+        self._closed = True
+        self._notify()
+
+    def result(self, reason: FinishReason) -> Trajectory:
+        """Return the finished trajectory, for scoring."""
+        return replace(self.trajectory, segments=join_segments(self.segments), finish_reason=reason)
+
+    # -- trace -----------------------------------------------------------------------------------------------------
+    @property
+    def span(self) -> Span:
+        """Span of this lease in the trajectory's trace."""
+        return self._span
+
+    @property
+    def traceparent(self) -> str:
+        """Parent of further spans of this attempt; empty without a trace."""
+        return self._span.traceparent or self.trajectory.traceparent
+
+    def begin_attempt(self, span: Span) -> None:
+        """Note the span of this lease."""
+        self._span = span

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+from rollmesh.runtime.tasks import BackgroundTasks
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -23,7 +25,7 @@ class CallBatcher(Generic[T, R]):
         self._runners = runners
         self._items: list[tuple[T, asyncio.Future[R]]] = []
         self._running = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     async def submit(self, item: T) -> R:
         """Return the result of one item; an error of the batched call is raised for every item of its batch."""
@@ -33,23 +35,13 @@ class CallBatcher(Generic[T, R]):
         if self._running < self._runners:
             self._running += 1
             # Start one loop tick later: every item submitted in this tick joins the first batch.
-            loop.call_soon(self._start)
+            loop.call_soon(lambda: self._tasks.start(self._drain()))
         return await future
 
     @property
     def waiting(self) -> int:
         """Number of items that are not part of a call yet."""
         return len(self._items)
-
-    def _start(self) -> None:
-        task = asyncio.ensure_future(self._drain())
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.result()
 
     async def _drain(self) -> None:
         try:

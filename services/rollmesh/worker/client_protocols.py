@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Protocol
 
-from rollmesh.types import Chunk, GenerationCall, GeneratorRecord, RewardOutcome, Trajectory
+from rollmesh.types import (
+    ANY_VERSION,
+    Chunk,
+    GenerationCall,
+    GeneratorRecord,
+    RewardOutcome,
+    Trajectory,
+    VersionNeed,
+)
 
 
 class GenerationPort(Protocol):
@@ -15,9 +23,8 @@ class GenerationPort(Protocol):
         self,
         record: GeneratorRecord,
         call: GenerationCall,
+        need: VersionNeed = ANY_VERSION,
         *,
-        min_policy_version: int = 0,
-        pinned_policy_version: int | None = None,
         traceparent: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         """Stream the chunks of one call; the last one carries a finish reason.

@@ -130,7 +130,7 @@ class Caller:
                 traceparent = span.traceparent or active.traceparent
                 reason = await self._stream(slot, goal, params, save, durable, traceparent)
                 span.set(tokens=active.token_count - before, ended=reason.value if reason is not None else "")
-            active.failed_calls = 0
+            active.call_progressed()
             return reason
         except GenerationRefused as error:
             # Not a fault: the generator drains, loads a policy or is full. Its record shows that a moment later.
@@ -147,13 +147,13 @@ class Caller:
             else:
                 self._misbehaved(slot, "hung", f"no chunk for {self._limits.chunk_timeout_seconds:g} s")
         if active.token_count > before:
-            active.failed_calls = 0
+            active.call_progressed()
         else:
             self._metrics.fruitless_call()
         return None
 
     def _misbehaved(self, slot: GeneratorSlot, reason: str, message: str) -> None:
-        slot.active.failed_calls += 1
+        slot.active.call_failed()
         seconds = self._generators.avoid(slot.record.instance_id, GARBAGE_AVOID_SECONDS)
         self._metrics.call_ended(reason)
         self._log.warning(
@@ -186,13 +186,7 @@ class Caller:
             group_id=active.trajectory.group_id,
             unacknowledged_token_limit=self._limits.saving.unacknowledged_token_limit if durable else 0,
         )
-        chunks = self._client.generate(
-            slot.record,
-            call,
-            min_policy_version=slot.need.min_version,
-            pinned_policy_version=slot.need.pinned_version,
-            traceparent=traceparent,
-        )
+        chunks = self._client.generate(slot.record, call, slot.need, traceparent=traceparent)
         try:
             while True:
                 async with asyncio.timeout(self._limits.chunk_timeout_seconds) as deadline:

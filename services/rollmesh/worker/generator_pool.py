@@ -11,19 +11,15 @@ from dataclasses import dataclass, field
 from types import TracebackType
 
 from rollmesh.store.generator_registry import GeneratorRegistry
-from rollmesh.types import GeneratorRecord
+from rollmesh.types import GeneratorRecord, VersionNeed
 from rollmesh.worker.active_trajectory import ActiveTrajectory
-from rollmesh.worker.routing import Candidates, Need
+from rollmesh.worker.routing import Candidates
 
 FIRST_AVOID_SECONDS = 0.1
 LONGEST_AVOID_SECONDS = 30.0
 _REMEMBERED_GROUPS = 65_536
 _REREAD_SECONDS = 2.0
 """Longest interval between two reads of an unchanged registry: a record may have expired."""
-
-
-def _need_of(active: ActiveTrajectory, pinned_version: int | None) -> Need:
-    return Need(min_version=active.min_version, pinned_version=pinned_version, group_id=active.trajectory.group_id)
 
 
 @dataclass(slots=True)
@@ -41,9 +37,9 @@ class _Waiter:
     woken: asyncio.Future[None]
 
     @property
-    def need(self) -> Need:
+    def need(self) -> VersionNeed:
         """Current requirements of the call; the version floors may rise while it waits."""
-        return _need_of(self.active, self.pinned_version)
+        return VersionNeed(min_version=self.active.min_version, pinned_version=self.pinned_version)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +48,7 @@ class GeneratorSlot:
 
     record: GeneratorRecord
     active: ActiveTrajectory
-    need: Need
+    need: VersionNeed
     """Requirements of the call when the generator was chosen."""
     _generators: GeneratorPool
     aborted: bool = False
@@ -61,7 +57,7 @@ class GeneratorSlot:
 
     def __enter__(self) -> GeneratorSlot:
         self._generators.occupy(self)
-        self.active.generator = self.record.instance_id
+        self.active.begin_call(self.record.instance_id)
         return self
 
     def __exit__(
@@ -159,8 +155,8 @@ class GeneratorPool:
         """
         while True:
             active.check()
-            need = _need_of(active, pinned_version)
-            record = self._choose(need)
+            need = VersionNeed(min_version=active.min_version, pinned_version=pinned_version)
+            record = self._choose(need, active.trajectory.group_id)
             if record is not None:
                 return GeneratorSlot(record=record, active=active, need=need, _generators=self)
             waiter = _Waiter(active, pinned_version, asyncio.get_running_loop().create_future())
@@ -205,8 +201,8 @@ class GeneratorPool:
         self._avoided[instance_id] = _Avoided(until=now + seconds, seconds=seconds)
         return seconds
 
-    def _choose(self, need: Need) -> GeneratorRecord | None:
-        return self._candidates.choose(need, avoided=self._avoided_now(), preferred=self._homes.get(need.group_id))
+    def _choose(self, need: VersionNeed, group_id: str) -> GeneratorRecord | None:
+        return self._candidates.choose(need, avoided=self._avoided_now(), preferred=self._homes.get(group_id))
 
     def _avoided_now(self) -> set[str]:
         if not self._avoided:
@@ -214,7 +210,7 @@ class GeneratorPool:
         now = self._clock()
         return {name for name, a in self._avoided.items() if a.until > now}
 
-    def _wake_able(self, most: Callable[[Need], int]) -> None:
+    def _wake_able(self, most: Callable[[VersionNeed], int]) -> None:
         """Wake the first waiters that a generator can take, at most ``most(need)`` per kind of requirement."""
         left: dict[tuple[int, int | None], int] = {}
         able: list[_Waiter] = []
@@ -222,7 +218,8 @@ class GeneratorPool:
             kind = (waiter.active.min_version, waiter.pinned_version)
             if kind not in left:
                 need = waiter.need
-                left[kind] = most(need) if self._choose(need) is not None else 0
+                able_now = self._choose(need, waiter.active.trajectory.group_id) is not None
+                left[kind] = most(need) if able_now else 0
             if left[kind] > 0:
                 left[kind] -= 1
                 able.append(waiter)

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from rollmesh.errors import RollmeshError
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.types import GeneratorRecord
 from rollmesh.worker.client_protocols import GenerationPort
 from rollmesh.worker.generator_pool import GeneratorPool, GeneratorSlot
@@ -19,15 +20,13 @@ class Interrupter:
         self._client = client
         self._generators = generators
         self._grace_seconds = grace_seconds
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._log = get_logger("interrupts")
 
     def start(self, slots: Collection[GeneratorSlot]) -> None:
         """Interrupt these calls in the background; cut off those that must stop and run beyond the grace period."""
         if slots:
-            task = asyncio.create_task(self._interrupt(list(slots)), name="interrupt")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._interrupt(list(slots)), "interrupt")
 
     async def _interrupt(self, slots: list[GeneratorSlot]) -> None:
         calls: dict[str, tuple[GeneratorRecord, list[str]]] = {}

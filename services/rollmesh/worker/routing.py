@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
-from rollmesh.types import GeneratorRecord
+from rollmesh.types import GeneratorRecord, VersionNeed
 
 AFFINITY_SLACK = 0.125
 """Extra load, as a share of its slots, at which a generator is still preferred because of its cache."""
@@ -17,22 +16,9 @@ _Entry = tuple[float, float, str]
 """Own calls per slot, reported calls per slot, instance id."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """Requirements of a call on its generator."""
-
-    min_version: int = 0
-    """Oldest policy version that may serve the call; not older than the newest segment."""
-    pinned_version: int | None = None
-    """Only version that may serve the call (evaluation); None for any version from ``min_version`` on."""
-    group_id: str = ""
-
-
-def can_serve(record: GeneratorRecord, need: Need) -> bool:
+def can_serve(record: GeneratorRecord, need: VersionNeed) -> bool:
     """Tell whether a generator may serve the call."""
-    if not record.serving or record.policy_version < need.min_version:
-        return False
-    return need.pinned_version is None or record.policy_version == need.pinned_version
+    return record.serving and need.allows(record.policy_version)
 
 
 def choose_pinned(records: Sequence[GeneratorRecord], version: int, current: str = "") -> GeneratorRecord | None:
@@ -89,13 +75,13 @@ class Candidates:
             del self._calls[name]
         self._push(name)
 
-    def free_slots(self, need: Need, avoided: Collection[str] = ()) -> int:
+    def free_slots(self, need: VersionNeed, avoided: Collection[str] = ()) -> int:
         """Return the slots for a call with this need that no call of this worker takes."""
         records = (self.records[name] for name in self._entries if name not in avoided)
         return sum(max(0, r.slot_count - self._calls.get(r.instance_id, 0)) for r in records if can_serve(r, need))
 
     def choose(
-        self, need: Need, *, avoided: Collection[str] = (), preferred: str | None = None
+        self, need: VersionNeed, *, avoided: Collection[str] = (), preferred: str | None = None
     ) -> GeneratorRecord | None:
         """Return the generator for one call, or None while no generator can take it.
 
@@ -103,8 +89,7 @@ class Candidates:
         are as old as the last heartbeat and only break ties. ``preferred``, which has the group's prompt in its cache,
         wins while it has a free slot and its load exceeds the lowest by at most ``AFFINITY_SLACK``.
         """
-        pinned = need.pinned_version
-        versions = [v for v in self._heaps if v >= need.min_version and (pinned is None or v == pinned)]
+        versions = filter(need.allows, self._heaps)
         best = min((entry for v in versions if (entry := self._first(v, avoided)) is not None), default=None)
         if best is None:
             return None

@@ -66,14 +66,14 @@ class Saver:
     async def report_first_token(self, active: ActiveTrajectory) -> None:
         """Report the policy version of an unsaved first token, once; raises LetGo if the lease is lost."""
         # docs/architecture.md: The staleness bound
-        version = active.first_version
-        if version is None or active.saved_token_count or active.first_token_reported:
+        version = active.unreported_version
+        if version is None:
             return
         item = FirstToken(trajectory_id=active.trajectory_id, policy_version=version)
         for _ in range(2):
             active.check_lost()
             if (await self._first_tokens.submit(item)).status.ok:
-                active.first_token_reported = True
+                active.mark_first_token_reported()
                 return
             await self._session.confirm()
         active.lose("this worker no longer holds the lease of the trajectory")
@@ -94,7 +94,7 @@ class Saver:
 
         with tracer().span("queue.finish", active.traceparent, kind="client", finish_reason=reason.value):
             await self._write(active, self._finishes, item)
-        active.finish_reason = reason
+        active.mark_finished(reason)
 
     async def score(
         self, active: ActiveTrajectory, outcome: RewardOutcome, shaped_reward: float, *, assigned: bool
@@ -128,7 +128,7 @@ class Saver:
 
     async def keep_snapshot(self, active: ActiveTrajectory, snapshot: bytes) -> None:
         """Store the state of the trajectory's environment; a lost lease is only detected by the next save."""
-        active.snapshot = snapshot
+        active.keep_snapshot(snapshot)
         await self._session.call(lambda session: self._queue.keep_snapshot(session, active.trajectory_id, snapshot))
 
     async def restart(self, active: ActiveTrajectory) -> None:
@@ -140,8 +140,7 @@ class Saver:
             active.check_lost()
             incarnation = await self._restarts.submit(active.trajectory_id)
             if incarnation is not None:
-                active.restart()
-                active.incarnation = incarnation
+                active.restart(incarnation)
                 return
             await self._session.confirm()
         raise LetGo("this worker no longer holds the lease of the trajectory")
@@ -155,7 +154,7 @@ class Saver:
             offset, end = active.saved_token_count, active.token_count
             result = await batcher.submit(item(offset))
             if result.status.ok:
-                active.saved_token_count = end
+                active.mark_saved(end)
                 return
             if result.status is WriteStatus.LOST:
                 if confirmed:
@@ -165,7 +164,7 @@ class Saver:
                 continue
             if result.saved_token_count >= offset:
                 break  # the queue stores other tokens at this offset: these must not be appended to them
-            active.saved_token_count = result.saved_token_count  # Redis was restored to a state before the last save
+            active.mark_saved(result.saved_token_count)  # Redis was restored to a state before the last save
         active.lose("this worker no longer holds the lease of the trajectory")
         raise LetGo(active.trajectory_id)
 

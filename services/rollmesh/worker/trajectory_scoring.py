@@ -10,12 +10,12 @@ from rollmesh.algorithms.shaping import overlong_penalty
 from rollmesh.config.data import RewardConfig
 from rollmesh.errors import DataError, RewardUnavailable
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff, retry
 from rollmesh.types import OutcomeKind, RewardOutcome, Trajectory
 from rollmesh.worker.client_protocols import RewardPort
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
-_FIRST_PAUSE_SECONDS = 0.2
-_LONGEST_PAUSE_SECONDS = 5.0
+_BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +79,11 @@ class TrajectoryScorer:
         return shape(outcome, trajectory.response_token_count, self._config, self._budget)
 
     async def _request(self, trajectory: Trajectory) -> RewardOutcome:
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                return (await self._service.score([trajectory]))[0]
-            except DataError as error:
-                return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
-            except RewardUnavailable as error:
-                self._log.warning("reward_unavailable", message=str(error), pause_seconds=pause)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        try:
+            return (await retry(lambda: self._service.score([trajectory]), RewardUnavailable, _BACKOFF, self._wait))[0]
+        except DataError as error:
+            return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=str(error))
+
+    async def _wait(self, error: RewardUnavailable, pause: float) -> None:
+        self._log.warning("reward_unavailable", message=str(error), pause_seconds=pause)
+        await asyncio.sleep(pause)

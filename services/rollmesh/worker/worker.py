@@ -8,7 +8,6 @@ tasks        program -> finish -> reward -> score; an error in one task does not
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +16,10 @@ from typing import Any
 from rollmesh.errors import DataError, RollmeshError, SessionLost, StoreUnavailable
 from rollmesh.mesh import Desired
 from rollmesh.runtime.health import Health
-from rollmesh.runtime.lifecycle import Shutdown
+from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import BackgroundTasks, cancel_and_wait
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import Fork, ForkStatus, LeasedTrajectory, ReleaseReason
@@ -75,25 +76,27 @@ class Worker:
         drain_seconds: float,
         first_pause_seconds: float = 0.5,
         new_limit: Callable[[], int] | None = None,
+        work_due: asyncio.Event | None = None,
     ) -> None:
         """Set up a worker.
 
         A failed first attempt keeps its lease for ``first_pause_seconds``, doubled with every further attempt.
         ``new_limit`` returns the number of trajectories without tokens that may be leased now; None sets no limit.
+        ``work_due`` is set by others when this number rises: the worker then leases at once.
         """
         self._deps = deps
         self._params = params
         self._budget = budget
         self._concurrency = concurrency
         self._drain_seconds = drain_seconds
-        self._first_pause_seconds = first_pause_seconds
+        self._failed_attempt = Backoff(first_seconds=first_pause_seconds, longest_seconds=_LONGEST_PAUSE_SECONDS)
         self._new_limit = new_limit
         self._desired = Desired(pool_size=0)
         self._desired_lock = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._unfinished: dict[ActiveTrajectory, None] = {}
         """Leased trajectories without their last token; kept apart because they are counted at every lease."""
-        self._room = asyncio.Event()
+        self._room = work_due if work_due is not None else asyncio.Event()
         self._draining = asyncio.Event()
         self._orphans_due = 0.0
         self._alive: Beat = lambda: deps.health.beat("lease")
@@ -103,27 +106,19 @@ class Worker:
         """Work until ``shutdown``, then save unfinished trajectories as partial and release them."""
         for name in ("lease", "watch"):
             self._deps.health.watch(name, _LOOP_DEADLINE_SECONDS)
-        loops = [
-            asyncio.create_task(self._lease_loop(), name="lease"),
-            asyncio.create_task(self._watch_loop(), name="watch"),
-        ]
+        lease = asyncio.create_task(self._lease_loop(), name="lease")
+        watch = asyncio.create_task(self._watch_loop(), name="watch")
         stopped = asyncio.ensure_future(shutdown.wait())
         try:
-            done, _ = await asyncio.wait([stopped, *loops], return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait([stopped, lease, watch], return_when=asyncio.FIRST_COMPLETED)
             for task in done - {stopped}:
                 task.result()
         finally:
-            stopped.cancel()
-            loops[0].cancel()
+            await cancel_and_wait(stopped, lease)
             await self._drain()
-            loops[1].cancel()
-            await asyncio.gather(*loops, return_exceptions=True)
+            await cancel_and_wait(watch)
             for name in ("lease", "watch"):
                 self._deps.health.unwatch(name)
-
-    def wake(self) -> None:
-        """Try to lease work now, after a change that the worker cannot observe."""
-        self._room.set()
 
     async def fork(self, active: ActiveTrajectory, nonce: str) -> Fork:
         """Open and lease one more member of a leased trajectory's group; the same ``nonce`` returns the same member.
@@ -213,22 +208,24 @@ class Worker:
         return leased
 
     def _start(self, leased: LeasedTrajectory, work: Callable[[ActiveTrajectory], Coroutine[Any, Any, None]]) -> None:
-        active = ActiveTrajectory(leased.trajectory, leased.attempt, leased.snapshot, leased.incarnation)
-        active.first_lease_time = leased.first_lease_time
-        active.start_floor, active.call_floor = self._desired.start_at_version, self._desired.interrupt_below_version
+        active = ActiveTrajectory(
+            leased.trajectory,
+            attempt=leased.attempt,
+            snapshot=leased.snapshot,
+            incarnation=leased.incarnation,
+            first_lease_time=leased.first_lease_time,
+        )
+        active.set_floors(start=self._desired.start_at_version, call=self._desired.interrupt_below_version)
         if not active.finished and (self._draining.is_set() or self._desired.paused):
             # Leased just before the pause or the drain, which has parked all other trajectories already.
             active.park(ReleaseReason.DRAINED if self._draining.is_set() else ReleaseReason.PAUSED)
         self._deps.session.trajectories[active.trajectory_id] = active
         if not active.finished:
             self._unfinished[active] = None
-        task = asyncio.create_task(self._attempt(active, work), name=active.trajectory_id)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        self._tasks.start(self._attempt(active, work), active.trajectory_id).add_done_callback(self._log_error)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _log_error(self, task: asyncio.Task[None]) -> None:
         """Log the error of a trajectory's task; the worker continues, and the lease expires with the session."""
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._log.error("trajectory_task_failed", trajectory=task.get_name(), exc_info=error)
 
@@ -274,18 +271,14 @@ class Worker:
             if deps.session.trajectories.get(active.trajectory_id) is active:
                 del deps.session.trajectories[active.trajectory_id]
             self._unfinished.pop(active, None)
-            active.closed = True
-            active.changed()
+            active.close()
             self._room.set()
 
     async def _give_up(self, active: ActiveTrajectory, message: str) -> None:
         """Release a failed attempt after a pause: attempts are few, and the cause of the failure may pass."""
         active.span.fail(message)
         self._deps.metrics.dropped("failed")
-        pause = min(self._first_pause_seconds * 2.0 ** (active.attempt - 1), _LONGEST_PAUSE_SECONDS)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(pause):
-                await self._draining.wait()
+        await wait_or_shutdown(self._draining, self._failed_attempt.seconds(active.attempt))
         await self._deps.saver.release(active.trajectory_id, ReleaseReason.FAILED)
 
     async def _run_program(self, active: ActiveTrajectory) -> None:
@@ -323,11 +316,11 @@ class Worker:
         if result.dead:
             self._deps.metrics.dropped("dead")
             await self._deps.saver.fail(active.trajectory_id, f"{result.outcome.kind}: {result.outcome.message}")
-            active.recorded = True
+            active.mark_recorded()
             end_of_trajectory(active, "dead", 0.0)
             return
         await self._deps.saver.score(active, result.outcome, result.shaped_reward, assigned=result.assigned)
-        active.recorded = True
+        active.mark_recorded()
         end_of_trajectory(active, result.outcome.kind.value, result.shaped_reward)
         if result.outcome.kind is not OutcomeKind.SCORED and not result.assigned:
             self._deps.metrics.dropped("unscorable")
@@ -356,7 +349,7 @@ class Worker:
             return
         unfinished = list(self._unfinished)
         for active in unfinished:
-            active.start_floor, active.call_floor = now.start_at_version, now.interrupt_below_version
+            active.set_floors(start=now.start_at_version, call=now.interrupt_below_version)
         if now.paused and not before.paused:
             self._park(ReleaseReason.PAUSED)
         if before.paused and not now.paused:
@@ -398,8 +391,8 @@ class Worker:
         unfinished = [task for task in self._tasks if not self._is_finished(task)]
         if unfinished:
             await asyncio.wait(unfinished, timeout=self._drain_seconds)
-        left = [task for task in self._tasks if task.cancel()]
-        await asyncio.gather(*left, return_exceptions=True)
+        left = [task for task in self._tasks if not task.done()]
+        await cancel_and_wait(*left)
         self._log.info("drained", parked=len(unfinished), cut_off=len(left))
 
     def _is_finished(self, task: asyncio.Task[None]) -> bool:

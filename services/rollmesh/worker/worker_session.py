@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from rollmesh.errors import SessionLost, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff, retry
 from rollmesh.store.worker_sessions import Sessions
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.trajectory_metrics import TrajectoryMetrics
@@ -18,8 +19,7 @@ R = TypeVar("R")
 Beat = Callable[[], None]
 """Callback that reports one loop as alive; only operations that this loop awaits may call it."""
 
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 2.0
+_BACKOFF = Backoff(first_seconds=0.1, longest_seconds=2.0)
 
 
 class WorkerSession:
@@ -90,15 +90,16 @@ class WorkerSession:
 
         A lost session is replaced. During an outage, tokens stay in memory.
         """
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            session = self._session
-            try:
-                return await operation(session)
-            except SessionLost:
-                await self.recover(session, beat=beat)
-            except StoreUnavailable as error:
-                pause = await self._outlast(error, pause, [beat] if beat else [])
+
+        async def attempt() -> R:
+            while True:
+                session = self._session
+                try:
+                    return await operation(session)
+                except SessionLost:
+                    await self.recover(session, beat=beat)
+
+        return await self._retry(attempt, [beat] if beat else [])
 
     async def confirm(self) -> None:
         """Check that the session is valid, and recover it if not; call it after a rejected write."""
@@ -114,8 +115,8 @@ class WorkerSession:
             session = lost
             if server is None:
                 self._metrics.sessions_lost.inc()
-                session = await self._retrying(lambda: self._sessions.open(self._worker))
-            await self._retrying(lambda: self._register(session))
+                session = await self._retry(lambda: self._sessions.open(self._worker), self._waiting)
+            await self._retry(lambda: self._register(session), self._waiting)
 
     async def _compare(self, session: str, beat: Beat) -> None:
         """Register all trajectories again if the queue disagrees about one at two heartbeats in a row.
@@ -132,7 +133,7 @@ class WorkerSession:
             async with self._recovery(beat):
                 if self._session == session:
                     self._log.warning("leases_differ", trajectories=sorted(before & self._differing))
-                    await self._retrying(lambda: self._register(session))
+                    await self._retry(lambda: self._register(session), self._waiting)
 
     @asynccontextmanager
     async def _recovery(self, beat: Beat | None) -> AsyncIterator[None]:
@@ -169,27 +170,21 @@ class WorkerSession:
                 continue
             if answer.kept:
                 kept += 1
-                active.first_token_reported = False  # Redis may have been restored to a state before the report
                 saved = answer.saved_token_count
                 if active.saved_token_count > saved_before[answer.trajectory_id]:
                     saved = max(saved, active.saved_token_count)  # a save was answered during the registration
-                active.saved_token_count = min(saved, active.token_count)
+                active.mark_registered(saved)
             else:
                 active.lose("the queue stores other tokens of the trajectory, or another worker has leased it")
         self._log.warning("session_registered_again", held=len(held_tokens), kept=kept)
 
-    async def _retrying(self, operation: Callable[[], Awaitable[R]]) -> R:
-        pause = _FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                return await operation()
-            except StoreUnavailable as error:
-                pause = await self._outlast(error, pause, self._waiting)
+    async def _retry(self, action: Callable[[], Awaitable[R]], beats: Sequence[Beat]) -> R:
+        """Retry until the store answers; ``beats`` are called after every failure."""
 
-    async def _outlast(self, error: StoreUnavailable, pause: float, beats: Sequence[Beat]) -> float:
-        """Wait before the next attempt; returns the pause after that one."""
-        self._log.warning("store_unavailable", message=str(error), pause_seconds=pause)
-        for beat in beats:
-            beat()
-        await asyncio.sleep(pause)
-        return min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        async def wait(error: StoreUnavailable, pause: float) -> None:
+            self._log.warning("store_unavailable", message=str(error), pause_seconds=pause)
+            for beat in beats:
+                beat()
+            await asyncio.sleep(pause)
+
+        return await retry(action, StoreUnavailable, _BACKOFF, wait)

@@ -34,6 +34,7 @@ from rollmesh.types import (
     Int32Array,
     PolicyRecord,
     SamplingParams,
+    VersionNeed,
 )
 from rollmesh.wire.generation_client import GenerationClient
 
@@ -266,7 +267,7 @@ class GeneratorRun:
         chunks: list[Chunk] = []
 
         async def read() -> None:
-            async for chunk in self.client.generate(record, call, **need):
+            async for chunk in self.client.generate(record, call, VersionNeed(**need)):
                 chunks.append(chunk)
 
         return Stream(asyncio.create_task(read()), chunks)

@@ -38,7 +38,7 @@ async def test_a_stream_interrupted_on_one_generator_continues_on_another_token_
         prompt_token_count=12,
         max_new_token_count=150 - len(begun.tokens),
     )
-    rest = run.stream(second, rest_call, min_policy_version=0)
+    rest = run.stream(second, rest_call, min_version=0)
     assert await rest.end() is FinishReason.LENGTH
     assert await whole.end() is FinishReason.LENGTH
     np.testing.assert_array_equal(np.concatenate((begun.tokens, rest.tokens)), whole.tokens)
@@ -105,7 +105,7 @@ async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, mode)
     else:
         assert (reason, stream.versions) == (FinishReason.LENGTH, {0, 1})
         assert {c.kv_min_version for c in stream.chunks} == {0}
-    fresh = run.stream(record, make_call("fresh", max_new_token_count=10), min_policy_version=1)
+    fresh = run.stream(record, make_call("fresh", max_new_token_count=10), min_version=1)
     await fresh.end()
     assert {(c.policy_version, c.kv_min_version) for c in fresh.chunks} == {(1, 1)}
 
@@ -140,11 +140,11 @@ async def test_a_pinned_version_is_served_until_it_is_unpinned(make_run):
     (record,) = await run.serving(1)
     await run.store.policies.pin(0)
     await run.serving(0)
-    pinned = run.stream(record, make_call(), pinned_policy_version=0)
+    pinned = run.stream(record, make_call(), pinned_version=0)
     await pinned.end()
     assert pinned.versions == {0}
     with pytest.raises(GenerationRefused, match="pinned policy version 1"):
-        await run.stream(record, make_call(), pinned_policy_version=1).end()
+        await run.stream(record, make_call(), pinned_version=1).end()
     await run.store.policies.pin(None)
     await run.serving(1)
 
@@ -286,7 +286,7 @@ async def test_wrong_calls_and_wrong_addressees_get_their_own_errors(make_run):
     with pytest.raises(GenerationRefused, match="instance_id=gone"):
         await run.stream(replace(record, instance_id="gone"), make_call()).end()
     with pytest.raises(GenerationRefused, match="min_policy_version=4"):
-        await run.stream(record, make_call(), min_policy_version=4).end()
+        await run.stream(record, make_call(), min_version=4).end()
     running = await run.under_way(record, make_call("running"))
     waiting = run.stream(record, make_call("waiting"))
     await run.until("a full generator", lambda: _waiting(run, record, 1))

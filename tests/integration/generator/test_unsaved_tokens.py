@@ -60,7 +60,7 @@ class Saves:
         generated = (await self.metrics())[GENERATED_TOKENS] - self._already
         self.most_unsaved = max(self.most_unsaved, int(generated) - self.saved)
         self.saved += end - held.saved_token_count
-        held.saved_token_count = end
+        held.mark_saved(end)
 
 
 def held_trajectory(name: str) -> ActiveTrajectory:

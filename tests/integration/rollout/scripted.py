@@ -17,6 +17,7 @@ from rollmesh.errors import EngineError, GenerationRefused, StoreUnavailable
 from rollmesh.mesh import Cursor
 from rollmesh.store import TrajectoryStore
 from rollmesh.types import (
+    ANY_VERSION,
     Batch,
     Chunk,
     FinishReason,
@@ -27,6 +28,7 @@ from rollmesh.types import (
     Prompt,
     RewardOutcome,
     Trajectory,
+    VersionNeed,
 )
 
 VOCAB = 50
@@ -161,16 +163,13 @@ class ScriptedCluster:
         self,
         record: GeneratorRecord,
         call: GenerationCall,
+        need: VersionNeed = ANY_VERSION,
         *,
-        min_policy_version: int = 0,
-        pinned_policy_version: int | None = None,
         traceparent: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         generator = self.generators[record.instance_id]
-        if generator.version < min_policy_version:
-            raise GenerationRefused(f"{generator.name} serves {generator.version}, not {min_policy_version}")
-        if pinned_policy_version not in (None, generator.version):
-            raise GenerationRefused(f"{generator.name} serves {generator.version}, not {pinned_policy_version}")
+        if not need.allows(generator.version):
+            raise GenerationRefused(f"{generator.name} serves {generator.version}, not {need}")
         if call.trajectory_id in generator.running:
             raise GenerationRefused("already running here")
         response = call.context_ids[call.prompt_token_count :].tolist()

@@ -73,7 +73,7 @@ async def test_versions_follow_each_other_under_load_and_a_failed_canary_leaves_
 
     await run.publish(4)
     await run.serving(4)
-    fresh = run.stream(record, kit.make_call("fresh"), min_policy_version=4)
+    fresh = run.stream(record, kit.make_call("fresh"), min_version=4)
     await fresh.end()
     assert fresh.versions == {4}
     await generator.stop()
@@ -98,7 +98,7 @@ async def test_a_new_version_meets_running_calls_as_the_run_says(make_run, kit, 
     assert stamps == wanted[mode]
     if mode != "keep_kv":
         check_pure(kit, run, call, stream)
-    fresh = run.stream(record, kit.make_call("fresh"), min_policy_version=1)
+    fresh = run.stream(record, kit.make_call("fresh"), min_version=1)
     await fresh.end()
     assert {(c.policy_version, c.kv_min_version) for c in fresh.chunks} == {(1, 1)}
 

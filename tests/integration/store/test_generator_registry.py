@@ -36,7 +36,7 @@ def held(number: int, min_version: int = 0) -> ActiveTrajectory:
     found = ActiveTrajectory(
         Trajectory(trajectory_id=f"{name}.0", group_id=name, member_index=0, prompt=prompt(number))
     )
-    found.start_floor = min_version
+    found.set_floors(start=min_version, call=0)
     return found
 
 

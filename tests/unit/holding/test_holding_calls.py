@@ -14,6 +14,7 @@ from rollmesh.errors import EngineError
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.metrics import Metrics
 from rollmesh.types import (
+    ANY_VERSION,
     Chunk,
     FinishReason,
     GenerationCall,
@@ -22,6 +23,7 @@ from rollmesh.types import (
     Prompt,
     SamplingParams,
     Trajectory,
+    VersionNeed,
 )
 from rollmesh.worker.acknowledgements import Acknowledger
 from rollmesh.worker.active_trajectory import ActiveTrajectory
@@ -68,9 +70,8 @@ class Generator:
         self,
         record: GeneratorRecord,
         call: GenerationCall,
+        need: VersionNeed = ANY_VERSION,
         *,
-        min_policy_version: int = 0,
-        pinned_policy_version: int | None = None,
         traceparent: str = "",
     ) -> AsyncGenerator[Chunk, None]:
         self.calls.append(call)
@@ -134,7 +135,7 @@ async def make_caller(
 
 async def save(held: ActiveTrajectory) -> None:
     await asyncio.sleep(0)
-    held.saved_token_count = held.token_count
+    held.mark_saved(held.token_count)
 
 
 endings = st.tuples(st.integers(1, 120), st.sampled_from([FinishReason.INTERRUPTED, BREAK]))
@@ -213,12 +214,11 @@ async def test_a_call_ends_with_the_chunk_that_was_enough_and_nothing_of_it_is_s
     generator = Generator([], held)
     caller = await make_caller(generator, 96)
 
-    def look() -> None:
+    def look(held: ActiveTrajectory) -> None:
         if held.token_count > 60:
-            held.trim(50)
-            held.stop_requested = True
+            held.request_stop(50)
 
-    held.changed = look
+    held.observe(look)
     assert await caller.sample(held, 300, SamplingParams(), save=save) is FinishReason.STOP
     assert (held.token_count, held.saved_token_count) == (50, 48)
     assert len(generator.calls) == 1
@@ -255,7 +255,7 @@ async def test_a_floor_that_rose_while_the_call_waited_for_a_generator_holds() -
     call = asyncio.create_task(caller.sample(held, 5, SamplingParams(), save=save))
     while not generators.waiting_count:
         await asyncio.sleep(0)
-    held.start_floor = 3
+    held.set_floors(start=3, call=0)
     records.append(RECORD)  # it serves version 0
     for _ in range(3):
         await generators.refresh()

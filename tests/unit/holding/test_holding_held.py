@@ -42,7 +42,7 @@ def test_unsaved_tokens_are_exactly_those_after_the_saved_count(lengths, data):
     for length in lengths:
         trajectory.add(segment(range(first, first + length)))
         first += length
-    trajectory.saved_token_count = data.draw(st.integers(0, first))
+    trajectory.mark_saved(data.draw(st.integers(0, first)))
     rest = trajectory.unsaved()
     assert ids_of(rest) == list(range(trajectory.saved_token_count, first))
     for part in rest:
@@ -51,13 +51,13 @@ def test_unsaved_tokens_are_exactly_those_after_the_saved_count(lengths, data):
 
 def test_the_next_token_needs_the_newest_segments_version_and_a_new_trajectory_its_floor():
     trajectory = held()
-    trajectory.start_floor = 3
+    trajectory.set_floors(start=3, call=0)
     assert trajectory.min_version == 3
     trajectory.add(segment([1], version=2))
     assert trajectory.min_version == 2
     trajectory.add(segment([5], version=0, source=SegmentSource.ENVIRONMENT))
     assert trajectory.min_version == 2
-    trajectory.call_floor = 6
+    trajectory.set_floors(start=3, call=6)
     assert trajectory.min_version == 6
 
 
@@ -103,7 +103,7 @@ def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
     trajectory.trim(7)
     assert (trajectory.token_count, trajectory.newest_version) == (7, 2)
     assert ids_of(trajectory.segments) == list(range(7))
-    trajectory.saved_token_count = 4
+    trajectory.mark_saved(4)
     trajectory.trim(2)
     assert (trajectory.token_count, trajectory.newest_version) == (4, 1)
     assert trajectory.unsaved() == []
@@ -113,9 +113,33 @@ def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
 
 def test_whoever_looks_is_told_of_tokens_of_a_pause_and_of_a_loss():
     trajectory, told = held(), []
-    trajectory.changed = lambda: told.append((trajectory.token_count, trajectory.wanted))
+    trajectory.observe(lambda seen: told.append((seen.token_count, seen.wanted)))
     trajectory.add(segment([1, 2]))
     trajectory.park(ReleaseReason.PAUSED)
     trajectory.unpark()
     trajectory.lose("gone")
     assert told == [(2, True), (2, False), (2, True), (2, False)]
+
+
+def test_a_stop_request_ends_with_the_call_that_it_concerns():
+    trajectory = held()
+    trajectory.begin_call("a")
+    trajectory.add(segment([1, 2, 3]))
+    trajectory.request_stop(2)
+    assert (trajectory.stop_requested, trajectory.token_count) == (True, 2)
+    trajectory.begin_call("b")
+    assert (trajectory.stop_requested, trajectory.generator) == (False, "b")
+
+
+def test_a_first_token_is_unreported_until_it_is_reported_or_saved_and_again_after_a_registration():
+    trajectory = held()
+    trajectory.add(segment([8], version=0, source=SegmentSource.ENVIRONMENT))
+    assert trajectory.unreported_version is None
+    trajectory.add(segment([1, 2], version=4))
+    assert trajectory.unreported_version == 4
+    trajectory.mark_first_token_reported()
+    assert trajectory.unreported_version is None
+    trajectory.mark_registered(0)
+    assert trajectory.unreported_version == 4
+    trajectory.mark_registered(9)
+    assert (trajectory.unreported_version, trajectory.saved_token_count) == (None, 3)

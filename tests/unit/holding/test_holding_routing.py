@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from rollmesh.types import GeneratorRecord
-from rollmesh.worker.routing import AFFINITY_SLACK, Candidates, Need, can_serve
+from rollmesh.types import GeneratorRecord, VersionNeed
+from rollmesh.worker.routing import AFFINITY_SLACK, Candidates, can_serve
 
 
 def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0):
@@ -22,7 +22,7 @@ def generator(name, version=3, *, slots=8, serving=True, running=0, waiting=0):
 
 
 def chosen(records, in_flight=None, need=None, **options):
-    record = candidates(records, in_flight or {}).choose(need or Need(), **options)
+    record = candidates(records, in_flight or {}).choose(need or VersionNeed(), **options)
     return None if record is None else record.instance_id
 
 
@@ -49,14 +49,14 @@ def test_calls_of_other_workers_break_ties_only():
 
 def test_a_generator_older_than_the_newest_segment_cannot_continue():
     records = [generator("old", 2), generator("new", 4)]
-    assert chosen(records, {"new": 7}, Need(min_version=3)) == "new"
-    assert chosen(records, {}, Need(min_version=5)) is None
+    assert chosen(records, {"new": 7}, VersionNeed(min_version=3)) == "new"
+    assert chosen(records, {}, VersionNeed(min_version=5)) is None
 
 
 def test_an_evaluation_goes_to_its_pinned_version_and_nowhere_else():
     records = [generator("a", 2), generator("b", 3)]
-    assert chosen(records, {"a": 8}, Need(pinned_version=2)) == "a"
-    assert chosen(records, {}, Need(pinned_version=0)) is None
+    assert chosen(records, {"a": 8}, VersionNeed(pinned_version=2)) == "a"
+    assert chosen(records, {}, VersionNeed(pinned_version=0)) is None
 
 
 def test_generators_out_of_rotation_or_avoided_get_nothing():
@@ -70,7 +70,7 @@ def test_a_group_stays_together_while_load_allows():
     assert chosen(records, {"home": 2, "other": 0}, preferred="home") == "home"
     assert chosen(records, {"home": 3, "other": 0}, preferred="home") == "other"
     assert chosen(records, {"home": 16, "other": 15}, preferred="home") == "other"
-    assert chosen(records, {"home": 2}, Need(min_version=9), preferred="home") is None
+    assert chosen(records, {"home": 2}, VersionNeed(min_version=9), preferred="home") is None
 
 
 @given(
@@ -91,7 +91,7 @@ def test_a_group_stays_together_while_load_allows():
 def test_the_choice_is_able_and_none_fitting_is_much_emptier(records, min_version, data):
     in_flight = {r.instance_id: data.draw(st.integers(0, r.slot_count)) for r in records}
     preferred = data.draw(st.sampled_from([None, *in_flight]))
-    need = Need(min_version=min_version)
+    need = VersionNeed(min_version=min_version)
     choice = candidates(records, in_flight).choose(need, preferred=preferred)
     fitting = [r for r in records if can_serve(r, need)]
     assert (choice is None) == (not fitting)
@@ -138,7 +138,7 @@ class CandidatesMachine(RuleBasedStateMachine):
         self.candidates.leave(name)
 
     @rule(
-        need=st.builds(Need, min_version=st.integers(0, 4), pinned_version=st.none() | st.integers(0, 4)),
+        need=st.builds(VersionNeed, min_version=st.integers(0, 4), pinned_version=st.none() | st.integers(0, 4)),
         avoided=st.sets(st.sampled_from("abcdef"), max_size=4),
     )
     def choose(self, need, avoided):

@@ -3,10 +3,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from rollmesh.types import GeneratorRecord, Prompt, Trajectory
+from rollmesh.types import ANY_VERSION, GeneratorRecord, Prompt, Trajectory
 from rollmesh.worker.active_trajectory import ActiveTrajectory
 from rollmesh.worker.generator_pool import GeneratorSlot
-from rollmesh.worker.routing import Need
 
 
 def slot() -> GeneratorSlot:
@@ -22,7 +21,7 @@ def slot() -> GeneratorSlot:
         serving=True,
     )
     active = ActiveTrajectory(Trajectory(trajectory_id="e0-0.0", group_id="e0-0", member_index=0, prompt=prompt))
-    return GeneratorSlot(record=record, active=active, need=Need(), _generators=None)  # type: ignore[arg-type]
+    return GeneratorSlot(record=record, active=active, need=ANY_VERSION, _generators=None)  # type: ignore[arg-type]
 
 
 async def wait_for_a_chunk(cut_off: GeneratorSlot) -> None:

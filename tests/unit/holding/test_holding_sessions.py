@@ -10,6 +10,7 @@ from rollmesh.errors import SessionLost, StoreUnavailable
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.retry import Backoff
 from rollmesh.store.queue_types import ReRegistered
 from rollmesh.worker import worker_session
 from rollmesh.worker.worker_session import WorkerSession
@@ -42,7 +43,7 @@ class Outage:
 
 @pytest.mark.parametrize("way", ["call", "recover"])
 async def test_a_loop_that_waits_out_a_long_outage_is_not_stuck(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    monkeypatch.setattr(worker_session, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
     store = Outage(attempts=10)
     health = Health(clock=lambda: store.now)
     session = WorkerSession(store, "rollout-0", 1.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ async def test_a_lost_session_is_not_an_outage() -> None:
 async def test_a_save_that_waits_out_an_outage_does_not_beat_for_a_heartbeat_that_is_stuck(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(worker_session, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
     store, beats, stuck = Outage(attempts=0), list[None](), asyncio.Event()
     session = WorkerSession(store, "rollout-0", 0.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
     await session.open()
@@ -102,7 +103,7 @@ async def test_a_save_that_waits_out_an_outage_does_not_beat_for_a_heartbeat_tha
 
 
 async def test_a_heartbeat_that_waits_for_the_recovery_of_a_save_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_session, "_FIRST_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
     store, beats = Outage(attempts=10), list[None]()
     session = WorkerSession(store, "rollout-0", 0.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
     save = asyncio.create_task(session.recover(""))

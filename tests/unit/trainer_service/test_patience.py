@@ -10,6 +10,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.errors import CheckpointError
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.retry import Backoff
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.training_session import Stopped
 from rollmesh.trainer.service.write_retry import Retry
@@ -21,7 +22,7 @@ def full() -> CheckpointError:
 
 async def test_a_full_disk_is_waited_for_and_counted() -> None:
     metrics, health = Metrics("trainer"), Health()
-    retry = Retry(TrainerMetrics(metrics), health, asyncio.Event(), first_pause_seconds=0.001)
+    retry = Retry(TrainerMetrics(metrics), health, asyncio.Event(), backoff=Backoff(first_seconds=0.001))
     ready: list[bool] = []
 
     async def write() -> str:
@@ -37,7 +38,7 @@ async def test_a_full_disk_is_waited_for_and_counted() -> None:
 
 
 async def test_any_other_failure_is_not_repeated() -> None:
-    retry = Retry(TrainerMetrics(Metrics("trainer")), Health(), asyncio.Event(), first_pause_seconds=0.001)
+    retry = Retry(TrainerMetrics(Metrics("trainer")), Health(), asyncio.Event(), backoff=Backoff(first_seconds=0.001))
     calls = 0
 
     async def write() -> None:
@@ -52,7 +53,7 @@ async def test_any_other_failure_is_not_repeated() -> None:
 
 async def test_shutdown_ends_the_wait() -> None:
     shutdown = asyncio.Event()
-    retry = Retry(TrainerMetrics(Metrics("trainer")), Health(), shutdown, first_pause_seconds=60.0)
+    retry = Retry(TrainerMetrics(Metrics("trainer")), Health(), shutdown, backoff=Backoff(first_seconds=60.0))
 
     async def write() -> None:
         shutdown.set()

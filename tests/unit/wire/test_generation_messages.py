@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from rollmesh.errors import DataError, EngineError, GenerationRefused
-from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams
+from rollmesh.types import Chunk, FinishReason, GenerationCall, SamplingParams, VersionNeed
 from rollmesh.v1 import generation_service_pb2 as pb
 from rollmesh.wire.generation_messages import (
     ERROR_KEY,
-    VersionNeed,
     chunk_from_pb,
     chunk_to_pb,
     error_from_rpc,
@@ -33,9 +32,10 @@ CALL = GenerationCall(
 
 @pytest.mark.parametrize("pinned", [None, 0, 7])
 def test_a_call_and_its_need_survive_the_wire(pinned):
-    need = VersionNeed(instance_id="me", min_policy_version=3, pinned_policy_version=pinned)
-    call, found = request_from_pb(pb.GenerateRequest.FromString(request_to_pb(CALL, need).SerializeToString()))
-    assert found == need
+    need = VersionNeed(min_version=3, pinned_version=pinned)
+    request = pb.GenerateRequest.FromString(request_to_pb(CALL, "me", need).SerializeToString())
+    call, found = request_from_pb(request)
+    assert (request.instance_id, found) == ("me", need)
     np.testing.assert_array_equal(call.context_ids, CALL.context_ids)
     for name in ("trajectory_id", "group_id", "prompt_token_count", "max_new_token_count", "chunk_token_count"):
         assert getattr(call, name) == getattr(CALL, name)

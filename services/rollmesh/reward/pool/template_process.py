@@ -33,8 +33,6 @@ class TemplateProcess:
         self._ready: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._spawning: dict[int, asyncio.Future[int]] = {}  # by slot
         self._exits: dict[int, asyncio.Future[int]] = {}  # by pid
-        self.timeout_means_wrong: Mapping[str, bool] = {}
-        """Declaration of each loaded verifier, by name."""
 
     @staticmethod
     async def start(spec: WorkerSpec) -> TemplateProcess:
@@ -63,15 +61,20 @@ class TemplateProcess:
         asyncio.get_running_loop().add_reader(service_end.fileno(), template._read_messages)
         try:
             await asyncio.get_running_loop().sock_sendall(service_end, spec.to_json().encode() + b"\n")
-            ready = await template._ready
+            await template._ready
         except (BrokenPipeError, ConnectionResetError) as error:
             await template.aclose()
             raise TemplateLost("the template process ended while it started") from error
         except BaseException:
             await template.aclose()
             raise
-        template.timeout_means_wrong = ready["timeout_means_wrong"]
         return template
+
+    @property
+    def timeout_means_wrong(self) -> Mapping[str, bool]:
+        """Declaration of each loaded verifier, by name."""
+        declared: Mapping[str, bool] = self._ready.result()["timeout_means_wrong"]
+        return declared
 
     @property
     def lost(self) -> bool:

@@ -29,12 +29,12 @@ class WorkerDied(Exception):
 class WorkerConnection(asyncio.Protocol):
     """Connection that sends one request at a time to a worker, and kills it if the answer is late or invalid."""
 
-    def __init__(self, template: TemplateProcess) -> None:
+    def __init__(self, template: TemplateProcess, pid: int) -> None:
         self._template = template
         self._transport: asyncio.Transport | None = None
         self._frames = FrameBuffer(LARGEST_REPLY_BYTES)
         self._answer: asyncio.Future[bytes] | None = None
-        self.pid = 0
+        self.pid = pid
         self.closed = False
         """True once the worker has exited or must not be used any more."""
         self._ended: str | None = None
@@ -43,10 +43,9 @@ class WorkerConnection(asyncio.Protocol):
     async def open(template: TemplateProcess, slot: int) -> WorkerConnection:
         """Fork a worker and connect to it; raises TemplateLost."""
         service_end, worker_end = socket.socketpair()
-        connection = WorkerConnection(template)
         try:
             with worker_end:
-                connection.pid = await template.spawn(slot, worker_end)
+                connection = WorkerConnection(template, await template.spawn(slot, worker_end))
             service_end.setblocking(False)
             await asyncio.get_running_loop().create_unix_connection(lambda: connection, sock=service_end)
         except BaseException:

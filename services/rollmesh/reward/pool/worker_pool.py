@@ -19,10 +19,12 @@ from rollmesh.reward.pool.worker_connection import WorkerConnection, WorkerDied,
 from rollmesh.reward.pool.worker_process import PROBE, SCORE
 from rollmesh.reward.pool.worker_spec import WorkerSpec
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff
+from rollmesh.runtime.tasks import cancel_and_wait
 
 _PROBE_SECONDS = 30.0
 _TEMPLATE_ATTEMPTS = 5
-_FIRST_RETRY_SECONDS = 0.1
+_BACKOFF = Backoff(first_seconds=0.1)
 
 
 class PoolObserver(Protocol):
@@ -77,9 +79,7 @@ class WorkerPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._slots:
-            task.cancel()
-        await asyncio.gather(*self._slots, return_exceptions=True)
+        await cancel_and_wait(*self._slots)
         self._drop_jobs("the pool has been closed")
         if self._template is not None:
             await self._template.aclose()
@@ -160,14 +160,13 @@ class WorkerPool:
         return await self._open(slot)
 
     async def _open(self, slot: int) -> WorkerConnection:
-        pause = _FIRST_RETRY_SECONDS
-        for _ in range(_TEMPLATE_ATTEMPTS):
+        for attempt in range(1, _TEMPLATE_ATTEMPTS + 1):
             try:
                 return await WorkerConnection.open(await self._running_template(), slot)
             except TemplateLost as error:
+                pause = _BACKOFF.seconds(attempt)
                 self._log.warning("template_lost", message=str(error), pause_seconds=pause)
                 await asyncio.sleep(pause)
-                pause *= 2
         raise RollmeshError(f"reward: the template process ended {_TEMPLATE_ATTEMPTS} times in a row")
 
     async def _running_template(self) -> TemplateProcess:

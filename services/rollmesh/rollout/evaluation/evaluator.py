@@ -19,6 +19,7 @@ from rollmesh.errors import Conflict, RollmeshError, SessionLost, StoreUnavailab
 from rollmesh.rollout.evaluation.pinned_generator import Pin
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EvalRequest, EvalResult
 from rollmesh.tasks.sources.source_protocol import PromptSource
@@ -152,8 +153,7 @@ class Evaluator:
                     return []
             return answering.result()
         finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+            await cancel_and_wait(answering)
 
     def _give_up(self, request: EvalRequest, reason: str) -> None:
         self._deps.metrics.evaluations_given_up.inc()

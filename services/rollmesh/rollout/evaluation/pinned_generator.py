@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator
 
 from rollmesh.errors import Conflict, StoreUnavailable
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.queue_types import EvalRequest
 from rollmesh.worker.generator_pool import GeneratorPool
@@ -59,8 +60,7 @@ class Pin:
         try:
             yield True
         finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
+            await cancel_and_wait(renewing)
             await self._store.policies.pin(None, owner=self._request.evaluation_id)
 
     async def _taken(self) -> bool:

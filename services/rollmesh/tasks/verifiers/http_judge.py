@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import os
-import random
 import re
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -14,12 +13,12 @@ from typing import Any, Literal
 import httpx
 
 from rollmesh.errors import ConfigError, VerifierError
+from rollmesh.runtime.retry import Backoff
 from rollmesh.tasks.verifiers.extraction import last_number
 from rollmesh.tasks.verifiers.verifier_protocol import RewardParts
 
 LARGEST_REPLY_BYTES = 1 << 20
-_FIRST_PAUSE_SECONDS = 0.2
-_LONGEST_PAUSE_SECONDS = 5.0
+_BACKOFF = Backoff(first_seconds=0.2, longest_seconds=5.0, jitter=0.5)
 _DENOMINATOR = re.compile(r"\s*(?:/|\bout of\b)\s*[0-9]+(?:\.[0-9]+)?", re.IGNORECASE)
 
 
@@ -101,7 +100,7 @@ class HttpJudgeVerifier:
                 reply = await self._post(client, payload, last=attempt == self._attempts)
                 if isinstance(reply, bytes):
                     return self._reward(reply)
-                await asyncio.sleep(_pause_seconds(attempt, reply))
+                await asyncio.sleep(max(reply, _BACKOFF.seconds(attempt)))
         raise VerifierError(f"http_judge: {self._url}: no attempt was made")
 
     async def _post(self, client: httpx.AsyncClient, payload: Any, *, last: bool) -> bytes | float:
@@ -214,11 +213,6 @@ def _retry_after_seconds(reply: httpx.Response) -> float:
         return max(0.0, float(reply.headers.get("Retry-After", "0")))
     except ValueError:  # the date form; the back-off is close enough
         return 0.0
-
-
-def _pause_seconds(attempt: int, requested_seconds: float) -> float:
-    backoff: float = _FIRST_PAUSE_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
-    return max(requested_seconds, min(backoff, _LONGEST_PAUSE_SECONDS))
 
 
 def _number(value: object) -> float:

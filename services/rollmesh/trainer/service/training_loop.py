@@ -28,6 +28,7 @@ from rollmesh.errors import RollmeshError, StoreUnavailable, TrainingDiverged
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.tracing import tracer
 from rollmesh.store import StoreCounts
 from rollmesh.trainer.learner.step_report import StepReport
@@ -108,8 +109,7 @@ class TrainingLoop:
         try:
             await self._train()
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            await cancel_and_wait(watch)
 
     async def _train(self) -> None:
         deps = self._deps

@@ -18,6 +18,8 @@ from rollmesh.errors import CheckpointError, ConfigError, Conflict, RollmeshErro
 from rollmesh.mesh import Cursor, RunLimits
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff, retry
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.store import TrajectoryStore
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
@@ -25,8 +27,7 @@ from rollmesh.types import Batch
 
 T = TypeVar("T")
 
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 5.0
+_BACKOFF = Backoff(first_seconds=0.1, longest_seconds=5.0)
 _LOG_EVERY_SECONDS = 30.0
 
 
@@ -132,23 +133,27 @@ class TrainingSession:
 
     async def retry(self, operation: str, action: Callable[[], Awaitable[T]]) -> T:
         """Retry an idempotent action while Redis is unreachable. Raises Stopped at shutdown, SessionLost if fenced."""
-        pause, waiting_since, logged = _FIRST_PAUSE_SECONDS, time.monotonic(), 0.0
-        while True:
-            assertions = self._assertions
-            try:
-                return await action()
-            except (StoreUnavailable, Conflict, SessionLost) as error:
-                if await self._server_changed() or self._assertions != assertions:
-                    continue
-                if not isinstance(error, StoreUnavailable):
-                    raise
-                if time.monotonic() - logged > _LOG_EVERY_SECONDS:
-                    logged = time.monotonic()
-                    seconds = round(logged - waiting_since, 1)
-                    self._log.warning("waiting_for_redis", what=operation, seconds=seconds, message=str(error))
+        waiting_since, logged = time.monotonic(), 0.0
+
+        async def attempt() -> T:
+            while True:
+                assertions = self._assertions
+                try:
+                    return await action()
+                except (StoreUnavailable, Conflict, SessionLost):
+                    if not await self._server_changed() and self._assertions == assertions:
+                        raise
+
+        async def wait(error: StoreUnavailable, pause: float) -> None:
+            nonlocal logged
+            if time.monotonic() - logged > _LOG_EVERY_SECONDS:
+                logged = time.monotonic()
+                seconds = round(logged - waiting_since, 1)
+                self._log.warning("waiting_for_redis", what=operation, seconds=seconds, message=str(error))
             if await wait_or_shutdown(self._shutdown, pause):
                 raise Stopped(f"{operation}: shut down while waiting for Redis")
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+        return await retry(attempt, StoreUnavailable, _BACKOFF, wait)
 
     async def claim(self, train_step: int, timeout: float) -> Batch | None:
         """Claim the batch of a train step; None after ``timeout`` seconds without a cut, and immediately at shutdown.
@@ -163,9 +168,7 @@ class TrainingSession:
             await asyncio.wait({claim, stopped}, return_when=asyncio.FIRST_COMPLETED)
             return claim.result() if claim.done() else None
         finally:
-            claim.cancel()
-            stopped.cancel()
-            await asyncio.gather(claim, stopped, return_exceptions=True)
+            await cancel_and_wait(claim, stopped)
 
     async def watch(self, every_seconds: float) -> None:
         """Watch for a Redis restart, also during a long step, until shutdown. Raises SessionLost if fenced."""

@@ -10,14 +10,14 @@ from rollmesh.errors import CheckpointError
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.retry import Backoff, retry
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.trainer.service.training_session import Stopped
 
 T = TypeVar("T")
 
 _TRANSIENT = {Reason.DISK_FULL: "disk full", Reason.UNREACHABLE: "object store unreachable"}
-_FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 60.0
+_BACKOFF = Backoff(first_seconds=1.0, longest_seconds=60.0)
 
 
 class Retry:
@@ -28,12 +28,12 @@ class Retry:
         metrics: TrainerMetrics,
         health: Health,
         shutdown: Shutdown,
-        first_pause_seconds: float = _FIRST_PAUSE_SECONDS,
+        backoff: Backoff = _BACKOFF,
     ) -> None:
         self._metrics = metrics
         self._health = health
         self._shutdown = shutdown
-        self._first_pause_seconds = first_pause_seconds
+        self._backoff = backoff
         self._log = get_logger("write_retry")
 
     async def run(self, operation: str, write: Callable[[], Awaitable[T]]) -> T:
@@ -41,20 +41,17 @@ class Retry:
 
         Raises Stopped at shutdown, and every other CheckpointError of ``write``.
         """
-        pause = self._first_pause_seconds
-        while True:
-            try:
-                result = await write()
-            except CheckpointError as error:
-                self._metrics.failures.labels(reason=str(error.reason)).inc()
-                problem = _TRANSIENT.get(Reason(error.reason))
-                if problem is None:
-                    raise
-                self._log.error(str(error.reason), what=operation, retry_seconds=pause, message=str(error))
-                self._health.set_ready(False, f"{problem}: {operation}")
-            else:
-                self._health.set_ready(True)
-                return result
+
+        async def wait(error: CheckpointError, pause: float) -> None:
+            self._metrics.failures.labels(reason=str(error.reason)).inc()
+            problem = _TRANSIENT.get(Reason(error.reason))
+            if problem is None:
+                raise error
+            self._log.error(str(error.reason), what=operation, retry_seconds=pause, message=str(error))
+            self._health.set_ready(False, f"{problem}: {operation}")
             if await wait_or_shutdown(self._shutdown, pause):
                 raise Stopped(f"{operation}: shut down while waiting: {problem}")
-            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+        result = await retry(write, CheckpointError, self._backoff, wait)
+        self._health.set_ready(True)
+        return result

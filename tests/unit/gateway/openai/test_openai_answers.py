@@ -45,7 +45,7 @@ def add(held: ActiveTrajectory, tokenizer: Tokenizer, text: str, version: int = 
 async def test_text_is_told_as_it_becomes_certain_and_a_stop_string_ends_the_call(tokenizer: Tokenizer) -> None:
     held = make_held(tokenizer)
     stream = AnswerStream(AnswerTurn(tokenizer, held.context_ids(), ["STOP"]), 0)
-    held.changed = lambda: stream.update(held)
+    held.observe(stream.update)
 
     async def sample() -> FinishReason:
         for text in ("one S", "T two", " STO", "P three"):
@@ -67,7 +67,7 @@ async def test_text_is_told_as_it_becomes_certain_and_a_stop_string_ends_the_cal
 async def test_a_reader_that_leaves_cancels_the_call_and_an_error_reaches_it(tokenizer: Tokenizer) -> None:
     held = make_held(tokenizer)
     stream = AnswerStream(AnswerTurn(tokenizer, held.context_ids()), 0)
-    held.changed = lambda: stream.update(held)
+    held.observe(stream.update)
     cancelled = asyncio.Event()
 
     async def forever() -> FinishReason:

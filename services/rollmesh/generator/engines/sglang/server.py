@@ -20,6 +20,7 @@ from rollmesh.generator.engines.sglang.server_settings import check_settings
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.runtime.free_port import free_port
 from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.tasks import cancel_and_wait
 
 _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 20.0
@@ -95,8 +96,7 @@ class SglangServer:
     async def aclose(self) -> None:
         """Stop probing, and stop the server if this process started it; a server at a url continues."""
         if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+            await cancel_and_wait(self._watch)
         if self._process is not None:
             await self._process.stop(_STOP_GRACE_SECONDS)
         elif self.paused:

@@ -17,6 +17,7 @@ from rollmesh.generator.engines.sglang.server import SglangServer
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.generator.engines.sglang.slices import Slice, check_finite, chunks_of, read_slice, slice_body, without
 from rollmesh.generator.engines.sglang.slot_queue import ServerCall
+from rollmesh.runtime.tasks import BackgroundTasks
 from rollmesh.types import Chunk, FinishReason
 
 _ABORT_RETRY_SECONDS = 0.25
@@ -33,7 +34,7 @@ class Calls:
         self._state = state
         self._server = server
         self._last_answer = server.clock.seconds()
-        self._background_tasks: set[asyncio.Task[None]] = set()
+        self._background_tasks = BackgroundTasks()
 
     async def wait_until_ready(self, server_call: ServerCall) -> bool:
         """Wait until the call may send a request; return False if it must end as interrupted."""
@@ -125,15 +126,11 @@ class Calls:
         """Abort the request of a call whose caller has disconnected."""
         request_id, server_call.request_id = server_call.request_id, ""  # no task waits for the response any more
         if request_id and not self._state.closed and self._state.failure is None:
-            task = asyncio.ensure_future(self._ignore_errors(self._server.api.abort(request_id)))
-            self._background_tasks.add(task)
-            task.add_done_callback(self._background_tasks.discard)
+            self._background_tasks.start(self._ignore_errors(self._server.api.abort(request_id)))
 
     async def aclose(self) -> None:
         """Cancel the background tasks."""
-        for task in self._background_tasks:
-            task.cancel()
-        await asyncio.gather(*self._background_tasks, return_exceptions=True)
+        await self._background_tasks.cancel()
 
     async def _request(self, server_call: ServerCall, requested: int) -> Slice:
         """Send one slice and wait for its response."""

@@ -23,6 +23,7 @@ from rollmesh.generator.engines.sglang.server_calls import Calls
 from rollmesh.generator.engines.sglang.sglang_options import SglangOptions
 from rollmesh.generator.engines.sglang.slices import empty_chunk, read_scores, score_body
 from rollmesh.generator.engines.sglang.slot_queue import ServerCall, SlotQueue
+from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.types import Chunk, FinishReason, Float32Array, GenerationCall, Int32Array
 
 _POLL_SECONDS = 0.005
@@ -225,9 +226,7 @@ class SglangEngine:
         except (DataError, GenerationRefused) as error:  # unexpected: the sequences were checked
             raise EngineError(f"the SGLang server rejects the canary sequences: {error}") from error
         finally:
-            for request in requests:
-                request.cancel()
-            await asyncio.gather(*requests, return_exceptions=True)
+            await cancel_and_wait(*requests)
 
     async def _score(self, ids: Int32Array) -> Float32Array:
         if len(ids) < 2:

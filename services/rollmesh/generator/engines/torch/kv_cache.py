@@ -11,7 +11,9 @@ block or the moved rows exist twice.
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,9 @@ _NARROWEST = 64
 _GROWTH = 1.5
 _ALIGNMENT = 16
 _COARSE_NARROWEST, _COARSE_GROWTH, _COARSE_SLACK = 256, 2.0, 1.25
+
+TierRows = tuple[tuple[int, int], ...]
+"""Number and row count of each tier in use."""
 
 
 def tier_widths(longest: int) -> tuple[int, ...]:
@@ -125,8 +130,8 @@ class KvCache:
         self.longest = min(longest, token_capacity)
         """Longest context that one row can hold."""
         self.tiers = [Tier(arch, width, dtype, device) for width in widths(self.longest)]
-        self.before_move: Callable[[Tier], None] | None = None
-        """Called with a tier whose block is about to be reallocated: views of it must be dropped."""
+        self.views: OrderedDict[TierRows, Any] = OrderedDict()
+        """Objects that address the memory of tiers; dropped before the block of one of their tiers is reallocated."""
         self._place: dict[int, tuple[Tier, int]] = {}
 
     @property
@@ -243,6 +248,7 @@ class KvCache:
         self._resize(tier, max(rows, min(wanted, free() // tier.width)))
 
     def _resize(self, tier: Tier, row_capacity: int) -> None:
-        if self.before_move is not None:
-            self.before_move(tier)
+        number = self.tiers.index(tier)
+        for key in [key for key in self.views if any(number == n for n, _ in key)]:
+            del self.views[key]
         tier.resize(row_capacity)

@@ -45,10 +45,11 @@ class RunningBatch:
         forward_tokens: int,
         counters: Counters,
         emit: Emit,
+        policy_version: int,
     ) -> None:
         self.model = model
         self.cache = cache
-        self.policy_version = 0
+        self.policy_version = policy_version
         self.response_lengths: deque[int] = deque(maxlen=_HISTORY)
         """Lengths of finished responses, for ``remaining_estimate``."""
         self._slots = SlotTable(slots, model.arch.vocab_size, model.device)

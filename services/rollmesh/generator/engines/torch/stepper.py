@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollmesh.generator.engines.torch.decoder_model import DecoderModel
 from rollmesh.generator.engines.torch.graphs import GraphPool
-from rollmesh.generator.engines.torch.kv_cache import KvCache, Tier
+from rollmesh.generator.engines.torch.kv_cache import KvCache, TierRows
 from rollmesh.generator.engines.torch.plan import Planner, StepPlan, TierShare
 from rollmesh.generator.engines.torch.slots import Int64Array
 
@@ -93,11 +93,10 @@ class BucketedStepper:
             model.device,
             shared_score_tokens=cache.token_capacity,
         )
-        self._steps: OrderedDict[tuple[tuple[int, int], ...], _StaticStep] = OrderedDict()
+        self._steps: OrderedDict[TierRows, _StaticStep] = cache.views
         self._current: _StaticStep | None = None
         self._live: Tensor | None = None
         """Rows of the padded step that belong to calls, int64 [rows]; None if all rows do."""
-        cache.before_move = self._forget
 
     @property
     def step_count(self) -> int:
@@ -150,12 +149,6 @@ class BucketedStepper:
                 self._steps.popitem(last=False)
         self._steps.move_to_end(key)
         return step
-
-    def _forget(self, tier: Tier) -> None:
-        """Delete the steps over the old memory of ``tier``, whose block moves; they must not run again."""
-        number = self._cache.tiers.index(tier)
-        for key in [key for key in self._steps if any(number == n for n, _ in key)]:
-            del self._steps[key]
 
 
 class _StaticStep:

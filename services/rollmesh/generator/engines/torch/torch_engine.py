@@ -75,9 +75,9 @@ class TorchEngine:
             model = DecoderModel(arch, weights, self._options.max_context_tokens, self._device, swap_in_place=in_place)
             stepper = make_stepper(model, cache, self._options.slots, graphs=graphs)
             forward_tokens = self._options.forward_tokens(self._device)
-            batch = RunningBatch(model, cache, stepper, self._options.slots, forward_tokens, counters, emit)
-            batch.policy_version = policy_version
-            return batch
+            return RunningBatch(
+                model, cache, stepper, self._options.slots, forward_tokens, counters, emit, policy_version
+            )
 
         self._arch = arch
         self._thread = ModelThread(make_batch, self._options, asyncio.get_running_loop())

@@ -1,0 +1,45 @@
+"""Background tasks, and the end of tasks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator
+from typing import Any
+
+
+class BackgroundTasks:
+    """Tasks without an awaiting caller, referenced until they end; the event loop holds only weak references."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[None]]:
+        return iter(tuple(self._tasks))
+
+    def start(self, work: Coroutine[Any, Any, None], name: str | None = None) -> asyncio.Task[None]:
+        """Start a task."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all tasks and wait for their ends."""
+        await cancel_and_wait(*self._tasks)
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> list[Any]:
+    """Cancel the tasks and wait for their ends; returns their results and errors, in order."""
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def raise_first_error(results: Iterable[object]) -> None:
+    """Raise the first error among the results of ended tasks; a cancellation is not an error."""
+    for result in results:
+        if isinstance(result, BaseException) and not isinstance(result, asyncio.CancelledError):
+            raise result
