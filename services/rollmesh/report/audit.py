@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_location
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config.services import CheckpointConfig
 from rollmesh.errors import CheckpointError, DataError
@@ -67,11 +68,11 @@ def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
         raise DataError(f"{folder.checkpoints}: no checkpoint store; has this run started?")
     override = os.environ.get(SECRET_VARIABLE)
     if override:
-        return CheckpointStore.open_location(section, folder.path, override.encode())
+        return open_location(section, folder.path, override.encode())
     file = folder.path / SECRET_FILE
     if file.exists():
         secret = file.read_text(encoding="ascii").strip().encode()
-        return CheckpointStore.open_location(section, folder.path, secret)
+        return open_location(section, folder.path, secret)
     raise CheckpointError(f"{folder.path}: no secret in the run folder, and {SECRET_VARIABLE} is not set")
 
 

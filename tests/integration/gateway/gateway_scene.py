@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import yaml
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.mesh import Cursor, Desired
@@ -156,7 +156,7 @@ class Scene:
         batch = await self.store.claim(self.trainer, train_step, 5.0)
         assert isinstance(batch, Batch)
         assert all(isinstance(group, Group) for group in batch.groups)
-        digest = CheckpointStore.from_config(self.config).write_batch(batch, await self.store.cursor())
+        digest = open_checkpoints(self.config).write_batch(batch, await self.store.cursor())
         await self.store.confirm_batch_file(self.trainer, train_step, digest)
         await self.store.report_trained(self.trainer, train_step)
         await self.store.announce_policy(self.trainer, policy(train_step))
