@@ -5,8 +5,9 @@
     <root>/states/<step>-<session>/     trainer state, valid only with COMMITTED
     <root>/lineage                      identity of the store, which the queue records
 
-The root may be the cache of an object store (``bucket.py``). The same paths are then its keys, and the object store is
-authoritative. All methods block on the file system or the network; asyncio callers use a thread.
+``CheckpointStore`` is a folder that all services share. ``BucketStore`` (``bucket.py``) is the same store in an object
+store: the paths are its keys, and the root folder is the cache of one node. ``open_checkpoints`` (``location.py``)
+chooses. All methods block on the file system or the network; asyncio callers use a thread.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class CheckpointStore:
         return policy
 
     def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
+        """Compare a published policy with its record, byte for byte."""
         return policies.verify(self.root, self._secret, record)
 
     def mark_announced(self, record: PolicyRecord) -> None:
@@ -119,6 +121,7 @@ class CheckpointStore:
     def _prune(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
     ) -> list[str]:
+        """Delete old policies like ``policies.prune``; return their paths."""
         return policies.prune(self.root, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
 
     def write_batch(
