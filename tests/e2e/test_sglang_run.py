@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import load_run_config
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
@@ -131,7 +131,7 @@ def test_a_run_on_two_servers_loses_nothing_when_one_of_them_is_killed(started, 
 
     steps = line.json_lines("metrics.jsonl")
     assert [step["train_step"] for step in steps] == list(range(1, _STEPS + 1))
-    store = CheckpointStore.from_config(load_run_config(line.folder / "config.yaml"))
+    store = open_checkpoints(load_run_config(line.folder / "config.yaml"))
     published = {record.policy_version for record in store.complete_policies()}
     written = {
         segment.policy_version

@@ -8,7 +8,7 @@ import os
 import signal
 from pathlib import Path
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.launcher.redis import running_store
 from rollmesh.launcher.run_folder import RunFolder
@@ -65,7 +65,7 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
         )
         wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= STEPS, "train steps", process)
         config = load_run_config(line.folder / "config.yaml", environ={})
-        checkpoints = CheckpointStore.from_config(config)
+        checkpoints = open_checkpoints(config)
         batches = [checkpoints.read_batch(step) for step in range(1, STEPS + 1)]
         # A process that is killed takes its last second of spans with it, so these have to be there before.
         wait_until(lambda: not lacking(received.traces(), batches, config.name), "the spans of these steps", process)

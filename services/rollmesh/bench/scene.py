@@ -21,6 +21,7 @@ import yaml
 
 from rollmesh.bench.models import CONTEXT, BenchModel, Policy
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import EngineError, GenerationRefused
 from rollmesh.runtime.endpoints import read_endpoints
@@ -174,7 +175,7 @@ async def open_scene(
         config = _write_run_file(folder, server.url, model.dtype, generator)
         store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
         client = await stack.enter_async_context(GenerationClient())
-        scene = Scene(config, store, CheckpointStore.from_config(config), client, model)
+        scene = Scene(config, store, open_checkpoints(config), client, model)
         await store.limits.init_run(run_limits(config))
         scene.session = await store.training.open_session("bench")
         await scene.publish(0, await asyncio.to_thread(model.policy, 0))

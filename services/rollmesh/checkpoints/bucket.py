@@ -12,79 +12,83 @@ restart     the listing of the bucket decides. Local files that were not uploade
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import secrets
-import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rollmesh.checkpoints import batches, committed, policies
-from rollmesh.checkpoints.batches import BatchFooter, batch_path
+from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch, batch_path
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE, CommittedState, JudgedStates
-from rollmesh.checkpoints.durable import confined, make_folder, regular_files, remove_tree, sha256_of, sync_folder
+from rollmesh.checkpoints.durable import confined, regular_files, remove_tree, sha256_of, sync_folder
 from rollmesh.checkpoints.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest, ManifestFile, parse_manifest
 from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest
+from rollmesh.checkpoints.policies import ANNOUNCED_FILE, FoundManifest, VerifiedPolicy
+from rollmesh.checkpoints.pulled import PulledFolders
 from rollmesh.checkpoints.reasons import Reason
-from rollmesh.checkpoints.sealing import LINEAGE_FILE, lineage
+from rollmesh.checkpoints.sealing import LINEAGE_FILE
 from rollmesh.errors import CheckpointError, ConfigError, RollmeshError
-from rollmesh.types import Group, PolicyRecord
+from rollmesh.mesh import Cursor
+from rollmesh.types import Batch, Group, PolicyRecord
+
+if TYPE_CHECKING:
+    import torch
 
 _MAX_RECORD_BYTES = 64 << 20
-_IN_USE_SECONDS = 600.0
-_LOCKS = ".pulls"
 
 
-class ObjectMirror:
-    """Synchronization of the local folder ``root`` of one process with the bucket. Calls block."""
+class BucketStore(CheckpointStore):
+    """Checkpoint store in a bucket, with the folder ``root`` of this node as its cache."""
 
-    def __init__(self, objects: ObjectStore, root: Path, secret: bytes, *, cache_policies: int) -> None:
+    def __init__(self, root: Path, secret: bytes, objects: ObjectStore, *, cache_policies: int) -> None:
+        super().__init__(root, secret)
         _reject_several_nodes(objects.url)
         self.objects = objects
-        self._root = root
-        self._secret = secret
-        self._cache_policies = cache_policies
+        self._pulled = PulledFolders(self.root, keep_policies=cache_policies)
 
     def lineage(self) -> str:
         """Return the identity of the store in the bucket; the first use creates it."""
         try:
             return self.objects.read(LINEAGE_FILE, 1024).decode("ascii").strip()
         except FileNotFoundError:
-            self.objects.write(LINEAGE_FILE, lineage(self._root).encode())
+            self.objects.write(LINEAGE_FILE, super().lineage().encode())
             return self.objects.read(LINEAGE_FILE, 1024).decode("ascii").strip()
 
     # policies
 
-    def push_policy(self, path: str) -> None:
-        """Upload a published folder, its manifest last."""
-        self._push_folder(path, last=MANIFEST_FILE)
+    def _share_policy(self, record: PolicyRecord) -> None:
+        """Upload a published folder, its manifest last. A folder that cannot be uploaded is deleted."""
+        try:
+            self._push_folder(record.path, last=MANIFEST_FILE)
+        except BaseException:
+            remove_tree(self.root / record.path, first=[MANIFEST_FILE])
+            raise
 
-    def drop_policy(self, path: str) -> None:
-        """Delete a policy whose upload is incomplete from the bucket."""
-        self._delete_folder(path, first=MANIFEST_FILE)
-
-    def push_announced(self, path: str) -> None:
-        """Mark the policy as accepted by the registry, in the bucket."""
-        self.objects.write(f"{path}/{ANNOUNCED_FILE}", b"")
-
-    def fetch_policy(self, record: PolicyRecord) -> None:
-        """Pull a policy unless it is in the local folder. CheckpointError if it is missing or its manifest differs."""
-        folder = confined(self._root, record.path)
-        with self._locked(folder.name):
+    def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
+        """Pull a policy unless it is in the cache, and compare it with its record."""
+        folder = confined(self.root, record.path)
+        with self._pulled.locked(folder.name):
             if _digest(folder / MANIFEST_FILE) != record.manifest_digest:
                 self._pull_policy(record, folder)
-            self._evict_old_policies(folder.name)
+            self._pulled.evict_old_policies(folder.name)
+        try:
+            return super()._verified(record)
+        except CheckpointError:
+            # The local copy may be damaged. Pull it again and verify the copy from the bucket.
+            with self._pulled.locked(folder.name):
+                self._pull_policy(record, folder)
+            return super()._verified(record)
 
-    def fetch_policy_again(self, record: PolicyRecord) -> None:
-        """Pull a policy whose local copy is damaged."""
-        folder = confined(self._root, record.path)
-        with self._locked(folder.name):
-            self._pull_policy(record, folder)
+    def mark_announced(self, record: PolicyRecord) -> None:
+        """Write the marker into the bucket, and into the cached folder."""
+        self.objects.write(f"{record.path}/{ANNOUNCED_FILE}", b"")
+        if (self.root / record.path).exists():
+            super().mark_announced(record)
 
-    def manifests(self) -> list[FoundManifest]:
+    def _manifests(self) -> Iterable[FoundManifest]:
         """Return every manifest in the bucket, and an entry for every announced folder without one."""
         sizes = self.objects.sizes(policies.FOLDER)
         announced = {key.rpartition("/")[0] for key in sizes if key.endswith("/" + ANNOUNCED_FILE)}
@@ -102,10 +106,11 @@ class ObjectMirror:
             found.append(FoundManifest(path=path, data=data, announced=path in announced))
         return found
 
-    def prune_policies(
+    def _prune(
         self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
     ) -> list[str]:
-        """Delete old policies from the bucket like ``policies.prune``."""
+        """Delete old policies from the cache and from the bucket; return those of the bucket."""
+        super()._prune(records, keep_last=keep_last, keep_versions=keep_versions, session=session)
         paths = [f"{policies.FOLDER}/{name}" for name in self._folders(policies.FOLDER)]
         removed = policies.prunable(paths, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
         for path in removed:
@@ -115,25 +120,36 @@ class ObjectMirror:
 
     # batch files
 
-    def before_batch(self, train_step: int) -> None:
+    def write_batch(
+        self,
+        batch: Batch,
+        cursor: Cursor,
+        train_steps: Mapping[int, int] | None = None,
+        settings: StepSettings | None = None,
+    ) -> str:
+        """Write a batch file locally and upload it unless the bucket has one; return the digest of the bucket's file.
+
+        Raises CheckpointError if another trainer has already uploaded other groups.
+        """
+        self._copy_of_bucket(batch.train_step)
+        super().write_batch(batch, cursor, train_steps, settings)
+        return self._push_batch(batch.train_step)
+
+    def _copy_of_bucket(self, train_step: int) -> None:
         """Make the local batch file of this step equal to the bucket's; delete it if the bucket has none."""
-        path = batch_path(self._root, train_step)
+        path = batch_path(self.root, train_step)
         try:
             self.objects.get(_batch_key(train_step), path)
         except FileNotFoundError:
             path.unlink(missing_ok=True)
 
-    def push_batch(self, train_step: int) -> str:
-        """Upload a batch file unless the bucket has one; return the digest of the file in the bucket.
-
-        Raises CheckpointError if another trainer has already uploaded other groups.
-        """
-        path, key = batch_path(self._root, train_step), _batch_key(train_step)
-        local = batches.read_footer(self._root, self._secret, train_step)
+    def _push_batch(self, train_step: int) -> str:
+        path, key = batch_path(self.root, train_step), _batch_key(train_step)
+        local = super().batch_footer(train_step)
         if self.objects.put_new(path, key):
             return local.payload_sha256
         try:
-            stored = self.footer(train_step)
+            stored = self.batch_footer(train_step)
         except CheckpointError:
             self.objects.put(path, key)  # damaged, so no trainer has used it
             return local.payload_sha256
@@ -144,33 +160,38 @@ class ObjectMirror:
             )
         return stored.payload_sha256
 
-    def fetch_batch(self, train_step: int) -> None:
-        """Pull the batch file of this step unless the local copy matches. Raises CheckpointError if it is missing.
+    def stored_batch(self, train_step: int) -> StoredBatch:
+        """Pull the batch file of this step unless the local copy matches, and read it.
 
         A local file may differ: its upload failed, and the step was cut again for another trainer.
         """
-        stored = self.footer(train_step)
+        if not self._has_batch(train_step, self.batch_footer(train_step)):
+            self._pull_batch(train_step)
         try:
-            if batches.read_footer(self._root, self._secret, train_step).payload_sha256 == stored.payload_sha256:
-                return
+            return super().stored_batch(train_step)
         except CheckpointError:
-            pass  # missing or damaged local copy
-        self.fetch_batch_again(train_step)
+            self._pull_batch(train_step)  # the local copy may be damaged
+            return super().stored_batch(train_step)
 
-    def fetch_batch_again(self, train_step: int) -> None:
-        """Pull a batch file and replace the local copy."""
+    def _has_batch(self, train_step: int, stored: BatchFooter) -> bool:
+        try:
+            return super().batch_footer(train_step).payload_sha256 == stored.payload_sha256
+        except CheckpointError:
+            return False  # missing or damaged local copy
+
+    def _pull_batch(self, train_step: int) -> None:
         key = _batch_key(train_step)
         try:
-            self.objects.get(key, batch_path(self._root, train_step))
+            self.objects.get(key, batch_path(self.root, train_step))
         except FileNotFoundError as error:
             raise CheckpointError(f"{self.objects.url}/{key}: missing", reason=Reason.MISSING) from error
 
-    def footer(self, train_step: int) -> BatchFooter:
+    def batch_footer(self, train_step: int) -> BatchFooter:
         """Read the footer of a batch file in the bucket, without the trajectories."""
         with self._batch_file(train_step) as (file, where):
             return batches.footer_of(file, where, self._secret, train_step)
 
-    def group(self, train_step: int, group_id: str) -> Group | None:
+    def read_group(self, train_step: int, group_id: str) -> Group | None:
         """Read one group of a batch file in the bucket, without the rest and without a local copy."""
         with self._batch_file(train_step) as (file, where):
             return batches.group_of(file, where, self._secret, train_step, group_id)
@@ -196,11 +217,12 @@ class ObjectMirror:
 
     # trainer states
 
-    def push_state(self, state: CommittedState) -> None:
-        """Upload a locally committed state, COMMITTED last."""
-        self._push_folder(f"{committed.FOLDER}/{state.folder.name}", last=COMMITTED_FILE)
+    def _share_state(self, state: CommittedState) -> None:
+        """Upload a locally committed state, COMMITTED last. Only rank 0 uploads."""
+        if os.environ.get("RANK", "0") == "0":
+            self._push_folder(f"{committed.FOLDER}/{state.folder.name}", last=COMMITTED_FILE)
 
-    def states(self) -> JudgedStates:
+    def judged_states(self) -> JudgedStates:
         """Return the sound and the unsound committed states in the bucket."""
         sizes = self.objects.sizes(committed.FOLDER)
         sound: list[CommittedState] = []
@@ -221,41 +243,50 @@ class ObjectMirror:
                 if wrong:
                     unsound[label] = f"{self.objects.url}/{folder}: missing or of wrong size: {', '.join(wrong)}"
                 else:
-                    sound.append(CommittedState(folder=confined(self._root, folder), record=record))
+                    sound.append(CommittedState(folder=confined(self.root, folder), record=record))
         return JudgedStates(sound=committed.newest_first(sound), unsound=unsound)
 
-    def fetch_state(self, state: CommittedState) -> None:
-        """Pull the files of a state that are missing or of wrong size. Loading the state verifies them."""
+    def load_state(self, state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Pull the files of a state that are missing or of wrong size, and load it, which verifies them."""
         self._pull_state(state, lambda file, path: _size(path) == file.size_bytes)
+        try:
+            return super().load_state(state, tensors)
+        except CheckpointError:
+            # The local copy may be damaged. load_state fails on every rank together, so all ranks reach this line.
+            self._pull_damaged(state)
+            return super().load_state(state, tensors)
 
-    def fetch_state_again(self, state: CommittedState) -> None:
-        """Pull the files of a state whose local copies are damaged."""
+    def verify_state(self, state: CommittedState) -> None:
+        """Pull damaged files again, as a trainer does before it loads the state, and compare every file."""
+        self._pull_damaged(state)
+        super().verify_state(state)
+
+    def _pull_damaged(self, state: CommittedState) -> None:
         self._pull_state(state, lambda file, path: _size(path) == file.size_bytes and sha256_of(path) == file.sha256)
 
     def _pull_state(self, state: CommittedState, is_local: Callable[[ManifestFile, Path], bool]) -> None:
         path = f"{committed.FOLDER}/{state.folder.name}"
-        with self._locked(state.folder.name):
+        with self._pulled.locked(state.folder.name):
             wanted = [(f"{path}/{file.path}", file, confined(state.folder, file.path)) for file in state.record.files]
             try:
                 self.objects.get_all([(key, target) for key, file, target in wanted if not is_local(file, target)])
             except FileNotFoundError as error:
                 raise CheckpointError(f"{self.objects.url}/{path}: {error}", reason=Reason.MISSING) from error
 
-    def prune_states(self, *, keep_last: int, session: str) -> list[str]:
-        """Delete old states from the bucket like ``committed.prune_states``."""
+    def prune_states(self, *, keep_last: int, session: str) -> list[Path]:
+        """Delete old states from the bucket and from the cache; return those of the cache."""
         sizes = self.objects.sizes(committed.FOLDER)
         folders = {
             name: f"{committed.FOLDER}/{name}/{COMMITTED_FILE}" in sizes for name in self._folders(committed.FOLDER)
         }
-        removed = committed.prunable(folders, self.states().sound, keep_last=keep_last, session=session)
-        for name in removed:
+        for name in committed.prunable(folders, self.judged_states().sound, keep_last=keep_last, session=session):
             self._delete_folder(f"{committed.FOLDER}/{name}", first=COMMITTED_FILE)
-        return removed
+        return super().prune_states(keep_last=keep_last, session=session)
 
     # helpers
 
     def _push_folder(self, path: str, *, last: str) -> None:
-        folder = self._root / path
+        folder = self.root / path
         names = [name for name in regular_files(folder) if name != last]
         self.objects.put_all([(folder / name, f"{path}/{name}") for name in names])
         self.objects.put(folder / last, f"{path}/{last}")
@@ -296,39 +327,6 @@ class ObjectMirror:
             )
         return manifest
 
-    def _evict_old_policies(self, name: str) -> None:
-        """Delete pulled policies but ``name``, the most recently used, and those that were opened recently."""
-        locks = self._root / _LOCKS
-        used = {lock.name: _last_used(lock) for lock in locks.iterdir() if policies.is_folder_name(lock.name)}
-        newest = sorted(used, key=lambda each: used[each], reverse=True)[: self._cache_policies]
-        for each, when in used.items():
-            if each not in (name, *newest) and time.time() - when > _IN_USE_SECONDS:
-                self._evict(each)
-
-    def _evict(self, name: str) -> None:
-        """Delete one pulled folder and its lock, unless a process has the lock or used the folder recently."""
-        path = self._root / _LOCKS / name
-        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_file_at(lock.fileno(), path) and time.time() - _last_used(path) > _IN_USE_SECONDS:
-                remove_tree(self._root / policies.FOLDER / name, first=[MANIFEST_FILE])
-                path.unlink()
-
-    @contextlib.contextmanager
-    def _locked(self, name: str) -> Iterator[None]:
-        """Hold this node's lock on a folder name. The modification time of the lock is the time of last use."""
-        path = self._root / _LOCKS / name
-        make_folder(path.parent)
-        while True:
-            with path.open("a") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                # The previous holder may have evicted the folder and deleted the lock file. Then this lock is void.
-                if not _is_file_at(lock.fileno(), path):
-                    continue
-                os.utime(path)
-                yield
-                return
-
 
 def _reject_several_nodes(url: str) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -349,20 +347,6 @@ def _digest(file: Path) -> str:
         return hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError:
         return ""
-
-
-def _last_used(lock: Path) -> float:
-    try:
-        return lock.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
-
-
-def _is_file_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _size(file: Path) -> int:

@@ -5,31 +5,26 @@
     <root>/states/<step>-<session>/     trainer state, valid only with COMMITTED
     <root>/lineage                      identity of the store, which the queue records
 
-The root may mirror an object store (``mirror``). The same paths are then its keys, and the object store is
-authoritative. All methods block on the file system or the network; asyncio callers use a thread.
+``CheckpointStore`` is a folder that all services share. ``BucketStore`` (``bucket.py``) is the same store in an object
+store: the paths are its keys, and the root folder is the cache of one node. ``open_checkpoints`` (``location.py``)
+chooses. All methods block on the file system or the network; asyncio callers use a thread.
 """
 
 from __future__ import annotations
 
 import errno
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rollmesh.checkpoints import batches, committed, ledger, policies
 from rollmesh.checkpoints.batches import BatchFooter, StepSettings, StoredBatch
-from rollmesh.checkpoints.bucket import ObjectMirror
 from rollmesh.checkpoints.committed import CommittedState, JudgedStates
-from rollmesh.checkpoints.durable import make_folder, remove_tree
+from rollmesh.checkpoints.durable import make_folder
 from rollmesh.checkpoints.ledger import Ledger
-from rollmesh.checkpoints.manifest import MANIFEST_FILE, CanarySequence, Manifest
-from rollmesh.checkpoints.objects import ObjectStore
-from rollmesh.checkpoints.policies import PolicyDraft, UnsoundPolicy, VerifiedPolicy
-from rollmesh.checkpoints.sealing import lineage, run_secret
-from rollmesh.config import RunConfig
-from rollmesh.config.services import CheckpointConfig
-from rollmesh.errors import CheckpointError, ConfigError
+from rollmesh.checkpoints.manifest import CanarySequence, Manifest
+from rollmesh.checkpoints.policies import FoundManifest, PolicyDraft, UnsoundPolicy, VerifiedPolicy
+from rollmesh.checkpoints.sealing import lineage
 from rollmesh.mesh import Cursor
 from rollmesh.types import Batch, Group, PolicyRecord
 
@@ -49,43 +44,14 @@ class CheckpointStore:
                 raise
         self.root = root.resolve()
         self._secret = secret
-        self.mirror: ObjectMirror | None = None
 
-    @classmethod
-    def open_location(cls, section: CheckpointConfig, run_folder: Path, secret: bytes) -> Self:
-        """Open the store at the run file's location, a folder or an object store."""
-        if not section.remote:
-            return cls(Path(section.folder) if section.folder else run_folder / "checkpoints", secret)
-        store = cls(Path(section.cache_folder) if section.cache_folder else run_folder / "checkpoints", secret)
-        objects = ObjectStore(str(section.folder), section.object_store, parallel=section.parallel_transfers)
-        store.mirror = ObjectMirror(objects, store.root, secret, cache_policies=section.cache_policies)
-        return store
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> Self:
-        """Open the store of a run file; generate the run's secret if the file has none.
-
-        Raises ConfigError if the services share no run folder and the location or the secret is missing: each service
-        would create its own.
-        """
-        section = config.checkpoints
-        if not config.network.shared_folder:
-            for field, example in (("folder", "FOLDER"), ("secret", "SECRET")):
-                if not getattr(section, field):
-                    raise ConfigError(
-                        f"checkpoints.{field} is missing: services without a shared run folder (network.shared_folder="
-                        f"false) require the same value; set it, for example with ROLLMESH_CHECKPOINTS__{example}"
-                    )
-        folder, given = Path(config.folder), section.secret
-        return cls.open_location(section, folder, given.get_secret_value().encode() if given else run_secret(folder))
-
-    def at(self, root: Path) -> Self:
+    def at(self, root: Path) -> CheckpointStore:
         """Return a store with the same secret in another folder."""
-        return type(self)(root, self._secret)
+        return CheckpointStore(root, self._secret)
 
     def lineage(self) -> str:
         """Return the identity of this store; the first use creates it. CheckpointError if its file is damaged."""
-        return lineage(self.root) if self.mirror is None else self.mirror.lineage()
+        return lineage(self.root)
 
     def publish(
         self,
@@ -103,13 +69,11 @@ class CheckpointStore:
         """
         draft = PolicyDraft(session=session, policy_version=policy_version, train_step=train_step, parent=parent)
         record = policies.publish(self.root, self._secret, draft, write, canary)
-        if self.mirror is not None:
-            try:
-                self.mirror.push_policy(record.path)
-            except BaseException:
-                remove_tree(self.root / record.path, first=[MANIFEST_FILE])
-                raise
+        self._share_policy(record)
         return record
+
+    def _share_policy(self, record: PolicyRecord) -> None:
+        """Make a complete policy visible to every reader; in a shared folder it is."""
 
     def open(self, record: PolicyRecord, *, like: Manifest | None = None) -> VerifiedPolicy:
         """Verify a published policy byte for byte, and against the architecture and tokenizer of ``like``.
@@ -122,33 +86,24 @@ class CheckpointStore:
         return policy
 
     def _verified(self, record: PolicyRecord) -> VerifiedPolicy:
-        if self.mirror is None:
-            return policies.verify(self.root, self._secret, record)
-        self.mirror.fetch_policy(record)
-        try:
-            return policies.verify(self.root, self._secret, record)
-        except CheckpointError:
-            # The local copy may be damaged. Pull it again and verify the copy from the bucket.
-            self.mirror.fetch_policy_again(record)
-            return policies.verify(self.root, self._secret, record)
+        """Compare a published policy with its record, byte for byte."""
+        return policies.verify(self.root, self._secret, record)
 
     def mark_announced(self, record: PolicyRecord) -> None:
         """Mark the policy as accepted by the registry."""
-        if self.mirror is not None:
-            self.mirror.push_announced(record.path)
-        if self.mirror is None or (self.root / record.path).exists():
-            policies.mark_announced(self.root, record)
+        policies.mark_announced(self.root, record)
+
+    def _manifests(self) -> Iterable[FoundManifest]:
+        """Return every manifest, and an entry for every announced folder without one."""
+        return policies.found_manifests(self.root)
 
     def unsound_policies(self) -> list[UnsoundPolicy]:
         """Return the folders with a manifest or an announcement, but without a sound policy."""
-        found = policies.found_manifests(self.root) if self.mirror is None else self.mirror.manifests()
-        return policies.unsound_policies(found, self._secret)
+        return policies.unsound_policies(self._manifests(), self._secret)
 
     def complete_policies(self, *, announced_only: bool = False) -> list[PolicyRecord]:
         """Return the records of all complete folders, one per version, ascending; for a recovering trainer."""
-        if self.mirror is not None:
-            return policies.sound_records(self.mirror.manifests(), self._secret, announced_only=announced_only)
-        return policies.complete_records(self.root, self._secret, announced_only=announced_only)
+        return policies.sound_records(self._manifests(), self._secret, announced_only=announced_only)
 
     def prune(
         self,
@@ -161,10 +116,13 @@ class CheckpointStore:
     ) -> list[str]:
         """Delete old policies of the registry ``records``, except the newest, pinned and in-use versions."""
         keep = {*pinned, *in_use}
-        removed = policies.prune(self.root, records, keep_last=keep_last, keep_versions=keep, session=session)
-        if self.mirror is None:
-            return removed
-        return self.mirror.prune_policies(records, keep_last=keep_last, keep_versions=keep, session=session)
+        return self._prune(records, keep_last=keep_last, keep_versions=keep, session=session)
+
+    def _prune(
+        self, records: Sequence[PolicyRecord], *, keep_last: int, keep_versions: Collection[int], session: str
+    ) -> list[str]:
+        """Delete old policies like ``policies.prune``; return their paths."""
+        return policies.prune(self.root, records, keep_last=keep_last, keep_versions=keep_versions, session=session)
 
     def write_batch(
         self,
@@ -178,10 +136,7 @@ class CheckpointStore:
         ``train_steps`` maps each policy version that wrote tokens of the batch to its train step. ``settings`` are the
         settings that the step is trained with.
         """
-        if self.mirror is not None:
-            self.mirror.before_batch(batch.train_step)
-        digest = batches.write_batch(self.root, self._secret, batch, cursor, train_steps, settings)
-        return digest if self.mirror is None else self.mirror.push_batch(batch.train_step)
+        return batches.write_batch(self.root, self._secret, batch, cursor, train_steps, settings)
 
     def read_batch(self, train_step: int) -> Batch:
         """Read and verify a batch file."""
@@ -189,30 +144,19 @@ class CheckpointStore:
 
     def stored_batch(self, train_step: int) -> StoredBatch:
         """Read and verify a batch file, with its footer."""
-        if self.mirror is None:
-            return batches.read_batch(self.root, self._secret, train_step)
-        self.mirror.fetch_batch(train_step)
-        try:
-            return batches.read_batch(self.root, self._secret, train_step)
-        except CheckpointError:
-            self.mirror.fetch_batch_again(train_step)  # the local copy may be damaged
-            return batches.read_batch(self.root, self._secret, train_step)
+        return batches.read_batch(self.root, self._secret, train_step)
 
     def read_group(self, train_step: int, group_id: str) -> Group | None:
         """Read one group of a batch file, for display only; None if the file does not contain it."""
-        if self.mirror is not None:
-            return self.mirror.group(train_step, group_id)
         return batches.read_group(self.root, self._secret, train_step, group_id)
 
     def batch_footer(self, train_step: int) -> BatchFooter:
         """Read ids, cursor and digest of a batch file."""
-        if self.mirror is not None:
-            return self.mirror.footer(train_step)
         return batches.read_footer(self.root, self._secret, train_step)
 
     def batch_steps(self) -> list[int]:
         """Return the train steps that have a batch file, ascending."""
-        return batches.batch_steps(self.root) if self.mirror is None else self.mirror.batch_steps()
+        return batches.batch_steps(self.root)
 
     def remove_unfinished_batches(self) -> int:
         """Delete the unfinished batch files of crashed trainers; return their number."""
@@ -239,23 +183,17 @@ class CheckpointStore:
             tensors=tensors,
             extra=extra,
         )
-        if self.mirror is not None and os.environ.get("RANK", "0") == "0":
-            self.mirror.push_state(state)
+        self._share_state(state)
         return state
+
+    def _share_state(self, state: CommittedState) -> None:
+        """Make a committed state visible to every reader; in a shared folder it is."""
 
     def load_state(self, state: CommittedState, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Fill ``tensors`` in place from a committed state; return its ``extra``."""
         from rollmesh.checkpoints.states import load_state
 
-        if self.mirror is None:
-            return load_state(state, tensors)
-        self.mirror.fetch_state(state)
-        try:
-            return load_state(state, tensors)
-        except CheckpointError:
-            # The local copy may be damaged. load_state fails on every rank together, so all ranks reach this line.
-            self.mirror.fetch_state_again(state)
-            return load_state(state, tensors)
+        return load_state(state, tensors)
 
     def committed_states(self) -> list[CommittedState]:
         """Return the committed trainer states, newest first."""
@@ -263,15 +201,10 @@ class CheckpointStore:
 
     def judged_states(self) -> JudgedStates:
         """Return the sound committed trainer states, and the unsound ones."""
-        if self.mirror is not None:
-            return self.mirror.states()
         return committed.judge_states(self.root, self._secret)
 
     def verify_state(self, state: CommittedState) -> None:
         """Compare every file of a state with its digest. Raises CheckpointError with the reason."""
-        if self.mirror is not None:
-            # Pull a damaged local copy again, as a trainer does before it loads the state.
-            self.mirror.fetch_state_again(state)
         committed.verify_files(state)
 
     def latest_committed(self) -> CommittedState | None:
@@ -280,8 +213,6 @@ class CheckpointStore:
 
     def prune_states(self, *, keep_last: int, session: str) -> list[Path]:
         """Delete old trainer states."""
-        if self.mirror is not None:
-            self.mirror.prune_states(keep_last=keep_last, session=session)
         return committed.prune_states(self.root, self._secret, keep_last=keep_last, session=session)
 
     def ledger(self) -> Ledger:

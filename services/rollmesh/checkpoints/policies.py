@@ -186,19 +186,14 @@ class UnsoundPolicy:
     reason: str
 
 
-def complete_records(root: Path, secret: bytes, *, announced_only: bool = False) -> list[PolicyRecord]:
+def sound_records(
+    manifests: Iterable[FoundManifest], secret: bytes, *, announced_only: bool = False
+) -> list[PolicyRecord]:
     """Return records of all complete folders, one per policy_version, ascending, to restore a registry.
 
     Of two folders with the same version, the announced folder is preferred, then the newer one. Folders without a valid
     manifest are not policies and are skipped. ``announced_only`` also skips folders without the marker.
     """
-    return sound_records(found_manifests(root), secret, announced_only=announced_only)
-
-
-def sound_records(
-    manifests: Iterable[FoundManifest], secret: bytes, *, announced_only: bool = False
-) -> list[PolicyRecord]:
-    """Return the records of these manifests like ``complete_records``, for any store."""
     best: dict[int, tuple[bool, datetime, PolicyRecord]] = {}
     for found in manifests:
         try:

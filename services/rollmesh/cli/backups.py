@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.cli.common import JsonOption, RunFolderArgument, clear_errors, run_of
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.backup import back_up
@@ -34,7 +34,7 @@ def backup(
     with clear_errors():
         config, folder = run_of(run)
         try:
-            report = back_up(folder, CheckpointStore.from_config(config), destination)
+            report = back_up(folder, open_checkpoints(config), destination)
         except OSError as error:
             raise ConfigError(f"destination {destination}: {error}") from error
     if as_json:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config import RunConfig
@@ -97,7 +98,7 @@ class Archive:
             root = Path(section.folder) if section.folder else Path(self._config.folder) / "checkpoints"
             if not known or not (section.remote or root.is_dir()):
                 return None
-            self._store = CheckpointStore.from_config(self._config)
+            self._store = open_checkpoints(self._config)
         return self._store
 
     def _step_of(self, store: CheckpointStore, group_id: str, hint: int | None, deadline: float) -> int | None:

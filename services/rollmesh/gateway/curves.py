@@ -4,37 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from rollmesh.gateway.api_errors import BadRequest
 from rollmesh.gateway.models import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
 from rollmesh.gateway.thinning import Curve
+from rollmesh.step_metrics import curves, lookup
 
-
-class _Reported(NamedTuple):
-    path: tuple[str, ...]
-    unit: str
-
-
-_REPORTED = {
-    "reward_mean": _Reported(("reward_mean",), "reward"),
-    "outcome_mean": _Reported(("batch", "outcome_mean"), "reward"),
-    "response_length_mean": _Reported(("response_length_mean",), "tokens"),
-    "staleness_mean": _Reported(("staleness_mean",), "train steps"),
-    "off_policy_token_share": _Reported(("off_policy_token_share",), "ratio"),
-    "truncated_share": _Reported(("batch", "truncated_share"), "ratio"),
-    "masked_share": _Reported(("batch", "masked_fraction"), "ratio"),
-    "loss": _Reported(("loss",), "loss"),
-    "grad_norm": _Reported(("grad_norm",), "norm"),
-    "learning_rate": _Reported(("learning_rate",), "rate"),
-    "entropy": _Reported(("policy", "entropy"), "nats"),
-    "kl_behavior": _Reported(("policy", "kl_behavior_k3"), "nats"),
-    "ratio_mean": _Reported(("policy", "ratio", "mean"), "ratio"),
-    "effective_sample_share": _Reported(("policy", "effective_sample_share"), "ratio"),
-    "logprob_gap": _Reported(("policy", "logprob_gap_pure", "mean"), "nats"),
-    "goodput": _Reported(("mesh", "goodput"), "ratio"),
-    "trainer_wait": _Reported(("wait_seconds",), "seconds"),
-}
 _LIVE = {
     "tokens_per_second": "tokens/s",
     "finished_per_second": "trajectories/s",
@@ -43,16 +19,16 @@ _LIVE = {
     "memory_ratio": "ratio",
 }
 EVALUATION = "evaluation"
-NAMES = (*_REPORTED, EVALUATION, *_LIVE)
-"""Names of all curves."""
 
 
 class Curves:
     """All curves of one run, in bounded memory."""
 
     def __init__(self) -> None:
-        self._reported = {name: Curve() for name in _REPORTED}
+        self._metrics = curves()
+        self._reported = {name: Curve() for name in self._metrics}
         self._live = {name: Curve() for name in _LIVE}
+        self._names = (*self._metrics, EVALUATION, *_LIVE)
         self._evaluations: Sequence[EvaluationView] = ()
         self.report: StepReportView | None = None
         """Newest step report."""
@@ -61,12 +37,12 @@ class Curves:
 
     def add_report(self, record: Mapping[str, Any]) -> bool:
         """Add one step report, from ``metrics.jsonl`` or the queue; False if it has no train step."""
-        step = _number(record, ("train_step",))
+        step = _number(record, "train_step")
         if step is None:
             return False
-        for name, reported in _REPORTED.items():
-            value = _number(record, reported.path)
-            if value is not None:
+        for name, metric in self._metrics.items():
+            value = metric.value(record)
+            if math.isfinite(value):
                 self._reported[name].add(step, value)
         self.report = _step_report(record, int(step))
         self.trained_staleness = _staleness(record)
@@ -90,17 +66,17 @@ class Curves:
 
     def answer(self, names: Sequence[str], points: int) -> SeriesAnswer:
         """Return the named curves, or all if ``names`` is empty; BadRequest for an unknown name."""
-        unknown = [name for name in names if name not in NAMES]
+        unknown = [name for name in names if name not in self._names]
         if unknown:
-            raise BadRequest(f"no curve {unknown[0]!r}", field="names", hint=f"one of {', '.join(NAMES)}")
-        wanted = list(dict.fromkeys(names)) or list(NAMES)
-        return SeriesAnswer(available=list(NAMES), series=[self._series(name, points) for name in wanted])
+            raise BadRequest(f"no curve {unknown[0]!r}", field="names", hint=f"one of {', '.join(self._names)}")
+        wanted = list(dict.fromkeys(names)) or list(self._names)
+        return SeriesAnswer(available=list(self._names), series=[self._series(name, points) for name in wanted])
 
     def _series(self, name: str, points: int) -> Series:
         if name == EVALUATION:
             return _evaluation_series(self._evaluations, points)
-        if name in _REPORTED:
-            return _series(name, _REPORTED[name].unit, "train_step", self._reported[name], points)
+        if name in self._metrics:
+            return _series(name, self._metrics[name].unit, "train_step", self._reported[name], points)
         return _series(name, _LIVE[name], "time", self._live[name], points)
 
 
@@ -135,36 +111,22 @@ def _evaluation_series(evaluations: Sequence[EvaluationView], points: int) -> Se
 def _step_report(record: Mapping[str, Any], step: int) -> StepReportView:
     phases = record.get("seconds")
     spent = [value for value in phases.values() if isinstance(value, int | float)] if isinstance(phases, dict) else []
-    return StepReportView(
-        train_step=step,
-        time=_number(record, ("time",)) or 0.0,
-        reward_mean=_number(record, ("reward_mean",)),
-        response_length_mean=_number(record, ("response_length_mean",)),
-        staleness_mean=_number(record, ("staleness_mean",)),
-        off_policy_token_share=_number(record, ("off_policy_token_share",)),
-        seconds=float(sum(spent)) if spent else None,
-        wait_seconds=_number(record, ("wait_seconds",)),
-    )
+    values = {name: _number(record, name) for name in StepReportView.model_fields}
+    values |= {"time": values["time"] or 0.0, "seconds": float(sum(spent)) if spent else None}
+    return StepReportView.model_validate(values | {"train_step": step})
 
 
 def _staleness(record: Mapping[str, Any]) -> list[StalenessBin]:
-    found = _inner(record, ("batch", "trajectory_staleness", "histogram"))
+    found = lookup(record, "batch.trajectory_staleness.histogram")
     if not isinstance(found, dict):
         return []
     bins = {int(steps): int(count) for steps, count in found.items() if str(steps).lstrip("-").isdecimal()}
     return [StalenessBin(staleness=steps, count=count) for steps, count in sorted(bins.items())]
 
 
-def _inner(record: Mapping[str, Any], path: Sequence[str]) -> Any:
-    value: Any = record
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _number(record: Mapping[str, Any], path: Sequence[str]) -> float | None:
-    """Return a finite number of a record, or None."""
-    value = _inner(record, path)
+def _number(record: Mapping[str, Any], field: str) -> float | None:
+    """Return a finite number at the top level of a record, or None."""
+    value = record.get(field)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

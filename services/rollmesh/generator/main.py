@@ -6,7 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.generator.canary import Canary
 from rollmesh.generator.engines.engine_factory import build_engine
@@ -59,7 +59,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
         watcher = PolicyWatcher(
             engine,
             store.policies,
-            CheckpointStore.from_config(config),
+            open_checkpoints(config),
             serving_state,
             service_metrics,
             health,

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollmesh.checkpoints.batches import FOLDER as BATCHES
+from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.committed import COMMITTED_FILE
 from rollmesh.checkpoints.committed import FOLDER as STATES
@@ -49,9 +50,9 @@ def back_up(folder: RunFolder, checkpoints: CheckpointStore, destination: Path) 
     Raises ConfigError when the destination is inside the run or belongs to another run, or when the checkpoints are in
     an object store; OSError when it cannot be written.
     """
-    if checkpoints.mirror is not None:
+    if isinstance(checkpoints, BucketStore):
         raise ConfigError(
-            f"checkpoints.folder={checkpoints.mirror.objects.url} is an object store: copy it with that store's tools "
+            f"checkpoints.folder={checkpoints.objects.url} is an object store: copy it with that store's tools "
             "(states first, then policies, then batches), and the run folder without its checkpoints"
         )
     root, target = checkpoints.root, destination / "checkpoints"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.reasons import TRANSIENT
 from rollmesh.config import RunConfig
 from rollmesh.config.data import PythonSource
@@ -73,7 +73,7 @@ async def missing_at_the_end(store: TrajectoryStore, config: RunConfig) -> str:
 def _committed_on_disk(config: RunConfig) -> int:
     """Return the train step of the newest trainer state; -1 without a state or while the storage is unreachable."""
     try:
-        state = CheckpointStore.from_config(config).latest_committed()
+        state = open_checkpoints(config).latest_committed()
     except CheckpointError as error:
         if error.reason not in TRANSIENT:
             raise

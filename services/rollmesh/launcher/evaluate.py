@@ -6,7 +6,7 @@ import asyncio
 
 from rich.console import Console
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 from rollmesh.launcher.evaluating import evaluate_version
@@ -42,7 +42,7 @@ async def _published(mesh: LocalMesh, policy_version: int | None) -> int:
         return max(versions)
     if policy_version not in versions:
         raise ConfigError(f"--version {policy_version}: published versions are {min(versions)} to {max(versions)}")
-    kept = await asyncio.to_thread(lambda: CheckpointStore.from_config(mesh.config).complete_policies())
+    kept = await asyncio.to_thread(lambda: open_checkpoints(mesh.config).complete_policies())
     if policy_version not in (remaining := sorted({policy.policy_version for policy in kept})):
         raise ConfigError(
             f"--version {policy_version}: its weights are pruned (checkpoints.keep_last="

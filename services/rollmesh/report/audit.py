@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_location
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config.services import CheckpointConfig
 from rollmesh.errors import CheckpointError, DataError
@@ -67,18 +68,18 @@ def open_checkpoints(folder: RecordedRun) -> CheckpointStore:
         raise DataError(f"{folder.checkpoints}: no checkpoint store; has this run started?")
     override = os.environ.get(SECRET_VARIABLE)
     if override:
-        return CheckpointStore.open_location(section, folder.path, override.encode())
+        return open_location(section, folder.path, override.encode())
     file = folder.path / SECRET_FILE
     if file.exists():
         secret = file.read_text(encoding="ascii").strip().encode()
-        return CheckpointStore.open_location(section, folder.path, secret)
+        return open_location(section, folder.path, secret)
     raise CheckpointError(f"{folder.path}: no secret in the run folder, and {SECRET_VARIABLE} is not set")
 
 
 def known_train_steps(folder: RecordedRun, store: CheckpointStore, account: QueueAccount | None) -> dict[int, int]:
     """Return the train step of every policy version in the registry, the manifests, the metrics or a batch file."""
     train = train_series(folder.metrics.records)
-    logged = zip(train.policy_version, train.train_step, strict=True)
+    logged = zip(train["policy_version"], train["train_step"], strict=True)
     registry = account.policies if account is not None else ()
     return _batch_file_steps(store) | train_steps_of_versions([*registry, *store.complete_policies()], logged)
 

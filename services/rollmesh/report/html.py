@@ -162,7 +162,7 @@ def _version_rows(summary: RunSummary, train: TrainSeries) -> list[VersionRow]:
     evaluated = {e.policy_version: e for e in summary.evaluations}
     rescoring = summary.audit.rescoring if summary.audit is not None else None
     gaps = {} if rescoring is None else {v.policy_version: v for v in rescoring.versions}
-    steps = {int(v): i for i, v in enumerate(train.policy_version) if v == v}
+    steps = {int(v): i for i, v in enumerate(train["policy_version"]) if v == v}
     rows: list[VersionRow] = []
     for version in sorted({*evaluated, *gaps, *steps}):
         i = steps.get(version)
@@ -171,10 +171,10 @@ def _version_rows(summary: RunSummary, train: TrainSeries) -> list[VersionRow]:
         rows.append(
             VersionRow(
                 policy_version=version,
-                train_step=_number(train.train_step[i], ".0f") if i is not None else ("0" if version == 0 else ""),
-                reward=_number(train.reward[i], ".3f") if i is not None else "",
-                tokens=(count(train.trained_tokens[i]) or "") if i is not None else "",
-                off_policy=(percent(train.off_policy_share[i]) or "") if i is not None else "",
+                train_step=_number(train["train_step"][i], ".0f") if i is not None else ("0" if version == 0 else ""),
+                reward=_number(train["batch.outcome_mean"][i], ".3f") if i is not None else "",
+                tokens=(count(train["batch.trained_tokens"][i]) or "") if i is not None else "",
+                off_policy=(percent(train["off_policy_token_share"][i]) or "") if i is not None else "",
                 evaluated="" if point is None else f"{point.mean:.3f} ± {_number(point.standard_error, '.3f')}",
                 rescored="" if scored is None else scored.skipped or f"{scored.tokens:,} ({gap(scored.largest_gap)})",
             )

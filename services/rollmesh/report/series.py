@@ -9,69 +9,47 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rollmesh import step_metrics
 from rollmesh.report.recorded_run import Record
+from rollmesh.step_metrics import lookup
 
 FloatArray = npt.NDArray[np.float64]
 
 QUEUE_STATES = ("pending", "partial", "leased", "finished")
 """Trajectory states in the timeline, in the order of the life cycle."""
 GROUP_STATES = ("open_groups", "ready_groups")
-_CLIP_REASONS = ("clipped_high", "clipped_low", "clipped_dual", "truncated")
 
 
-def number(record: Record, *path: str | int) -> float:
-    """Return the number at ``path`` in nested mappings and lists; NaN if it is missing or not finite."""
-    value: Any = record
-    for key in path:
-        if isinstance(key, int):
-            value = value[key] if isinstance(value, list) and key < len(value) else None
-        else:
-            value = value.get(key) if isinstance(value, Mapping) else None
+def number(record: Record, path: str) -> float:
+    """Return the number at a dotted path of nested objects; NaN if it is missing or not finite."""
+    value = lookup(record, path)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     return float(value) if math.isfinite(value) else math.nan
 
 
-def column(records: Iterable[Record], *path: str | int) -> FloatArray:
+def column(records: Iterable[Record], path: str) -> FloatArray:
     """Return ``number`` of every record, float64 [records]."""
-    return np.array([number(record, *path) for record in records], np.float64)
+    return np.array([number(record, path) for record in records], np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSeries:
-    """Columns with one entry per train step, ascending."""
+    """Columns with one entry per train step, ascending: ``series[field]`` for every field of ``STEP_METRICS``."""
 
-    train_step: FloatArray
-    policy_version: FloatArray
-    time: FloatArray  # unix seconds at the end of the step
-    reward: FloatArray  # mean outcome before shaping
-    length_mean: FloatArray  # response tokens
-    length_p90: FloatArray
-    truncated_share: FloatArray  # 0..1
-    staleness_mean: FloatArray  # train steps, over trajectories
-    staleness_max: FloatArray
+    columns: Mapping[str, FloatArray]
     staleness_counts: Mapping[int, float]  # trajectories by staleness, over the run
-    trained_tokens: FloatArray
-    step_seconds: FloatArray
-    off_policy_share: FloatArray  # 0..1 of the tokens in the loss
-    effective_sample_size: FloatArray  # 0..1 of the trajectories
-    clip_fraction: FloatArray  # 0..1 of the tokens in the loss
-    goodput: FloatArray  # trained tokens per generated token so far (older releases: per saved token)
-    prefill_tokens: FloatArray  # context tokens computed by the engines since the previous step
-    reprefill_tokens: FloatArray  # the part that had been sampled before
-    slot_seconds: FloatArray  # of the serving generators since the previous step
-    running_slot_seconds: FloatArray  # the part with a running call
-    entropy: FloatArray  # nats per token
-    kl_behavior: FloatArray  # k3 KL(behavior || policy), nats per token
-    logprob_gap: FloatArray  # largest engine/trainer gap on pure tokens of the current version, nats
+    step_seconds: FloatArray  # sum over the phases of the step
+
+    def __getitem__(self, field: str) -> FloatArray:
+        return self.columns[field]
 
     def __len__(self) -> int:
-        return len(self.train_step)
+        return len(self.step_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,31 +107,10 @@ def newest_per_step(records: Sequence[Record]) -> list[Record]:
 def train_series(records: Sequence[Record]) -> TrainSeries:
     """Read the columns of metrics.jsonl."""
     rows = newest_per_step(records)
-    clipped = [column(rows, "policy", "ratio", reason) for reason in _CLIP_REASONS]
     return TrainSeries(
-        train_step=column(rows, "train_step"),
-        policy_version=column(rows, "policy_version"),
-        time=column(rows, "time"),
-        reward=column(rows, "batch", "outcome_mean"),
-        length_mean=column(rows, "batch", "response_length_mean"),
-        length_p90=column(rows, "batch", "response_length_deciles", 9),
-        truncated_share=column(rows, "batch", "truncated_share"),
-        staleness_mean=column(rows, "batch", "trajectory_staleness", "mean"),
-        staleness_max=column(rows, "batch", "trajectory_staleness", "max"),
-        staleness_counts=_summed_counts(rows, "batch", "trajectory_staleness", "histogram"),
-        trained_tokens=column(rows, "batch", "trained_tokens"),
+        columns={metric.field: _finite([metric.value(row) for row in rows]) for metric in step_metrics.STEP_METRICS},
+        staleness_counts=_summed_counts(rows, "batch.trajectory_staleness.histogram"),
         step_seconds=_phase_seconds(rows),
-        off_policy_share=column(rows, "batch", "off_policy_token_share"),
-        effective_sample_size=column(rows, "policy", "effective_sample_share"),
-        clip_fraction=np.sum(clipped, axis=0),
-        goodput=column(rows, "mesh", "goodput"),
-        prefill_tokens=column(rows, "mesh", "engines", "prefill_tokens"),
-        reprefill_tokens=column(rows, "mesh", "engines", "reprefill_tokens"),
-        slot_seconds=column(rows, "mesh", "engines", "slot_seconds"),
-        running_slot_seconds=column(rows, "mesh", "engines", "running_slot_seconds"),
-        entropy=column(rows, "policy", "entropy"),
-        kl_behavior=column(rows, "policy", "kl_behavior_k3"),
-        logprob_gap=column(rows, "policy", "logprob_gap_pure", "max"),
     )
 
 
@@ -163,8 +120,8 @@ def timeline_series(records: Sequence[Record]) -> TimelineSeries:
     dropped = rows[-1].get("dropped") if rows else None
     return TimelineSeries(
         time=column(rows, "t"),
-        queue={state: column(rows, "view", state) for state in QUEUE_STATES},
-        groups={state: column(rows, "view", state) for state in GROUP_STATES},
+        queue={state: column(rows, f"view.{state}") for state in QUEUE_STATES},
+        groups={state: column(rows, f"view.{state}") for state in GROUP_STATES},
         generated_tokens=_without_resets(column(rows, "generated_token_total")),
         in_flight=_in_flight(rows),
         dropped={str(k): int(v) for k, v in dropped.items()} if isinstance(dropped, Mapping) else {},
@@ -259,13 +216,16 @@ def _phase_seconds(rows: Iterable[Record]) -> FloatArray:
     )
 
 
-def _summed_counts(rows: Iterable[Record], *path: str) -> dict[int, float]:
+def _finite(values: Sequence[float]) -> FloatArray:
+    column = np.array(values, np.float64)
+    return np.where(np.isfinite(column), column, math.nan)
+
+
+def _summed_counts(rows: Iterable[Record], path: str) -> dict[int, float]:
     """Sum the histograms at ``path`` over the rows, by ascending value."""
     total: dict[int, float] = {}
     for row in rows:
-        counts: Any = row
-        for key in path:
-            counts = counts.get(key) if isinstance(counts, Mapping) else None
+        counts = lookup(row, path)
         for name in counts if isinstance(counts, Mapping) else ():
             total[int(name)] = total.get(int(name), 0.0) + number(counts, name)
     return dict(sorted(total.items()))

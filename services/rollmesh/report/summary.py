@@ -108,7 +108,7 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         on_new_version=config.generator.on_new_version if config is not None else None,
         seed=config.seed if config is not None else None,
         planned_steps=config.trainer.train_steps if config is not None else None,
-        train_steps=int(train.train_step[-1]) if len(train) else 0,
+        train_steps=int(train["train_step"][-1]) if len(train) else 0,
         policy_versions=_version_count(train),
         first_step_time=_first_step_time(train),
         training_seconds=_training_seconds(train),
@@ -116,17 +116,17 @@ def summarise(run_folder: Path | RecordedRun) -> RunSummary:
         before=before,
         after=after,
         evaluations=evaluations,
-        first_reward=_mean(train.reward[:LAST_STEPS]),
-        last_reward=_mean(train.reward[-LAST_STEPS:]),
-        trained_tokens=_total(train.trained_tokens),
+        first_reward=_mean(train["batch.outcome_mean"][:LAST_STEPS]),
+        last_reward=_mean(train["batch.outcome_mean"][-LAST_STEPS:]),
+        trained_tokens=_total(train["batch.trained_tokens"]),
         generated_tokens=int(timeline.generated_tokens[-1]) if len(timeline) else None,
         generated_per_second=_generated_per_second(timeline),
-        goodput=_known(train.goodput[-1]) if len(train) else None,
-        reprefill_share=_share(train.reprefill_tokens, train.prefill_tokens),
+        goodput=_known(train["mesh.goodput"][-1]) if len(train) else None,
+        reprefill_share=_share(train["mesh.engines.reprefill_tokens"], train["mesh.engines.prefill_tokens"]),
         bubble_ratio=_bubble_ratio(train),
         off_policy_share=_off_policy_share(train, audit),
-        mean_staleness=_mean(train.staleness_mean),
-        largest_staleness=_largest(train.staleness_max),
+        mean_staleness=_mean(train["staleness_mean"]),
+        largest_staleness=_largest(train["batch.trajectory_staleness.max"]),
         max_staleness=folder.max_staleness,
         dropped=_dropped(audit, timeline, folder),
         audit=audit,
@@ -163,17 +163,17 @@ def _score_name(folder: RecordedRun) -> str:
 
 
 def _version_count(train: TrainSeries) -> int | None:
-    known = train.policy_version[~np.isnan(train.policy_version)]
+    known = train["policy_version"][~np.isnan(train["policy_version"])]
     return len({0, *known.astype(int).tolist()}) if len(known) else None
 
 
 def _first_step_time(train: TrainSeries) -> float | None:
-    return _known(train.time[0] - np.nan_to_num(train.step_seconds[0])) if len(train) else None
+    return _known(train["time"][0] - np.nan_to_num(train.step_seconds[0])) if len(train) else None
 
 
 def _training_seconds(train: TrainSeries) -> float | None:
     start = _first_step_time(train)
-    return _known(train.time[-1] - start) if start is not None else None
+    return _known(train["time"][-1] - start) if start is not None else None
 
 
 def _generated_per_second(timeline: TimelineSeries) -> float | None:
@@ -186,7 +186,7 @@ def _generated_per_second(timeline: TimelineSeries) -> float | None:
 
 
 def _bubble_ratio(train: TrainSeries) -> float | None:
-    busy = _share(train.running_slot_seconds, train.slot_seconds)
+    busy = _share(train["mesh.engines.running_slot_seconds"], train["mesh.engines.slot_seconds"])
     return None if busy is None else max(0.0, 1 - busy)
 
 
@@ -194,9 +194,9 @@ def _off_policy_share(train: TrainSeries, audit: AuditResult | None) -> float | 
     """Return the share from the audit of the batch files, else from the step reports, weighted by tokens."""
     if audit is not None and audit.off_policy_token_share is not None:
         return audit.off_policy_token_share
-    known = ~np.isnan(train.off_policy_share + train.trained_tokens)
-    tokens = train.trained_tokens[known]
-    return float((train.off_policy_share[known] * tokens).sum() / tokens.sum()) if tokens.sum() > 0 else None
+    known = ~np.isnan(train["off_policy_token_share"] + train["batch.trained_tokens"])
+    tokens = train["batch.trained_tokens"][known]
+    return float((train["off_policy_token_share"][known] * tokens).sum() / tokens.sum()) if tokens.sum() > 0 else None
 
 
 def _dropped(audit: AuditResult | None, timeline: TimelineSeries, folder: RecordedRun) -> Mapping[str, int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.describe import architecture_of, read_json
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError, SessionLost
@@ -56,7 +57,7 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
 
     Raises SessionLost if a newer trainer has taken over, and CheckpointError or ConfigError for permanent errors.
     """
-    checkpoints = CheckpointStore.from_config(config)
+    checkpoints = open_checkpoints(config)
     with ThreadPoolExecutor(1, thread_name_prefix="torch") as executor:
         loop = asyncio.get_running_loop()
         ranks = await loop.run_in_executor(executor, build_ranks, config, checkpoints)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_location
 from rollmesh.config.services import CheckpointConfig
 
 pytest.importorskip("s3fs", reason="object stores need the extra s3")
@@ -86,6 +87,6 @@ def node(bucket: Bucket, tmp_path: Path) -> Callable[..., CheckpointStore]:
 
     def store(name: str, **fields: object) -> CheckpointStore:
         section = bucket.section(tmp_path.name, **fields)
-        return CheckpointStore.open_location(section, tmp_path / name, SECRET)
+        return open_location(section, tmp_path / name, SECRET)
 
     return store

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rollmesh.checkpoints.batches import batch_path
+from rollmesh.checkpoints.bucket import BucketStore
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.checkpoints.manifest import MANIFEST_FILE
 from rollmesh.checkpoints.objects import ObjectStore
@@ -31,8 +32,8 @@ def refusal(store: CheckpointStore, record) -> str:
 
 
 def objects(store: CheckpointStore) -> ObjectStore:
-    assert store.mirror is not None
-    return store.mirror.objects
+    assert isinstance(store, BucketStore)
+    return store.objects
 
 
 def test_another_node_opens_a_policy_and_keeps_it(node: Node) -> None:
@@ -152,7 +153,7 @@ def test_a_node_forgets_policies_that_nobody_has_used_for_long(node: Node, monke
     for record in records[:3]:
         reader.open(record)
     assert all((reader.root / record.path).exists() for record in records[:3])
-    monkeypatch.setattr("rollmesh.checkpoints.bucket._IN_USE_SECONDS", -1.0)
+    monkeypatch.setattr("rollmesh.checkpoints.pulled._IN_USE_SECONDS", -1.0)
     reader.open(records[3])
     assert [(reader.root / record.path).exists() for record in records] == [False, False, True, True]
     # Nor do their locks pile up over the thousands of versions of a run.

@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import yaml
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.config.recipes import recipe_file
 from rollmesh.mesh import Cursor, Desired
@@ -158,7 +158,7 @@ class Scene:
         batch = await self.store.training.claim(self.trainer, train_step, 5.0)
         assert isinstance(batch, Batch)
         assert all(isinstance(group, Group) for group in batch.groups)
-        digest = CheckpointStore.from_config(self.config).write_batch(batch, await self.store.leadership.cursor())
+        digest = open_checkpoints(self.config).write_batch(batch, await self.store.leadership.cursor())
         await self.store.training.confirm_batch_file(self.trainer, train_step, digest)
         await self.store.training.report_trained(self.trainer, train_step)
         await self.store.policies.announce(self.trainer, policy(train_step))

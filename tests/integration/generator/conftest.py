@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.wire.generation_client import GenerationClient
 
@@ -44,7 +44,7 @@ async def make_run(server: EmbeddedServer, tmp_path: Path) -> AsyncIterator[Call
             config = make_config(tmp_path / f"run{next(_NUMBERS)}", server, **generator)
             store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
             client = await stack.enter_async_context(GenerationClient())
-            run = GeneratorRun(config, store, CheckpointStore.from_config(config), client)
+            run = GeneratorRun(config, store, open_checkpoints(config), client)
             stack.push_async_callback(run.aclose)
             return run
 

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.launcher.local_mesh import local_mesh
 from rollmesh.launcher.run_folder import RunFolder
@@ -49,7 +50,7 @@ async def test_a_run_whose_newest_state_is_gone_is_not_over_before_the_state_is_
     run = RunConfig.model_validate(
         {"name": "closing", "folder": str(tmp_path), "model": {"path": "m"}, "trainer": {"train_steps": STEPS}}
     )
-    checkpoints = CheckpointStore.from_config(run)
+    checkpoints = open_checkpoints(run)
     save_state(checkpoints, 1)
     newest = save_state(checkpoints, STEPS)
     trainer = ServiceSpec(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from rollmesh.config.load import validate_run_config, write_run_config
 from rollmesh.trainer.learner.step_report import BatchStats, GapStats, PolicyStats, RatioStats, SpreadStats, StepReport
+from rollmesh.trainer.service.training_loop import step_record
 
 START = 1_800_000_000.0
 
@@ -20,7 +22,14 @@ def write_lines(file: Path, records: list[dict[str, Any]]) -> None:
 
 
 def make_run(
-    folder: Path, *, steps: int = 36, seed: int = 0, preset: str = "copris", gain: float = 0.4, seconds: float = 5.0
+    folder: Path,
+    *,
+    steps: int = 36,
+    seed: int = 0,
+    preset: str = "copris",
+    gain: float = 0.4,
+    seconds: float = 5.0,
+    kl_reference: float | None = None,
 ) -> Path:
     """Fill ``folder`` with config, metrics, timeline, evaluations, samples and a log; returns it."""
     rng = np.random.default_rng(seed)
@@ -39,14 +48,25 @@ def make_run(
         "made",
     )
     write_run_config(config, folder / "config.yaml")
-    write_lines(folder / "metrics.jsonl", [_step(rng, s, steps, gain, seconds) for s in range(1, steps + 1)])
+    reports = [step_report(s, steps, gain, seconds, kl_reference=kl_reference, rng=rng) for s in range(1, steps + 1)]
+    write_lines(folder / "metrics.jsonl", [line for _, line in reports])
     write_lines(folder / "timeline.jsonl", _timeline(rng, steps, seconds))
     write_lines(folder / "evaluations.jsonl", [_evaluation(v, steps, gain, seconds) for v in (0, steps)])
     write_lines(folder / "samples.jsonl", _samples(steps))
     return folder
 
 
-def _step(rng: np.random.Generator, step: int, steps: int, gain: float, seconds: float) -> dict[str, Any]:
+def step_report(
+    step: int,
+    steps: int = 36,
+    gain: float = 0.4,
+    seconds: float = 5.0,
+    *,
+    kl_reference: float | None = None,
+    rng: np.random.Generator | None = None,
+) -> tuple[StepReport, dict[str, Any]]:
+    """The report of one step, and its line of metrics.jsonl."""
+    rng = np.random.default_rng(0) if rng is None else rng
     progress = 1 - np.exp(-3 * step / steps)
     staleness = {s: c for s, c in enumerate((40, 60, 20, 8)) if s < step}
     trajectories = sum(staleness.values())
@@ -67,11 +87,12 @@ def _step(rng: np.random.Generator, step: int, steps: int, gain: float, seconds:
         forward_tokens=int(trajectories * (length + 20)),
         seconds={"evidence": 0.02 * seconds, "gradient": 0.3 * seconds, "update": 0.01 * seconds},
         batch=_batch_stats(rng, spread, length, off_policy, 0.39 + gain * progress, progress),
-        policy=_policy_stats(rng, trajectories, int(trajectories * length)),
+        policy=replace(_policy_stats(rng, trajectories, int(trajectories * length)), kl_reference=kl_reference),
     )
     engines = {"prefill_tokens": 4000, "reprefill_tokens": 500, "slot_seconds": 640.0, "running_slot_seconds": 480.0}
     mesh = {"goodput": 0.87, "dropped_groups": {"straggler_timeout": 1}, "engines": engines}
-    return report.to_json() | {"policy_version": step, "time": START + 10 + seconds * step, "mesh": mesh}
+    line = step_record(report, mesh) | {"policy_version": step, "wait_seconds": 0.5}
+    return report, line | {"time": START + 10 + seconds * step}
 
 
 def _batch_stats(

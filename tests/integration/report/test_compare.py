@@ -187,7 +187,7 @@ def test_clocks_count_updates_tokens_and_seconds(arms: Arms) -> None:
     series = train_series(RecordedRun(arms["copris"][0]).metrics.records)
     steps, tokens, seconds = clocks(series)
     assert steps.tolist() == list(range(1, 9))
-    assert tokens[-1] == series.trained_tokens.sum()
+    assert tokens[-1] == series["batch.trained_tokens"].sum()
     assert seconds[0] == pytest.approx(series.step_seconds[0])
     assert np.all(np.diff(seconds) == pytest.approx(5.0))
 

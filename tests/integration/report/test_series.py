@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +16,13 @@ from rollmesh.report.series import (
     timeline_series,
     train_series,
 )
+from rollmesh.step_metrics import STEP_METRICS
 
 
 def test_a_missing_text_or_infinite_value_is_nan_and_never_zero() -> None:
     record = {"text": "1", "flag": True, "infinite": float("inf"), "nested": {"deep": 2}}
     assert np.isnan([number(record, key) for key in ("text", "flag", "infinite", "absent", "nested")]).all()
-    assert number(record, "nested", "deep") == 2.0
+    assert number(record, "nested.deep") == 2.0
 
 
 def test_a_replayed_step_counts_once_and_its_newest_record_wins() -> None:
@@ -30,15 +30,16 @@ def test_a_replayed_step_counts_once_and_its_newest_record_wins() -> None:
         {"train_step": s, "batch": {"outcome_mean": r}} for s, r in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35))
     ]
     assert [r["train_step"] for r in newest_per_step(records)] == [1, 2, 3]
-    assert train_series(records).reward.tolist() == [0.1, 0.25, 0.35]
+    assert train_series(records)["batch.outcome_mean"].tolist() == [0.1, 0.25, 0.35]
 
 
 def test_every_column_of_a_real_step_report_is_found(run_folder: Path) -> None:
     series = train_series(RecordedRun(run_folder).metrics.records)
-    for field in dataclasses.fields(series):
-        values = getattr(series, field.name)
-        assert len(values) > 0, field.name
-        assert not np.isnan(list(values)).any(), field.name
+    for name, values in {**series.columns, "step_seconds": series.step_seconds}.items():
+        assert len(values) > 0, name
+        assert not np.isnan(values).any(), name
+    assert series.columns.keys() == {metric.field for metric in STEP_METRICS}
+    assert sum(series.staleness_counts.values()) > 0
 
 
 def test_staleness_counts_are_summed_over_the_run_in_order() -> None:

@@ -25,6 +25,7 @@ import yaml
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.generator.engines.engine_factory import build_engine
@@ -189,7 +190,7 @@ async def process_run(folder: Path, server: EmbeddedServer, **sections: dict[str
     """A run with its policy 0 published and no service started; whatever was started is killed at the end."""
     config = write_run_file(folder, server, **sections)
     async with await TrajectoryStore.connect(config.store, config.name) as store:
-        run = ProcessRun(config, store, CheckpointStore.from_config(config))
+        run = ProcessRun(config, store, open_checkpoints(config))
         await run.open()
         try:
             yield run

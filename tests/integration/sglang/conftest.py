@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, TrajectoryStore
 from rollmesh.wire.generation_client import GenerationClient
 
@@ -83,7 +83,7 @@ async def make_run(server: EmbeddedServer, tmp_path: Path, kit: ModuleType) -> A
             config = kit.make_config(tmp_path / f"run{next(_NUMBERS)}", server, **{**fields, **generator})
             store = await stack.enter_async_context(await TrajectoryStore.connect(config.store, config.name))
             client = await stack.enter_async_context(GenerationClient())
-            run = kit.GeneratorRun(config, store, CheckpointStore.from_config(config), client)
+            run = kit.GeneratorRun(config, store, open_checkpoints(config), client)
             stack.push_async_callback(run.aclose)
             return run
 

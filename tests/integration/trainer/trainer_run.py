@@ -18,6 +18,7 @@ import psutil
 import yaml
 
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import Conflict, RollmeshError
 from rollmesh.mesh import Cursor, Desired
@@ -220,7 +221,7 @@ async def opened_run(config: RunConfig) -> AsyncIterator[TrainerRun]:
     """A run whose limits Redis knows."""
     async with await TrajectoryStore.connect(config.store, run=config.name, retry_seconds=5.0) as store:
         await store.limits.init_run(run_limits(config))
-        run = TrainerRun(config=config, store=store, checkpoints=CheckpointStore.from_config(config))
+        run = TrainerRun(config=config, store=store, checkpoints=open_checkpoints(config))
         try:
             yield run
         finally:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.config import RunConfig
 from rollmesh.errors import ConfigError
 
@@ -22,13 +22,13 @@ def test_services_without_a_shared_run_folder_are_told_what_they_must_share(tmp_
     shared = str(tmp_path / "shared")
 
     with pytest.raises(ConfigError, match=r"checkpoints\.folder .*ROLLMESH_CHECKPOINTS__FOLDER"):
-        CheckpointStore.from_config(run_in(tmp_path, network=network, checkpoints={"secret": "s" * 32}))
+        open_checkpoints(run_in(tmp_path, network=network, checkpoints={"secret": "s" * 32}))
     with pytest.raises(ConfigError, match=r"checkpoints\.secret .*ROLLMESH_CHECKPOINTS__SECRET"):
-        CheckpointStore.from_config(run_in(tmp_path, network=network, checkpoints={"folder": shared}))
+        open_checkpoints(run_in(tmp_path, network=network, checkpoints={"folder": shared}))
     assert not (tmp_path / "secret").exists()
 
     sections = {"network": network, "checkpoints": {"folder": shared, "secret": "s" * 32}}
-    assert str(CheckpointStore.from_config(run_in(tmp_path, **sections)).root) == shared
+    assert str(open_checkpoints(run_in(tmp_path, **sections)).root) == shared
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,20 @@ import json
 import math
 from typing import Any
 
-from rollmesh.gateway.curves import _REPORTED, EVALUATION, Curves
+from rollmesh.gateway.curves import EVALUATION, Curves
+from rollmesh.step_metrics import curves
 from rollmesh.trainer.service.step_summaries import reported
 
 
 def full_record() -> dict[str, Any]:
     """A line of metrics.jsonl with a number wherever a curve looks for one, and others beside them."""
     record: dict[str, Any] = {"train_step": 7, "time": 1_700_000_000.25, "policy_version": 7, "updates": 2}
-    for number, reported_value in enumerate(_REPORTED.values(), start=1):
+    for number, metric in enumerate(curves().values(), start=1):
         inner = record
-        for key in reported_value.path[:-1]:
+        *folders, name = metric.field.split(".")
+        for key in folders:
             inner = inner.setdefault(key, {"other": 0.5})
-        inner[reported_value.path[-1]] = number / 7
+        inner[name] = number / 7
     record["batch"]["trajectory_staleness"] = {"mean": 0.4, "max": 2, "histogram": {"0": 6, "2": 1}}
     record["seconds"] = {"gradient": 1.5, "update": 0.25}
     return record
@@ -29,7 +31,7 @@ def test_curves_are_the_same_from_what_the_queue_keeps() -> None:
     kept.add_report(json.loads(json.dumps(reported(full_record()))))
     assert kept.report == whole.report
     assert kept.trained_staleness == whole.trained_staleness != []
-    names = list(_REPORTED)
+    names = list(curves())
     assert kept.answer(names, 10) == whole.answer(names, 10)
     assert all(series.x == [7.0] for series in kept.answer(names, 10).series)
     assert EVALUATION not in names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,19 @@ from rollmesh.report.series import evaluation_points, timeline_series, train_ser
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+_CAPTIONS = {
+    "in_flight": "Running calls of the generators by policy version.",
+    "reward": "Mean reward of each trained batch, and evaluations on separate prompts.",
+    "length": "Tokens of the trained responses, and the share truncated by the token budget.",
+    "staleness": "Train steps between the oldest policy in a trajectory's loss and the trainer.",
+    "correction": "Share of trained tokens sampled from an older policy, and the effect of the importance weights.",
+    "drift": "Entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights.",
+    "throughput": "Tokens generated and tokens trained per second of wall time.",
+    "queue": "Trajectories by state, and groups that are open or ready for a batch.",
+}
+_WIDE = ("in_flight", "queue")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,65 +44,22 @@ def plot_specs(folder: RecordedRun) -> tuple[PlotSpec, ...]:
     train = train_series(folder.metrics.records)
     timeline = timeline_series(folder.timeline.records)
     evaluations = evaluation_points(folder.evaluations.records)
-    bound = folder.max_staleness
-    specs: list[PlotSpec] = []
-
-    def add(available: bool, name: str, caption: str, draw: Callable[[], Figure], wide: bool = False) -> None:
-        if available:
-            specs.append(PlotSpec(name=name, caption=caption, wide=wide, draw=draw))
-
     steps, moments = len(train) > 0, len(timeline) > 1
-    add(
-        moments,
-        "in_flight",
-        "Running calls of the generators by policy version.",
-        lambda: mesh_plots.in_flight_plot(timeline),
-        wide=True,
+    plots: dict[str, tuple[bool, Callable[[], Figure]]] = {
+        "in_flight": (moments, partial(mesh_plots.in_flight_plot, timeline)),
+        "reward": (steps or bool(evaluations), partial(learning_plots.reward_plot, train, evaluations)),
+        "length": (steps, partial(learning_plots.length_plot, train)),
+        "staleness": (steps, partial(mesh_plots.staleness_plot, train, folder.max_staleness)),
+        "correction": (steps, partial(learning_plots.correction_plot, train)),
+        "drift": (steps, partial(learning_plots.drift_plot, train)),
+        "throughput": (steps or moments, partial(mesh_plots.throughput_plot, train, timeline)),
+        "queue": (moments, partial(mesh_plots.queue_plot, timeline)),
+    }
+    return tuple(
+        PlotSpec(name=name, caption=_CAPTIONS[name], wide=name in _WIDE, draw=draw)
+        for name, (available, draw) in plots.items()
+        if available
     )
-    add(
-        steps or bool(evaluations),
-        "reward",
-        "Mean reward of each trained batch, and evaluations on separate prompts.",
-        lambda: learning_plots.reward_plot(train, evaluations),
-    )
-    add(
-        steps,
-        "length",
-        "Tokens of the trained responses, and the share truncated by the token budget.",
-        lambda: learning_plots.length_plot(train),
-    )
-    add(
-        steps,
-        "staleness",
-        "Train steps between the oldest policy in a trajectory's loss and the trainer.",
-        lambda: mesh_plots.staleness_plot(train, bound),
-    )
-    add(
-        steps,
-        "correction",
-        "Share of trained tokens sampled from an older policy, and the effect of the importance weights.",
-        lambda: learning_plots.correction_plot(train),
-    )
-    add(
-        steps,
-        "drift",
-        "Entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights.",
-        lambda: learning_plots.drift_plot(train),
-    )
-    add(
-        steps or moments,
-        "throughput",
-        "Tokens generated and tokens trained per second of wall time.",
-        lambda: mesh_plots.throughput_plot(train, timeline),
-    )
-    add(
-        moments,
-        "queue",
-        "Trajectories by state, and groups that are open or ready for a batch.",
-        lambda: mesh_plots.queue_plot(timeline),
-        wide=True,
-    )
-    return tuple(specs)
 
 
 def write_plots(run_folder: Path) -> tuple[Path, ...]:

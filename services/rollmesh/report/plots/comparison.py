@@ -39,9 +39,9 @@ def comparison_plot(arms: Mapping[str, Sequence[Run]]) -> Figure:
 def clocks(train: TrainSeries) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return (train steps, trained tokens so far, seconds since the start of the first step) per step."""
     if len(train) == 0:
-        return train.train_step, train.train_step, train.train_step
-    start = train.time[0] - np.nan_to_num(train.step_seconds[0])
-    return train.train_step, np.cumsum(np.nan_to_num(train.trained_tokens)), train.time - start
+        return train["train_step"], train["train_step"], train["train_step"]
+    start = train["time"][0] - np.nan_to_num(train.step_seconds[0])
+    return train["train_step"], np.cumsum(np.nan_to_num(train["batch.trained_tokens"])), train["time"] - start
 
 
 def _draw(
@@ -52,11 +52,12 @@ def _draw(
     colour: str,
     name: str,
 ) -> None:
-    axes.plot(clock, smoothed(train.reward, SMOOTHING_STEPS), color=colour, linewidth=1.3, alpha=0.85, label=name)
+    reward = smoothed(train["batch.outcome_mean"], SMOOTHING_STEPS)
+    axes.plot(clock, reward, color=colour, linewidth=1.3, alpha=0.85, label=name)
     steps = version_steps(train)
     for point in evaluations:
         step = steps.get(point.policy_version)
-        indices = np.flatnonzero(train.train_step == step)
+        indices = np.flatnonzero(train["train_step"] == step)
         if step == 0 or len(indices):
             at = 0.0 if step == 0 else float(clock[indices[0]])
             axes.plot(

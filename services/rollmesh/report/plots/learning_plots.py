@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rollmesh.report.plots import style as s
 from rollmesh.report.series import EvaluationPoint, TrainSeries, smoothed
+from rollmesh.step_metrics import panels
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,8 +21,8 @@ STEP_LABEL = "train step"
 
 def version_steps(train: TrainSeries) -> dict[int, float]:
     """Return the train step of every policy version in the metrics; version 0 is step 0."""
-    known = ~np.isnan(train.policy_version)
-    pairs = zip(train.policy_version[known], train.train_step[known], strict=True)
+    known = ~np.isnan(train["policy_version"])
+    pairs = zip(train["policy_version"][known], train["train_step"][known], strict=True)
     return {0: 0.0} | {int(version): float(step) for version, step in pairs}
 
 
@@ -28,13 +30,10 @@ def reward_plot(train: TrainSeries, evaluations: Sequence[EvaluationPoint]) -> F
     """Draw mean reward per train step (dots), its moving mean (line), evaluations with one standard error."""
     figure = s.new_figure()
     (axes,) = s.panels(figure, (1,))
-    axes.plot(train.train_step, train.reward, ".", color=s.BLUE, alpha=0.5, markersize=5, markeredgewidth=0)
-    axes.plot(
-        train.train_step,
-        smoothed(train.reward, SMOOTHING_STEPS),
-        color=s.BLUE,
-        label=f"training, mean of {SMOOTHING_STEPS} steps",
-    )
+    step, reward = train["train_step"], train["batch.outcome_mean"]
+    axes.plot(step, reward, ".", color=s.BLUE, alpha=0.5, markersize=5, markeredgewidth=0)
+    label = f"training, mean of {SMOOTHING_STEPS} steps"
+    axes.plot(step, smoothed(reward, SMOOTHING_STEPS), color=s.BLUE, label=label)
     if evaluations:
         steps = version_steps(train)
         axes.errorbar(
@@ -61,49 +60,42 @@ def length_plot(train: TrainSeries) -> Figure:
     """Draw response length, and the share of responses truncated by the token budget."""
     figure = s.new_figure()
     length, truncated = s.panels(figure, (2.1, 1))
-    length.plot(train.train_step, train.length_p90, color=s.GREY, label="90th percentile")
-    length.plot(train.train_step, train.length_mean, color=s.BLUE, label="mean")
+    step, share = train["train_step"], train["batch.truncated_share"]
+    length.plot(step, train["batch.response_length_deciles.9"], color=s.GREY, label="90th percentile")
+    length.plot(step, train["response_length_mean"], color=s.BLUE, label="mean")
     length.set_title("Response length")
     s.finish(length, x="", y="tokens", zero=True, integer_x=True)
     s.legend(length)
-    truncated.fill_between(train.train_step, 0, train.truncated_share, color=s.RED, alpha=0.22, linewidth=0)
-    truncated.plot(train.train_step, train.truncated_share, color=s.RED, linewidth=1.4)
+    truncated.fill_between(step, 0, share, color=s.RED, alpha=0.22, linewidth=0)
+    truncated.plot(step, share, color=s.RED, linewidth=1.4)
     s.finish(truncated, x=STEP_LABEL, y="truncated", integer_x=True)
-    highest = float(np.nanmax(train.truncated_share, initial=0.0))
-    s.percent_axis(truncated, top=max(0.05, 1.25 * highest))
+    s.percent_axis(truncated, top=max(0.05, 1.25 * float(np.nanmax(share, initial=0.0))))
     return figure
 
 
 def correction_plot(train: TrainSeries) -> Figure:
-    """Draw off-policy share, effective sample size and clip fraction."""
+    """Draw shares of tokens and trajectories: off-policy share, effective sample size, clip fraction."""
     figure = s.new_figure()
-    rows = (
-        ("off-policy\ntokens", train.off_policy_share, s.PURPLE, 1.0),
-        ("effective\nsample size", train.effective_sample_size, s.GREEN, 1.0),
-        ("clipped\ntokens", train.clip_fraction, s.RED, None),
-    )
-    panels = s.panels(figure, (1, 1, 1))
-    for axes, (label, values, colour, top) in zip(panels, rows, strict=True):
-        axes.fill_between(train.train_step, 0, values, color=colour, alpha=0.16, linewidth=0)
-        axes.plot(train.train_step, values, color=colour)
-        s.finish(axes, x=STEP_LABEL if axes is panels[-1] else "", y=label, integer_x=True)
-        s.percent_axis(axes, top=top)
-    panels[0].set_title("Off-policy correction")
+    rows = panels("correction")
+    stacked = s.panels(figure, (1,) * len(rows))
+    for axes, (panel, field), colour in zip(stacked, rows, cycle((s.PURPLE, s.GREEN, s.RED, s.BLUE)), strict=False):
+        axes.fill_between(train["train_step"], 0, train[field], color=colour, alpha=0.16, linewidth=0)
+        axes.plot(train["train_step"], train[field], color=colour)
+        s.finish(axes, x=STEP_LABEL if axes is stacked[-1] else "", y=panel.label, integer_x=True)
+        s.percent_axis(axes, top=1.0 if panel.axis == "whole" else None)
+    stacked[0].set_title("Off-policy correction")
     return figure
 
 
 def drift_plot(train: TrainSeries) -> Figure:
     """Draw entropy and KL(behavior || policy) per token, and the largest engine/trainer gap on the same weights."""
     figure = s.new_figure()
-    rows = (
-        ("entropy\nnats", train.entropy, s.BLUE),
-        ("KL\nnats", train.kl_behavior, s.PURPLE),
-        ("engine gap\nnats", train.logprob_gap, s.ORANGE),
-    )
-    panels = s.panels(figure, (1, 1, 1))
-    for axes, (label, values, colour) in zip(panels, rows, strict=True):
-        axes.plot(train.train_step, values, color=colour)
-        s.finish(axes, x=STEP_LABEL if axes is panels[-1] else "", y=label, integer_x=True, ticks=3)
-    s.decades(panels[-1], train.logprob_gap)
-    panels[0].set_title("Policy drift")
+    rows = panels("drift")
+    stacked = s.panels(figure, (1,) * len(rows))
+    for axes, (panel, field), colour in zip(stacked, rows, cycle((s.BLUE, s.PURPLE, s.ORANGE, s.GREEN)), strict=False):
+        axes.plot(train["train_step"], train[field], color=colour)
+        s.finish(axes, x=STEP_LABEL if axes is stacked[-1] else "", y=panel.label, integer_x=True, ticks=3)
+        if panel.axis == "decades":
+            s.decades(axes, train[field])
+    stacked[0].set_title("Policy drift")
     return figure

@@ -19,8 +19,9 @@ def staleness_plot(train: TrainSeries, max_staleness: int | None) -> Figure:
     """Draw staleness per step, and its histogram over the run."""
     figure = s.new_figure()
     over_time, histogram = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.9, 1]})
-    over_time.plot(train.train_step, train.staleness_max, color=s.GREY, drawstyle="steps-mid", label="largest")
-    over_time.plot(train.train_step, train.staleness_mean, color=s.BLUE, label="mean")
+    step, largest = train["train_step"], train["batch.trajectory_staleness.max"]
+    over_time.plot(step, largest, color=s.GREY, drawstyle="steps-mid", label="largest")
+    over_time.plot(step, train["staleness_mean"], color=s.BLUE, label="mean")
     if max_staleness is not None:
         over_time.axhline(max_staleness, color=s.RED, linewidth=1.2, linestyle=(0, (4, 3)), label="bound")
     over_time.set_title("Staleness")
@@ -39,10 +40,10 @@ def throughput_plot(train: TrainSeries, timeline: TimelineSeries) -> Figure:
     """Draw generated and trained tokens per second."""
     figure = s.new_figure()
     (axes,) = s.panels(figure, (1,))
-    start, unit, label = _clock(timeline.time, train.time)
+    start, unit, label = _clock(timeline.time, train["time"])
     moments, generated = rate(*binned(timeline.time, timeline.generated_tokens, limit=120))
     axes.plot((moments - start) / unit, smoothed(generated, 5), color=s.BLUE, label="generated")
-    steps, trained = rate(train.time, np.cumsum(np.nan_to_num(train.trained_tokens)))
+    steps, trained = rate(train["time"], np.cumsum(np.nan_to_num(train["batch.trained_tokens"])))
     axes.plot((steps - start) / unit, smoothed(trained, 5), color=s.ORANGE, label="trained")
     axes.set_title("Throughput")
     s.finish(axes, x=label, y="tokens per second", zero=True)

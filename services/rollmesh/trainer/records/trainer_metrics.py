@@ -3,48 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import Counter
 
 from rollmesh.algorithms.old_logprobs import FALLBACK_REASONS
 from rollmesh.checkpoints.reasons import Reason
 from rollmesh.runtime.metrics import STALENESS_BUCKETS, Metrics
+from rollmesh.step_metrics import gauges
 from rollmesh.store.queue_types import WASTE_REASONS, StoreCounts
 from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.trainer.records.trained_lengths import DECILES, dropped_by_decile
 
 _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics", "save", "publish")
-_GAUGES = {
-    "loss": "Loss of the newest step.",
-    "learning_rate": "Learning rate of the newest step.",
-    "grad_norm": "Gradient norm before clipping.",
-    "reward_mean": "Mean shaped reward of the batch.",
-    "outcome_mean": "Mean outcome value of the batch, before shaping, over trajectories with a verifier's value.",
-    "entropy_nats": "Mean entropy per token.",
-    "kl_behavior_k3_nats": "k3 KL(behavior || policy) per token.",
-    "ratio_mean": "Mean importance ratio.",
-    "ratio_clipped_ratio": "Share of tokens whose gradient was clipped.",
-    "ratio_truncated_ratio": "Share of tokens whose importance weight was truncated at its cap.",
-    "masked_ratio": "Share of tokens outside the numerator of the loss.",
-    "effective_sample_ratio": "Effective sample size over trajectories, per trajectory.",
-    "off_policy_token_ratio": "Share of trained tokens with staleness above 0.",
-    "mixed_cache_token_ratio": "Share of trained tokens that attended to another version's cache.",
-    "logprob_gap_pure_nats": "Mean |behavior_logprob - trainer logprob| on pure tokens of the current version.",
-    "logprob_gap_mixed_cache_nats": "Like logprob_gap_pure_nats, on tokens that attended to another version's cache.",
-    "logprob_gap_pure_tokens": "Tokens in logprob_gap_pure_nats.",
-    "logprob_gap_mixed_cache_tokens": "Tokens in logprob_gap_mixed_cache_nats.",
-    "kl_behavior_k1_nats": "k1 KL(behavior || policy) per token.",
-    "version_span_mean": "Mean newest minus oldest policy version within a trajectory.",
-    "token_staleness_mean_steps": "Mean staleness of trained tokens, in train steps.",
-    "response_length_mean_tokens": "Mean response length of the batch.",
-    "truncated_ratio": "Share of trajectories cut off by the token budget.",
-    "goodput_ratio": "Trained tokens per generated token since the start of the run; NaN if unknown.",
-}
 
 
 class TrainerMetrics:
@@ -109,7 +84,11 @@ class TrainerMetrics:
         self.last_step = m.gauge(
             "rollmesh_trainer_last_step_timestamp_seconds", "Unix time at the end of the newest step."
         )
-        self._gauges = {name: m.gauge(f"rollmesh_trainer_{name}", text) for name, text in _GAUGES.items()}
+        self._gauges = [(metric, m.gauge(f"rollmesh_trainer_{metric.gauge}", metric.help)) for metric in gauges()]
+        self._create_label_sets()
+
+    def _create_label_sets(self) -> None:
+        """Export every label set as 0 before its first event."""
         for phase in _PHASES:
             self.phase_seconds.labels(phase=phase)
         for outcome in ("all_right", "all_wrong"):
@@ -124,8 +103,8 @@ class TrainerMetrics:
         for reason in Reason:
             self.failures.labels(reason=str(reason))
 
-    def observe_step(self, report: StepReport, goodput: float | None) -> None:
-        """Export one step report; ``goodput`` is trained tokens per generated token so far."""
+    def observe_step(self, report: StepReport, line: Mapping[str, Any]) -> None:
+        """Export one step report, and its line of metrics.jsonl."""
         batch, policy = report.batch, report.policy
         self.train_step.set(report.train_step)
         self.last_step.set(time.time())
@@ -142,8 +121,8 @@ class TrainerMetrics:
                 self.staleness.observe(int(staleness))
         for phase, seconds in report.seconds.items():
             self.phase_seconds.labels(phase=phase).observe(seconds)
-        for name, value in gauge_values(report, goodput).items():
-            self._gauges[name].set(value)
+        for metric, gauge in self._gauges:
+            gauge.set(metric.value(line))
 
     def observe_disk(self, root: Path) -> None:
         """Export size and free space of the checkpoint store's disk; on an error the last values stay."""
@@ -173,35 +152,3 @@ class Growth:
             for label, total in totals.items():
                 self.counter.labels(label).inc(max(0, total - self._seen.get(label, 0)))
         self._seen = dict(totals)
-
-
-def gauge_values(report: StepReport, goodput: float | None) -> Mapping[str, float]:
-    """Return the value of every gauge of a step, by its name without ``rollmesh_trainer_``."""
-    batch, policy = report.batch, report.policy
-    ratio = policy.ratio
-    return {
-        "loss": report.loss,
-        "learning_rate": report.learning_rate,
-        "grad_norm": report.grad_norm,
-        "reward_mean": batch.reward_mean,
-        "outcome_mean": batch.outcome_mean,
-        "entropy_nats": policy.entropy,
-        "kl_behavior_k3_nats": policy.kl_behavior_k3,
-        "ratio_mean": ratio.mean,
-        "ratio_clipped_ratio": ratio.clipped_high + ratio.clipped_low + ratio.clipped_dual,
-        "ratio_truncated_ratio": ratio.truncated,
-        "masked_ratio": batch.masked_fraction,
-        "effective_sample_ratio": policy.effective_sample_share,
-        "off_policy_token_ratio": batch.off_policy_token_share,
-        "mixed_cache_token_ratio": batch.mixed_cache_token_share,
-        "logprob_gap_pure_nats": policy.logprob_gap_pure.mean,
-        "logprob_gap_mixed_cache_nats": policy.logprob_gap_mixed_cache.mean,
-        "logprob_gap_pure_tokens": policy.logprob_gap_pure.tokens,
-        "logprob_gap_mixed_cache_tokens": policy.logprob_gap_mixed_cache.tokens,
-        "kl_behavior_k1_nats": policy.kl_behavior_k1,
-        "version_span_mean": batch.version_span.mean,
-        "token_staleness_mean_steps": batch.token_staleness.mean,
-        "response_length_mean_tokens": batch.response_length_mean,
-        "truncated_ratio": batch.truncated_share,
-        "goodput_ratio": math.nan if goodput is None else goodput,
-    }

@@ -6,45 +6,26 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from rollmesh.step_metrics import curves, lookup
 from rollmesh.store import KEPT_REPORTS
 from rollmesh.trainer.records.run_log import StepRecords, finite
 from rollmesh.trainer.service.training_session import TrainingSession
 
-_Fields = dict[str, "_Fields | None"]
-
-_REPORTED: _Fields = {
-    "train_step": None,
-    "time": None,
-    "reward_mean": None,
-    "response_length_mean": None,
-    "staleness_mean": None,
-    "off_policy_token_share": None,
-    "loss": None,
-    "grad_norm": None,
-    "learning_rate": None,
-    "seconds": None,
-    "wait_seconds": None,
-    "batch": {
-        "outcome_mean": None,
-        "truncated_share": None,
-        "masked_fraction": None,
-        "trajectory_staleness": {"histogram": None},
-    },
-    "policy": {
-        "entropy": None,
-        "kl_behavior_k3": None,
-        "ratio": {"mean": None},
-        "effective_sample_share": None,
-        "logprob_gap_pure": {"mean": None},
-    },
-    "mesh": {"goodput": None},
-}
-"""Fields of a line of metrics.jsonl that the gateway shows; None copies the value."""
+_SHOWN = ("train_step", "time", "seconds", "batch.trajectory_staleness.histogram")
+"""Fields that the gateway shows in addition to the curves."""
 
 
 def reported(record: Mapping[str, Any]) -> dict[str, Any]:
     """Select the fields of a line of metrics.jsonl that the queue stores, with the same nesting."""
-    return _select(record, _REPORTED)
+    kept: dict[str, Any] = {}
+    for path in (*_SHOWN, *(path for metric in curves().values() for path in metric.paths)):
+        if (value := lookup(record, path)) is not None:
+            *folders, name = path.split(".")
+            inner = kept
+            for key in folders:
+                inner = inner.setdefault(key, {})
+            inner[name] = finite(value)
+    return kept
 
 
 class StepSummaries:
@@ -80,14 +61,3 @@ class StepSummaries:
     async def _write(self, after: int, records: list[dict[str, Any]]) -> None:
         session = self._session
         await session.retry("report_steps", lambda: session.store.step_reports.write(session.token, after, records))
-
-
-def _select(record: Mapping[str, Any], wanted: _Fields) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, inner in wanted.items():
-        value = record.get(key)
-        if inner is None and value is not None:
-            found[key] = finite(value)
-        elif inner is not None and isinstance(value, Mapping):
-            found[key] = _select(value, inner)
-    return found

@@ -30,6 +30,7 @@ from rollmesh.runtime.lifecycle import Shutdown, wait_or_shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
 from rollmesh.runtime.tracing import tracer
+from rollmesh.step_metrics import top_level_copies
 from rollmesh.store import StoreCounts
 from rollmesh.trainer.learner.step_report import StepReport
 from rollmesh.trainer.records.engine_work import EngineWork
@@ -226,7 +227,7 @@ class TrainingLoop:
         # This call is fenced: a trainer that stalled here while another took over must not write the step twice.
         await self._reports.add(record)
         await deps.retry.run("record", lambda: asyncio.to_thread(deps.records.append, record, samples))
-        deps.metrics.observe_step(report, mesh["goodput"])
+        deps.metrics.observe_step(report, record)
         deps.metrics.observe_groups(deciles, counts)
         if claimed.replayed:
             deps.metrics.replays.inc()
@@ -272,12 +273,5 @@ def mesh_numbers(counts: StoreCounts, progress: Progress) -> dict[str, Any]:
 
 def step_record(report: StepReport, mesh: dict[str, Any]) -> dict[str, Any]:
     """Return one line of metrics.jsonl: the report, the mesh, and the main numbers at the top level."""
-    batch = report.batch
-    return report.to_json() | {
-        "time": time.time(),
-        "reward_mean": batch.reward_mean,
-        "response_length_mean": batch.response_length_mean,
-        "staleness_mean": batch.trajectory_staleness.mean,
-        "off_policy_token_share": batch.off_policy_token_share,
-        "mesh": mesh,
-    }
+    line = report.to_json()
+    return line | {"time": time.time(), **top_level_copies(line), "mesh": mesh}

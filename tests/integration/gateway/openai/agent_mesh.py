@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollmesh.agents.agents_service import OpenAiService, openai_service
 from rollmesh.agents.openai_routes import openai_router
-from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config import RunConfig, load_run_config
 from rollmesh.gateway.token_check import token_check
@@ -162,7 +162,7 @@ class AgentMesh:
                 logprobs = torch.log_softmax(model(torch.from_numpy(ids)[None]).logits[0], -1)
             gathered = logprobs[:-1].gather(1, torch.from_numpy(ids)[1:, None]).squeeze(1)
             canary.append(CanarySequence(token_ids=ids.tolist(), logprobs=gathered.tolist()))
-        record = CheckpointStore.from_config(self.config).publish(
+        record = open_checkpoints(self.config).publish(
             session=self.trainer,
             policy_version=version,
             train_step=version,

@@ -1,0 +1,72 @@
+"""Folders that the processes of a node pull from a bucket: one lock per folder, and eviction of old policies."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollmesh.checkpoints import policies
+from rollmesh.checkpoints.durable import make_folder, remove_tree
+from rollmesh.checkpoints.manifest import MANIFEST_FILE
+
+_IN_USE_SECONDS = 600.0
+_LOCKS = ".pulls"
+
+
+class PulledFolders:
+    """Locks of the pulled folders below ``root``. The modification time of a lock is the time of last use."""
+
+    def __init__(self, root: Path, *, keep_policies: int) -> None:
+        self._root = root
+        self._locks = root / _LOCKS
+        self._keep_policies = keep_policies
+
+    @contextlib.contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """Hold this node's lock on a folder name."""
+        path = self._locks / name
+        make_folder(path.parent)
+        while True:
+            with path.open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                # The previous holder may have evicted the folder and deleted the lock file. Then this lock is void.
+                if not _is_file_at(lock.fileno(), path):
+                    continue
+                os.utime(path)
+                yield
+                return
+
+    def evict_old_policies(self, name: str) -> None:
+        """Delete pulled policies but ``name``, the most recently used, and those that were opened recently."""
+        used = {lock.name: _last_used(lock) for lock in self._locks.iterdir() if policies.is_folder_name(lock.name)}
+        newest = sorted(used, key=lambda each: used[each], reverse=True)[: self._keep_policies]
+        for each, when in used.items():
+            if each not in (name, *newest) and time.time() - when > _IN_USE_SECONDS:
+                self._evict(each)
+
+    def _evict(self, name: str) -> None:
+        """Delete one pulled folder and its lock, unless a process has the lock or used the folder recently."""
+        path = self._locks / name
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), path.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_file_at(lock.fileno(), path) and time.time() - _last_used(path) > _IN_USE_SECONDS:
+                remove_tree(self._root / policies.FOLDER / name, first=[MANIFEST_FILE])
+                path.unlink()
+
+
+def _last_used(lock: Path) -> float:
+    try:
+        return lock.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _is_file_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,165 @@
+"""The numbers of a train step: one row per number, with every place that shows it.
+
+A number is a field of a line of metrics.jsonl. A new one needs its computation (a field of ``StepReport`` or of the
+line's ``mesh``) and one row here. The row puts it into the trainer's ``/metrics`` and docs/metrics.md (``gauge``), the
+curves of the gateway and the summaries in the queue (``curve``), the series of the report, and its plots (``panel``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One panel of a plot of the report."""
+
+    plot: Literal["correction", "drift"]
+    label: str
+    axis: Literal["data", "whole", "decades"] = "data"
+    """Vertical axis: scaled to the data, 0 to 100%, or logarithmic."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetric:
+    """One number of a train step."""
+
+    field: str
+    """Path in a line of metrics.jsonl, separated by dots; `` + `` adds several fields."""
+    unit: str
+    help: str
+    gauge: str = ""
+    """Name of the Prometheus gauge, without ``rollmesh_trainer_``; empty without one."""
+    curve: str = ""
+    """Name of the gateway's curve; empty without one."""
+    panel: Panel | None = None
+    copy_of: str = ""
+    """Field of the step report that the top-level ``field`` copies; empty for every other number."""
+
+    def value(self, line: Mapping[str, Any]) -> float:
+        """Return the number in a line of metrics.jsonl; NaN if a field is missing or not a number."""
+        return reduce(add, (_number(lookup(line, path)) for path in self.paths))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of the added fields, usually one."""
+        return tuple(self.field.split(" + "))
+
+
+def lookup(line: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of nested objects and lists; None if it is missing."""
+    value: Any = line
+    for key in path.split("."):
+        if isinstance(value, list):
+            value = value[int(key)] if key.isdecimal() and int(key) < len(value) else None
+        else:
+            value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+
+
+_CLIPPED = "policy.ratio.clipped_high + policy.ratio.clipped_low + policy.ratio.clipped_dual"
+
+# fmt: off
+STEP_METRICS: tuple[StepMetric, ...] = (
+    # The gateway lists its curves in the order of this table.
+    StepMetric("reward_mean", "reward", "Mean shaped reward of the batch.",
+               gauge="reward_mean", curve="reward_mean", copy_of="batch.reward_mean"),
+    StepMetric("batch.outcome_mean", "reward",
+               "Mean outcome value of the batch, before shaping, over trajectories with a verifier's value.",
+               gauge="outcome_mean", curve="outcome_mean"),
+    StepMetric("response_length_mean", "tokens", "Mean response length of the batch.",
+               gauge="response_length_mean_tokens", curve="response_length_mean", copy_of="batch.response_length_mean"),
+    StepMetric("staleness_mean", "train steps", "Mean staleness of the batch's trajectories.",
+               curve="staleness_mean", copy_of="batch.trajectory_staleness.mean"),
+    StepMetric("off_policy_token_share", "ratio", "Share of trained tokens with staleness above 0.",
+               gauge="off_policy_token_ratio", curve="off_policy_token_share", copy_of="batch.off_policy_token_share",
+               panel=Panel(plot="correction", label="off-policy\ntokens", axis="whole")),
+    StepMetric("batch.truncated_share", "ratio", "Share of trajectories cut off by the token budget.",
+               gauge="truncated_ratio", curve="truncated_share"),
+    StepMetric("batch.masked_fraction", "ratio", "Share of tokens outside the numerator of the loss.",
+               gauge="masked_ratio", curve="masked_share"),
+    StepMetric("loss", "loss", "Loss of the newest step.", gauge="loss", curve="loss"),
+    StepMetric("grad_norm", "norm", "Gradient norm before clipping.", gauge="grad_norm", curve="grad_norm"),
+    StepMetric("learning_rate", "rate", "Learning rate of the newest step.",
+               gauge="learning_rate", curve="learning_rate"),
+    StepMetric("policy.entropy", "nats", "Mean entropy per token.", gauge="entropy_nats", curve="entropy",
+               panel=Panel(plot="drift", label="entropy\nnats")),
+    StepMetric("policy.kl_behavior_k3", "nats", "k3 KL(behavior || policy) per token.",
+               gauge="kl_behavior_k3_nats", curve="kl_behavior", panel=Panel(plot="drift", label="KL\nnats")),
+    StepMetric("policy.ratio.mean", "ratio", "Mean importance ratio.", gauge="ratio_mean", curve="ratio_mean"),
+    StepMetric("policy.effective_sample_share", "ratio", "Effective sample size over trajectories, per trajectory.",
+               gauge="effective_sample_ratio", curve="effective_sample_share",
+               panel=Panel(plot="correction", label="effective\nsample size", axis="whole")),
+    StepMetric("policy.logprob_gap_pure.mean", "nats",
+               "Mean |behavior_logprob - trainer logprob| on pure tokens of the current version.",
+               gauge="logprob_gap_pure_nats", curve="logprob_gap"),
+    StepMetric("mesh.goodput", "ratio",
+               "Trained tokens per generated token since the start of the run; NaN if unknown.",
+               gauge="goodput_ratio", curve="goodput"),
+    StepMetric("wait_seconds", "seconds", "Time the trainer waited for the batch.", curve="trainer_wait"),
+
+    StepMetric(_CLIPPED, "ratio", "Share of tokens whose gradient was clipped.", gauge="ratio_clipped_ratio"),
+    StepMetric("policy.ratio.truncated", "ratio", "Share of tokens whose importance weight was truncated at its cap.",
+               gauge="ratio_truncated_ratio"),
+    StepMetric("batch.mixed_cache_token_share", "ratio",
+               "Share of trained tokens that attended to another version's cache.", gauge="mixed_cache_token_ratio"),
+    StepMetric("policy.logprob_gap_mixed_cache.mean", "nats",
+               "Like logprob_gap_pure_nats, on tokens that attended to another version's cache.",
+               gauge="logprob_gap_mixed_cache_nats"),
+    StepMetric("policy.logprob_gap_pure.tokens", "tokens", "Tokens in logprob_gap_pure_nats.",
+               gauge="logprob_gap_pure_tokens"),
+    StepMetric("policy.logprob_gap_mixed_cache.tokens", "tokens", "Tokens in logprob_gap_mixed_cache_nats.",
+               gauge="logprob_gap_mixed_cache_tokens"),
+    StepMetric("policy.kl_behavior_k1", "nats", "k1 KL(behavior || policy) per token.", gauge="kl_behavior_k1_nats"),
+    StepMetric("batch.version_span.mean", "policy versions",
+               "Mean newest minus oldest policy version within a trajectory.", gauge="version_span_mean"),
+    StepMetric("batch.token_staleness.mean", "train steps", "Mean staleness of trained tokens, in train steps.",
+               gauge="token_staleness_mean_steps"),
+
+    StepMetric(f"{_CLIPPED} + policy.ratio.truncated", "ratio", "Share of tokens that were clipped or truncated.",
+               panel=Panel(plot="correction", label="clipped\ntokens")),
+    StepMetric("policy.logprob_gap_pure.max", "nats",
+               "Largest engine/trainer gap on pure tokens of the current version.",
+               panel=Panel(plot="drift", label="engine gap\nnats", axis="decades")),
+    StepMetric("train_step", "train steps", "Number of the step."),
+    StepMetric("policy_version", "policy versions", "Policy version of the trained weights."),
+    StepMetric("time", "seconds", "Unix time at the end of the step."),
+    StepMetric("batch.response_length_deciles.9", "tokens", "90th percentile of the response lengths."),
+    StepMetric("batch.trajectory_staleness.max", "train steps", "Largest staleness of a trajectory."),
+    StepMetric("batch.trained_tokens", "tokens", "Tokens in the numerator of the loss."),
+    StepMetric("mesh.engines.prefill_tokens", "tokens", "Context tokens computed by the engines since the last step."),
+    StepMetric("mesh.engines.reprefill_tokens", "tokens", "The part of the prefill that had been sampled before."),
+    StepMetric("mesh.engines.slot_seconds", "seconds", "Slot time of serving generators since the last step."),
+    StepMetric("mesh.engines.running_slot_seconds", "seconds", "The part of the slot time with a running call."),
+)
+# fmt: on
+"""Every number that a service or the report reads from a line of metrics.jsonl."""
+
+
+def gauges() -> list[StepMetric]:
+    """Return the numbers that the trainer exports to Prometheus."""
+    return [metric for metric in STEP_METRICS if metric.gauge]
+
+
+def curves() -> dict[str, StepMetric]:
+    """Return the numbers that the gateway draws, by curve name."""
+    return {metric.curve: metric for metric in STEP_METRICS if metric.curve}
+
+
+def top_level_copies(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the main numbers of a step report, which a line of metrics.jsonl repeats at its top level."""
+    return {metric.field: lookup(line, metric.copy_of) for metric in STEP_METRICS if metric.copy_of}
+
+
+def panels(plot: str) -> list[tuple[Panel, str]]:
+    """Return the panels of a plot in the report, each with the field that it draws."""
+    return [(metric.panel, metric.field) for metric in STEP_METRICS if metric.panel and metric.panel.plot == plot]

@@ -1,0 +1,91 @@
+"""One row of the table of step metrics puts a number into every place that shows numbers of a train step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+
+from rollmesh import step_metrics
+from rollmesh.gateway.curves import Curves
+from rollmesh.report.metrics_document import metrics_document
+from rollmesh.report.plots import plot_specs, style
+from rollmesh.report.recorded_run import RecordedRun
+from rollmesh.report.series import train_series
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.step_metrics import STEP_METRICS, Panel, StepMetric
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.step_summaries import reported
+
+from .made_run import make_run, step_report
+
+ROW = StepMetric(
+    "kl_reference",
+    "nats",
+    "k3 KL(policy || reference) per token.",
+    gauge="kl_reference_nats",
+    curve="kl_reference",
+    panel=Panel(plot="drift", label="KL to the reference\nnats"),
+    copy_of="policy.kl_reference",
+)
+
+
+@pytest.fixture
+def with_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_metrics, "STEP_METRICS", (*STEP_METRICS, ROW))
+
+
+@pytest.mark.usefixtures("with_the_row")
+def test_a_new_row_is_in_the_file_the_queue_the_curves_and_the_metrics() -> None:
+    report, line = step_report(3, kl_reference=0.25)
+    assert line["kl_reference"] == line["policy"]["kl_reference"] == 0.25
+
+    summary = json.loads(json.dumps(reported(line)))
+    assert summary["kl_reference"] == 0.25
+    for source in (line, summary):
+        curves = Curves()
+        curves.add_report(source)
+        assert "kl_reference" in curves.answer([], 1).available
+        (curve,) = curves.answer(["kl_reference"], 10).series
+        assert (curve.unit, curve.axis, curve.x, curve.mean) == ("nats", "train_step", [3.0], [0.25])
+
+    metrics = Metrics("trainer")
+    TrainerMetrics(metrics).observe_step(report, line)
+    text = generate_latest(metrics.registry).decode()
+    assert "# HELP rollmesh_trainer_kl_reference_nats k3 KL(policy || reference) per token." in text
+    assert metrics.registry.get_sample_value("rollmesh_trainer_kl_reference_nats", _labels(metrics)) == 0.25
+    assert "| `rollmesh_trainer_kl_reference_nats` | gauge |" in metrics_document()
+
+
+@pytest.mark.usefixtures("with_the_row")
+def test_a_new_row_is_in_the_series_and_the_plots_of_the_report(tmp_path: Path) -> None:
+    folder = RecordedRun(make_run(tmp_path / "run", steps=6, kl_reference=0.25))
+    assert train_series(folder.metrics.records)["kl_reference"].tolist() == [0.25] * 6
+    (drift,) = (spec for spec in plot_specs(folder) if spec.name == "drift")
+    with style.style():
+        *_, axes = drift.draw().axes
+    (line,) = axes.lines
+    assert axes.get_ylabel() == "KL to the reference\nnats"
+    assert list(line.get_ydata()) == [0.25] * 6
+
+
+def test_no_name_is_used_twice() -> None:
+    for names in ([m.field for m in STEP_METRICS], [m.gauge for m in STEP_METRICS], [m.curve for m in STEP_METRICS]):
+        given = [name for name in names if name]
+        assert len(given) == len(set(given))
+
+
+def test_every_gauge_has_the_number_of_its_line() -> None:
+    report, line = step_report(3)
+    metrics = Metrics("trainer")
+    TrainerMetrics(metrics).observe_step(report, line)
+    for metric in step_metrics.gauges():
+        found = metrics.registry.get_sample_value(f"rollmesh_trainer_{metric.gauge}", _labels(metrics))
+        assert found == metric.value(line), metric.field
+
+
+def _labels(metrics: Metrics) -> dict[str, str]:
+    (sample,) = next(f for f in metrics.registry.collect() if f.name == "rollmesh_trainer_loss").samples
+    return dict(sample.labels)
