@@ -68,13 +68,13 @@ class OpenAiService:
     unrecorded: UnrecordedCalls
     agents: Agents | None
     drain: Drain
-    """Ends the calls in progress when the gateway shuts down."""
+    """Ends the calls in progress when the service shuts down."""
     started: float
     """Start of the service, monotonic seconds."""
 
     @property
     def taking_over(self) -> bool:
-        """True while sessions of a crashed gateway may still be taken over: their leases have to expire first."""
+        """True while sessions of a crashed service may still be taken over: their leases have to expire first."""
         return time.monotonic() - self.started < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS
 
     async def policies(self) -> tuple[Mapping[int, int], PolicyRecord | None]:
@@ -121,7 +121,7 @@ async def openai_service(
             session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
             worker_metrics = WorkerMetrics(registry)
             session = WorkerSession(
-                store, instance_name(config, "gateway", index), config.store.heartbeat_seconds, worker_metrics
+                store, instance_name(config, "agents", index), config.store.heartbeat_seconds, worker_metrics
             )
             worker = _worker(
                 config,
@@ -145,7 +145,7 @@ async def openai_service(
             loops.start(_work(worker, session, health, stop), "agents-worker")
             loops.start(_sweep(session_manager, stop), "agents-sweep")
         else:
-            loops.start(_refresh_registry(generators, policies, stop), "openai-registry")
+            loops.start(_refresh_registry(generators, policies, health, stop), "openai-registry")
         drain = await stack.enter_async_context(drain_at(shutdown, partial(_complete, config, store)))
         try:
             yield OpenAiService(
@@ -261,9 +261,11 @@ async def _sweep(session_manager: SessionManager, stop: Shutdown) -> None:
         session_manager.sweep()
 
 
-async def _refresh_registry(generators: GeneratorPool, policies: NewestPolicy, stop: Shutdown) -> None:
+async def _refresh_registry(generators: GeneratorPool, policies: NewestPolicy, health: Health, stop: Shutdown) -> None:
     """Refresh the registry in a process without a worker."""
+    health.watch("registry", _HEARTBEAT_DEADLINE_SECONDS)
     while True:
+        health.beat("registry")
         try:
             await policies.refresh()
             await generators.refresh()

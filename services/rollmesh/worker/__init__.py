@@ -1,4 +1,4 @@
 """Worker of leased trajectories: session with the queue, saves, generation calls, rollout programs and scoring.
 
-Every process that leases trajectories uses it: the rollout workers and the gateway.
+Every process that leases trajectories uses it: the rollout workers and the agents service.
 """
