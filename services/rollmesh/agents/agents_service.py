@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rollmesh.agents.agents_metrics import OpenAiMetrics
@@ -26,22 +26,19 @@ from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer
-from rollmesh.types import PolicyRecord, SamplingParams
+from rollmesh.types import PolicyRecord
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
-from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.build import WorkerSettings, build_worker, worker_deps
+from rollmesh.worker.generation_calls import Caller, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.interrupts import Interrupter
 from rollmesh.worker.newest_policy import NewestPolicy
-from rollmesh.worker.saving import Saver
-from rollmesh.worker.trajectory_scoring import TrajectoryScorer
-from rollmesh.worker.worker import Worker, WorkerDeps
+from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_metrics import WorkerMetrics
 from rollmesh.worker.worker_session import WorkerSession
 
-_UNRECORDED_CHUNK_TOKENS = 8
+_UNRECORDED_SAVING = SaveLimits(chunk_token_count=8, unacknowledged_token_limit=0)
 """Tokens per piece of an unrecorded answer; recorded answers arrive in pieces as they are saved."""
-_INTERRUPT_GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.5
 _SWEEP_SECONDS = 0.5
 _HEARTBEAT_DEADLINE_SECONDS = 120.0
@@ -108,10 +105,7 @@ async def openai_service(
     metrics = OpenAiMetrics(registry)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(GenerationClient(security))
-        generators, policies = GeneratorPool(store), NewestPolicy(store)
-        limits = _call_limits(config, tokenizer, SaveLimits.of(config.rollout.partial_save_tokens))
-        unrecorded_saving = SaveLimits(chunk_token_count=_UNRECORDED_CHUNK_TOKENS, unacknowledged_token_limit=0)
-        caller = Caller(client, generators, policies, _call_limits(config, tokenizer, unrecorded_saving), metrics)
+        settings = WorkerSettings.from_config(config, tokenizer)
         stop = asyncio.Event()
         loops = _Loops(shutdown)
         agents: Agents | None = None
@@ -119,33 +113,20 @@ async def openai_service(
             await store.init_run(run_limits(config))
             reward = await stack.enter_async_context(RewardClient(config, security=security))
             session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
+            name = instance_name(config, "agents", index)
             worker_metrics = WorkerMetrics(registry)
-            session = WorkerSession(
-                store, instance_name(config, "agents", index), config.store.heartbeat_seconds, worker_metrics
-            )
-            worker = _worker(
-                config,
-                tokenizer,
-                WorkerDeps(
-                    store=store,
-                    session=session,
-                    saver=Saver(store, session),
-                    generators=generators,
-                    policies=policies,
-                    caller=Caller(client, generators, policies, limits, worker_metrics),
-                    interrupter=Interrupter(client, generators, _INTERRUPT_GRACE_SECONDS),
-                    scorer=TrajectoryScorer(reward, config.reward, config.rollout.max_new_tokens, worker_metrics),
-                    program=session_manager,
-                    metrics=worker_metrics,
-                    health=health,
-                ),
-                session_manager,
-            )
-            agents = _agents(config, tokenizer, session_manager, worker, metrics, limits)
-            loops.start(_work(worker, session, health, stop), "agents-worker")
+            deps = worker_deps(settings, name, store, client, reward, session_manager, worker_metrics, health)
+            worker = build_worker(settings, deps, new_limit=session_manager.wanted)
+            session_manager.wake_worker = worker.wake
+            generators, policies = deps.generators, deps.policies
+            agents = _agents(settings, tokenizer, session_manager, worker, metrics)
+            loops.start(_work(worker, deps.session, health, stop), "agents-worker")
             loops.start(_sweep(session_manager, stop), "agents-sweep")
         else:
+            generators, policies = GeneratorPool(store), NewestPolicy(store)
             loops.start(_refresh_registry(generators, policies, health, stop), "openai-registry")
+        limits = replace(settings.calls, saving=_UNRECORDED_SAVING)
+        caller = Caller(client, generators, policies, limits, metrics)
         drain = await stack.enter_async_context(drain_at(shutdown, partial(_complete, config, store)))
         try:
             yield OpenAiService(
@@ -196,43 +177,16 @@ class _Loops:
             self._shutdown.set()
 
 
-def _worker(config: RunConfig, tokenizer: Tokenizer, deps: WorkerDeps, session_manager: SessionManager) -> Worker:
-    worker = Worker(
-        deps,
-        params=SamplingParams(
-            temperature=config.rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
-        ),
-        budget=config.rollout.max_new_tokens,
-        concurrency=config.rollout.worker_concurrency,
-        drain_seconds=config.generator.drain_timeout_seconds / 2,
-        new_limit=session_manager.wanted,
-    )
-    session_manager.wake_worker = worker.wake
-    return worker
-
-
 def _agents(
-    config: RunConfig,
+    settings: WorkerSettings,
     tokenizer: Tokenizer,
     session_manager: SessionManager,
     worker: Worker,
     metrics: OpenAiMetrics,
-    limits: CallLimits,
 ) -> Agents:
-    budget = config.rollout.max_new_tokens
-    recorded = RecordedCalls(
-        tokenizer, session_manager, worker, metrics, budget=budget, save_slack=limits.saving.chunk_token_count
-    )
+    budget, save_slack = settings.budget, settings.calls.saving.chunk_token_count
+    recorded = RecordedCalls(tokenizer, session_manager, worker, metrics, budget=budget, save_slack=save_slack)
     return Agents(session_manager=session_manager, recorded=recorded, rewards=Rewards(session_manager, budget))
-
-
-def _call_limits(config: RunConfig, tokenizer: Tokenizer, saving: SaveLimits) -> CallLimits:
-    return CallLimits(
-        vocab_size=tokenizer.vocab_size,
-        max_context_tokens=config.generator.max_context_tokens,
-        saving=saving,
-        chunk_timeout_seconds=config.rollout.chunk_timeout_seconds,
-    )
 
 
 async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Shutdown) -> None:

@@ -15,8 +15,12 @@ from .composing import Composed, composed_mesh, gateway_says, health, until
 from .conftest import TARGETS, Images
 
 LARGEST_MEGABYTES = {
-    "gateway": 500, "agents": 500, "rollout": 900,
-    "reward": 800, "generator-cpu": 1500, "trainer": 1500,
+    "gateway": 500,
+    "agents": 500,
+    "rollout": 900,
+    "reward": 800,
+    "generator-cpu": 1500,
+    "trainer": 1500,
 }
 CONTAINED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true")
 NEVER = {
