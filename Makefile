@@ -96,7 +96,7 @@ chart-tools-try: $(VENV)/.python
 
 # Needs Docker. By environment variables: BASE_IMAGE, TORCH, TORCH_INDEX, EXTRAS, REGISTRY, VERSION (deploy/build.sh).
 images: ## Build every image that runs on a CPU
-	deploy/build.sh gateway rollout reward generator-cpu trainer
+	deploy/build.sh gateway agents rollout reward generator-cpu trainer
 
 image-sglang: ## Build the generator into the upstream SGLang image
 	BASE_IMAGE=$${BASE_IMAGE:-lmsysorg/sglang:v0.5.23} deploy/build.sh generator-sglang

@@ -1,5 +1,5 @@
 # For countdown puzzles with two tries: each session of this agent becomes a trajectory of the run.
-# Run, beside agent.yaml: ROLLMESH_URL=http://127.0.0.1:8080 ROLLMESH_TOKEN=... python examples/agent.py
+# Run, beside agent.yaml: ROLLMESH_URL=http://127.0.0.1:8081/v1 ROLLMESH_TOKEN=... python examples/agent.py
 # Change first: episode(), which samples from the policy and returns the reward of a session.
 
 import asyncio
@@ -7,7 +7,7 @@ import os
 
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
-client = AsyncOpenAI(base_url=os.environ["ROLLMESH_URL"] + "/v1", api_key=os.environ["ROLLMESH_TOKEN"], max_retries=20)
+client = AsyncOpenAI(base_url=os.environ["ROLLMESH_URL"], api_key=os.environ["ROLLMESH_TOKEN"], max_retries=20)
 
 
 def solved(task, text):  # the last trial counts: "... , 8 + 3 = 11 ~ 11 = 0 !"

@@ -51,6 +51,7 @@ _BY_NAME: dict[str, Schema] = {
     "extraVolumeMounts": {"type": "array", "items": {"type": "object", "required": ["name", "mountPath"]}},
     "monitoringFrom": _OBJECTS,
     "gatewayFrom": _OBJECTS,
+    "agentsFrom": _OBJECTS,
     "rewardEgress": _OBJECTS,
     "affinity": _closed({name: {"type": "object"} for name in ("nodeAffinity", "podAffinity", "podAntiAffinity")}),
     "behavior": _closed({"scaleUp": _SCALING_DIRECTION, "scaleDown": _SCALING_DIRECTION}),
@@ -100,7 +101,7 @@ _BY_NAME: dict[str, Schema] = {
 _BY_PATH: dict[str, Schema] = {
     "generator.kind": {"enum": ["Deployment", "StatefulSet", "LeaderWorkerSet"]},
     "trainer.kind": {"enum": ["Job", "StatefulSet"]},
-    "gateway.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    **{f"{name}.service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]} for name in ("gateway", "agents")},
     "redis.appendfsync": {"enum": ["everysec", "always"]},
     "redis.externalUrl": {"type": "string", "pattern": r"^($|(rediss?(\+sentinel)?)://([^:@/]*@)?[^@]*$)"},
     "checkpoints.cacheVolume": _closed(
@@ -124,6 +125,7 @@ _FIELDS_SET_BY_CHART = {
     "checkpoints": ("folder", "secret", "cache_folder"),
     "reward": ("address",),
     "gateway": ("host", "port", "token"),
+    "agents": ("enabled", "host", "port"),
 }
 """Fields that environment variables of the chart win over: the same fields in a run file would have no effect, and a
 secret would be readable in a ConfigMap."""

@@ -10,11 +10,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dashboards import gateway, generation, infrastructure, overview, queue, rewards, training, weights
+from dashboards import agents, gateway, generation, infrastructure, overview, queue, rewards, training, weights
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
 FOLDER = Path(__file__).parents[2] / "helm" / "rollmesh" / "files" / "dashboards"
-PAGES = [module.PAGE for module in (overview, generation, queue, training, rewards, weights, infrastructure, gateway)]
+_MODULES = (overview, generation, queue, training, rewards, weights, infrastructure, gateway, agents)
+PAGES = [module.PAGE for module in _MODULES]
 
 
 def rendered() -> dict[Path, str]:

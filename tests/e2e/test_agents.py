@@ -32,7 +32,7 @@ def example() -> str:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator:
-    """Start the example against a gateway; it is stopped at the end."""
+    """Start the example against an agents service; it is stopped at the end."""
     processes: list[subprocess.Popen[str]] = []
 
     def start(url: str, token: str) -> subprocess.Popen[str]:
@@ -60,26 +60,28 @@ def test_the_example_is_short() -> None:
 
 
 @pytest.mark.parametrize("kills", [0, 2])
-def test_an_outside_agent_trains_a_run_through_kills_of_its_gateway(kills, started, wait_until, agent) -> None:
-    # Groups that are ready are trained while the gateway is away: a run that is to be hit twice must not end by itself.
+def test_an_outside_agent_trains_a_run_through_kills_of_its_service(kills, started, wait_until, agent) -> None:
+    # Groups that are ready are trained while the service is away: a run that is to be hit twice must not end by itself.
     port, train_steps = free_port(), ENDLESS if kills else STEPS
     line, process = started(
         rollout={"program": "agent", "max_new_tokens": 256, "partial_save_tokens": 16},
         trainer={"train_steps": train_steps},
-        gateway={"port": port},
+        agents={"port": port},
         store={"heartbeat_seconds": 1.0, "session_ttl_seconds": 4.0},
         evaluation={"before_and_after": False},
     )
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{port}/v1"
     token_file = line.folder / "gateway-token"
 
     def answers() -> bool:
         try:
-            return token_file.exists() and httpx.get(f"{url}/api/v1/about", trust_env=False).status_code == 200
+            return token_file.exists() and httpx.get(f"{url}/openapi.json", trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
 
-    wait_until(answers, "the gateway", process)
+    wait_until(answers, "the agents service", process)
+    (endpoint,) = read_endpoints(line.folder, "agents")
+    assert endpoint.url == url
     worker = agent(url, token_file.read_text().strip())
 
     def trained() -> int:
@@ -91,18 +93,19 @@ def test_an_outside_agent_trains_a_run_through_kills_of_its_gateway(kills, start
 
     for _ in range(kills):
         trains(1)
-        (gateway,) = read_endpoints(line.folder, "gateway")
-        os.kill(gateway.pid, signal.SIGKILL)
+        (service,) = read_endpoints(line.folder, "agents")
+        os.kill(service.pid, signal.SIGKILL)
         wait_until(
-            lambda gateway=gateway: [e.pid for e in read_endpoints(line.folder, "gateway")] not in ([], [gateway.pid]),
-            "another gateway",
+            lambda service=service: [e.pid for e in read_endpoints(line.folder, "agents")] not in ([], [service.pid]),
+            "another agents service",
             process,
         )
     if kills:
-        trains(2)  # the second one from answers that a new gateway took
+        trains(2)  # the second one from answers that a new service took
         process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=2 * PATIENCE)
     assert process.returncode == (130 if kills else 0), output
+    assert f"the OpenAI-compatible API: {url}" in output
     if worker.poll() is None:  # it tries again for a while before it believes that the run has ended
         worker.kill()
     told, _ = worker.communicate()

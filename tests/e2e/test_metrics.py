@@ -24,16 +24,19 @@ MOVED = {
     "reward": ("answers_total", "outcomes_total", "last_outcome_timestamp_seconds"),
     "trainer": ("trained_tokens_total", "groups_total", "checkpoint_writes_total", "last_step_timestamp_seconds"),
     "gateway": ("look_seconds", "last_look_timestamp_seconds", "store_call_seconds"),
+    "agents": ("store_call_seconds",),
 }
 """What a trained step has moved, by service."""
 
 
 def documented() -> dict[str, set[str]]:
     """Names of the table, by service."""
-    names: dict[str, set[str]] = {service: set() for service in MOVED}
-    for name in re.findall(r"^\| `(rollmesh_\w+)` \|", DOCUMENT.read_text(), re.MULTILINE):
-        names[name.split("_")[1]].add(name)
-    return names
+    text = DOCUMENT.read_text()
+    sections = {service: text.partition(f"\n## {service}\n")[2].partition("\n## ")[0] for service in MOVED}
+    return {
+        service: set(re.findall(r"^\| `(rollmesh_\w+)` \|", section, re.MULTILINE))
+        for service, section in sections.items()
+    }
 
 
 def scraped(folder: Path, service: str) -> list[dict[str, float]]:
@@ -65,7 +68,7 @@ def lacking(folder: Path) -> list[str]:
 
 
 def test_every_documented_metric_is_exported_by_a_run_and_moves(started, wait_until) -> None:
-    line, process = started(trainer={"train_steps": ENDLESS})
+    line, process = started(trainer={"train_steps": ENDLESS}, agents={"enabled": True})
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 2, "two train steps", process)
     missing = ["not looked yet"]
 

@@ -92,6 +92,7 @@ def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
     line, process = started(
         trainer={"train_steps": ENDLESS},
         evaluation={"before_and_after": False},
+        agents={"enabled": True},
         security={"tls": mesh.section(), "token_file": str(token_file)},
         store={
             "url": guarded_redis,
@@ -100,7 +101,7 @@ def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
         },
     )
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
-    services = {"trainer", "generator", "reward", "rollout", "gateway"}
+    services = {"trainer", "generator", "reward", "rollout", "gateway", "agents"}
     wait_until(lambda: {e.service for e in read_endpoints(line.folder)} == services, "every service", process)
     endpoints = read_endpoints(line.folder)
     asyncio.run(nobody_else_gets_in(endpoints, authority, mesh, token, tmp_path))

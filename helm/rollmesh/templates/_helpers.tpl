@@ -51,6 +51,13 @@ rollmesh/run: {{ $root.Values.run.name | quote }}
 {{- end }}
 {{- end -}}
 
+{{/* Whether a component is deployed: (list $ "agents"). A run of external agents needs the agents service. */}}
+{{- define "rollmesh.enabled" -}}
+{{- $root := index . 0 -}}
+{{- $needed := and (eq (index . 1) "agents") (eq (dig "rollout" "program" "" $root.Values.run) "agent") -}}
+{{- if or (index $root.Values (index . 1)).enabled $needed -}}true{{- end -}}
+{{- end -}}
+
 {{/* Image of a component; a digest wins over the tag: (list $ $root.Values.rollout.image). */}}
 {{- define "rollmesh.image" -}}
 {{- $root := index . 0 -}}

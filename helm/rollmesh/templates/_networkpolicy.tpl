@@ -14,14 +14,16 @@ spec:
       {{- include "rollmesh.selectorLabels" . | nindent 6 }}
 {{- end -}}
 
-{{/* A rule for calls of our own pods: (list $ (list "rollout" "gateway") $port). */}}
+{{/* A rule for calls of our own pods: (list $ (list "rollout" "agents") $port). */}}
 {{- define "rollmesh.ingressFrom" -}}
 {{- $root := index . 0 -}}
 - from:
     {{- range index . 1 }}
+    {{- if or (ne . "agents") (include "rollmesh.enabled" (list $root .)) }}
     - podSelector:
         matchLabels:
           {{- include "rollmesh.selectorLabels" (list $root .) | nindent 10 }}
+    {{- end }}
     {{- end }}
   {{- with index . 2 }}
   ports:

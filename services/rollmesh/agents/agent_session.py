@@ -17,7 +17,7 @@ from rollmesh.worker.agent_mark import AgentMark
 
 @dataclass(slots=True, kw_only=True)
 class AgentSession:
-    """State of one session; the marks of its trajectories hold everything that must survive the gateway."""
+    """State of one session; the marks of its trajectories hold everything that must survive the process."""
 
     session_id: str
     prompt: Prompt

@@ -13,7 +13,10 @@ DRIFTS = ("forked", "restarted")
 
 
 class OpenAiMetrics:
-    """Metrics of calls, tokens, sessions and drift; implements ``TrajectoryMetrics`` for unrecorded calls."""
+    """Metrics of calls, tokens, sessions and drift; implements ``TrajectoryMetrics`` for unrecorded calls.
+
+    Their names start with ``rollmesh_gateway_openai``: the gateway served this API in earlier releases.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._count_calls(metrics)
@@ -34,6 +37,9 @@ class OpenAiMetrics:
             "rollmesh_gateway_openai_first_text_seconds",
             "Time from a call to the first text of its answer.",
             LATENCY_BUCKETS,
+        )
+        self.last_answer = metrics.gauge(
+            "rollmesh_agents_last_answer_timestamp_seconds", "Unix time of the last answered call."
         )
         self.context_tokens = metrics.counter(
             "rollmesh_gateway_openai_context_tokens_total", "Context tokens of the calls.", ("recorded",)
@@ -70,7 +76,7 @@ class OpenAiMetrics:
         )
         self.sessions_opened = metrics.counter(
             "rollmesh_gateway_openai_sessions_opened_total",
-            "Sessions opened, including those taken over from a crashed gateway.",
+            "Sessions opened, including those taken over from a crashed process.",
         )
         self.sessions_ended = metrics.counter(
             "rollmesh_gateway_openai_sessions_ended_total", "Sessions ended, by outcome.", ("how",)
@@ -82,7 +88,7 @@ class OpenAiMetrics:
             ("outcome",),
         )
         self.sessions_lost = metrics.counter(
-            "rollmesh_gateway_openai_worker_sessions_lost_total", "Worker sessions of the gateway that expired."
+            "rollmesh_gateway_openai_worker_sessions_lost_total", "Worker sessions of this service that expired."
         )
         for state in SESSION_STATES:
             self.sessions.labels(state=state)

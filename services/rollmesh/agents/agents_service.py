@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rollmesh.agents.agents_metrics import OpenAiMetrics
@@ -26,22 +26,19 @@ from rollmesh.runtime.port_security import OPEN, PortSecurity
 from rollmesh.scheduling import run_limits
 from rollmesh.store import TrajectoryStore
 from rollmesh.text import Tokenizer
-from rollmesh.types import PolicyRecord, SamplingParams
+from rollmesh.types import PolicyRecord
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
-from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.build import WorkerSettings, build_worker, worker_deps
+from rollmesh.worker.generation_calls import Caller, SaveLimits
 from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.interrupts import Interrupter
 from rollmesh.worker.newest_policy import NewestPolicy
-from rollmesh.worker.saving import Saver
-from rollmesh.worker.trajectory_scoring import TrajectoryScorer
-from rollmesh.worker.worker import Worker, WorkerDeps
+from rollmesh.worker.worker import Worker
 from rollmesh.worker.worker_metrics import WorkerMetrics
 from rollmesh.worker.worker_session import WorkerSession
 
-_UNRECORDED_CHUNK_TOKENS = 8
+_UNRECORDED_SAVING = SaveLimits(chunk_token_count=8, unacknowledged_token_limit=0)
 """Tokens per piece of an unrecorded answer; recorded answers arrive in pieces as they are saved."""
-_INTERRUPT_GRACE_SECONDS = 3.0
 _POLL_SECONDS = 0.5
 _SWEEP_SECONDS = 0.5
 _HEARTBEAT_DEADLINE_SECONDS = 120.0
@@ -68,13 +65,13 @@ class OpenAiService:
     unrecorded: UnrecordedCalls
     agents: Agents | None
     drain: Drain
-    """Ends the calls in progress when the gateway shuts down."""
+    """Ends the calls in progress when the service shuts down."""
     started: float
     """Start of the service, monotonic seconds."""
 
     @property
     def taking_over(self) -> bool:
-        """True while sessions of a crashed gateway may still be taken over: their leases have to expire first."""
+        """True while sessions of a crashed service may still be taken over: their leases have to expire first."""
         return time.monotonic() - self.started < 2 * self.config.store.session_ttl_seconds + _TAKE_OVER_SECONDS
 
     async def policies(self) -> tuple[Mapping[int, int], PolicyRecord | None]:
@@ -108,10 +105,7 @@ async def openai_service(
     metrics = OpenAiMetrics(registry)
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(GenerationClient(security))
-        generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
-        limits = _call_limits(config, tokenizer, SaveLimits.of(config.rollout.partial_save_tokens))
-        unrecorded_saving = SaveLimits(chunk_token_count=_UNRECORDED_CHUNK_TOKENS, unacknowledged_token_limit=0)
-        caller = Caller(client, generators, policies, _call_limits(config, tokenizer, unrecorded_saving), metrics)
+        settings = WorkerSettings.from_config(config, tokenizer)
         stop = asyncio.Event()
         loops = _Loops(shutdown)
         agents: Agents | None = None
@@ -119,33 +113,19 @@ async def openai_service(
             await store.limits.init_run(run_limits(config))
             reward = await stack.enter_async_context(RewardClient(config, security=security))
             session_manager = SessionManager(metrics, config.rollout.agent.idle_timeout_seconds)
+            name = instance_name(config, "agents", index)
             worker_metrics = WorkerMetrics(registry)
-            session = WorkerSession(
-                store.sessions, instance_name(config, "gateway", index), config.store.heartbeat_seconds, worker_metrics
-            )
-            worker = _worker(
-                config,
-                tokenizer,
-                WorkerDeps(
-                    store=store,
-                    session=session,
-                    saver=Saver(store.trajectories, session),
-                    generators=generators,
-                    policies=policies,
-                    caller=Caller(client, generators, policies, limits, worker_metrics),
-                    interrupter=Interrupter(client, generators, _INTERRUPT_GRACE_SECONDS),
-                    scorer=TrajectoryScorer(reward, config.reward, config.rollout.max_new_tokens, worker_metrics),
-                    program=session_manager,
-                    metrics=worker_metrics,
-                    health=health,
-                ),
-                session_manager,
-            )
-            agents = _agents(config, tokenizer, session_manager, worker, metrics, limits)
-            loops.start(_work(worker, session, health, stop), "agents-worker")
+            deps = worker_deps(settings, name, store, client, reward, session_manager, worker_metrics, health)
+            worker = build_worker(settings, deps, session_manager.wanted, session_manager.work_due)
+            generators, policies = deps.generators, deps.policies
+            agents = _agents(settings, tokenizer, session_manager, worker, metrics)
+            loops.start(_work(worker, deps.session, health, stop), "agents-worker")
             loops.start(_sweep(session_manager, stop), "agents-sweep")
         else:
-            loops.start(_refresh_registry(generators, policies, stop), "openai-registry")
+            generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
+            loops.start(_refresh_registry(generators, policies, health, stop), "openai-registry")
+        limits = replace(settings.calls, saving=_UNRECORDED_SAVING)
+        caller = Caller(client, generators, policies, limits, metrics)
         drain = await stack.enter_async_context(drain_at(shutdown, partial(_complete, config, store)))
         try:
             yield OpenAiService(
@@ -196,42 +176,16 @@ class _Loops:
             self._shutdown.set()
 
 
-def _worker(config: RunConfig, tokenizer: Tokenizer, deps: WorkerDeps, session_manager: SessionManager) -> Worker:
-    return Worker(
-        deps,
-        params=SamplingParams(
-            temperature=config.rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
-        ),
-        budget=config.rollout.max_new_tokens,
-        concurrency=config.rollout.worker_concurrency,
-        drain_seconds=config.generator.drain_timeout_seconds / 2,
-        new_limit=session_manager.wanted,
-        work_due=session_manager.work_due,
-    )
-
-
 def _agents(
-    config: RunConfig,
+    settings: WorkerSettings,
     tokenizer: Tokenizer,
     session_manager: SessionManager,
     worker: Worker,
     metrics: OpenAiMetrics,
-    limits: CallLimits,
 ) -> Agents:
-    budget = config.rollout.max_new_tokens
-    recorded = RecordedCalls(
-        tokenizer, session_manager, worker, metrics, budget=budget, save_slack=limits.saving.chunk_token_count
-    )
+    budget, save_slack = settings.budget, settings.calls.saving.chunk_token_count
+    recorded = RecordedCalls(tokenizer, session_manager, worker, metrics, budget=budget, save_slack=save_slack)
     return Agents(session_manager=session_manager, recorded=recorded, rewards=Rewards(session_manager, budget))
-
-
-def _call_limits(config: RunConfig, tokenizer: Tokenizer, saving: SaveLimits) -> CallLimits:
-    return CallLimits(
-        vocab_size=tokenizer.vocab_size,
-        max_context_tokens=config.generator.max_context_tokens,
-        saving=saving,
-        chunk_timeout_seconds=config.rollout.chunk_timeout_seconds,
-    )
 
 
 async def _work(worker: Worker, session: WorkerSession, health: Health, stop: Shutdown) -> None:
@@ -260,9 +214,11 @@ async def _sweep(session_manager: SessionManager, stop: Shutdown) -> None:
         session_manager.sweep()
 
 
-async def _refresh_registry(generators: GeneratorPool, policies: NewestPolicy, stop: Shutdown) -> None:
+async def _refresh_registry(generators: GeneratorPool, policies: NewestPolicy, health: Health, stop: Shutdown) -> None:
     """Refresh the registry in a process without a worker."""
+    health.watch("registry", _HEARTBEAT_DEADLINE_SECONDS)
     while True:
+        health.beat("registry")
         try:
             await policies.refresh()
             await generators.refresh()

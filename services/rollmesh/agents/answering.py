@@ -141,6 +141,8 @@ class _Call:
         metrics.running.dec()
         metrics.calls.labels(endpoint=self._endpoint, recorded=self._recorded, outcome=outcome).inc()
         metrics.call_seconds.observe(time.monotonic() - self._begun)
+        if outcome == "answered":
+            metrics.last_answer.set_to_current_time()
         tokens = sum(answer.turn.token_count for answer in self._answers)
         metrics.answer_tokens.labels(recorded=self._recorded).inc(tokens)
 

@@ -65,5 +65,5 @@ async def _send_at_shutdown(drain: Drain, shutdown: Shutdown, complete: Callable
 
 def _stopping() -> OpenAiError:
     return unavailable(
-        "the gateway is shutting down; retry: the session continues at the next gateway", "shutting_down"
+        "the agents service is shutting down; retry: the session continues after its restart", "shutting_down"
     )

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from rollmesh.agents.drain import Drain
 from rollmesh.agents.openai_errors import OpenAiError, invalid, unavailable
 from rollmesh.errors import Conflict, DataError, EngineError, RollmeshError, StoreError
-from rollmesh.gateway.api_errors import ApiError
+from rollmesh.runtime.api_errors import ApiError
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.tasks import cancel_and_wait
 
@@ -69,7 +69,7 @@ def as_openai(error: Exception) -> OpenAiError:
     if isinstance(error, EngineError | RollmeshError):
         return OpenAiError(502, f"the generators failed: {error}", kind="server_error", code="generation_failed")
     get_logger("openai").error("request_failed", error=repr(error), exc_info=error)
-    return OpenAiError(500, "internal error of the gateway; its log has the traceback", kind="server_error")
+    return OpenAiError(500, "internal error of the agents service; its log has the traceback", kind="server_error")
 
 
 def _wrong_field(error: RequestValidationError) -> OpenAiError:
@@ -103,7 +103,7 @@ def _is_branch(part: int | str) -> bool:
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T], drain: Drain) -> T:
-    """Return the result of ``work``; a client disconnect or a gateway shutdown cancels it (OpenAiError)."""
+    """Return the result of ``work``; a client disconnect or a shutdown of the service cancels it (OpenAiError)."""
     task = asyncio.ensure_future(work)
     disconnected, draining = asyncio.ensure_future(_disconnected(request)), asyncio.ensure_future(drain.wait())
     try:

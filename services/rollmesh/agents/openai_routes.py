@@ -27,8 +27,9 @@ from rollmesh.agents.posted_rewards import check_repeated
 from rollmesh.agents.request_schema import ChatRequest, CompletionRequest, RewardRequest, SessionRequest
 from rollmesh.agents.session_lookup import agents_of, find_session
 from rollmesh.agents.session_manager import SessionManager
-from rollmesh.gateway.token_check import Check
+from rollmesh.runtime.token_check import Check
 
+PREFIX = "/v1"
 _POLL_SECONDS = 1.0
 """Seconds between two checks for the end of the run while an agent waits for a prompt."""
 
@@ -69,7 +70,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def openai_router(service: OpenAiService, check: Check) -> APIRouter:
     """Return the routes of models, chat, completions and sessions; every call requires the token."""
     api = APIRouter(
-        prefix="/v1", tags=["openai"], dependencies=[Depends(check)], route_class=OpenAiRoute, responses=_errors()
+        prefix=PREFIX, tags=["openai"], dependencies=[Depends(check)], route_class=OpenAiRoute, responses=_errors()
     )
     answering = Answering(service)
 

@@ -80,7 +80,7 @@ class RecordedCalls:
         rollout = await self._take(trajectory)
         match = await asyncio.to_thread(self._match, trajectory, rollout.active, request)
         if isinstance(match, Differs) and trajectory.turn_mark is None and rollout.active.token_count:
-            await rollout.restart(rollout.active)  # a crashed gateway left a first context without an answer
+            await rollout.restart(rollout.active)  # a crashed process left a first context without an answer
             match = await asyncio.to_thread(self._match, trajectory, rollout.active, request)
         is_repeat = isinstance(match, Repeats)
         if is_repeat and not trajectory.finish_reason:
@@ -111,7 +111,7 @@ class RecordedCalls:
     def _match(self, trajectory: SessionTrajectory, active: ActiveTrajectory, request: ParsedRequest) -> Match:
         mark = trajectory.turn_mark
         if mark is None:
-            # Tokens before the first mark are the context of a call whose gateway crashed: the same context continues
+            # Tokens before the first mark are the context of a call whose process crashed: the same context continues
             # there.
             return self._match_first(active.context_ids(), request)
         tail = tail_of(active.segments, mark.at)
@@ -194,7 +194,7 @@ class RecordedCalls:
                 break
             await asyncio.sleep(_POLL_SECONDS)
         if fork.status is ForkStatus.LOST:
-            raise LetGo("this gateway no longer has the lease of the trajectory")
+            raise LetGo("this process no longer has the lease of the trajectory")
         return fork
 
     # -- answers ---------------------------------------------------------------------------------------------------

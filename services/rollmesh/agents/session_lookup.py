@@ -35,14 +35,14 @@ def find_session(service: OpenAiService, session_id: str) -> AgentSession | Ende
         return session
     if service.taking_over:
         raise unavailable(
-            f"session {session_id}: not known yet; this gateway has just started and may still take over the sessions "
-            "of a crashed gateway: send the same call again",
+            f"session {session_id}: not known yet; the service has just started and may still take over the sessions "
+            "of its crashed predecessor: send the same call again",
             "session_not_known_yet",
             5.0,
         )
     raise OpenAiError(
         404,
         f"session {session_id}: unknown; it was never opened here, ended long ago, or had no call yet when its "
-        "gateway crashed; open a new session: POST /v1/sessions",
+        "service crashed; open a new session: POST /v1/sessions",
         code="session_not_found",
     )

@@ -1,7 +1,7 @@
-"""Assignment of trajectories to agents; the program of the gateway's worker.
+"""Assignment of trajectories to agents; the program of the service's worker.
 
 The worker leases a new trajectory for every waiting agent, and every partial trajectory: those parked during a pause,
-and those of a crashed gateway, whose sessions continue here.
+and those of a crashed service, whose sessions continue here.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SessionManager:
         )
 
     def sweep(self) -> None:
-        """End sessions that were rewarded before this gateway took them over; update the gauges."""
+        """End sessions that were rewarded before this process took them over; update the gauges."""
         for session in self.sessions:
             if session.trajectories and all(trajectory.closed for trajectory in session.trajectories):
                 mark = session.newest.mark
@@ -135,7 +135,7 @@ class SessionManager:
             raise
 
     async def outcome_of(self, trajectory: Trajectory, snapshot: bytes | None = None) -> RewardOutcome | None:
-        """Return the reward that was posted before a gateway crashed."""
+        """Return the reward that was posted before a crash of the service."""
         return posted_outcome(snapshot)
 
     async def _trajectory_for(self, rollout: RolloutContext) -> SessionTrajectory | None:
@@ -154,7 +154,7 @@ class SessionManager:
         return await self._for_waiting_agent(rollout)
 
     def _taken_over(self, active: ActiveTrajectory) -> SessionTrajectory | None:
-        """Take over a partial trajectory of another gateway, or of an earlier process of this one."""
+        """Take over a partial trajectory of an earlier process."""
         if active.snapshot is None:
             return None
         mark = AgentMark.from_bytes(active.snapshot)

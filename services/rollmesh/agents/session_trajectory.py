@@ -1,4 +1,4 @@
-"""One trajectory of an agent session, leased by the gateway's worker and continued by the agent's calls.
+"""One trajectory of an agent session, leased by the service's worker and continued by the agent's calls.
 
 The worker's task waits in ``run`` between the agent's calls. A call takes the trajectory (``busy``), appends the new
 environment tokens and samples. During a pause the trajectory stays leased, and calls wait. Before the worker releases
@@ -73,7 +73,7 @@ class SessionTrajectory:
 
     @property
     def closed(self) -> bool:
-        """True once this gateway has finished all work on the trajectory."""
+        """True once this process has finished all work on the trajectory."""
         if self.lost:
             return True
         ended = self.mark.ended or bool(self.given_up)

@@ -23,8 +23,8 @@ from grpc_health.v1 import health_pb2
 
 from rollmesh.bench.chaos import round_config
 from rollmesh.bench.fuzz_ports import GrpcPort, HttpPort, RawPort
+from rollmesh.checkpoints.api_token import TOKEN_FILE as GATEWAY_TOKEN_FILE
 from rollmesh.errors import RollmeshError
-from rollmesh.gateway.action_token import TOKEN_FILE as GATEWAY_TOKEN_FILE
 from rollmesh.launcher.mesh_token import TOKEN_FILE
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.runtime.endpoints import Endpoint, read_endpoints
@@ -112,6 +112,7 @@ class FuzzedRun:
         data["schedule"] |= {"groups_per_batch": 16, "group_size": 8, "pool_size": 192}
         data["trainer"] |= {"train_steps": _ENDLESS}
         data["checkpoints"] |= {"keep_last": 10_000}
+        data["agents"] = {"enabled": True}
         (self.root / "run.yaml").write_text(yaml.safe_dump({**data, "name": _NAME}))
 
     @contextlib.contextmanager
@@ -181,7 +182,7 @@ class FuzzedRun:
                 name = f"{endpoint.service}-{endpoint.index} gRPC, raw"
                 ports.append(RawPort(name=name, host=host, port=int(number)))
             if endpoint.url:
-                ports.append(await _gateway_port(endpoint, gateway_token))
+                ports.append(await _public_port(endpoint, gateway_token))
         named = {port.port for port in ports if isinstance(port, RawPort)}
         others = sorted(_listening(launcher) - named)
         return [*ports, *(RawPort(name=f"port {number}", host="127.0.0.1", port=number) for number in others)]
@@ -206,10 +207,11 @@ async def _grpc_port(endpoint: Endpoint, token: str, stack: AsyncExitStack) -> G
     return GrpcPort(name=name, channel=channel, services=services, token=token, known=known)
 
 
-async def _gateway_port(endpoint: Endpoint, token: str) -> HttpPort:
-    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
-        document = (await client.get(f"{endpoint.url}api/v1/openapi.json")).json()
+async def _public_port(endpoint: Endpoint, token: str) -> HttpPort:
     url = httpx.URL(endpoint.url)
+    prefix = "/api/v1" if endpoint.service == "gateway" else url.path
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+        document = (await client.get(url.join(f"{prefix}/openapi.json"))).json()
     name = f"{endpoint.service}-{endpoint.index}"
     return HttpPort(name=name, host=url.host, port=url.port or 80, token=token, document=document, known=_KNOWN_JSON)
 

@@ -9,9 +9,9 @@ from typing import Any, Self, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from rollmesh.checkpoints.api_token import known_token
 from rollmesh.cli.common import run_of
 from rollmesh.errors import ConfigError, RollmeshError
-from rollmesh.gateway.action_token import known_token
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.port_security import OPEN, PortSecurity
 

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from rollmesh.checkpoints.api_token import known_token
 from rollmesh.cli.common import (
     JsonOption,
     RunFolderArgument,
@@ -22,7 +23,6 @@ from rollmesh.cli.common import (
     store_of,
 )
 from rollmesh.errors import StoreUnavailable
-from rollmesh.gateway.action_token import known_token
 from rollmesh.report.console import output_console
 from rollmesh.report.ledger_counts import QueueAccount
 from rollmesh.report.recorded_run import RecordedRun
@@ -38,18 +38,19 @@ def register(app: typer.Typer) -> None:
 
 
 def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """Show versions, queue, generators and drops of a run, and the address of its page."""
+    """Show versions, queue, generators and drops of a run, and the addresses of its page and API."""
 
     async def main() -> None:
         async with store_of(run) as (config, folder, store):
             view, counts = await store.mesh.view(), await store.mesh.counts()
             generators, failure = await store.generators.live(), await store.leadership.failure()
         failure = failure or RecordedRun(folder.path).failure
-        pages = read_endpoints(folder.path, "gateway")
+        pages, apis = read_endpoints(folder.path, "gateway"), read_endpoints(folder.path, "agents")
         if as_json:
             data = {"view": asdict(view), "counts": asdict(counts), "generators": [asdict(g) for g in generators]}
             data["failure"] = failure
             data["gateways"] = [page.url for page in pages]
+            data["agents"] = [api.url for api in apis]
             typer.echo(json.dumps(data, default=str))
             return
         console = output_console()
@@ -65,8 +66,10 @@ def status(run: RunFolderArgument, as_json: JsonOption = False) -> None:
             table.add_row(f"dropped: {reason}", str(number))
         for page in pages:
             table.add_row("page", page.url)
-        if pages:
-            table.add_row("token for actions", known_token(config) or "the value of ROLLMESH_GATEWAY__TOKEN")
+        for api in apis:
+            table.add_row("OpenAI-compatible API", api.url)
+        if pages or apis:
+            table.add_row("token", known_token(config) or "the value of ROLLMESH_GATEWAY__TOKEN")
         console.print(table)
         serving = Table("generator", "version", "running", "waiting", "slots", "state")
         for g in generators:

@@ -120,7 +120,7 @@ class RewardConfig(Section):
 
 
 class AgentConfig(Section):
-    """External agents, which work through the gateway (rollout.program=agent)."""
+    """External agents, which work through the agents service (rollout.program=agent)."""
 
     contexts: Literal["task", "free"] = "task"
     """task: a session's first call begins with the prompt of its task, which is the same for the whole group; free:
@@ -134,8 +134,8 @@ class RolloutConfig(Section):
     """Program and limits of a rollout."""
 
     program: Literal["single_turn", "environment", "agent"] = "single_turn"
-    """single_turn: one answer; environment: turns with ``environment``; agent: an external agent takes prompts from the
-    gateway, samples through its OpenAI-compatible API and posts rewards."""
+    """single_turn: one answer; environment: turns with ``environment``; agent: an external agent takes prompts from
+    the agents service, samples through its OpenAI-compatible API and posts rewards."""
     agent: AgentConfig = Field(default_factory=AgentConfig)
     """Settings for external agents."""
     environment: str = "calculator"

@@ -34,7 +34,7 @@ class GatewayConfig(Section):
     most_event_clients: int = Field(default=64, ge=1, le=1024)
     """Maximum number of clients that follow the live events at once."""
     max_request_bytes: int = Field(default=8 << 20, ge=1 << 10)
-    """Maximum size of a request body."""
+    """Maximum size of a request body, for the gateway and the agents service."""
 
     @model_validator(mode="after")
     def _a_token_is_no_empty_word(self) -> Self:

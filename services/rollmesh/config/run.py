@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from rollmesh.config.agents import AgentsConfig
 from rollmesh.config.data import DataConfig, RewardConfig, RolloutConfig
 from rollmesh.config.gateway import GatewayConfig
 from rollmesh.config.network import NetworkConfig
@@ -65,6 +66,8 @@ class RunConfig(Section):
     """Certificates and tokens of the services' ports."""
     gateway: GatewayConfig = Field(default_factory=GatewayConfig)
     """The page and the REST API."""
+    agents: AgentsConfig = Field(default_factory=AgentsConfig)
+    """The OpenAI-compatible API."""
 
     @model_validator(mode="before")
     @classmethod
@@ -96,7 +99,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"evaluation.before_and_after={self.evaluation.before_and_after}, evaluation.every_versions="
                 f"{self.evaluation.every_versions}: with rollout.program=agent the mesh cannot run the agent; set "
-                "false and 0, and evaluate the agent through the gateway with the model RUN@VERSION"
+                "false and 0, and evaluate the agent through the agents service with the model RUN@VERSION"
             )
         return self
 

@@ -1,28 +1,22 @@
-"""The FastAPI application: routes, page and error handlers."""
+"""The FastAPI application of the gateway: REST API, page, and a pointer to the OpenAI-compatible API."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
-from starlette.exceptions import HTTPException
 
-import rollmesh
-from rollmesh.errors import ConfigError, Conflict, DataError, RollmeshError, StoreError
-from rollmesh.gateway.api_errors import ApiError, Unauthorized, error_body
 from rollmesh.gateway.backend_protocols import Actions, Reads
-from rollmesh.gateway.docs_page import docs_page
-from rollmesh.gateway.gateway_metrics import GatewayMetrics
-from rollmesh.gateway.guard import Guard
 from rollmesh.gateway.models import SnapshotEvent, TickEvent
 from rollmesh.gateway.rest_routes import PREFIX, action_router, read_router
-from rollmesh.gateway.token_check import Check
-from rollmesh.runtime.logging import get_logger
+from rollmesh.runtime.api_app import api_app
+from rollmesh.runtime.api_errors import NotFound
+from rollmesh.runtime.request_guard import RequestMetrics
+from rollmesh.runtime.token_check import Check
 
 PAGE = Path(__file__).parent / "page"
 
@@ -33,44 +27,44 @@ def create_app(
     *,
     read_check: Check,
     action_check: Check,
-    metrics: GatewayMetrics,
+    openai_url: Callable[[], str | None],
+    metrics: RequestMetrics,
     hosts: Sequence[str] = (),
     most_bytes: int = 8 << 20,
-    routers: Sequence[APIRouter] = (),
     page: Path = PAGE,
 ) -> FastAPI:
-    """Build the application; ``routers`` are mounted beside the REST API."""
-    app = FastAPI(
-        title="rollmesh gateway",
-        version=rollmesh.__version__,
-        summary="Live state of a run, and operator actions.",
-        docs_url=None,
-        redoc_url=None,
-        openapi_url=f"{PREFIX}/openapi.json",
-        separate_input_output_schemas=False,
+    """Build the application; ``openai_url`` returns the address of the OpenAI-compatible API if it is known."""
+    app = api_app(
+        "gateway",
+        "Live state of a run, and operator actions.",
+        PREFIX,
+        [read_router(reads, read_check), action_router(actions, action_check), _openai_pointer(openai_url, read_check)],
+        metrics,
+        hosts=hosts,
+        most_bytes=most_bytes,
+        further_models=(SnapshotEvent, TickEvent),
     )
-    app.include_router(read_router(reads, read_check))
-    app.include_router(action_router(actions, action_check))
-    for router in routers:
-        app.include_router(router)
-    _add_pages(app, page)
-    _add_errors(app)
-    _describe(app)
-    app.add_middleware(Guard, hosts=hosts, most_bytes=most_bytes, metrics=metrics)
-    return app
 
-
-def _add_pages(app: FastAPI, page: Path) -> None:
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
         # Revalidate on every load: an old page may not match the API.
         return FileResponse(page / "index.html", headers={"Cache-Control": "no-cache"})
 
-    @app.get(f"{PREFIX}/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return HTMLResponse(docs_page(app.openapi()))
-
     app.mount("/page", _Static(directory=page), name="page")
+    return app
+
+
+def _openai_pointer(openai_url: Callable[[], str | None], check: Check) -> APIRouter:
+    """Return a route that refuses every call of ``/v1`` and names the service that answers it."""
+    api = APIRouter(prefix="/v1", dependencies=[Depends(check)], include_in_schema=False)
+
+    @api.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+    def moved(path: str) -> None:
+        url = openai_url()
+        hint = f"use {url}" if url else "no agents service is known here; agents.enabled=true starts one"
+        raise NotFound(f"/v1/{path}: the gateway does not serve the OpenAI-compatible API", hint=hint)
+
+    return api
 
 
 class _Static(StaticFiles):
@@ -80,98 +74,3 @@ class _Static(StaticFiles):
         response = super().file_response(*args, **kwargs)
         response.headers["Cache-Control"] = "no-cache"
         return response
-
-
-def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def api_error(request: Request, error: ApiError) -> Response:
-        headers = {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}
-        return _answer(request, error.status, str(error), error.field, error.hint, headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def wrong_request(request: Request, error: RequestValidationError) -> Response:
-        problem = error.errors()[0]
-        where = [str(part) for part in problem["loc"] if part not in ("query", "path", "header", "body")]
-        return _answer(request, 400, str(problem["msg"]), ".".join(where) or str(problem["loc"][0]), "see /api/v1/docs")
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        hint = "see /api/v1/docs" if error.status_code in (404, 405) else None
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        headers = error.headers
-        if error.status_code == 405:
-            # The router lists only the methods of the first route of a path.
-            headers = {"Allow": ", ".join(sorted(_methods(request, (headers or {}).get("Allow", ""))))}
-        return _answer(request, error.status_code, message, None, hint, headers)
-
-    @app.exception_handler(RollmeshError)
-    async def run_error(request: Request, error: RollmeshError) -> Response:
-        if isinstance(error, Conflict):
-            return _answer(request, 409, str(error), None, None)
-        if isinstance(error, ConfigError | DataError):
-            return _answer(request, 400, str(error), None, None)
-        hint = "the store is unreachable or recovering: retry in a moment" if isinstance(error, StoreError) else None
-        return _answer(request, 503, str(error), None, hint)
-
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> Response:
-        get_logger("gateway").error("request_failed", path=request.url.path, error=repr(error), exc_info=error)
-        return _answer(request, 500, "internal error of the gateway; its log has the traceback", None, None)
-
-
-def _methods(request: Request, first: str) -> set[str]:
-    """Return the HTTP methods of all operations at the requested path; ``first`` is used if the path is unknown."""
-    path = getattr(request.scope.get("route"), "path_format", "")
-    operations = request.app.openapi()["paths"].get(path, {})
-    return {method.upper() for method in operations} or {first}
-
-
-def _answer(
-    request: Request,
-    status: int,
-    error: str,
-    field: str | None,
-    hint: str | None,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    body = error_body(request.url.path, status, error, field, hint)
-    return JSONResponse(body, status_code=status, headers=None if headers is None else dict(headers))
-
-
-def _describe(app: FastAPI) -> None:
-    """Complete the OpenAPI document: 400 for invalid parameters, limits on bodies, schemas of the events."""
-    made = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is not None:
-            return app.openapi_schema
-        document = made()
-        for operation in _operations(document):
-            responses = operation["responses"]
-            if "HTTPValidationError" in str(responses.get("422", "")):
-                del responses["422"]
-                responses.setdefault("400", _error_response("A parameter or the body is invalid."))
-            if "requestBody" in operation:
-                content = responses["400"]["content"]
-                responses["408"] = {"description": "The body did not arrive in time.", "content": content}
-                responses["413"] = {"description": "The body exceeds gateway.max_request_bytes.", "content": content}
-        schemas = document["components"]["schemas"]
-        for model in (SnapshotEvent, TickEvent):
-            schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            schemas |= {name: inner for name, inner in schema.pop("$defs", {}).items() if name not in schemas}
-            schemas[model.__name__] = schema
-        for unused in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(unused, None)
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _error_response(description: str) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/ErrorBody"}
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
-def _operations(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for path in document["paths"].values():
-        yield from path.values()

@@ -15,7 +15,7 @@ from rollmesh.checkpoints.reasons import Reason
 from rollmesh.checkpoints.sealing import SECRET_FILE
 from rollmesh.config import RunConfig
 from rollmesh.errors import CheckpointError, ConfigError
-from rollmesh.gateway.api_errors import Busy
+from rollmesh.runtime.api_errors import Busy
 from rollmesh.types import Group
 
 _MOST_GROUPS = 200_000

@@ -9,7 +9,6 @@ import rollmesh
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import check_replicas, check_scale
 from rollmesh.errors import Conflict
-from rollmesh.gateway.api_errors import NotFound
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.mesh_poller import MeshPoller
 from rollmesh.gateway.mesh_snapshot import finished_evaluations, generator_views
@@ -30,6 +29,7 @@ from rollmesh.gateway.models import (
     TrajectoryPage,
 )
 from rollmesh.gateway.viewer import Viewer
+from rollmesh.runtime.api_errors import NotFound
 from rollmesh.runtime.capacity import check_capacity
 from rollmesh.scheduling import resolve_schedule
 from rollmesh.store import TrajectoryStore

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from pydantic import BaseModel
 
-from rollmesh.gateway.api_errors import Busy
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models import SnapshotEvent, TickEvent
+from rollmesh.runtime.api_errors import Busy
 
 _KEPT_TICKS = 16
 _KEEP_ALIVE_SECONDS = 15.0

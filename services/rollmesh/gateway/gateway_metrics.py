@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
+from rollmesh.runtime.metrics import Metrics
 
-STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
 ACTIONS = ("pause", "resume", "pin", "unpin", "rollback", "replay", "delete_letter", "scale")
 
 
 class GatewayMetrics:
-    """Metrics of requests, events and polls."""
+    """Metrics of events, polls and actions; ``RequestMetrics`` has those of the requests."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.requests = metrics.counter(
-            "rollmesh_gateway_requests_total", "Requests by route and status class.", ("route", "status")
-        )
-        self.request_seconds = metrics.histogram(
-            "rollmesh_gateway_request_seconds", "Time from a request to the start of its response.", LATENCY_BUCKETS
-        )
         self.event_clients = metrics.gauge("rollmesh_gateway_event_clients", "Clients connected to the live events.")
         self.events = metrics.counter("rollmesh_gateway_events_total", "Live events sent, by kind.", ("kind",))
         self.look_seconds = metrics.histogram("rollmesh_gateway_look_seconds", "Duration of a poll of the mesh.")
@@ -29,11 +22,6 @@ class GatewayMetrics:
             "rollmesh_gateway_left_out_trajectories", "Trajectories in progress that do not fit in the timeline."
         )
         self.actions = metrics.counter("rollmesh_gateway_actions_total", "Actions taken, by kind.", ("action",))
-        self.refused_tokens = metrics.counter(
-            "rollmesh_gateway_refused_tokens_total", "Requests with a missing or invalid token."
-        )
-        for status in STATUS_CLASSES:
-            self.requests.labels(route="page", status=status)
         for kind in ("snapshot", "tick"):
             self.events.labels(kind=kind)
         for action in ACTIONS:

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 
-from rollmesh.agents.mounting import mount_openai
+from rollmesh.checkpoints.api_token import api_token
 from rollmesh.config import RunConfig
-from rollmesh.gateway.action_token import gateway_token
 from rollmesh.gateway.app import create_app
 from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.backend import RunActions, RunReads
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
-from rollmesh.gateway.guard import LOOPBACK_NAMES
-from rollmesh.gateway.listening import listen_with_timeout
 from rollmesh.gateway.mesh_poller import MeshPoller
-from rollmesh.gateway.token_check import Check, no_check, token_check
 from rollmesh.gateway.viewer import Viewer, open_tokenizer
-from rollmesh.runtime.addresses import WILDCARDS, advertised, bind_host, host_port
-from rollmesh.runtime.admin_http import admin_server, http_server
-from rollmesh.runtime.endpoints import published_endpoint
+from rollmesh.runtime.addresses import advertised, bind_host
+from rollmesh.runtime.admin_http import admin_server
+from rollmesh.runtime.endpoints import published_endpoint, read_endpoints
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.lifecycle import Shutdown
 from rollmesh.runtime.logging import get_logger
 from rollmesh.runtime.metrics import Metrics
-from rollmesh.runtime.port_security import PortSecurity, is_loopback
+from rollmesh.runtime.port_security import PortSecurity
+from rollmesh.runtime.public_http import accepted_hosts, public_server
+from rollmesh.runtime.request_guard import RequestMetrics
+from rollmesh.runtime.token_check import no_check, token_check
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.store_metrics import StoreCallMetrics
-from rollmesh.text import Tokenizer
 
-_GRACE_SECONDS = 3
 _RETRY_SECONDS = 5.0
 """Time until a request reports that Redis is unreachable."""
 
@@ -57,12 +53,10 @@ async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
             )
         )
         poller = MeshPoller(store, config, metrics, health)
-        tokenizer, check = open_tokenizer(config), token_check(gateway_token(config))
-        openai = await mount_openai(stack, config, index, store, tokenizer, registry, health, shutdown, security, check)
-        app = build_app(config, store, poller, metrics, host, tokenizer, check, [openai])
-        listener = listen_with_timeout(host, config.gateway.port, "gateway.port")
-        port = await stack.enter_async_context(http_server(app, listener, security, grace_seconds=_GRACE_SECONDS))
-        url = f"{security.scheme}://{host_port(_reachable(config, host), port)}/"
+        app = build_app(config, store, poller, metrics, RequestMetrics(registry), host)
+        url = await stack.enter_async_context(
+            public_server(app, config, host, config.gateway.port, "gateway.port", security)
+        )
         stack.enter_context(
             published_endpoint(
                 Path(config.folder),
@@ -84,28 +78,18 @@ def build_app(
     store: TrajectoryStore,
     poller: MeshPoller,
     metrics: GatewayMetrics,
+    requests: RequestMetrics,
     host: str,
-    tokenizer: Tokenizer | None,
-    check: Check,
-    routers: Sequence[APIRouter],
 ) -> FastAPI:
-    """Build the application of one run; ``check`` guards actions, and reads if gateway.token_for_reads is set."""
-    section = config.gateway
-    loopback = is_loopback(host_port(host, 1))
+    """Build the application of one run; the token guards actions, and reads if gateway.token_for_reads is set."""
+    tokenizer, check = open_tokenizer(config), token_check(api_token(config))
     return create_app(
         RunReads(config, store, poller, Viewer(store, Archive(config), tokenizer), text=tokenizer is not None),
         RunActions(config, store, metrics),
-        read_check=check if section.token_for_reads else no_check,
+        read_check=check if config.gateway.token_for_reads else no_check,
         action_check=check,
-        metrics=metrics,
-        hosts=[*section.allowed_hosts, *LOOPBACK_NAMES] if section.allowed_hosts or loopback else [],
-        most_bytes=section.max_request_bytes,
-        routers=routers,
+        openai_url=lambda: next((each.url for each in read_endpoints(Path(config.folder), "agents")), None),
+        metrics=requests,
+        hosts=accepted_hosts(config, host),
+        most_bytes=config.gateway.max_request_bytes,
     )
-
-
-def _reachable(config: RunConfig, host: str) -> str:
-    """Return an address to connect to, also if the gateway is bound to all addresses."""
-    if host not in WILDCARDS:
-        return host
-    return config.network.advertise_host or ("::1" if ":" in host else "127.0.0.1")

@@ -12,7 +12,6 @@ from typing import Any
 
 from rollmesh.config import RunConfig
 from rollmesh.errors import StoreError
-from rollmesh.gateway.api_errors import Busy
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
@@ -20,6 +19,7 @@ from rollmesh.gateway.mesh_snapshot import MeshSnapshot, RateWindow, build_overv
 from rollmesh.gateway.models import EvaluationView, Overview, SnapshotEvent, TickEvent, Timeline, TimelineDelta
 from rollmesh.gateway.step_report_feed import FileReports, ReportFeed
 from rollmesh.gateway.timeline_tracker import TimelineTracker, new_ids
+from rollmesh.runtime.api_errors import Busy
 from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.json_lines import JsonLinesTail

@@ -43,7 +43,7 @@ from rollmesh.gateway.models import (
     TrajectoryDetail,
     TrajectoryPage,
 )
-from rollmesh.gateway.token_check import Check
+from rollmesh.runtime.token_check import Check
 
 PREFIX = "/api/v1"
 MOST_POINTS = 2000

@@ -7,10 +7,10 @@ import asyncio
 from rollmesh.config import RunConfig
 from rollmesh.config.recipes import resolve_model
 from rollmesh.errors import CheckpointError, ConfigError, Conflict, DataError
-from rollmesh.gateway.api_errors import NotFound
 from rollmesh.gateway.archive import Archive
 from rollmesh.gateway.models import Outcome, TrajectoryDetail, TrajectoryPage, TrajectorySummary
 from rollmesh.gateway.token_runs import Pieces, token_runs
+from rollmesh.runtime.api_errors import NotFound
 from rollmesh.runtime.logging import get_logger
 from rollmesh.store import TrajectoryStore
 from rollmesh.store.inspection import InspectedTrajectory, TrajectoryMark

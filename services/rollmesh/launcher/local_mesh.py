@@ -12,14 +12,14 @@ from rich.console import Console
 from rollmesh.config import RunConfig
 from rollmesh.config.replica_bounds import SCALABLE
 from rollmesh.errors import PoliciesRefused, RollmeshError, StoreUnavailable
+from rollmesh.launcher.address_notes import AddressNotes
 from rollmesh.launcher.evaluations import EvaluationJournal
 from rollmesh.launcher.mesh_token import with_mesh_token
-from rollmesh.launcher.page import PageNotes
 from rollmesh.launcher.progress_panel import RunProgress
 from rollmesh.launcher.redis import RunningStore, running_store
 from rollmesh.launcher.replica_scaler import ReplicaScaler
 from rollmesh.launcher.run_folder import RunFolder
-from rollmesh.launcher.service_specs import STOP_ORDER, child_environment, service_specs
+from rollmesh.launcher.service_specs import STOP_ORDER, WORKERS, child_environment, service_specs
 from rollmesh.launcher.service_time import ServiceTime
 from rollmesh.launcher.supervisor import ServiceFailed, Supervisor
 from rollmesh.launcher.timeline_recorder import TimelineRecorder
@@ -63,7 +63,7 @@ class LocalMesh:
         self.supervisor = Supervisor(config.launcher.restart_limit, progress.note)
         self._service_time = ServiceTime(folder.path, client, self.supervisor)
         self._scaler = ReplicaScaler(config, folder, running.store.scaling, self.supervisor, progress.note)
-        self._page = PageNotes(folder.path, self.supervisor, progress.note)
+        self._addresses = AddressNotes(folder.path, self.supervisor, progress.note)
         self._shutdown = shutdown
         self._timeline = timeline
         self._noted_outage = ""
@@ -86,10 +86,10 @@ class LocalMesh:
                 self.progress.note("draining services; Ctrl-C again kills them")
                 # Workers stop first: they save all remaining tokens while the generators still export their counters.
                 # The last line of the timeline is recorded at that moment.
-                await self.supervisor.stop(STOP_ORDER[:1])
+                await self.supervisor.stop(WORKERS)
                 with contextlib.suppress(StoreUnavailable, OSError):
                     await self._timeline.sample()
-                await self.supervisor.stop(STOP_ORDER[1:])
+                await self.supervisor.stop([name for name in STOP_ORDER if name not in WORKERS])
             finally:
                 await self.supervisor.kill_all()
 
@@ -160,7 +160,7 @@ class LocalMesh:
                 raise ServiceFailed(failure)
             await self.evaluations.update()
             await self._scaler.reconcile()
-            self._page.update()
+            self._addresses.update()
             sample = await self._timeline.sample()
             self._note_refusals(sample.generators)
             self.progress.update(sample, waiting_for)

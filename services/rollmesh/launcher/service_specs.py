@@ -12,8 +12,10 @@ from rollmesh.config.replica_bounds import configured_replicas
 from rollmesh.launcher.run_folder import RunFolder
 from rollmesh.launcher.supervisor import ServiceSpec
 
-STOP_ORDER = ("rollout", "generator", "reward", "trainer", "gateway")
-"""The source of work stops first, so that the services behind it can drain; the gateway stops last."""
+WORKERS = ("agents", "rollout")
+"""Services that hold trajectories in progress."""
+STOP_ORDER = (*WORKERS, "generator", "reward", "trainer", "gateway")
+"""The sources of work stop first, so that the services behind it can drain; the gateway stops last."""
 
 
 def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
@@ -47,12 +49,18 @@ def child_environment(config: RunConfig, redis_url: str) -> dict[str, str]:
 
 def service_specs(config: RunConfig, folder: RunFolder, environment: Mapping[str, str]) -> list[ServiceSpec]:
     """Return the service processes that the run file configures, in start order."""
-    counts = {"trainer": 1, **configured_replicas(config), "gateway": int(config.gateway.enabled)}
+    counts = {"trainer": 1, **configured_replicas(config)}
+    counts |= {"gateway": int(config.gateway.enabled), "agents": int(_starts_agents(config))}
     return [
         service_spec(config, folder, environment, service, index)
         for service, count in counts.items()
         for index in range(count)
     ]
+
+
+def _starts_agents(config: RunConfig) -> bool:
+    enabled = config.agents.enabled
+    return config.rollout.program == "agent" if enabled is None else enabled
 
 
 def service_spec(
@@ -86,7 +94,7 @@ def service_spec(
         log_file=folder.log_file(service, index),
         grace_seconds=config.generator.drain_timeout_seconds + 10.0,
         one_shot=service == "trainer",
-        # The run continues without its page, for example when the port is in use.
-        vital=service != "gateway",
+        # The run continues without its page or an API that no rollout needs, for example when the port is in use.
+        vital=service != "gateway" and (service != "agents" or config.rollout.program == "agent"),
         final_errors=frozenset(final_errors),
     )

@@ -16,10 +16,12 @@ from rollmesh.reward.reward_metrics import RewardMetrics
 from rollmesh.rollout.rollout_metrics import RolloutMetrics
 from rollmesh.runtime.certificate_metrics import CertificateCollector
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.store.store_metrics import StoreCallMetrics
 from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
 from rollmesh.worker.worker_metrics import WorkerMetrics
 
+_SERVICES = ("rollout", "generator", "reward", "trainer", "gateway", "agents")
 _HEAD = """\
 # Metrics
 
@@ -53,7 +55,7 @@ bubble ratio since the previous step (`mesh.engines`, from the counters in the g
 
 `mesh.goodput` and `rollmesh_trainer_goodput_ratio` are the goodput of the run so far: all trained tokens
 (`mesh.trained_token_total`) per token sampled by the generators (`mesh.generated_token_total`), including tokens of
-evaluations and of unrecorded calls of the gateway, as above. The trainer keeps both totals in its state. The second
+evaluations and of unrecorded calls of the API, as above. The trainer keeps both totals in its state. The second
 total grows by the increase of each generator process since the trainer last read its counter, so that neither a restart
 of a generator nor an empty Redis reduces it. Two kinds of tokens are not counted: tokens that a generator samples after
 the last read by the trainer (one read per `store.heartbeat_seconds`), and tokens that a generator sampled while no
@@ -62,9 +64,10 @@ the first token, if fewer tokens are counted than were trained, and in a run tha
 an older generator takes part. Older releases wrote trained tokens per saved token there.
 """
 _AGENTS = """\
-With `rollout.program: agent` the gateway holds the trajectories of external agents, as a rollout worker holds its
-trajectories. It exports the worker's metrics under the same names, with its `service` and `instance`: a sum over a run
-counts both, and `service="rollout"` excludes the gateway. These metrics are"""
+The names that begin with `rollmesh_gateway_openai` are those of earlier releases, in which the gateway served this API.
+With `rollout.program: agent` the agents service holds the trajectories of external agents, as a rollout worker holds
+its trajectories. It exports the worker's metrics under the same names, with its `service` and `instance`: a sum over a
+run counts both, and `service="rollout"` excludes the agents service. These metrics are"""
 
 
 def metrics_document() -> str:
@@ -80,18 +83,18 @@ def metrics_document() -> str:
 
 
 def agent_metrics() -> list[Metric]:
-    """Collect the worker metrics that the gateway of an agent run exports additionally."""
-    metrics = Metrics("gateway")
+    """Collect the worker metrics that the agents service exports additionally with rollout.program=agent."""
+    metrics = Metrics("agents")
     WorkerMetrics(metrics)
     return [family for family in metrics.registry.collect() if family.name.startswith("rollmesh_rollout_")]
 
 
 def service_metrics() -> dict[str, list[Metric]]:
     """Collect the metric families by service, in alphabetical order, without those of the Python process."""
-    registries = {service: Metrics(service) for service in ("rollout", "generator", "reward", "trainer", "gateway")}
+    registries = {service: Metrics(service) for service in _SERVICES}
     for service, metrics in registries.items():
         metrics.registry.register(CertificateCollector(service, None))
-    for service in ("rollout", "generator", "trainer", "gateway"):
+    for service in ("rollout", "generator", "trainer", "gateway", "agents"):
         StoreCallMetrics(registries[service])
     RolloutMetrics(registries["rollout"])
     GeneratorMetrics(registries["generator"])
@@ -99,7 +102,9 @@ def service_metrics() -> dict[str, list[Metric]]:
     RewardMetrics(registries["reward"]).expect(["countdown"])
     TrainerMetrics(registries["trainer"])
     GatewayMetrics(registries["gateway"])
-    OpenAiMetrics(registries["gateway"])
+    OpenAiMetrics(registries["agents"])
+    for service in ("gateway", "agents"):
+        RequestMetrics(registries[service])
     return {
         service: sorted(
             (f for f in metrics.registry.collect() if f.name.startswith("rollmesh_")), key=lambda family: family.name

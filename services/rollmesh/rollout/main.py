@@ -29,22 +29,12 @@ from rollmesh.tasks.sources.agent import AgentPrompts
 from rollmesh.tasks.sources.source_factory import build_prompt_source
 from rollmesh.tasks.sources.source_protocol import OnChecked, PromptSource
 from rollmesh.text import Tokenizer
-from rollmesh.types import SamplingParams
 from rollmesh.wire.generation_client import GenerationClient
 from rollmesh.wire.reward_client import RewardClient
-from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
-from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.interrupts import Interrupter
-from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.build import WorkerSettings, build_worker, worker_deps
 from rollmesh.worker.programs import Program, SingleTurnProgram
 from rollmesh.worker.programs.environment import EnvironmentProgram
 from rollmesh.worker.programs.outside import OutsideProgram
-from rollmesh.worker.saving import Saver
-from rollmesh.worker.trajectory_scoring import TrajectoryScorer
-from rollmesh.worker.worker import Worker, WorkerDeps
-from rollmesh.worker.worker_session import WorkerSession
-
-_INTERRUPT_GRACE_SECONDS = 3.0
 
 
 async def serve(config: RunConfig, index: int, shutdown: Shutdown) -> None:
@@ -96,42 +86,20 @@ async def open_replica(
     tokenizer = Tokenizer(resolve_model(config.model.path))
     await store.limits.init_run(run_limits(config))
     metrics = RolloutMetrics(registry)
-    session = WorkerSession(
-        store.sessions, instance_name(config, "rollout", index), config.store.heartbeat_seconds, metrics
-    )
     client = await stack.enter_async_context(GenerationClient(security))
     reward = await stack.enter_async_context(RewardClient(config, security=security))
-    generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
-    caller = Caller(client, generators, policies, _call_limits(config, tokenizer), metrics)
-    scorer = TrajectoryScorer(reward, config.reward, config.rollout.max_new_tokens, metrics)
-    program = _program(config, tokenizer, metrics)
-    worker = Worker(
-        WorkerDeps(
-            store=store,
-            session=session,
-            saver=Saver(store.trajectories, session),
-            generators=generators,
-            policies=policies,
-            caller=caller,
-            interrupter=Interrupter(client, generators, _INTERRUPT_GRACE_SECONDS),
-            scorer=scorer,
-            program=program,
-            metrics=metrics,
-            health=health,
-        ),
-        params=SamplingParams(
-            temperature=config.rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
-        ),
-        budget=config.rollout.max_new_tokens,
-        concurrency=0 if config.rollout.program == "agent" else config.rollout.worker_concurrency,
-        drain_seconds=config.generator.drain_timeout_seconds / 2,
-    )
+    settings = WorkerSettings.from_config(config, tokenizer)
+    if config.rollout.program == "agent":
+        settings = replace(settings, concurrency=0)
+    name, program = instance_name(config, "rollout", index), _program(config, tokenizer, metrics)
+    deps = worker_deps(settings, name, store, client, reward, program, metrics, health)
+    worker = build_worker(settings, deps)
     leader = MeshLeader(
         store,
         schedule,
         lambda on_checked: _prompts(config, tokenizer, on_checked),
         PeriodicEvaluations(store.evaluations, config.evaluation, config.checkpoints.keep_last),
-        candidate=instance_name(config, "rollout", index),
+        candidate=name,
         renew_seconds=config.store.heartbeat_seconds,
         metrics=metrics,
         health=health,
@@ -140,10 +108,10 @@ async def open_replica(
     evaluator = Evaluator(
         EvaluatorDeps(
             store=store,
-            session=session,
-            caller=caller,
-            generators=generators,
-            scorer=scorer,
+            session=deps.session,
+            caller=deps.caller,
+            generators=deps.generators,
+            scorer=deps.scorer,
             program=program,
             open_prompts=lambda: build_prompt_source(config.data, tokenizer, config.evaluation.seed, "eval"),
             metrics=metrics,
@@ -153,16 +121,7 @@ async def open_replica(
         budget=config.rollout.max_new_tokens,
         stop_token_ids=tokenizer.eos_token_ids,
     )
-    return Replica(session, worker, leader, evaluator, health)
-
-
-def _call_limits(config: RunConfig, tokenizer: Tokenizer) -> CallLimits:
-    return CallLimits(
-        vocab_size=tokenizer.vocab_size,
-        max_context_tokens=config.generator.max_context_tokens,
-        saving=SaveLimits.of(config.rollout.partial_save_tokens),
-        chunk_timeout_seconds=config.rollout.chunk_timeout_seconds,
-    )
+    return Replica(deps.session, worker, leader, evaluator, health)
 
 
 def _prompts(config: RunConfig, tokenizer: Tokenizer, on_checked: OnChecked) -> PromptSource:

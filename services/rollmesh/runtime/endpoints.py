@@ -28,7 +28,7 @@ class Endpoint:
     admin: str
     """Address host:port of /metrics, /healthz and /readyz."""
     url: str = ""
-    """URL of the page and the REST API; empty for services without one."""
+    """URL of the page and the REST API, or of the OpenAI-compatible API; empty for services without one."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """State of an agent's trajectory, stored beside its tokens in place of an environment snapshot.
 
-A restarted gateway restores the agent's session and its position in the conversation from it. A worker that scores the
-finished trajectory of a dead gateway reads the posted reward from it.
+A restarted agents service restores the agent's session and its position in the conversation from it. A worker that
+scores the finished trajectory of a crashed service reads the posted reward from it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AgentMark:
     drift_count: int = 0
     """Drifts of the session before this trajectory."""
     turn: dict[str, int | str] = field(default_factory=dict)
-    """The gateway's mark of the newest turn; empty before the first."""
+    """Mark of the newest turn; empty before the first."""
     outcome: RewardOutcome | None = None
     """Posted reward; None before it is posted."""
     ask_verifier: bool = False
@@ -91,5 +91,5 @@ def posted_outcome(snapshot: bytes | None) -> RewardOutcome | None:
         mark = AgentMark.from_bytes(snapshot)
         if mark.ask_verifier or mark.outcome is not None:
             return mark.outcome
-    message = "the gateway died before the trajectory was scored, and no reward of the agent was saved"
+    message = "the agents service crashed before the trajectory was scored, and no reward of the agent was saved"
     return RewardOutcome(kind=OutcomeKind.VERIFIER_ERROR, message=message)

@@ -31,7 +31,7 @@ _OUTCOMES = ("scored", "timed_out", "verifier_error")
 class WorkerMetrics:
     """Counters of one worker: its calls, its trajectories and their ends.
 
-    Their names start with the name of the rollout service in the gateway of an agent run, too.
+    Their names start with the name of the rollout service in the agents service, too.
     """
 
     def __init__(self, metrics: Metrics) -> None:

@@ -25,7 +25,7 @@ STARVED = {
     'rollmesh_rollout_paused{instance="r0",by="person"}': 0,
     'rollmesh_rollout_run_complete{instance="r0"}': 0,
     'rollmesh_rollout_in_flight_trajectories{instance="r0",service="rollout"}': 24,
-    'rollmesh_rollout_in_flight_trajectories{instance="gateway",service="gateway"}': 5000,
+    'rollmesh_rollout_in_flight_trajectories{instance="agents",service="agents"}': 5000,
 }
 """A run whose trainer waits although the pool is full."""
 
@@ -42,7 +42,7 @@ def test_signals_of_a_starved_a_paused_and_a_complete_run(tmp_path: Path) -> Non
     expect(tmp_path, "generator", complete, dict.fromkeys(full, 0))
 
 
-def test_what_the_gateway_holds_is_no_work_for_rollout_workers(tmp_path: Path) -> None:
+def test_what_the_agents_service_holds_is_no_work_for_rollout_workers(tmp_path: Path) -> None:
     expect(tmp_path, "rollout", STARVED, {"in-flight": 24})
 
 

@@ -238,7 +238,9 @@ def test_prometheus_comes_through_every_policy(renderings: list[Rendering]) -> N
             if "Egress" in policy["policyTypes"]:
                 asked = [(port["port"], port["protocol"]) for rule in policy["egress"] for port in rule["ports"]]
                 assert set(asked) >= {(53, "UDP"), (53, "TCP")}, name
-    assert seen == 5 * len(renderings)
+    agents = [d for r in renderings for d in r.of_kind("Deployment") if d["metadata"]["name"].endswith("-agents")]
+    assert seen == 5 * len(renderings) + len(agents)
+    assert len(agents) == 2
 
 
 def test_whoever_calls_a_service_comes_through_its_policy(renderings: list[Rendering]) -> None:

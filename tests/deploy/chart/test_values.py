@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from pydantic import BaseModel, SecretStr
 
 from rollmesh.config import RunConfig, load_run_config
 
-from .rendering import CHART, EXAMPLES, ROOT, Helm, HelmError
+from .rendering import CHART, EXAMPLES, NAMESPACE, ROOT, Helm, HelmError
 
 SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
 KIND = CHART / "ci" / "kind-cpu-values.yaml"
@@ -100,7 +101,7 @@ def test_no_secret_of_a_run_file_can_get_into_the_config_map(helm4: Helm) -> Non
         (["checkpoints.url=s3://a/b", "generator.kind=LeaderWorkerSet", *SGLANG], "needs a checkpoint volume"),
         (["checkpoints.url=s3://a/b", "trainer.nodes=2"], "needs a checkpoint volume"),
         (["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang"], "model.existingClaim"),
-        (["run.rollout.program=agent", "gateway.replicas=2"], r"gateway\.replicas=2 .* run\.rollout\.program=agent"),
+        (["run.rollout.program=agent", "agents.replicas=2"], r"agents\.replicas=2 .* run\.rollout\.program=agent"),
     ],
 )
 def test_values_that_do_not_work_together_say_what_is_missing(helm: Helm, items: list[str], complaint: str) -> None:
@@ -108,13 +109,14 @@ def test_values_that_do_not_work_together_say_what_is_missing(helm: Helm, items:
         helm.template(CHART, [KIND], items)
 
 
-def test_one_gateway_at_a_time_may_serve_agents_and_several_may_serve_people(helm: Helm) -> None:
-    agents = helm.template(CHART, [KIND], ["run.rollout.program=agent"]).one("Deployment", "-gateway")["spec"]
-    people = helm.template(CHART, [KIND], ["gateway.replicas=2"]).one("Deployment", "-gateway")["spec"]
+def test_one_process_at_a_time_may_hold_sessions_and_several_may_answer_other_calls(helm: Helm) -> None:
+    needed = ["run.rollout.program=agent", "agents.enabled=false"]  # deployed all the same
+    agents = helm.template(CHART, [KIND], needed).one("Deployment", "-agents")["spec"]
+    others = helm.template(CHART, [KIND], ["agents.replicas=2"]).one("Deployment", "-agents")["spec"]
 
     assert (agents["replicas"], agents["strategy"]["type"]) == (1, "Recreate")
-    assert people["replicas"] == 2
-    assert "strategy" not in people
+    assert others["replicas"] == 2
+    assert "strategy" not in others
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
@@ -122,7 +124,7 @@ def test_run_file_and_environment_of_every_container_make_a_run(helm4: Helm, exa
     rendering = helm4.template(CHART, [example])
     file = tmp_path / "run.yaml"
     file.write_text(rendering.one("ConfigMap", "-run")["data"]["run.yaml"])
-    ours = ("rollout", "generator", "reward", "trainer", "gateway", "validate")
+    ours = ("rollout", "generator", "reward", "trainer", "gateway", "agents", "validate")
     seen = 0
 
     for name, _, container in rendering.containers():
@@ -134,7 +136,8 @@ def test_run_file_and_environment_of_every_container_make_a_run(helm4: Helm, exa
             assert config.folder.startswith("/var/lib/rollmesh/"), name
             seen += 1
 
-    assert seen == 10, "five services and the init container of each"
+    count = 6 if yaml.safe_load(example.read_text()).get("agents") else 5
+    assert seen == 2 * count, "every service and its init container"
 
 
 def test_large_and_small_numbers_reach_the_run_file_as_they_are(helm: Helm, tmp_path: Path) -> None:
@@ -158,7 +161,7 @@ def test_a_changed_run_file_makes_new_pods_and_another_trainer_job(helm4: Helm) 
     assert before.one("Job")["metadata"]["name"] == same.one("Job")["metadata"]["name"]
     assert before.one("Job")["metadata"]["name"] != after.one("Job")["metadata"]["name"]
     mark = "rollmesh/run-file"
-    for component in ("rollout", "generator", "reward", "gateway"):
+    for component in ("rollout", "generator", "reward", "gateway", "agents"):
         old, new = (r.component(component)["metadata"]["annotations"][mark] for r in (before, after))
         assert old != new
 
@@ -170,7 +173,7 @@ def test_names_stay_valid_for_long_releases(helm4: Helm) -> None:
 
 
 def test_services_can_be_left_out(helm4: Helm) -> None:
-    parts = ("rollout", "generator", "reward", "trainer", "gateway", "redis")
+    parts = ("rollout", "generator", "reward", "trainer", "gateway", "agents", "redis")
     sets = [f"{part}.enabled=false" for part in parts] + ["redis.externalUrl=redis://elsewhere:6379"]
 
     assert not list(helm4.template(CHART, [KIND], sets).pods())
@@ -181,5 +184,6 @@ def test_the_notes_name_things_that_exist(helm4: Helm) -> None:
 
     rendering = helm4.template(CHART, [KIND])
     assert f"service/{rendering.one('Service', '-gateway')['metadata']['name']} 8080:80" in notes
+    assert f"http://{rendering.one('Service', '-agents')['metadata']['name']}.{NAMESPACE}:80/v1" in notes
     assert f"deployment/{rendering.one('Deployment', '-generator')['metadata']['name']} --replicas=3" in notes
     assert f"claim {rendering.one('PersistentVolumeClaim')['metadata']['name']}" in notes

@@ -31,6 +31,7 @@ OUR_REDIS: dict[str, Any] = {
         "ingress": {"enabled": True, "host": "a.example.org"},
         "httpRoute": {"enabled": True, "gatewayName": "public"},
     },
+    "agents": {"enabled": True, "podDisruptionBudget": {"enabled": True}},
     "redis": {"podDisruptionBudget": {"enabled": True}},
     "monitoring": {
         "tlsSecret": "prometheus",
@@ -76,6 +77,7 @@ BY_NAME: dict[str, Any] = {
     "extraVolumeMounts": [{"name": "a", "mountPath": "/a"}],
     "monitoringFrom": [{"podSelector": {}}],
     "gatewayFrom": [{"podSelector": {}}],
+    "agentsFrom": [{"podSelector": {}}],
     "rewardEgress": [],
     "affinity": {"nodeAffinity": {}},
     "tolerations": [{"key": "a", "operator": "Exists"}],

@@ -18,7 +18,7 @@ from rollmesh.report.metrics_document import service_metrics
 from ..prometheus.rule_files import asked_values, exported_values, unknown_series
 from .dashboard_files import FILES, FOLDER, PANEL_TYPES, ROOT, load, other_queries, panel_queries, panels
 
-NAMES = {"overview", "generation", "queue", "training", "rewards", "weights", "infrastructure", "gateway"}
+NAMES = {"overview", "generation", "queue", "training", "rewards", "weights", "infrastructure", "gateway", "agents"}
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 

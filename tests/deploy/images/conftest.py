@@ -19,7 +19,7 @@ from .engine import Engine, NoEngine, import_base, running_engine
 from .pip_access import pip_secrets
 
 ROOT = Path(__file__).parents[3]
-TARGETS = ("gateway", "rollout", "reward", "generator-cpu", "trainer")
+TARGETS = ("gateway", "agents", "rollout", "reward", "generator-cpu", "trainer")
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rollmesh" / "images"
 
 

@@ -14,7 +14,7 @@ import yaml
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-OURS = ("trainer", "generator", "rollout", "reward", "gateway")
+OURS = ("trainer", "generator", "rollout", "reward", "gateway", "agents")
 TARGET_OF = {"generator": "generator-cpu"}
 """Images that are not called like their target."""
 VALUES = yaml.safe_load((ROOT / "helm" / "rollmesh" / "values.yaml").read_text())
@@ -37,7 +37,7 @@ def test_the_compose_file_follows_the_compose_specification() -> None:
 
 def test_every_image_of_the_compose_file_is_a_target_of_the_dockerfile() -> None:
     targets = set(re.findall(r"^FROM service AS (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE))
-    assert targets == {"rollout", "generator-cpu", "generator-sglang", "reward", "trainer", "gateway"}
+    assert targets == {"rollout", "generator-cpu", "generator-sglang", "reward", "trainer", "gateway", "agents"}
     used = {re.search(r"rollmesh/([\w-]+):", COMPOSE["services"][service]["image"])[1] for service in OURS}
     assert {TARGET_OF.get(name, name) for name in used} == targets - {"generator-sglang"}
 

@@ -14,10 +14,18 @@ import pytest
 from .composing import Composed, composed_mesh, gateway_says, health, until
 from .conftest import TARGETS, Images
 
-LARGEST_MEGABYTES = {"gateway": 500, "rollout": 900, "reward": 800, "generator-cpu": 1500, "trainer": 1500}
+LARGEST_MEGABYTES = {
+    "gateway": 500,
+    "agents": 500,
+    "rollout": 900,
+    "reward": 800,
+    "generator-cpu": 1500,
+    "trainer": 1500,
+}
 CONTAINED = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true")
 NEVER = {
     "gateway": ("torch", "transformers", "reasoning_gym", "math_verify", "pyarrow"),
+    "agents": ("torch", "transformers", "reasoning_gym", "math_verify", "pyarrow"),
     "rollout": ("torch", "transformers", "math_verify"),
     "reward": ("torch", "transformers", "pyarrow"),
     "generator-cpu": ("reasoning_gym", "math_verify", "pyarrow"),
@@ -65,7 +73,7 @@ def test_no_image_knows_the_index_or_the_authority_of_the_machine_that_built_it(
     assert images.engine(*words, check=False) == ""
 
 
-@pytest.mark.parametrize("target", ["rollout", "reward", "gateway"])
+@pytest.mark.parametrize("target", ["rollout", "reward", "gateway", "agents"])
 def test_a_wrong_run_file_is_refused_before_anything_starts(images: Images, target: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("name: demo\nfolder: /tmp/run\nmodel: {path: recipe:countdown}\ntrainer: {train_steps: many}\n")

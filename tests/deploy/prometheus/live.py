@@ -40,6 +40,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "trainer": {"train_steps": 100_000, "learning_rate": 4e-4},
     "evaluation": {"before_and_after": False, "every_versions": 5, "prompt_count": 8},
     "rollout": {"max_new_tokens": 128, "partial_save_tokens": 16},
+    "agents": {"enabled": True},
 }
 """A run that never ends by itself: two generators, evaluations on the way."""
 
@@ -65,17 +66,17 @@ class Mesh:
 
     def act(self, action: str) -> None:
         """What a person does in the gateway's page: ``pause`` or ``resume``."""
-        self._post(f"api/v1/{action}")
+        self._post("gateway", f"api/v1/{action}")
 
     def complete(self) -> None:
         """What a program asks of the OpenAI-compatible API, which may say that no generator serves at this moment."""
-        self._post("v1/completions", {"model": RUN, "prompt": [1, 2, 3], "max_tokens": 4}, busy=503)
+        self._post("agents", "/completions", {"model": RUN, "prompt": [1, 2, 3], "max_tokens": 4}, busy=503)
 
-    def _post(self, path: str, body: dict[str, Any] | None = None, busy: int | None = None) -> None:
-        (gateway,) = self.endpoints("gateway")
+    def _post(self, service: str, path: str, body: dict[str, Any] | None = None, busy: int | None = None) -> None:
+        (endpoint,) = self.endpoints(service)
         token = (self.folder / "gateway-token").read_text().strip()
         headers = {"Authorization": f"Bearer {token}"}
-        answer = httpx.post(gateway.url + path, headers=headers, json=body, timeout=60)
+        answer = httpx.post(endpoint.url + path, headers=headers, json=body, timeout=60)
         assert answer.status_code < 300 or answer.status_code == busy, answer.text
 
     def kill(self, service: str) -> None:
@@ -101,9 +102,12 @@ def running_mesh(parent: Path) -> Iterator[Mesh]:
             until(
                 lambda: (
                     process.poll() is not None
-                    or ((mesh.folder / "metrics.jsonl").exists() and bool(mesh.endpoints("gateway")))
+                    or (
+                        (mesh.folder / "metrics.jsonl").exists()
+                        and bool(mesh.endpoints("gateway") and mesh.endpoints("agents"))
+                    )
                 ),
-                lambda: f"the first train step and the gateway:\n{(parent / 'up.log').read_text()}",
+                lambda: f"the first train step, the gateway and the agents service:\n{(parent / 'up.log').read_text()}",
             )
             assert process.poll() is None, (parent / "up.log").read_text()
             yield mesh

@@ -28,7 +28,10 @@ def test_random_requests_to_every_port_neither_break_nor_stop_a_training_run() -
         assert values[name] == 0, (name, done.stderr)
     assert values["exit status of the stopped run"] == 130, done.stderr
     assert values["train steps after them"] >= 1 and values["audit green"] == 1, done.stderr
-    services = ("gateway-0", "generator-0", "generator-1", "reward-0", "rollout-0", "rollout-1", "trainer-0")
+    services = (
+        *("agents-0", "gateway-0", "generator-0", "generator-1"),
+        *("reward-0", "rollout-0", "rollout-1", "trainer-0"),
+    )
     for service in services:
         # That memory stays the same is a bar of the bench: of so few requests the warm-up is too short for it.
         assert found[f"RSS of {service}"]["baseline_value"] > 0

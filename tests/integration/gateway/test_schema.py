@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from ..schema_requests import ask_everything, wrong_methods
 from .gateway_scene import RunningGateway, Scene
-from .schema_requests import ask_everything, wrong_methods
 
 
 async def test_every_answer_is_one_that_the_document_promises(
@@ -19,8 +19,9 @@ async def test_every_answer_is_one_that_the_document_promises(
     await scene.store.trajectories.fail(scene.session, [("e0-0.1", "broken")])
     gateway = started(run_file)
     token = (Path(scene.config.folder) / "gateway-token").read_text()
-    asked = await asyncio.to_thread(ask_everything, gateway.url, token, "/api/v1/")
+    document = f"{gateway.url}api/v1/openapi.json"
+    asked = await asyncio.to_thread(ask_everything, document, token, "/api/v1/")
     assert asked >= 18
-    assert await asyncio.to_thread(wrong_methods, gateway.url, token, "/") == []
+    assert await asyncio.to_thread(wrong_methods, document, token, "/") == []
     assert gateway.process.poll() is None
     assert "request_failed" not in gateway.log.read_text()

@@ -22,15 +22,10 @@ from rollmesh.scheduling import Schedule, resolve_schedule
 from rollmesh.store import TrajectoryStore
 from rollmesh.tasks.sources.source_protocol import PromptSource
 from rollmesh.types import SamplingParams
+from rollmesh.worker.build import WorkerSettings, build_worker, worker_deps
 from rollmesh.worker.client_protocols import GenerationPort, RewardPort
-from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
-from rollmesh.worker.generator_pool import GeneratorPool
-from rollmesh.worker.interrupts import Interrupter
-from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.generation_calls import CallLimits, SaveLimits
 from rollmesh.worker.programs import Program, SingleTurnProgram
-from rollmesh.worker.saving import Saver
-from rollmesh.worker.trajectory_scoring import TrajectoryScorer
-from rollmesh.worker.worker import Worker, WorkerDeps
 from rollmesh.worker.worker_session import WorkerSession
 
 from .scripted import STOP, VOCAB, ScriptedPrompts
@@ -99,40 +94,25 @@ def build(
 ) -> tuple[Replica, Metrics, Health, WorkerSession]:
     registry, health = Metrics("rollout"), Health()
     metrics = RolloutMetrics(registry)
-    session = WorkerSession(store.sessions, f"rollout-{index}", heartbeat, metrics)
-    generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
-    call_limits = CallLimits(
-        vocab_size=VOCAB,
-        max_context_tokens=CONTEXT,
-        saving=SaveLimits(chunk_token_count=chunk, unacknowledged_token_limit=2 * chunk),
-        chunk_timeout_seconds=chunk_timeout,
-    )
-    caller = Caller(generation, generators, policies, call_limits, metrics)
-    scorer = TrajectoryScorer(reward, reward_config or RewardConfig(), budget, metrics)
-    program = program or SingleTurnProgram()
-    source = prompts or ScriptedPrompts()
-    parts = WorkerDeps(
-        store=store,
-        session=session,
-        saver=Saver(store.trajectories, session),
-        generators=generators,
-        policies=policies,
-        caller=caller,
-        interrupter=Interrupter(generation, generators, grace),
-        scorer=scorer,
-        program=program,
-        metrics=metrics,
-        health=health,
-    )
-    params = SamplingParams(stop_token_ids=(STOP,))
-    worker = Worker(
-        parts,
-        params=params,
+    settings = WorkerSettings(
+        params=SamplingParams(stop_token_ids=(STOP,)),
+        calls=CallLimits(
+            vocab_size=VOCAB,
+            max_context_tokens=CONTEXT,
+            saving=SaveLimits(chunk_token_count=chunk, unacknowledged_token_limit=2 * chunk),
+            chunk_timeout_seconds=chunk_timeout,
+        ),
+        reward=reward_config or RewardConfig(),
         budget=budget,
         concurrency=concurrency,
+        heartbeat_seconds=heartbeat,
         drain_seconds=5.0,
+        interrupt_grace_seconds=grace,
         first_pause_seconds=first_pause,
     )
+    program, source = program or SingleTurnProgram(), prompts or ScriptedPrompts()
+    deps = worker_deps(settings, f"rollout-{index}", store, generation, reward, program, metrics, health)
+    worker = build_worker(settings, deps)
     leader = MeshLeader(
         store,
         plan,
@@ -146,10 +126,10 @@ def build(
     evaluator = Evaluator(
         EvaluatorDeps(
             store=store,
-            session=session,
-            caller=caller,
-            generators=generators,
-            scorer=scorer,
+            session=deps.session,
+            caller=deps.caller,
+            generators=deps.generators,
+            scorer=deps.scorer,
             program=program,
             open_prompts=lambda: source,
             metrics=metrics,
@@ -159,7 +139,7 @@ def build(
         budget=budget,
         stop_token_ids=(STOP,),
     )
-    return Replica(session, worker, leader, evaluator, health), registry, health, session
+    return Replica(deps.session, worker, leader, evaluator, health), registry, health, deps.session
 
 
 @asynccontextmanager

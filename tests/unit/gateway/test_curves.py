@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.api_errors import BadRequest
 from rollmesh.gateway.curves import Curves
 from rollmesh.gateway.models import EvaluationView
+from rollmesh.runtime.api_errors import BadRequest
 
 
 def report(step: int, **changes: Any) -> dict[str, Any]:

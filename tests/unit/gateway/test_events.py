@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rollmesh.gateway.api_errors import Busy
 from rollmesh.gateway.events import EventHub
 from rollmesh.gateway.gateway_metrics import GatewayMetrics
 from rollmesh.gateway.models import SnapshotEvent, TickEvent, Timeline, TimelineDelta
+from rollmesh.runtime.api_errors import Busy
 from rollmesh.runtime.metrics import Metrics
 
 from .samples import overview

@@ -15,7 +15,7 @@ from rollmesh.launcher.fixed_settings import FIXED, reason_to_keep, refused_chan
 
 DOCS = Path(__file__).parents[3] / "docs"
 BASE: dict[str, Any] = {"name": "x", "folder": "runs/x", "model": {"path": "models/tiny"}}
-SECTIONS_THAT_MAY_CHANGE = ("launcher", "network", "telemetry", "security", "gateway")
+SECTIONS_THAT_MAY_CHANGE = ("launcher", "network", "telemetry", "security", "gateway", "agents")
 MAY_CHANGE: dict[str, str] = {
     "data": "max_prompt_tokens",
     "rollout": (

@@ -1,4 +1,4 @@
-"""kill -9 of a real gateway in the middle of an answer."""
+"""kill -9 of a real agents service in the middle of an answer."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from openai import AsyncOpenAI
 
 from rollmesh.runtime.free_port import free_port
 
-from .agent_mesh import TOKEN, AgentMesh, gateway_process
+from .agent_mesh import TOKEN, AgentMesh, agents_process
 
 SAVED = 48
 
 
-async def test_a_killed_gateway_loses_no_more_of_an_answer_than_may_be_unsaved(make_mesh: Callable[..., Any]) -> None:
+async def test_a_killed_service_loses_no_more_of_an_answer_than_may_be_unsaved(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(
         rollout={"partial_save_tokens": SAVED},
         schedule={"groups_per_batch": 1},
         generator={"pace": [[1, 0.02]]},
         store={"session_ttl_seconds": 5.0},
     )
-    port = free_port()  # the next gateway has to be found where the first one was
+    port = free_port()  # the next service has to be found where the first one was
     url = f"http://127.0.0.1:{port}/v1"
     headers = {"Authorization": f"Bearer {TOKEN}"}
     async with (
         httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=120) as http,
         AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=60) as client,
     ):
-        async with gateway_process(mesh, port) as first:
+        async with agents_process(mesh, port) as first:
             told = (await http.post("/sessions", json={"wait_seconds": 90})).json()
             call: dict[str, Any] = {
                 "model": mesh.config.name,
@@ -52,7 +52,7 @@ async def test_a_killed_gateway_loses_no_more_of_an_answer_than_may_be_unsaved(m
                 pass
             assert first.wait(60) == -signal.SIGKILL
         assert 90 < len(ids) < 220
-        async with gateway_process(mesh, port):
+        async with agents_process(mesh, port):
             deadline = time.monotonic() + 120
             while (seen := await http.get(f"/sessions/{told['id']}")).status_code == 503:
                 assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A gateway that stops tells the calls under way, and waits for none of them."""
+"""A service that stops tells the calls under way, and waits for none of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 
-from .agent_mesh import TOKEN, AgentMesh, Gateway
+from .agent_mesh import TOKEN, AgentMesh, Api
 
 
-def http_of(gateway: Gateway) -> httpx.AsyncClient:
+def http_of(api: Api) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        base_url=f"{gateway.url}/v1", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120, trust_env=False
+        base_url=f"{api.url}/v1", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120, trust_env=False
     )
 
 
@@ -32,13 +32,13 @@ async def streamed(client: openai.AsyncOpenAI, **call: Any) -> str:
     return "".join([event.choices[0].delta.content or "" async for event in stream if event.choices])
 
 
-async def test_calls_under_way_are_told_that_the_gateway_stops(
+async def test_calls_under_way_are_told_that_the_service_stops(
     make_mesh: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.1]]})  # an answer of 380 tokens takes 38 s
-    async with mesh.gateway(grace_seconds=15) as gateway, http_of(gateway) as http:
+    async with mesh.api(grace_seconds=15) as api, http_of(api) as http:
         sessions = [await opened(http) for _ in range(2)]
-        whole, stream = (gateway.client(default_headers={"X-Rollmesh-Session": s["id"]}) for s in sessions)
+        whole, stream = (api.client(default_headers={"X-Rollmesh-Session": s["id"]}) for s in sessions)
         call = {"model": mesh.config.name, "max_tokens": 380}
         calls = [
             asyncio.create_task(whole.chat.completions.create(messages=sessions[0]["messages"], **call)),
@@ -52,9 +52,9 @@ async def test_calls_under_way_are_told_that_the_gateway_stops(
         await mesh.until("tokens of both", both_have_tokens)
         await mesh.store.settings.set_user_paused(True)
         waiting = asyncio.create_task(http.post("/sessions", json={"wait_seconds": 60}))
-        await mesh.until("an agent that waits", lambda: gateway.service.agents.session_manager.wanted())  # type: ignore[union-attr]
+        await mesh.until("an agent that waits", lambda: api.service.agents.session_manager.wanted())  # type: ignore[union-attr]
         with caplog.at_level(logging.INFO, logger="uvicorn.error"):
-            gateway.shutdown.set()
+            api.shutdown.set()
             errors = await asyncio.gather(*calls, return_exceptions=True)
             answer = await waiting
         assert isinstance(errors[0], openai.InternalServerError)
@@ -66,7 +66,7 @@ async def test_calls_under_way_are_told_that_the_gateway_stops(
         assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
         for client in (whole, stream):
             await client.close()
-    # Nothing is lost by it: what was written is saved for the next gateway.
+    # Nothing is lost by it: what was written is saved for the next service.
     view = await mesh.store.mesh.view()
     assert view.partial == 2
     assert (await mesh.store.mesh.counts()).dead_letters == 0
@@ -76,9 +76,9 @@ async def test_a_run_that_needs_no_more_rollouts_ends_its_calls_at_once(make_mes
     mesh: AgentMesh = await make_mesh(
         generator={"pace": [[1, 0.3]]}, schedule={"groups_per_batch": 1, "pool_size": 3}, trainer={"train_steps": 1}
     )
-    async with mesh.gateway(grace_seconds=15) as gateway, http_of(gateway) as http:
+    async with mesh.api(grace_seconds=15) as api, http_of(api) as http:
         sessions = [await opened(http) for _ in range(3)]
-        client = gateway.client(default_headers={"X-Rollmesh-Session": sessions[2]["id"]})
+        client = api.client(default_headers={"X-Rollmesh-Session": sessions[2]["id"]})
         late = asyncio.create_task(
             client.chat.completions.create(model=mesh.config.name, messages=sessions[2]["messages"], max_tokens=380)
         )
@@ -89,7 +89,7 @@ async def test_a_run_that_needs_no_more_rollouts_ends_its_calls_at_once(make_mes
             assert (await http.post(f"/sessions/{session['id']}/reward", json={"reward": number})).status_code == 200
         await mesh.batch(1)
         assert not late.done()
-        gateway.shutdown.set()
+        api.shutdown.set()
         with pytest.raises(openai.APIStatusError) as told:
             await late
         assert (told.value.status_code, told.value.code) == (410, "run_complete")

@@ -1,4 +1,4 @@
-"""Errors of the API, each with its HTTP status; the response body is an ``ErrorBody``."""
+"""Errors of an HTTP API, each with its status, and the body of the response."""
 
 from __future__ import annotations
 
@@ -34,12 +34,6 @@ class NotFound(ApiError):
     """The requested object does not exist in the run."""
 
     status = 404
-
-
-class TooLarge(ApiError):
-    """The body of a request exceeds the limit."""
-
-    status = 413
 
 
 class Busy(ApiError):

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rollmesh.gateway.api_errors import error_body
-from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.runtime.api_errors import error_body
+from rollmesh.runtime.metrics import LATENCY_BUCKETS, Metrics
 
+STATUS_CLASSES = ("2xx", "3xx", "4xx", "5xx")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
 _BODY_SECONDS = 30.0
 _LINGER_SECONDS = 2.0
@@ -44,10 +45,30 @@ class Refusal:
     hint: str
 
 
-class Guard:
+class RequestMetrics:
+    """Metrics of the requests of one service."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        component = metrics.component
+        self.requests = metrics.counter(
+            f"rollmesh_{component}_requests_total", "Requests by route and status class.", ("route", "status")
+        )
+        self.request_seconds = metrics.histogram(
+            f"rollmesh_{component}_request_seconds",
+            "Time from a request to the start of its response.",
+            LATENCY_BUCKETS,
+        )
+        self.refused_tokens = metrics.counter(
+            f"rollmesh_{component}_refused_tokens_total", "Requests with a missing or invalid token."
+        )
+        for status in STATUS_CLASSES:
+            self.requests.labels(route="other", status=status)
+
+
+class RequestGuard:
     """ASGI middleware; the application receives a complete body or no request at all."""
 
-    def __init__(self, app: ASGIApp, *, hosts: Sequence[str], most_bytes: int, metrics: GatewayMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, hosts: Sequence[str], most_bytes: int, metrics: RequestMetrics) -> None:
         """``hosts`` are the accepted names ("*.a.org" for all below one); an empty list accepts every name."""
         self._app = app
         self._hosts = tuple(host.lower() for host in hosts)

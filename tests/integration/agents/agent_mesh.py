@@ -1,4 +1,4 @@
-"""A small run of outside agents: real queue, real generator, real leader, real gateway; the trainer is played here."""
+"""A small run of outside agents: real queue, generator, leader and agents service; the trainer is played here."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ import httpx
 import numpy as np
 import torch
 import yaml
-from fastapi import FastAPI
 from openai import AsyncOpenAI
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rollmesh.agents.agents_service import OpenAiService, openai_service
-from rollmesh.agents.openai_routes import openai_router
+from rollmesh.agents.main import build_app
 from rollmesh.checkpoints.location import open_checkpoints
 from rollmesh.checkpoints.manifest import CanarySequence
 from rollmesh.config import RunConfig, load_run_config
-from rollmesh.gateway.token_check import token_check
 from rollmesh.generator.main import serve as serve_generator
 from rollmesh.rollout.main import serve as serve_rollout
 from rollmesh.runtime.admin_http import http_server, listen
 from rollmesh.runtime.health import Health
 from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.request_guard import RequestMetrics
 from rollmesh.scheduling import run_limits
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 from rollmesh.text import Tokenizer
@@ -120,8 +119,8 @@ def make_config(folder: Path, server: EmbeddedServer, **sections: Any) -> RunCon
 
 
 @dataclass
-class Gateway:
-    """One gateway and its clients."""
+class Api:
+    """One service and its clients."""
 
     service: OpenAiService
     registry: Metrics
@@ -204,16 +203,15 @@ class AgentMesh:
         return batch
 
     @asynccontextmanager
-    async def gateway(self, index: int = 0, grace_seconds: int = 1) -> AsyncIterator[Gateway]:
-        """A gateway in this process, at a port of its own."""
-        shutdown, registry = asyncio.Event(), Metrics("gateway")
+    async def api(self, index: int = 0, grace_seconds: int = 1) -> AsyncIterator[Api]:
+        """An agents service in this process, at a port of its own."""
+        shutdown, registry = asyncio.Event(), Metrics("agents")
         async with openai_service(
             self.config, index, self.store, self.tokenizer, registry, Health(), shutdown
         ) as service:
-            app = FastAPI()
-            app.include_router(openai_router(service, token_check(TOKEN)))
+            app = build_app(service, TOKEN, RequestMetrics(registry), "127.0.0.1")
             async with http_server(app, listen("127.0.0.1", 0, "port"), grace_seconds=grace_seconds) as port:
-                yield Gateway(service, registry, f"http://127.0.0.1:{port}", shutdown)
+                yield Api(service, registry, f"http://127.0.0.1:{port}", shutdown)
 
     async def aclose(self) -> None:
         self.shutdown.set()
@@ -224,7 +222,7 @@ class AgentMesh:
 async def agent_mesh(
     folder: Path, server: EmbeddedServer, *, retry_seconds: float = 20.0, **sections: Any
 ) -> AsyncIterator[AgentMesh]:
-    """A run with a served policy 0 and a leader; ``retry_seconds``: how long the gateway waits for Redis."""
+    """A run with a served policy 0 and a leader; ``retry_seconds``: how long the service waits for Redis."""
     config = make_config(folder, server, **sections)
     async with await TrajectoryStore.connect(config.store, config.name, retry_seconds=retry_seconds) as store:
         mesh = AgentMesh(config, store, Tokenizer(config.model.path))
@@ -238,29 +236,29 @@ async def agent_mesh(
             await mesh.aclose()
 
 
-def _start_gateway(mesh: AgentMesh, port: int) -> subprocess.Popen[bytes]:
+def _start_agents(mesh: AgentMesh, port: int) -> subprocess.Popen[bytes]:
     file = Path(mesh.config.folder) / "run.yaml"
-    command = [sys.executable, "-m", "rollmesh.cli.main", "gateway", str(file), "--set", f"gateway.port={port}"]
+    command = [sys.executable, "-m", "rollmesh.cli.main", "agents", str(file), "--set", f"agents.port={port}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ROLLMESH_GATEWAY__TOKEN": TOKEN}
-    with (Path(mesh.config.folder) / "gateway.log").open("ab") as log:
+    with (Path(mesh.config.folder) / "agents.log").open("ab") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
 
 @asynccontextmanager
-async def gateway_process(mesh: AgentMesh, port: int) -> AsyncIterator[subprocess.Popen[bytes]]:
-    """A real gateway process at a port, ready to answer."""
-    process = _start_gateway(mesh, port)
+async def agents_process(mesh: AgentMesh, port: int) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """A real agents service process at a port, ready to answer."""
+    process = _start_agents(mesh, port)
     try:
         async with httpx.AsyncClient(trust_env=False) as http:
 
             async def answers() -> bool:
-                assert process.poll() is None, (Path(mesh.config.folder) / "gateway.log").read_text()
+                assert process.poll() is None, (Path(mesh.config.folder) / "agents.log").read_text()
                 try:
-                    return (await http.get(f"http://127.0.0.1:{port}/api/v1/about")).status_code == 200
+                    return (await http.get(f"http://127.0.0.1:{port}/v1/openapi.json")).status_code == 200
                 except httpx.HTTPError:
                     return False
 
-            await mesh.until("the gateway answers", answers)
+            await mesh.until("the service answers", answers)
         yield process
     finally:
         process.kill()

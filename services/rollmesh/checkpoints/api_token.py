@@ -1,4 +1,4 @@
-"""Token for actions: set in the run file, or generated once per run and stored in the run folder (mode 0600)."""
+"""Bearer token of the HTTP APIs: set in the run file, or generated once per run and stored in the run folder (0600)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollmesh.errors import ConfigError
 TOKEN_FILE = "gateway-token"
 
 
-def gateway_token(config: RunConfig) -> str:
+def api_token(config: RunConfig) -> str:
     """Return the token of the run, and generate it if it is missing; ConfigError if it cannot be stored."""
     if config.gateway.token is not None:
         return config.gateway.token.get_secret_value().strip()
@@ -25,7 +25,7 @@ def gateway_token(config: RunConfig) -> str:
 
 
 def known_token(config: RunConfig) -> str | None:
-    """Return the token if this process can read it; None if only the gateway has it."""
+    """Return the token if this process can read it; None if only the services have it."""
     if config.gateway.token is not None:
         return config.gateway.token.get_secret_value().strip()
     try:

@@ -1,4 +1,4 @@
-"""Requests generated from the gateway's OpenAPI document, and the checks that every answer has to pass."""
+"""Requests generated from an OpenAPI document, and the checks that every answer has to pass."""
 
 from __future__ import annotations
 
@@ -33,13 +33,15 @@ PROMISED: list[CheckFunction] = [
 ]
 
 
-def ask_everything(url: str, token: str, prefix: str, fixed: dict[str, Any] | None = None) -> int:
+def ask_everything(document: str, token: str, prefix: str, fixed: dict[str, Any] | None = None) -> int:
     """Send generated requests to every operation below ``prefix`` but the endless one; returns how many operations.
+
+    ``document``: the URL of the OpenAPI document.
 
     ``fixed``: fields that a generated body gets where it is an object, so that some requests come further than the
     first refusal.
     """
-    schema = schemathesis.openapi.from_url(f"{url}api/v1/openapi.json")
+    schema = schemathesis.openapi.from_url(document)
     schema = schema.include(path_regex=f"^{prefix}").exclude(path="/api/v1/events")
     count = 0
     for result in schema.get_all_operations():
@@ -64,11 +66,13 @@ def ask_everything(url: str, token: str, prefix: str, fixed: dict[str, Any] | No
     return count
 
 
-def wrong_methods(url: str, token: str, prefix: str) -> list[str]:
+def wrong_methods(document: str, token: str, prefix: str) -> list[str]:
     """Send every method that a path does not have; returns what is wrong with the answers."""
-    paths = httpx.get(f"{url}api/v1/openapi.json", timeout=120).json()["paths"]
+    paths = httpx.get(document, timeout=120).json()["paths"]
     faults = []
-    with httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=120) as client:
+    with httpx.Client(
+        base_url=httpx.URL(document).join("/"), headers={"Authorization": f"Bearer {token}"}, timeout=120
+    ) as client:
         for path, operations in paths.items():
             if not path.startswith(prefix):
                 continue

@@ -12,7 +12,7 @@ import pytest
 from rollmesh.runtime.free_port import free_port
 
 from ..schema_requests import ask_everything, wrong_methods
-from .agent_mesh import TOKEN, AgentMesh, gateway_process
+from .agent_mesh import TOKEN, AgentMesh, agents_process
 
 
 # The mesh runs in this process and draws random numbers while hypothesis makes requests in a thread.
@@ -24,10 +24,10 @@ async def test_every_answer_of_v1_is_one_that_the_document_promises(
     mesh: AgentMesh = await make_mesh(rollout={"program": program})
     port = free_port()
     fixed = {"model": mesh.config.name, "wait_seconds": 0.1}
-    async with gateway_process(mesh, port) as process:
-        url = f"http://127.0.0.1:{port}/"
-        asked = await asyncio.to_thread(ask_everything, url, TOKEN, "/v1/", fixed)
+    async with agents_process(mesh, port) as process:
+        document = f"http://127.0.0.1:{port}/v1/openapi.json"
+        asked = await asyncio.to_thread(ask_everything, document, TOKEN, "/v1/", fixed)
         assert asked == 8
-        assert await asyncio.to_thread(wrong_methods, url, TOKEN, "/v1/") == []
+        assert await asyncio.to_thread(wrong_methods, document, TOKEN, "/v1/") == []
         assert process.poll() is None
-    assert "request_failed" not in (Path(mesh.config.folder) / "gateway.log").read_text()
+    assert "request_failed" not in (Path(mesh.config.folder) / "agents.log").read_text()

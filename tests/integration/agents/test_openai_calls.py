@@ -21,8 +21,8 @@ QUESTION = [{"role": "user", "content": "the answer is 42?"}]
 
 async def test_the_official_client_gets_models_chat_and_completions(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(rollout={"program": "single_turn"}, schedule={"pool_size": 4})
-    async with mesh.gateway() as gateway:
-        async with gateway.client() as client:
+    async with mesh.api() as api:
+        async with api.client() as client:
             run = mesh.config.name
             assert [m.id for m in (await client.models.list()).data] == [run, f"{run}@0"]
             assert (await client.models.retrieve(run)).owned_by == "rollmesh"
@@ -58,12 +58,9 @@ async def test_the_official_client_gets_models_chat_and_completions(make_mesh: C
             assert same.choices[0].logprobs.token_logprobs == pytest.approx(
                 [t.logprob for t in chat.choices[0].logprobs.content]  # type: ignore[union-attr]
             )
-        assert (
-            gateway.value("rollmesh_gateway_openai_calls_total", endpoint="chat", recorded="no", outcome="answered")
-            == 1
-        )
-        assert gateway.value("rollmesh_gateway_openai_running_calls") == 0
-        assert gateway.value("rollmesh_gateway_openai_answer_tokens_total", recorded="no") > 0
+        assert api.value("rollmesh_gateway_openai_calls_total", endpoint="chat", recorded="no", outcome="answered") == 1
+        assert api.value("rollmesh_gateway_openai_running_calls") == 0
+        assert api.value("rollmesh_gateway_openai_answer_tokens_total", recorded="no") > 0
 
 
 async def test_a_stream_tells_what_the_whole_answer_says(make_mesh: Callable[..., Any]) -> None:
@@ -72,7 +69,7 @@ async def test_a_stream_tells_what_the_whole_answer_says(make_mesh: Callable[...
         rollout={"program": "single_turn"}, schedule={"pool_size": 4}, generator={"pace": [[1, 0.01]]}
     )
     run = mesh.config.name
-    async with mesh.gateway() as gateway, gateway.client() as client:
+    async with mesh.api() as api, api.client() as client:
         options: dict[str, Any] = {"model": run, "messages": QUESTION, "max_tokens": 60, "seed": 3, "temperature": 0.7}
         whole = await client.chat.completions.create(**options, logprobs=True)
         pieces, reason, usage, logprobs = [], None, None, []
@@ -132,8 +129,8 @@ async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> N
         ({"model": f"{run}@7"}, 503, None, "no generator serves policy version 7"),
         ({"messages": [{"role": "user", "content": "the " * 600}]}, 400, "messages", "max_context_tokens=512"),
     ]
-    async with mesh.gateway() as gateway:
-        async with httpx.AsyncClient(base_url=gateway.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+    async with mesh.api() as api:
+        async with httpx.AsyncClient(base_url=api.url, headers={"Authorization": f"Bearer {TOKEN}"}) as http:
             for change, status, param, words in cases:
                 answer = await http.post("/v1/chat/completions", json={**good, **change})
                 error = answer.json()["error"]
@@ -149,7 +146,7 @@ async def test_wrong_requests_name_the_field(make_mesh: Callable[..., Any]) -> N
             assert "rollout.program=agent" in answer.json()["error"]["message"]
             wrong = await http.get("/v1/models", headers={"Authorization": "Bearer no"})
             assert (wrong.status_code, wrong.json()["error"]["code"]) == (401, "invalid_api_key")
-        client = gateway.client(api_key="wrong")
+        client = api.client(api_key="wrong")
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(**good)
         await client.close()
@@ -169,9 +166,9 @@ async def test_a_long_context_is_read_beside_everything_else(
         return ids
 
     monkeypatch.setattr(Tokenizer, "encode_aside", counted)
-    async with mesh.gateway() as gateway:
+    async with mesh.api() as api:
         headers = {"Authorization": f"Bearer {TOKEN}"}
-        async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=api.url, headers=headers, timeout=120) as http:
             call = asyncio.create_task(http.post("/v1/completions", json=body))
             while not call.done():
                 await asyncio.sleep(0.002)
@@ -224,16 +221,16 @@ async def test_a_client_that_hangs_up_frees_the_generator(make_mesh: Callable[..
     mesh: AgentMesh = await make_mesh(
         rollout={"program": "single_turn"}, schedule={"pool_size": 4}, generator={"pace": [[1, 0.01]]}
     )
-    async with mesh.gateway() as gateway, gateway.client() as client:
+    async with mesh.api() as api, api.client() as client:
         await mesh.store.settings.set_user_paused(True)
 
         def cancelled() -> float:
             labels = {"endpoint": "chat", "recorded": "no", "outcome": "cancelled"}
-            return gateway.value("rollmesh_gateway_openai_calls_total", **labels)
+            return api.value("rollmesh_gateway_openai_calls_total", **labels)
 
         for _ in range(20):  # an answer may be over before its client hangs up
             await hang_up(mesh, client, stream)
-            await mesh.until("the end", lambda: gateway.value("rollmesh_gateway_openai_running_calls") == 0)
+            await mesh.until("the end", lambda: api.value("rollmesh_gateway_openai_running_calls") == 0)
             if cancelled():
                 break
         assert cancelled() == 1
@@ -243,7 +240,7 @@ async def test_a_reload_does_not_cut_an_answer(make_mesh: Callable[..., Any]) ->
     mesh: AgentMesh = await make_mesh(
         rollout={"program": "single_turn"}, schedule={"pool_size": 4}, generator={"pace": [[1, 0.01]]}
     )
-    async with mesh.gateway() as gateway, gateway.client() as client:
+    async with mesh.api() as api, api.client() as client:
         await mesh.store.settings.set_user_paused(True)
         answers = []
         for _ in range(20):

@@ -12,7 +12,7 @@ import pytest
 from rollmesh.agents import unrecorded
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
-from .agent_mesh import AgentMesh, Gateway, agent_mesh
+from .agent_mesh import AgentMesh, Api, agent_mesh
 from .test_openai_sessions import Agent, http_of, state
 
 
@@ -33,8 +33,8 @@ async def test_an_outage_of_redis_holds_sessions_back_and_loses_nothing(tmp_path
 
 
 async def _through_an_outage(mesh: AgentMesh, own: EmbeddedServer) -> None:
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agents = [await Agent.open(gateway, http) for _ in range(2)]
+    async with mesh.api() as api, http_of(api) as http:
+        agents = [await Agent.open(api, http) for _ in range(2)]
         first = [await agent.turn() for agent in agents]
         await asyncio.to_thread(own.kill)
         call = asyncio.create_task(agents[0].turn("and in an outage?"))
@@ -68,12 +68,12 @@ async def test_while_no_generator_serves_calls_wait_and_are_then_told_so(
         async with agent_mesh(tmp_path / "nobody", own, **options) as mesh:
             await mesh.store.settings.set_user_paused(True)
             generator = mesh.tasks[0]
-            async with mesh.gateway() as gateway, http_of(gateway) as http:
+            async with mesh.api() as api, http_of(api) as http:
                 generator.cancel()
                 await asyncio.gather(generator, return_exceptions=True)
                 mesh.tasks.remove(generator)
                 await mesh.until("no generator", lambda: _none_serves(mesh))
-                await _refused(gateway, http, mesh.config.name)
+                await _refused(api, http, mesh.config.name)
     finally:
         own.kill()
 
@@ -82,13 +82,13 @@ async def _none_serves(mesh: AgentMesh) -> bool:
     return not any(g.serving for g in await mesh.store.generators.live())
 
 
-async def _refused(gateway: Gateway, http: httpx.AsyncClient, run: str) -> None:
+async def _refused(api: Api, http: httpx.AsyncClient, run: str) -> None:
     begun = time.monotonic()
     for stream in (False, True):
         answer = await http.post("/completions", json={"model": run, "prompt": "the", "stream": stream})
         assert (answer.status_code, error_of(answer)["code"]) == (503, "no_generator"), answer.text
         assert int(answer.headers["retry-after"]) >= 1
     assert time.monotonic() - begun < 45
-    assert gateway.value("rollmesh_gateway_openai_running_calls") == 0
+    assert api.value("rollmesh_gateway_openai_running_calls") == 0
     models = (await http.get("/models")).json()
     assert [m["id"] for m in models["data"]] == [run]

@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from rollmesh.gateway.api_errors import Unauthorized
+from rollmesh.runtime.api_errors import Unauthorized
 
 Check = Callable[..., Awaitable[None]]
 

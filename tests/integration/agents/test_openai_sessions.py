@@ -14,29 +14,29 @@ import pytest
 
 from rollmesh.types import FinishReason, SegmentSource
 
-from .agent_mesh import TASKS, TOKEN, AgentMesh, Gateway
+from .agent_mesh import TASKS, TOKEN, AgentMesh, Api
 
 
-def http_of(gateway: Gateway) -> httpx.AsyncClient:
+def http_of(api: Api) -> httpx.AsyncClient:
     return httpx.AsyncClient(
-        base_url=f"{gateway.url}/v1", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120, trust_env=False
+        base_url=f"{api.url}/v1", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=120, trust_env=False
     )
 
 
 class Agent:
     """One session driven as an agent would."""
 
-    def __init__(self, gateway: Gateway, session: dict[str, Any], **client: Any) -> None:
+    def __init__(self, api: Api, session: dict[str, Any], **client: Any) -> None:
         self.id = session["id"]
         self.told = session
         self.messages = list(session["messages"])
-        self.client = gateway.client(default_headers={"X-Rollmesh-Session": self.id}, **client)
+        self.client = api.client(default_headers={"X-Rollmesh-Session": self.id}, **client)
 
     @classmethod
-    async def open(cls, gateway: Gateway, http: httpx.AsyncClient, **client: Any) -> Agent:
+    async def open(cls, api: Api, http: httpx.AsyncClient, **client: Any) -> Agent:
         answer = await http.post("/sessions", json={"wait_seconds": 90})
         assert answer.status_code == 201, answer.text
-        return cls(gateway, answer.json(), **client)
+        return cls(api, answer.json(), **client)
 
     async def turn(self, heard: str = "and then?", **options: Any) -> Any:
         """One call; the answer and what was heard after it become part of the conversation."""
@@ -58,8 +58,8 @@ async def state(http: httpx.AsyncClient, session_id: str) -> dict[str, Any]:
 
 async def test_conversations_become_trajectories_with_the_ids_as_sampled(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh()
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agents = [await Agent.open(gateway, http) for _ in range(4)]
+    async with mesh.api() as api, http_of(api) as http:
+        agents = [await Agent.open(api, http) for _ in range(4)]
         assert [agent.told["messages"] for agent in agents] == [TASKS[0], TASKS[0], TASKS[1], TASKS[1]]
         assert [agent.told["task"] for agent in agents] == [{"answer": n} for n in "0011"]
         sampled: dict[str, list[list[int]]] = {}
@@ -71,7 +71,7 @@ async def test_conversations_become_trajectories_with_the_ids_as_sampled(make_me
                 assert after[: len(before) + len(ids)] == before + ids, "no token of the context is written anew"
             assert answers[0].model_extra["rollmesh"]["session"] == agent.id
         # Calls without the header are nobody's.
-        async with gateway.client() as stranger:
+        async with api.client() as stranger:
             await stranger.chat.completions.create(model=mesh.config.name, messages=TASKS[0], max_tokens=5)
         for number, agent in enumerate(agents):
             assert (await state(http, agent.id))["drift_count"] == 0
@@ -102,15 +102,15 @@ async def test_conversations_become_trajectories_with_the_ids_as_sampled(make_me
             assert trajectory.shaped_reward == float(agents.index(agent))
         counts = await mesh.store.mesh.counts()
         assert counts.totals.get("forks_total", 0) == 0
-        assert gateway.value("rollmesh_gateway_openai_sessions_ended_total", how="rewarded") == 4
+        assert api.value("rollmesh_gateway_openai_sessions_ended_total", how="rewarded") == 4
         for agent in agents:
             await agent.aclose()
 
 
 async def test_a_session_refuses_what_could_not_be_trained_on(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh()
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agent = await Agent.open(gateway, http)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
         for change, field in (
             ({"temperature": 0.5}, "temperature"), ({"top_p": 0.9}, "top_p"), ({"extra_body": {"top_k": 3}}, "top_k"),
             ({"n": 2}, "n"), ({"seed": 1}, "seed"), ({"model": f"{mesh.config.name}@0"}, "model"),
@@ -140,8 +140,8 @@ async def test_a_session_refuses_what_could_not_be_trained_on(make_mesh: Callabl
 
 async def test_drift_opens_another_trajectory_and_both_are_rewarded(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agent, other = [await Agent.open(gateway, http) for _ in range(2)]
+    async with mesh.api() as api, http_of(api) as http:
+        agent, other = [await Agent.open(api, http) for _ in range(2)]
         await agent.turn()
         first = await agent.turn()
         agent.messages[1] = {"role": "assistant", "content": "a summary of what I said"}
@@ -151,7 +151,7 @@ async def test_drift_opens_another_trajectory_and_both_are_rewarded(make_mesh: C
         assert goes_on.model_extra["rollmesh"]["trajectory"] == drifted.model_extra["rollmesh"]["trajectory"]
         seen = await state(http, agent.id)
         assert (seen["drift_count"], len(seen["trajectories"])) == (1, 2)
-        assert gateway.value("rollmesh_gateway_openai_drift_total", outcome="forked") == 1
+        assert api.value("rollmesh_gateway_openai_drift_total", outcome="forked") == 1
         await other.turn()
         for each, reward in ((agent, 1.0), (other, 0.0)):
             assert (await http.post(f"/sessions/{each.id}/reward", json={"reward": reward})).status_code == 200
@@ -168,8 +168,8 @@ async def test_drift_opens_another_trajectory_and_both_are_rewarded(make_mesh: C
 
 async def test_without_room_for_another_trajectory_a_drifted_one_begins_again(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agent = await Agent.open(gateway, http)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
         await agent.turn()
         for n in range(4):
             agent.messages[1] = {"role": "assistant", "content": f"summary {n}"}
@@ -177,8 +177,8 @@ async def test_without_room_for_another_trajectory_a_drifted_one_begins_again(ma
         seen = await state(http, agent.id)
         assert seen["drift_count"] == 4
         assert len(seen["trajectories"]) == 3, "a group of two has at most two more"
-        assert gateway.value("rollmesh_gateway_openai_drift_total", outcome="forked") == 2
-        assert gateway.value("rollmesh_gateway_openai_drift_total", outcome="restarted") == 2
+        assert api.value("rollmesh_gateway_openai_drift_total", outcome="forked") == 2
+        assert api.value("rollmesh_gateway_openai_drift_total", outcome="restarted") == 2
         assert (await mesh.store.mesh.counts()).totals["restarts_total"] == 2
         assert (await http.post(f"/sessions/{agent.id}/reward", json={"reward": 1.0})).status_code == 200
         await agent.aclose()
@@ -186,8 +186,8 @@ async def test_without_room_for_another_trajectory_a_drifted_one_begins_again(ma
 
 async def test_the_same_context_again_is_a_retry_or_a_wish_for_another_answer(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agent = await Agent.open(gateway, http)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
         options: dict[str, Any] = {"model": mesh.config.name, "messages": agent.messages, "max_tokens": 20}
         extra = {"extra_body": {"return_token_ids": True}}
         answer = await agent.client.chat.completions.create(**options, **extra)
@@ -211,8 +211,8 @@ async def test_the_same_context_again_is_a_retry_or_a_wish_for_another_answer(ma
 
 async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.01]]})
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agent = await Agent.open(gateway, http)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
         options: dict[str, Any] = {"model": mesh.config.name, "messages": agent.messages, "max_tokens": 250}
         stream = await agent.client.chat.completions.create(**options, stream=True)
         told = ""
@@ -223,7 +223,7 @@ async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: 
         await stream.close()
 
         async def not_busy() -> bool:
-            found = gateway.service.agents.session_manager.find(agent.id)  # type: ignore[union-attr]
+            found = api.service.agents.session_manager.find(agent.id)  # type: ignore[union-attr]
             return not found.lock.locked()  # type: ignore[union-attr]
 
         await mesh.until("the call is over", not_busy)
@@ -239,8 +239,8 @@ async def test_a_call_that_is_cut_off_goes_on_with_the_tokens_it_has(make_mesh: 
 
 async def test_one_call_at_a_time_works_on_a_session(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.02]]})
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agent = await Agent.open(gateway, http)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
         call = asyncio.create_task(agent.turn(max_tokens=200))
 
         async def tokens() -> int:
@@ -263,8 +263,8 @@ async def test_one_call_at_a_time_works_on_a_session(make_mesh: Callable[..., An
 
 async def test_a_pause_holds_calls_back_and_loses_nothing(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(generator={"pace": [[1, 0.02]]})
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agent = await Agent.open(gateway, http)
+    async with mesh.api() as api, http_of(api) as http:
+        agent = await Agent.open(api, http)
         call = asyncio.create_task(agent.turn(max_tokens=200))
 
         async def tokens() -> int:
@@ -298,13 +298,13 @@ async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_me
     mesh: AgentMesh = await make_mesh(
         rollout={"agent": {"idle_timeout_seconds": 4.0}}, schedule={"groups_per_batch": 1, "pool_size": 2}
     )
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        silent = await Agent.open(gateway, http)
+    async with mesh.api() as api, http_of(api) as http:
+        silent = await Agent.open(api, http)
         await silent.turn()
-        leaver = await Agent.open(gateway, http)
+        leaver = await Agent.open(api, http)
         await leaver.turn()
         assert (await http.delete(f"/sessions/{leaver.id}")).status_code == 204
-        third = await Agent.open(gateway, http)
+        third = await Agent.open(api, http)
         assert third.told["messages"] == leaver.told["messages"]
         begun = time.monotonic()
         while time.monotonic() - begun < 6.0:  # a sign of life now and then keeps a session
@@ -313,7 +313,7 @@ async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_me
         with pytest.raises(openai.APIStatusError) as gone:
             await silent.turn()
         assert gone.value.status_code == 410 and "silent for longer" in str(gone.value)
-        fourth = await Agent.open(gateway, http)
+        fourth = await Agent.open(api, http)
         assert (await mesh.store.mesh.counts()).totals["restarts_total"] == 2
         for each, reward in ((third, 1.0), (fourth, 0.0)):
             await each.turn(max_tokens=2)
@@ -324,16 +324,16 @@ async def test_silent_agents_and_those_that_give_up_make_room_for_others(make_me
             await each.aclose()
 
 
-async def test_a_gateway_that_stops_hands_its_sessions_to_the_next_one(make_mesh: Callable[..., Any]) -> None:
+async def test_a_service_that_stops_hands_its_sessions_to_the_next_one(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
-    async with mesh.gateway() as first, http_of(first) as http:
+    async with mesh.api() as first, http_of(first) as http:
         agents = [await Agent.open(first, http) for _ in range(2)]
         for agent in agents:
             await agent.turn()
             await agent.turn()
             await agent.aclose()
     assert (await mesh.store.mesh.view()).partial == 2
-    async with mesh.gateway(index=1) as second, http_of(second) as http:
+    async with mesh.api(index=1) as second, http_of(second) as http:
         for number, old in enumerate(agents):
             agent = Agent(second, old.told, max_retries=10)
             agent.messages = old.messages
@@ -355,8 +355,8 @@ async def test_a_gateway_that_stops_hands_its_sessions_to_the_next_one(make_mesh
 
 async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(schedule={"groups_per_batch": 1})
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agents = [await Agent.open(gateway, http) for _ in range(2)]
+    async with mesh.api() as api, http_of(api) as http:
+        agents = [await Agent.open(api, http) for _ in range(2)]
         for agent in agents:
             ids = list(agent.told["prompt_token_ids"])
             for _ in range(3):
@@ -378,9 +378,9 @@ async def test_stop_strings_completions_and_verified_rewards(make_mesh: Callable
 
 async def test_free_contexts_let_the_agent_write_its_own_prompt(make_mesh: Callable[..., Any]) -> None:
     mesh: AgentMesh = await make_mesh(rollout={"agent": {"contexts": "free"}}, schedule={"groups_per_batch": 1})
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
+    async with mesh.api() as api, http_of(api) as http:
         for number in range(2):
-            agent = await Agent.open(gateway, http)
+            agent = await Agent.open(api, http)
             assert agent.told["prompt"] == mesh.tokenizer.chat_text(TASKS[0])
             assert len(agent.told["prompt_token_ids"]) == 1
             agent.messages.insert(0, {"role": "system", "content": f"be brief, agent {number}"})
@@ -398,8 +398,8 @@ async def test_an_agent_that_waits_is_told_when_the_run_has_what_it_needs(make_m
     mesh: AgentMesh = await make_mesh(
         schedule={"groups_per_batch": 1, "pool_size": 2, "max_staleness": 1}, trainer={"train_steps": 1}
     )
-    async with mesh.gateway() as gateway, http_of(gateway) as http:
-        agents = [await Agent.open(gateway, http) for _ in range(2)]
+    async with mesh.api() as api, http_of(api) as http:
+        agents = [await Agent.open(api, http) for _ in range(2)]
         waiting = asyncio.create_task(http.post("/sessions", json={"wait_seconds": 60}))
         for number, agent in enumerate(agents):
             await agent.turn(max_tokens=2)

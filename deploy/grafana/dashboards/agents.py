@@ -1,0 +1,76 @@
+"""The agents service: the OpenAI-compatible API and the sessions of external agents."""
+
+from __future__ import annotations
+
+from frame import Page
+from panels import Query, curve, per_minute, per_second, quantile, total
+
+PAGE = Page(
+    name="agents",
+    title="Agents",
+    description="Requests, calls, tokens and sessions of the OpenAI-compatible API.",
+    rows={
+        "Requests": [
+            curve(
+                "Requests",
+                "Per second, by class of status.",
+                per_second("rollmesh_agents_requests_total", "run, status"),
+                unit="ops",
+                stacked=True,
+            ),
+            curve(
+                "Refused tokens",
+                "Requests per minute with a missing or invalid token.",
+                per_minute("rollmesh_agents_refused_tokens_total"),
+            ),
+        ],
+        "OpenAI API": [
+            curve(
+                "API calls",
+                "Calls of the OpenAI-compatible API per second, by outcome, and those under way.",
+                per_second("rollmesh_gateway_openai_calls_total", "run, outcome"),
+                total("rollmesh_gateway_openai_running_calls", word="under way"),
+                unit="ops",
+            ),
+            curve(
+                "API tokens",
+                "Tokens of contexts and answers per second; recorded ones become trajectories.",
+                per_second(
+                    "rollmesh_gateway_openai_context_tokens_total",
+                    "run, recorded",
+                    legend="context, recorded: {{recorded}}",
+                ),
+                per_second(
+                    "rollmesh_gateway_openai_answer_tokens_total",
+                    "run, recorded",
+                    legend="answer, recorded: {{recorded}}",
+                ),
+                unit="short",
+            ),
+            curve(
+                "API latency",
+                "Median time to the first text, and median and 90% of whole calls.",
+                Query(quantile(0.5, "rollmesh_gateway_openai_first_text_seconds"), "first text, 50% {{run}}"),
+                Query(quantile(0.5, "rollmesh_gateway_openai_call_seconds"), "call, 50% {{run}}"),
+                Query(quantile(0.9, "rollmesh_gateway_openai_call_seconds"), "call, 90% {{run}}"),
+                unit="s",
+            ),
+            curve(
+                "Sessions of agents",
+                "Sessions of outside agents, by state.",
+                total("rollmesh_gateway_openai_sessions", "run, state"),
+                stacked=True,
+            ),
+            curve(
+                "Ends of sessions",
+                "Sessions that ended per minute, by how.",
+                per_minute("rollmesh_gateway_openai_sessions_ended_total", "run, how"),
+            ),
+            curve(
+                "Drift",
+                "Contexts per minute that did not go on where the record ends, by what became of them.",
+                per_minute("rollmesh_gateway_openai_drift_total", "run, outcome"),
+            ),
+        ],
+    },
+)

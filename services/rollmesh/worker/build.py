@@ -1,0 +1,112 @@
+"""Wiring of a worker: the same for rollout services, the agents service and tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+from rollmesh.config import RunConfig
+from rollmesh.config.data import RewardConfig
+from rollmesh.runtime.health import Health
+from rollmesh.store import TrajectoryStore
+from rollmesh.text import Tokenizer
+from rollmesh.types import SamplingParams
+from rollmesh.worker.client_protocols import GenerationPort, RewardPort
+from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.interrupts import Interrupter
+from rollmesh.worker.newest_policy import NewestPolicy
+from rollmesh.worker.program import Program
+from rollmesh.worker.saving import Saver
+from rollmesh.worker.trajectory_scoring import TrajectoryScorer
+from rollmesh.worker.worker import Worker, WorkerDeps
+from rollmesh.worker.worker_metrics import WorkerMetrics
+from rollmesh.worker.worker_session import WorkerSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Sampling, limits and intervals of a worker."""
+
+    params: SamplingParams
+    calls: CallLimits
+    reward: RewardConfig
+    budget: int
+    """Tokens of a response, environment tokens included."""
+    concurrency: int
+    """Trajectories without an outcome that the worker runs at once."""
+    heartbeat_seconds: float
+    drain_seconds: float
+    """Time at shutdown until running calls are interrupted."""
+    interrupt_grace_seconds: float = 3.0
+    first_pause_seconds: float = 0.5
+
+    @classmethod
+    def from_config(cls, config: RunConfig, tokenizer: Tokenizer) -> Self:
+        """Return the settings of a run file."""
+        rollout = config.rollout
+        return cls(
+            params=SamplingParams(
+                temperature=rollout.temperature, seed=config.seed, stop_token_ids=tokenizer.eos_token_ids
+            ),
+            calls=CallLimits(
+                vocab_size=tokenizer.vocab_size,
+                max_context_tokens=config.generator.max_context_tokens,
+                saving=SaveLimits.of(rollout.partial_save_tokens),
+                chunk_timeout_seconds=rollout.chunk_timeout_seconds,
+            ),
+            reward=config.reward,
+            budget=rollout.max_new_tokens,
+            concurrency=rollout.worker_concurrency,
+            heartbeat_seconds=config.store.heartbeat_seconds,
+            drain_seconds=config.generator.drain_timeout_seconds / 2,
+        )
+
+
+def worker_deps(
+    settings: WorkerSettings,
+    name: str,
+    store: TrajectoryStore,
+    generation: GenerationPort,
+    reward: RewardPort,
+    program: Program,
+    metrics: WorkerMetrics,
+    health: Health,
+) -> WorkerDeps:
+    """Build the dependencies of the worker ``name``; its process may share them with other users."""
+    session = WorkerSession(store.sessions, name, settings.heartbeat_seconds, metrics)
+    generators, policies = GeneratorPool(store.generators), NewestPolicy(store.policies)
+    return WorkerDeps(
+        store=store,
+        session=session,
+        saver=Saver(store.trajectories, session),
+        generators=generators,
+        policies=policies,
+        caller=Caller(generation, generators, policies, settings.calls, metrics),
+        interrupter=Interrupter(generation, generators, settings.interrupt_grace_seconds),
+        scorer=TrajectoryScorer(reward, settings.reward, settings.budget, metrics),
+        program=program,
+        metrics=metrics,
+        health=health,
+    )
+
+
+def build_worker(
+    settings: WorkerSettings,
+    deps: WorkerDeps,
+    new_limit: Callable[[], int] | None = None,
+    work_due: asyncio.Event | None = None,
+) -> Worker:
+    """Build a worker; ``new_limit`` and ``work_due`` as in ``Worker``."""
+    return Worker(
+        deps,
+        params=settings.params,
+        budget=settings.budget,
+        concurrency=settings.concurrency,
+        drain_seconds=settings.drain_seconds,
+        first_pause_seconds=settings.first_pause_seconds,
+        new_limit=new_limit,
+        work_due=work_due,
+    )
