@@ -1,9 +1,10 @@
-"""Lua scripts: one file per state change, composed with the key names and the shared helpers that they use.
+"""Lua scripts: one file per state change, composed with the key names and the library files that it uses.
 
-A script file starts with ``#!lua`` and its flags. The functions of ``scripts/lib`` need no import. A script gets the
-functions that it references, directly or through another function, and no others: the server creates all functions of
-a script again at every call. A server that is out of memory rejects scripts without ``allow-oom`` before their first
-line runs. A script fails with ``CODE text``; ``store_error`` converts the code into an exception.
+A script file starts with ``#!lua`` and its flags. The next line, ``-- uses: core fence``, lists the files of
+``scripts/lib`` whose functions the script calls. A library file starts with the same line. A script gets the files that
+it lists, those that they list, and no others: the server creates all functions of a script again at every call. A
+server that is out of memory rejects scripts without ``allow-oom`` before their first line runs. A script fails with
+``CODE text``; ``store_error`` converts the code into an exception.
 """
 
 from __future__ import annotations
@@ -33,12 +34,7 @@ forgotten. ``roll_back`` and ``reassert_groups`` take a whole abandoned cut, so 
 A group of more than 100 members leaves the queue in one step; its records are deleted in slices (``sweep_dropped``).
 """
 
-_HELPER = re.compile(r"^local (?:function )?(\w+(?:, \w+)*)", re.MULTILINE)
-_NOT_CODE = re.compile(r"--.*|'[^'\n]*'")
-_NAME = re.compile(r"(?<!\w)(?<!(?<!\.)\.)[A-Za-z_]\w*")
-"""A name that is not a field; a field follows a single dot, while two dots are a concatenation."""
-_COMMENT_LINES = re.compile(r"^--.*\n", re.MULTILINE)
-_OTHER_TEXT = re.compile(r'"|\[\[')
+_USES = "-- uses:"
 _REFUSAL = re.compile(r"\b(SESSION_LOST|CONFLICT|RECOVERING|UPLOAD_EXPIRED|RUN_UNKNOWN) (.*)", re.DOTALL)
 _TEMPORARY_ERRORS = ("MISCONF ", "NOREPLICAS ", "BUSY ", "MASTERDOWN ", "CLUSTERDOWN ", "TRYAGAIN ")
 """Temporary errors of a server: the disk is full, replicas are unreachable, or a failover is in progress."""
@@ -62,62 +58,40 @@ class Script:
     sha: str
 
 
-def compose(name: str, body: str, helpers: Mapping[str, str]) -> Script:
-    """Compose flags, key names, the required ``helpers`` (text by name) and a script file; raises StoreError."""
-    flags, _, rest = body.partition("\n")
+def compose(name: str, text: str, libraries: Mapping[str, str]) -> Script:
+    """Compose flags, key names, the library files that a script uses (text by name) and its text; raises StoreError."""
+    flags, _, rest = text.partition("\n")
     if not flags.startswith("#!lua"):
         raise StoreError(f"{name}.lua: the first line must be #!lua with its flags")
-    code = "\n".join([*_needed(rest, helpers), rest])
-    text = f"{flags}\n{lua_preamble(code)}{code}"
-    return Script(name=name, text=text, sha=hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+    linked: dict[str, str] = {}
+    _link(f"{name}.lua", rest, libraries, linked, ())
+    code = "\n".join([*linked.values(), rest])
+    composed = f"{flags}\n{lua_preamble(code)}{code}"
+    return Script(name=name, text=composed, sha=hashlib.sha1(composed.encode(), usedforsecurity=False).hexdigest())
 
 
-def split_helpers(text: str) -> dict[str, str]:
-    """Split a helper file into its top-level ``local`` statements, by every name they define; drops comment lines."""
-    text = _COMMENT_LINES.sub("", text)
-    starts = [match.start() for match in _HELPER.finditer(text)]
-    parts = [text[start:end].rstrip() for start, end in zip(starts, [*starts[1:], None], strict=True)]
-    return {name: part for part in parts for name in _defined(part)}
-
-
-def _needed(code: str, helpers: Mapping[str, str]) -> list[str]:
-    """Return the helpers that a Lua text uses, each after the helpers that it uses itself."""
-    ordered: dict[str, None] = {}
-
-    def require(part: str, within: tuple[str, ...]) -> None:
-        bare = _NOT_CODE.sub("", part)
-        if "--[[" in part or _OTHER_TEXT.search(bare):
-            raise StoreError(f"use single quotes for Lua strings and one-line comments only:\n{part}")
-        for name in _NAME.findall(bare):
-            helper = helpers.get(name)
-            if helper is None or helper == part or helper in ordered:
-                continue
-            if helper in within:
-                raise StoreError(f"helper {name} depends on itself, or a local variable has its name:\n{part}")
-            require(helper, (*within, helper))
-            ordered[helper] = None
-
-    require(code, ())
-    return list(ordered)
-
-
-def _defined(part: str) -> list[str]:
-    match = _HELPER.match(part)
-    return match.group(1).split(", ") if match else []
+def _link(file: str, text: str, libraries: Mapping[str, str], linked: dict[str, str], within: tuple[str, ...]) -> None:
+    """Add the library files that a text lists to ``linked``, each after the files that it lists itself."""
+    header = text.partition("\n")[0]
+    if not header.startswith(_USES):
+        raise StoreError(f"{file}: a line with the library files that it uses is missing: {_USES} core fence")
+    for library in header.removeprefix(_USES).split():
+        if library in within:
+            raise StoreError(f"{file}: library file {library} uses itself: {' -> '.join((*within, library))}")
+        if library not in libraries:
+            raise StoreError(f"{file}: there is no library file {library}; there are {', '.join(sorted(libraries))}")
+        if library not in linked:
+            _link(f"lib/{library}.lua", libraries[library], libraries, linked, (*within, library))
+            linked[library] = libraries[library]
 
 
 @functools.cache
 def load_scripts() -> Mapping[str, Script]:
     """Load every script of the package, by name; cached for the process."""
     folder = resources.files("rollmesh.store") / "scripts"
-    helpers: dict[str, str] = {}
-    for name, text in sorted(_lua_files(folder / "lib").items()):
-        found = split_helpers(text)
-        if twice := helpers.keys() & found.keys():
-            raise StoreError(f"lib/{name}.lua: {', '.join(sorted(twice))} is also defined in another helper file")
-        helpers |= found
-    bodies = _lua_files(folder)
-    return MappingProxyType({name: compose(name, body, helpers) for name, body in sorted(bodies.items())})
+    libraries = _lua_files(folder / "lib")
+    scripts = _lua_files(folder)
+    return MappingProxyType({name: compose(name, text, libraries) for name, text in sorted(scripts.items())})
 
 
 def refuses_credentials(error: Exception) -> bool:

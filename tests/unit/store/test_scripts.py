@@ -9,7 +9,9 @@ import pytest
 
 from rollmesh.errors import StoreError
 from rollmesh.store.keys import Keys, lua_preamble
-from rollmesh.store.scripts import Script, compose, load_scripts, split_helpers
+from rollmesh.store.scripts import Script, compose, load_scripts
+
+from .lua_source import header_problem, split_functions
 
 SCRIPTS = load_scripts()
 ALLOCATE = {
@@ -44,37 +46,24 @@ def test_lua_and_python_build_the_same_names() -> None:
 @pytest.mark.parametrize("body", ["call('GET', K.mta)", "call('GET', grp_key(x))"])
 def test_an_unknown_key_in_a_script_is_found_at_load(body: str) -> None:
     with pytest.raises(KeyError, match="unknown keys"):
-        compose("bad", f"#!lua\n{body}", {"core": ""})
+        compose("bad", f"#!lua\n-- uses:\n{body}", {})
 
 
 def test_a_script_without_flags_is_refused() -> None:
     with pytest.raises(StoreError, match="first line"):
-        compose("bad", "return 1", {"core": ""})
+        compose("bad", "return 1", {})
 
 
-HELPERS = """-- About all of them.
-local call = redis.call
-local SEEN, GONE = 1, 2
-
--- About the first.
-local function first(id)
-  return call('GET', id)  -- not a call of second()
-end
-
-local function second(id)
-  return first(id) + SEEN
-end
-
-local function third(id)
-  return second(third(id) .. 'first')
-end
-"""
+LIBRARIES = {
+    "core": "-- uses:\nlocal call = redis.call\nlocal SEEN, GONE = 1, 2",
+    "first": "-- uses: core\nlocal function first(id)\n  return call('GET', id)  -- not a call of second()\nend",
+    "second": "-- uses: core first\nlocal function second(id)\n  return first(id) + SEEN\nend",
+    "third": "-- uses: first second\nlocal function third(id)\n  return first(second(id))\nend",
+}
 
 
-def test_a_script_gets_the_helpers_that_it_needs_before_those_that_need_them_and_no_other() -> None:
-    helpers = split_helpers(HELPERS)
-    assert set(helpers) == {"call", "SEEN", "GONE", "first", "second", "third"}
-    text = compose("one", "#!lua\nreturn second(KEYS[1]) + GONE", helpers).text
+def test_a_script_gets_the_libraries_that_it_lists_and_those_that_they_list_in_order_and_no_other() -> None:
+    text = compose("one", "#!lua\n-- uses: core second\nreturn second(KEYS[1]) + GONE", LIBRARIES).text
     order = [
         text.index(part) for part in ("local call", "local function first", "local function second", "return second")
     ]
@@ -83,25 +72,38 @@ def test_a_script_gets_the_helpers_that_it_needs_before_those_that_need_them_and
     assert "third" not in text
 
 
-def test_a_name_in_a_text_a_comment_or_a_field_is_no_need() -> None:
-    text = compose("one", "#!lua\n-- third()\nreturn {redis.call('first'), x.second}", split_helpers(HELPERS)).text
-    assert "local function" not in text
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("return 1", "is missing"),
+        ("-- uses: core fourth\nreturn 1", r"no library file fourth; there are back, bare, core"),
+        ("-- uses: loop\nreturn 1", r"lib/back.lua: library file loop uses itself: loop -> back -> loop"),
+        ("-- uses: bare\nreturn 1", r"lib/bare.lua: .* is missing"),
+    ],
+)
+def test_a_header_that_cannot_be_followed_is_refused(text: str, problem: str) -> None:
+    libraries = {**LIBRARIES, "loop": "-- uses: back\n", "back": "-- uses: loop\n", "bare": "local x = 1"}
+    with pytest.raises(StoreError, match=problem):
+        compose("bad", f"#!lua\n{text}", libraries)
 
 
-def test_a_name_right_after_a_concatenation_is_a_need() -> None:
-    assert "local function first" in compose("one", "#!lua\nreturn 'x'..first(KEYS[1])", split_helpers(HELPERS)).text
-
-
-def test_helpers_that_need_each_other_are_refused() -> None:
-    helpers = {"one": "local function one()\n  return two()\nend", "two": "local function two()\n  return one()\nend"}
-    with pytest.raises(StoreError, match="depends on itself"):
-        compose("bad", "#!lua\nreturn one()", helpers)
-
-
-@pytest.mark.parametrize("body", ['return "first"', "--[[ first\n]] return 1", "return [[first]]"])
-def test_text_in_which_names_would_be_misread_is_refused(body: str) -> None:
-    with pytest.raises(StoreError, match="single quotes"):
-        compose("bad", f"#!lua\n{body}", split_helpers(HELPERS))
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("-- uses: core first\nreturn first(call('GET', 'x'))", None),
+        ("-- uses: core\nreturn first(call('GET', 'x'))", "it calls first and does not list it"),
+        ("-- uses: core first\nreturn call('GET', 'x')", "it lists first and does not call it"),
+        ("-- uses: core\n-- third()\nreturn {call('first'), x.second}", None),
+        ("-- uses:\nreturn 'x'..second(1)", "it calls second and does not list it"),
+        ("-- uses:\nreturn x.y..third(1)", "it calls third and does not list it"),
+        ('-- uses:\nreturn "first"', "single quotes"),
+        ("-- uses:\n--[[ first\n]] return 1", "single quotes"),
+        ("-- uses:\nreturn [[first]]", "single quotes"),
+    ],
+)
+def test_a_missing_or_unused_header_entry_is_found(text: str, problem: str | None) -> None:
+    found = header_problem("one", text, LIBRARIES)
+    assert found is None if problem is None else found is not None and problem in found
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda s: s.name)
@@ -130,8 +132,16 @@ def test_a_script_names_keys_through_the_preamble_only(script: Script) -> None:
 
 FOLDER = resources.files("rollmesh.store") / "scripts"
 BODIES = {f.name: f.read_text() for f in FOLDER.iterdir() if f.name.endswith(".lua")}
-LIBRARY = {f.name: f.read_text() for f in (FOLDER / "lib").iterdir()}
-HELPER_TEXTS = {name: part for text in LIBRARY.values() for name, part in split_helpers(text).items()}
+LIBRARY = {f.name.removesuffix(".lua"): f.read_text() for f in (FOLDER / "lib").iterdir()}
+FUNCTIONS = {name: part for text in LIBRARY.values() for name, part in split_functions(text).items()}
+
+
+@pytest.mark.parametrize("name", [*BODIES, *LIBRARY])
+def test_the_header_of_a_file_lists_exactly_the_libraries_that_it_calls(name: str) -> None:
+    text = BODIES[name].partition("\n")[2] if name in BODIES else LIBRARY[name]
+    assert header_problem(name, text, LIBRARY) is None
+
+
 READS = (
     "EXISTS|GET|HEXISTS|HGET|HGETALL|HKEYS|HLEN|HMGET|INFO|LLEN|LRANGE|SCARD|SISMEMBER|SMEMBERS|SRANDMEMBER|STRLEN|TIME"
     "|XRANGE|ZCARD|ZCOUNT|ZMSCORE|ZRANGE|ZRANGEBYSCORE|ZSCORE"
@@ -147,7 +157,7 @@ def _using(pattern: str) -> re.Pattern[str]:
         found = re.compile("|".join([pattern, *(rf"\b{name}\(" for name in sorted(names))]))
         more = {
             name
-            for name, part in HELPER_TEXTS.items()
+            for name, part in FUNCTIONS.items()
             if name not in ("call", "fail", ON_ITS_OWN) and found.search(part.partition("\n")[2])
         }
         if more == names:
@@ -176,9 +186,9 @@ def test_a_script_refuses_before_its_first_write_or_not_at_all(name: str) -> Non
     assert half_way(BODIES[name]) is None
 
 
-@pytest.mark.parametrize("name", sorted(set(HELPER_TEXTS) - {"call", "fail", ON_ITS_OWN}))
+@pytest.mark.parametrize("name", sorted(set(FUNCTIONS) - {"call", "fail", ON_ITS_OWN}))
 def test_a_helper_refuses_before_its_first_write_or_not_at_all(name: str) -> None:
-    assert half_way(HELPER_TEXTS[name].partition("\n")[2]) is None
+    assert half_way(FUNCTIONS[name].partition("\n")[2]) is None
 
 
 @pytest.mark.parametrize(

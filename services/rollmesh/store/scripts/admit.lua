@@ -1,4 +1,5 @@
 #!lua
+-- uses: core counters fence roles
 -- Opens groups with their pending trajectories and advances the cursor.
 -- ARGV: leader, nonce, epoch and index before, epoch and index after, groups, then per group:
 --   id, needed, epoch, index, prompt bytes ('' when it was uploaded under its own key).

@@ -1,4 +1,5 @@
 #!lua
+-- uses: core fence replay roles
 -- Opens waiting groups of replayed dead letters, the oldest request first. ARGV: leader, maximum number of groups.
 -- Returns the number of opened groups.
 require_leader(ARGV[1])

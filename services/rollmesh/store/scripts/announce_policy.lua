@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: branch core roles
 -- Registers a published policy. ARGV: trainer, version, train step, path, manifest digest. Returns 0 for a repeat.
 require_trainer(ARGV[1])
 local version = tonumber(ARGV[2])

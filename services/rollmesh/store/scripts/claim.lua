@@ -1,4 +1,5 @@
 #!lua flags=no-writes,allow-oom
+-- uses: core roles
 -- Reads a slice of a batch; changes nothing.
 -- ARGV: trainer, train step, first and last group, maximum payload of the reply in tokens (of eight bytes).
 -- Returns (group, admission index, scored members, payload) in training order; nothing before the cut and past the end.

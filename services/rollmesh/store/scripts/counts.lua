@@ -1,4 +1,5 @@
 #!lua flags=no-writes,allow-oom
+-- uses: core
 -- Returns the size of every state, totals, drops and memory.
 local memory = call('INFO', 'memory')
 return {

@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core counters drop fence group roles
 -- Drops open or ready groups. ARGV: leader, reason, group ids. Returns the number of dropped groups.
 require_leader(ARGV[1])
 refuse_while_recovering('evict')

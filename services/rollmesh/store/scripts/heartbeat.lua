@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core fence roles
 -- Renews a session. ARGV: session. Returns the run_id of the server; after a change the worker re-registers.
 recovering()
 require_session(ARGV[1])

@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core fence
 -- Writes the limits of a run once; a second start must pass the same limits, but may raise train_steps. Every service
 -- starts with this script, so it must run when memory is short: memory is freed by training a batch, and the trainer
 -- restarts too. ARGV: '1' when a client restores a run that Redis has lost, then (field, value) pairs.

@@ -1,4 +1,5 @@
 #!lua
+-- uses: core
 -- Saves the state of a trajectory's environment after a turn, replacing the older one.
 -- ARGV: session, trajectory id, bytes. Returns 1 when the session holds the trajectory.
 local v = call('HMGET', trajectory_key(ARGV[2]), 'session', 'state')

@@ -1,4 +1,5 @@
 #!lua
+-- uses: bury core counters drop fence group last_lease roles
 -- pending | partial -> leased, at most pool_size over the whole mesh: partial trajectories of the oldest group first,
 -- then pending ones in admission order. ARGV: session, nonce, limit, maximum number of pending ones among them.
 -- Returns (id, attempt, birth version, tokens, is new, time of the first lease in ms, incarnation) per trajectory; a retry

@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: adopt branch core fence
 -- Completes a re-assertion. ARGV: trainer, committed step, trained step, newest batch file, epoch and index of the
 -- trainer's copy of the cursor, then (version, train step, path, digest) per policy, ascending.
 adopt_trainer(ARGV[1])

@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core counters give_back
 -- Releases trajectories of a worker. ARGV: session, '1' when the attempt does not count, ids.
 -- Returns the number of released trajectories and of processed ids; the caller sends the other ids again.
 local released, at = 0, 3

@@ -1,4 +1,5 @@
 #!lua
+-- uses: core fence replay
 -- Replays a dead letter as a new group with replay_of; a repeated call returns the same group. Without room, the group
 -- waits for the leader (admit_replays). ARGV: trajectory id, needed. Returns the group id.
 local id = ARGV[1]

@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core counters roles tombstones
 -- Consumes a batch: cut(s) -> consumed(s). ARGV: trainer, train step, number of steps for which tombstones are kept.
 require_trainer(ARGV[1])
 local step = tonumber(ARGV[2])

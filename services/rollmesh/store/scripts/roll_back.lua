@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core counters drop group roles
 -- Drops all unclaimed groups, oldest first, one slice per call. The first call with a nonce reverts a cut without a
 -- confirmed batch file and stores the newest admission index: groups up to it belong to the abandoned branch. While the
 -- index is stored nothing is cut; the last call deletes it.

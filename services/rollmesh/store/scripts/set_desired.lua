@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core roles
 -- Writes the desired state. ARGV: leader, pool size, paused (1|0), interrupt below version, reason, start at version, name
 -- of the set of groups that blocks the cut ('' for none). A set other than the stored one blocks from now on; a stored
 -- time ahead of the clock was written before the clock was set back.

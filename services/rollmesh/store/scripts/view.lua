@@ -1,4 +1,5 @@
 #!lua flags=allow-oom
+-- uses: core fence
 -- Reads a consistent view of the mesh in O(bound). ARGV: bound (groups per list), 0 for a view without single groups.
 -- Returns scalars, ready groups (id, index, step), open groups with the smallest step (same; those without tokens
 -- last), and (step, groups) over all open and ready groups with tokens.

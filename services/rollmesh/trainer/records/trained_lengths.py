@@ -1,7 +1,7 @@
 """Trained lengths: groups by the length decile of their longest trajectory.
 
-The decile is computed like the queue's (``store/scripts/lib/group.lua``), so trained and dropped groups are comparable.
-Dropping long groups is a bias that a mean length does not show.
+The decile is computed like the queue's (``store/scripts/lib/lengths.lua``), so trained and dropped groups are
+comparable. Dropping long groups is a bias that a mean length does not show.
 """
 
 from __future__ import annotations

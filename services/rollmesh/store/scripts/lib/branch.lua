@@ -1,3 +1,4 @@
+-- uses: core
 -- Every train step publishes one policy. A second policy of the same step comes from a rollback: the versions before it
 -- are an abandoned branch, and no trajectory may start on them.
 local function add_policy(version, train_step, path, digest)

@@ -1,3 +1,4 @@
+-- uses: core counters group steps
 -- Drops a reported first token that was never saved; its group may be younger without it. In a group of an older release
 -- this reads every member, so a script that releases many trajectories stops after MOST_MEMBERS_READ members.
 local members_read, MOST_MEMBERS_READ = 0, 256

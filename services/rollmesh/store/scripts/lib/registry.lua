@@ -1,3 +1,4 @@
+-- uses: core
 -- The version rises with every record that is written or removed, and with the clock, so that a Redis that came back with
 -- an earlier state never repeats a version.
 local function next_registry_version()

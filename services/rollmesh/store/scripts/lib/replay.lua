@@ -1,3 +1,4 @@
+-- uses: core
 -- A replay waits until the staleness bound and memory allow one more group. The bounds equal those of the scheduler.
 local ADMISSION_SHARE = 0.8
 

@@ -1,5 +1,4 @@
-local SAVED, DUPLICATE, REFUSED, LOST = 1, 2, 3, 4
-
+-- uses: core counters group save_status steps versions
 -- An item of append and finish is a head, "id incarnation offset before tokens after versions finish bytes generator n"
 -- with '-' for an empty word, and n segments; `before` and `after` are the digests of all tokens up to the offset and up
 -- to the end of the item. Returns the item at an index of ARGV, and the index of the next item.
@@ -20,19 +19,6 @@ local function read_items(first, number)
     items[item], at = read_item(at)
   end
   return items
-end
-
-local train_steps = {}
-local function train_step_of(version)
-  local step = train_steps[version]
-  if step == nil then
-    step = tonumber(call('HGET', K.versions, version))
-    if not step then
-      fail(recovering() and 'RECOVERING' or 'CONFLICT', 'policy version ' .. version .. ' has not been announced')
-    end
-    train_steps[version] = step
-  end
-  return step
 end
 
 local lowest_steps = {}
