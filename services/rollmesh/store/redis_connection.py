@@ -109,6 +109,11 @@ class Connection:
             await self.write_limits_again()
             return await self._run(name, *arguments)
 
+    async def run_named(self, name: str, *arguments: Argument) -> dict[str, Reply]:
+        """Run a script that replies with a map; returns its values by name."""
+        reply = await self.run(name, *arguments)
+        return {key.decode(): value for key, value in reply.items()}
+
     async def _run(self, name: str, *arguments: Argument) -> Reply:
         script = self._scripts[name]
 

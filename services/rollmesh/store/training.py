@@ -188,8 +188,10 @@ class Training:
     async def _claim_rows(self, trainer_session: str, train_step: int, first: int, size: int) -> list[Reply]:
         """Return groups of a batch as (group id, admission index, scored members, payload)."""
         last = first + size - 1
-        reply = await self._connection.run("claim", trainer_session, train_step, first, last, _TOKENS_PER_CLAIM)
-        return [reply[at : at + 4] for at in range(0, len(reply), 4)]
+        rows: list[Reply] = await self._connection.run(
+            "claim", trainer_session, train_step, first, last, _TOKENS_PER_CLAIM
+        )
+        return rows
 
     async def _load_groups(self, rows: Sequence[Reply]) -> list[Group]:
         """Return groups with prompt and tokens; a missing payload takes one round trip, linked chunks another."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import secrets
 from collections.abc import Iterable, Sequence
@@ -155,16 +156,16 @@ class TrajectoryQueue:
 
         For an agent that continues with a context that the trajectory does not contain. Raises SessionLost.
         """
-        status, *words = await self._connection.run("fork", session, trajectory_id, nonce)
-        if not words:
-            return Fork(status=ForkStatus(status.decode()))
-        name = words[0].decode()
+        reply = await self._connection.run_named("fork", session, trajectory_id, nonce)
+        if "id" not in reply:
+            return Fork(status=ForkStatus(reply["status"].decode()))
+        name = reply["id"].decode()
         prompt = (await self._load_prompts({group_of(name)})).get(group_of(name))
         if prompt is None:
             return Fork(status=ForkStatus.LOST)  # its group was evicted in between, with the lease
-        trajectory = build_trajectory(name, prompt, birth_version=int(words[1]), run=self._keys.run)
+        trajectory = build_trajectory(name, prompt, birth_version=reply["birth"], run=self._keys.run)
         leased = LeasedTrajectory(
-            trajectory=trajectory, attempt=1, lease_new=True, first_lease_time=int(words[2]) / 1000
+            trajectory=trajectory, attempt=1, lease_new=True, first_lease_time=reply["since"] / 1000
         )
         return Fork(status=ForkStatus.FORKED, leased=leased)
 
@@ -185,35 +186,35 @@ class TrajectoryQueue:
         return leased
 
     async def _leased(self, script: str, session: str, nonce: str, limit: int, *more: int) -> list[LeasedTrajectory]:
-        reply = await self._connection.run(script, session, nonce, limit, *more)
-        rows = [(reply[at].decode(), *map(int, reply[at + 1 : at + 7])) for at in range(0, len(reply), 7)]
-        ids = [row[0] for row in rows]
+        rows = json.loads(await self._connection.run(script, session, nonce, limit, *more))
+        ids = [row["id"] for row in rows]
         prompts = await self._load_prompts({group_of(i) for i in ids})
-        begun = [row[0] for row in rows if row[3]]
+        begun = [row["id"] for row in rows if int(row["tokens"])]
         saved = await self._load_saved(begun)
         snapshots = await self._load_field(begun, "snapshot")
         finishes = await self._load_field(ids, "finish") if script == "lease_scoring" else {}
         leased = []
-        for trajectory_id, attempt, birth_version, tokens, lease_new, first_lease_ms, incarnation in rows:
+        for row in rows:
+            trajectory_id = row["id"]
             prompt = prompts.get(group_of(trajectory_id))
-            if prompt is None or (tokens and trajectory_id not in saved):
+            if prompt is None or (int(row["tokens"]) and trajectory_id not in saved):
                 continue  # its group was evicted in between, with the lease
             trajectory = build_trajectory(
                 trajectory_id,
                 prompt,
                 saved.get(trajectory_id, ()),
-                birth_version=birth_version,
+                birth_version=int(row["birth"]),
                 finish=finishes.get(trajectory_id),
                 run=self._keys.run,
             )
             leased.append(
                 LeasedTrajectory(
                     trajectory=trajectory,
-                    attempt=attempt,
-                    lease_new=bool(lease_new),
-                    first_lease_time=first_lease_ms / 1000,
+                    attempt=int(row["attempt"]),
+                    lease_new=row["new"],
+                    first_lease_time=int(row["since"]) / 1000,
                     snapshot=snapshots.get(trajectory_id),
-                    incarnation=incarnation,
+                    incarnation=int(row["incarnation"]),
                 )
             )
         return leased
@@ -308,17 +309,20 @@ def _head(item: Append | Finish, chunk: SavedChunk, finish: str) -> str:
             f"{item.trajectory_id}: token_offset is {item.token_offset}, but digest covers {item.digest.token_count} "
             "tokens: pass the digest of the tokens before the offset"
         )
-    after = item.digest.extended(item.segments)
-    return (
-        f"{item.trajectory_id} {item.incarnation} {item.token_offset} {item.digest} {chunk.token_count} {after} "
-        f"{chunk.versions or '-'} {finish or '-'} {chunk.byte_count} {_one_word(item)} {len(chunk.elements)}"
-    )
-
-
-def _one_word(item: Append | Finish) -> str:
-    """Return the generator of a save without spaces; '-' when unknown."""
-    name = item.generator if isinstance(item, Append) else ""
-    return "".join(name.split()) or "-"
+    head = {
+        "id": item.trajectory_id,
+        "incarnation": str(item.incarnation),
+        "offset": item.token_offset,
+        "before": str(item.digest),
+        "tokens": chunk.token_count,
+        "after": str(item.digest.extended(item.segments)),
+        "versions": chunk.versions,
+        "finish": finish,
+        "bytes": chunk.byte_count,
+        "generator": item.generator if isinstance(item, Append) else "",
+        "elements": len(chunk.elements),
+    }
+    return json.dumps(head)
 
 
 def _score_arguments(item: Score) -> Sequence[Argument]:

@@ -33,66 +33,71 @@ class MeshReader:
 
     async def _read(self, groups: bool) -> tuple[MeshView, Sequence[bytes]]:
         limits = await self._limits.get()
-        raw = await self._connection.run("view", 2 * limits.groups_per_batch if groups else 0)
-        now, trained_step = float(raw[0]) / 1000, int(raw[1])
-        blocked_by, blocked_since = _blocked(raw[14], now)
+        raw = await self._connection.run_named("view", 2 * limits.groups_per_batch if groups else 0)
+        now, trained_step = int(raw["now"]) / 1000, int(raw["trained_step"])
+        blocked_by, blocked_since = _blocked(raw["blocked_since"], now)
         oldest_in_loss = trained_step - limits.max_staleness if limits.mask_old_segments else None
         view = MeshView(
             now=now,
             trained_step=trained_step,
-            cut_step=int(raw[2]),
-            policy_version=int(raw[3]),
-            policy_train_step=int(raw[4]),
-            admitted_unconsumed=int(raw[5]),
-            open_groups=int(raw[6]),
-            ready_groups=int(raw[7]),
-            pending=int(raw[8]),
-            partial=int(raw[9]),
-            leased=int(raw[10]),
-            finished=int(raw[11]),
-            memory_ratio=float(raw[12]),
-            used_memory_bytes=int(raw[21]),
-            max_memory_bytes=int(raw[22]),
-            saved_bytes_total=int(raw[23]),
-            finished_total=int(raw[24]),
-            mean_prompt_bytes=int(raw[34]) / max(1, int(raw[35])),
-            filtered_in_a_row=int(raw[13]),
-            unscored_in_a_row=int(raw[20]),
+            cut_step=int(raw["cut_step"]),
+            policy_version=int(raw["policy_version"]),
+            policy_train_step=int(raw["policy_train_step"]),
+            admitted_unconsumed=int(raw["admitted_groups"]),
+            open_groups=int(raw["open_groups"]),
+            ready_groups=int(raw["ready_groups"]),
+            pending=int(raw["pending"]),
+            partial=int(raw["partial"]),
+            leased=int(raw["leased"]),
+            finished=int(raw["finished"]),
+            memory_ratio=float(raw["memory_ratio"]),
+            used_memory_bytes=int(raw["used_memory"]),
+            max_memory_bytes=int(raw["max_memory"]),
+            saved_bytes_total=int(raw["saved_bytes_total"]),
+            finished_total=int(raw["finished_total"]),
+            mean_prompt_bytes=int(raw["prompt_bytes_total"]) / max(1, int(raw["prompts_total"])),
+            filtered_in_a_row=int(raw["filtered_in_a_row"]),
+            unscored_in_a_row=int(raw["unscored_in_a_row"]),
             blocked_by=blocked_by,
             blocked_since=blocked_since,
-            registered_generators=int(raw[25]),
-            desired=_desired(raw[27:32]),
-            failure=raw[26].decode(),
-            recovering=bool(raw[15]),
-            user_paused=raw[16] == b"1",
+            registered_generators=int(raw["generators"]),
+            desired=Desired(
+                pool_size=int(raw["pool_size"]),
+                paused=raw["paused"] == b"1",
+                interrupt_below_version=int(raw["interrupt_below_version"]),
+                reason=raw["reason"].decode(),
+                start_at_version=int(raw["start_at_version"]),
+            ),
+            failure=raw["failure"].decode(),
+            recovering=bool(raw["recovering"]),
+            user_paused=raw["user_paused"] == b"1",
             listed=groups,
-            launcher_paused=raw[32] == b"1",
-            ready=_groups(raw[17], oldest_in_loss),
-            stalest_open=_groups(raw[18], oldest_in_loss),
-            unclaimed_by_step=tuple((int(raw[19][at]), int(raw[19][at + 1])) for at in range(0, len(raw[19]), 2)),
+            launcher_paused=raw["launcher_paused"] == b"1",
+            ready=_groups(raw["ready"], oldest_in_loss),
+            stalest_open=_groups(raw["open"], oldest_in_loss),
+            unclaimed_by_step=tuple((int(step), int(count)) for step, count in raw["unclaimed"]),
             is_complete=trained_step >= limits.train_steps,
         )
-        return view, raw[33]
+        return view, raw["settings"]
 
     async def counts(self) -> StoreCounts:
         """Return the size of every state, lifetime totals, drops by reason, and memory."""
-        raw = await self._connection.run("counts")
-        counters, drops = _pairs(raw[0]), _pairs(raw[1])
+        raw = await self._connection.run_named("counts")
+        counters, drops = _pairs(raw["counters"]), _pairs(raw["drops"])
         trajectories = {name: counters.get(name, 0) for name in _LIVE}
-        trajectories |= {"pending": int(raw[2]), "partial": int(raw[3])}
         return StoreCounts(
-            trajectories=trajectories,
-            groups={"open": int(raw[5]), "ready": int(raw[6]), "cut": int(raw[7])},
+            trajectories={**trajectories, "pending": raw["pending"], "partial": raw["partial"]},
+            groups={"open": raw["open"], "ready": raw["ready"], "cut": raw["cut"]},
             totals={name: value for name, value in counters.items() if name not in _LIVE},
             drops={name.removeprefix("groups:"): n for name, n in drops.items() if name.startswith("groups:")},
             dropped_tokens={name.removeprefix("tokens:"): n for name, n in drops.items() if name.startswith("tokens:")},
             drop_deciles={name.removeprefix("decile:"): n for name, n in drops.items() if name.startswith("decile:")},
-            scoring_queue=int(raw[4]),
-            sessions=int(raw[8]),
-            dead_letters=int(raw[9]),
-            used_memory_bytes=int(raw[10]),
-            max_memory_bytes=int(raw[11]),
-            finished_lengths={int(bucket): n for bucket, n in _pairs(raw[12]).items()},
+            scoring_queue=raw["scoring"],
+            sessions=raw["sessions"],
+            dead_letters=raw["letters"],
+            used_memory_bytes=raw["used_memory"],
+            max_memory_bytes=raw["max_memory"],
+            finished_lengths={int(bucket): n for bucket, n in _pairs(raw["lengths"]).items()},
         )
 
     async def live_groups(self) -> list[str]:
@@ -117,26 +122,15 @@ def _blocked(stored: bytes, now: float) -> tuple[str, float | None]:
     return name.decode(), int(since) / 1000
 
 
-def _desired(fields: Sequence[bytes]) -> Desired:
-    pool_size, paused, interrupt_below, reason, start_at = fields
-    return Desired(
-        pool_size=int(pool_size),
-        paused=paused == b"1",
-        interrupt_below_version=int(interrupt_below),
-        reason=reason.decode(),
-        start_at_version=int(start_at),
-    )
-
-
 def _groups(rows: Sequence[Reply], oldest_in_loss: int | None) -> tuple[GroupView, ...]:
     views = []
-    for at in range(0, len(rows), 3):
-        step = float(rows[at + 2])
+    for group_id, index, train_step in rows:
+        step = float(train_step)
         lowest = None if math.isinf(step) else int(step)
         if lowest is not None and oldest_in_loss is not None:
             # Tokens older than the bound are masked out of the loss, so they do not count.
             lowest = max(lowest, oldest_in_loss)
-        views.append(GroupView(group_id=rows[at].decode(), admission_index=int(rows[at + 1]), min_train_step=lowest))
+        views.append(GroupView(group_id=group_id.decode(), admission_index=int(index), min_train_step=lowest))
     return tuple(views)
 
 

@@ -37,8 +37,6 @@ for _, gid in ipairs(call('LRANGE', batch_groups_key(step), ARGV[3], ARGV[4])) d
       tokens = tokens + tonumber(m[6])
     end
   end
-  local at = #reply
-  reply[at + 1], reply[at + 2], reply[at + 3] = gid, tonumber(v[1]), members
-  reply[at + 4] = payload_of(gid, members, tokens)
+  reply[#reply + 1] = {gid, tonumber(v[1]), members, payload_of(gid, members, tokens)}
 end
 return reply

@@ -1,10 +1,12 @@
 #!lua flags=no-writes,allow-oom
 -- uses: core
--- Returns the size of every state, totals, drops and memory.
+-- Returns a map: the size of every state, totals, drops and memory.
 local memory = call('INFO', 'memory')
-return {
-  call('HGETALL', K.counts), call('HGETALL', K.drops), call('ZCARD', K.pending), call('ZCARD', K.partial),
-  call('ZCARD', K.scoring), call('ZCARD', K.open), call('ZCARD', K.ready), call('HLEN', K.cut),
-  call('ZCARD', K.sessions), call('ZCARD', K.letters), tonumber(string.match(memory, 'used_memory:(%d+)')),
-  tonumber(string.match(memory, '\nmaxmemory:(%d+)')), call('HGETALL', K.lengths),
-}
+return {map = {
+  counters = call('HGETALL', K.counts), drops = call('HGETALL', K.drops), lengths = call('HGETALL', K.lengths),
+  pending = call('ZCARD', K.pending), partial = call('ZCARD', K.partial), scoring = call('ZCARD', K.scoring),
+  open = call('ZCARD', K.open), ready = call('ZCARD', K.ready), cut = call('HLEN', K.cut),
+  sessions = call('ZCARD', K.sessions), letters = call('ZCARD', K.letters),
+  used_memory = tonumber(string.match(memory, 'used_memory:(%d+)')),
+  max_memory = tonumber(string.match(memory, '\nmaxmemory:(%d+)')),
+}}

@@ -1,24 +1,24 @@
 #!lua
--- uses: bury core counters drop fence group last_lease roles
+-- uses: bury core counters drop fence group roles
 -- pending | partial -> leased, at most pool_size over the whole mesh: partial trajectories of the oldest group first,
 -- then pending ones in admission order. ARGV: session, nonce, limit, maximum number of pending ones among them.
--- Returns (id, attempt, birth version, tokens, is new, time of the first lease in ms, incarnation) per trajectory; a retry
--- with the same nonce gets the same reply. All values are text, which avoids a conversion of numbers at every step.
+-- Returns JSON, one object per trajectory; a retry with the same nonce gets the same reply. `since` is the time of the
+-- first lease in ms. All values but `new` are text, which avoids a conversion of numbers at every step.
 local session = ARGV[1]
 require_session(session)
 local before = call('HMGET', session_key(session), 'lease_nonce', 'lease_reply')
-if before[1] == ARGV[2] then return words_of(before[2]) end
-if recovering() then return {} end
+if before[1] == ARGV[2] then return before[2] end
+if recovering() then return '[]' end
 local meta = call('HMGET', K.meta, 'user_paused', 'policy_version', 'launcher_paused')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused')
-if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return {} end
+if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return '[]' end
 local free = tonumber(desired[1] or '0') - tonumber(call('HGET', K.counts, 'leased') or '0')
 local room = math.min(tonumber(ARGV[3]), free)
 local most_new = tonumber(ARGV[4] or ARGV[3])
 local max_attempts = tonumber(call('HGET', K.limits, 'max_attempts'))
 local birth = tonumber(meta[2] or '0') > 0 and meta[2] or '0'
 local now_text = integer(now())
-local reply, held, buried = {}, {}, 0
+local leased, held, buried = {}, {}, 0
 -- A dead letter may delete a whole group; the number per call is limited, the rest wait for the next call.
 local MOST_BURIALS = most_burials()
 
@@ -38,10 +38,9 @@ local function take(id, order)
   call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order, 'attempts', attempts,
     'mark', tokens, 'tokens', tokens, 'birth', born, 'since', since)
   held[#held + 1] = id
-  local at = #reply
-  reply[at + 1], reply[at + 2], reply[at + 3] = id, attempts, born
-  reply[at + 4], reply[at + 5], reply[at + 6] = tokens, v[1] and '0' or '1', since
-  reply[at + 7] = v[6] or '0'
+  leased[#leased + 1] = {
+    id = id, attempt = attempts, birth = born, tokens = tokens, new = not v[1], since = since, incarnation = v[6] or '0',
+  }
   return true
 end
 
@@ -61,9 +60,11 @@ end
 
 take_from(K.partial, room)
 take_from(K.pending, math.min(room, #held + most_new))
+local reply = '[]'
 if #held > 0 then
+  reply = cjson.encode(leased)
   call('SADD', held_key(session), unpack(held))
-  call('HSET', session_key(session), 'lease_nonce', ARGV[2], 'lease_reply', table.concat(reply, ' '))
+  call('HSET', session_key(session), 'lease_nonce', ARGV[2], 'lease_reply', reply)
   count('leased', #held)
   count('leases_total', #held)
 end

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- uses: core fence
 -- Reads a consistent view of the mesh in O(bound). ARGV: bound (groups per list), 0 for a view without single groups.
--- Returns scalars, ready groups (id, index, step), open groups with the smallest step (same; those without tokens
--- last), and (step, groups) over all open and ready groups with tokens.
+-- Returns a map. `ready` has (id, index, step) of each ready group, `open` the same of the open groups with the smallest
+-- step (those without tokens last), `unclaimed` has (step, groups) over all open and ready groups with tokens.
 local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',
@@ -40,8 +40,7 @@ for first = 1, #ids, 1000 do
   local indexes = call('ZMSCORE', K.ready, unpack(ids, first, last))
   local steps = call('ZMSCORE', K.ready_steps, unpack(ids, first, last))
   for at = first, last do
-    local to = #ready
-    ready[to + 1], ready[to + 2], ready[to + 3] = ids[at], indexes[at - first + 1], steps[at - first + 1]
+    ready[#ready + 1] = {ids[at], indexes[at - first + 1], steps[at - first + 1]}
   end
 end
 
@@ -50,18 +49,11 @@ local stalest = bound > 0 and call('ZRANGE', K.open_steps, 0, bound - 1, 'WITHSC
 for at = 1, #stalest, 2 do
   local index = call('ZSCORE', K.open, stalest[at])
   -- During a recovery this index may have entries of groups that are not open.
-  if index then
-    local to = #open
-    open[to + 1], open[to + 2], open[to + 3] = stalest[at], index, stalest[at + 1]
-  end
+  if index then open[#open + 1] = {stalest[at], index, stalest[at + 1]} end
 end
 if #stalest < 2 * bound then
   for _, gid in ipairs(call('ZRANGE', K.open, 0, bound - 1)) do
-    if not call('ZSCORE', K.open_steps, gid) then
-      open[#open + 1] = gid
-      open[#open + 1] = call('ZSCORE', K.open, gid)
-      open[#open + 1] = 'inf'
-    end
+    if not call('ZSCORE', K.open_steps, gid) then open[#open + 1] = {gid, call('ZSCORE', K.open, gid), 'inf'} end
   end
 end
 
@@ -71,22 +63,25 @@ for _, key in ipairs({K.open_steps, K.ready_steps}) do
   local lowest = call('ZRANGE', key, 0, 0, 'WITHSCORES')
   if lowest[2] and lowest[2] ~= 'inf' then oldest = math.min(oldest, tonumber(lowest[2])) end
 end
-local by_step = {}
+local unclaimed = {}
 if oldest < math.huge then
   for step = oldest, math.min(newest, oldest + 255) do
     local n = call('ZCOUNT', K.open_steps, step, step) + call('ZCOUNT', K.ready_steps, step, step)
-    if n > 0 then
-      by_step[#by_step + 1] = step
-      by_step[#by_step + 1] = n
-    end
+    if n > 0 then unclaimed[#unclaimed + 1] = {step, n} end
   end
 end
-return {
-  tostring(now()), meta[1], meta[2], meta[3], meta[4], open_count + ready_count + cut_count, open_count, ready_count,
-  pending, partial, counts[1] or '0', counts[2] or '0', ratio, meta[5], meta[6] or '', is_recovering,
-  meta[7] or '0', ready, open, by_step, meta[8] or '0',
-  used, limit, counts[3] or '0', finished_total,
-  call('ZCOUNT', K.generator_expiry, now(), '+inf'), meta[10] and meta[11] == meta[12] and meta[10] or '',
-  desired[1] or '0', desired[2] or '0', desired[3] or '0', desired[4] or '', desired[5] or '0',
-  meta[13] or '0', call('HGETALL', K.settings), counts[5] or '0', counts[6] or '0',
-}
+return {map = {
+  now = integer(now()), recovering = is_recovering,
+  trained_step = meta[1], cut_step = meta[2], policy_version = meta[3], policy_train_step = meta[4],
+  admitted_groups = open_count + ready_count + cut_count, open_groups = open_count, ready_groups = ready_count,
+  pending = pending, partial = partial, leased = counts[1] or '0', finished = counts[2] or '0',
+  filtered_in_a_row = meta[5], unscored_in_a_row = meta[8] or '0', blocked_since = meta[6] or '',
+  user_paused = meta[7] or '0', launcher_paused = meta[13] or '0',
+  failure = meta[10] and meta[11] == meta[12] and meta[10] or '',
+  memory_ratio = ratio, used_memory = used, max_memory = limit, saved_bytes_total = counts[3] or '0',
+  finished_total = finished_total, prompt_bytes_total = counts[5] or '0', prompts_total = counts[6] or '0',
+  generators = call('ZCOUNT', K.generator_expiry, now(), '+inf'),
+  pool_size = desired[1] or '0', paused = desired[2] or '0', interrupt_below_version = desired[3] or '0',
+  reason = desired[4] or '', start_at_version = desired[5] or '0',
+  settings = call('HGETALL', K.settings), ready = ready, open = open, unclaimed = unclaimed,
+}}

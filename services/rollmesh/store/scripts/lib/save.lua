@@ -1,16 +1,11 @@
 -- uses: core counters group save_status steps versions
--- An item of append and finish is a head, "id incarnation offset before tokens after versions finish bytes generator n"
--- with '-' for an empty word, and n segments; `before` and `after` are the digests of all tokens up to the offset and up
--- to the end of the item. Returns the item at an index of ARGV, and the index of the next item.
+-- An item of append and finish is a head and `elements` segments. The head is JSON: id, incarnation, offset, before,
+-- tokens, after, versions, finish, bytes, generator, elements; `before` and `after` are the digests of all tokens up to
+-- the offset and up to the end of the item. Returns the item at an index of ARGV, and the index of the next item.
 local function read_item(at)
-  local id, incarnation, offset, before, tokens, after, versions, finish, bytes, generator, n =
-    string.match(ARGV[at], '^(%S+) (%d+) (%d+) (%S+) (%d+) (%S+) (%S+) (%S+) (%d+) (%S+) (%d+)$')
-  n = tonumber(n)
-  return {
-    id = id, incarnation = incarnation, offset = tonumber(offset), before = before, tokens = tonumber(tokens),
-    after = after, versions = versions, finish = finish, bytes = tonumber(bytes), generator = generator,
-    first = at + 1, last = at + n,
-  }, at + 1 + n
+  local item = cjson.decode(ARGV[at])
+  item.first, item.last = at + 1, at + item.elements
+  return item, item.last + 1
 end
 
 local function read_items(first, number)
@@ -103,7 +98,7 @@ local function save(session, item)
     fields[#fields + 1] = 'version'
     fields[#fields + 1] = version
   end
-  if item.generator ~= '-' then
+  if item.generator ~= '' then
     fields[#fields + 1] = 'generator'
     fields[#fields + 1] = item.generator
   end
