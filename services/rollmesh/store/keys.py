@@ -1,92 +1,73 @@
-"""Key names of the trajectory queue, for Python and for Lua.
+"""Key names of the trajectory queue, for Python and for Lua, and the names of the trajectory states for Lua.
 
 All keys of a run share the hash tag ``{run}``. Python gets the names from a ``Keys`` object, Lua scripts from
 ``lua_preamble``. No name is written anywhere else.
-
-    single keys                                      keys per identity
-    meta         run state: steps, cursor, leader    trajectory   state, session, tokens, reward
-    limits       RunLimits of the run                segments     its saved segments, protobuf, in order
-    counts       counters by state, totals           chunk        a segment over 64 KB, linked from ``segments``
-    dropped      large dropped groups to sweep
-    drops        dropped groups, wasted tokens       group        counters of a group
-    lengths      histogram of finished lengths       prompt       its prompt, protobuf
-    pending      trajectories never leased           upload       a prompt over 64 KB before its admission
-    partial      unfinished trajectories at rest     held         trajectories held by a session
-    scoring      finished ones without a worker      session      last lease of a session (for retries)
-    open, ready  groups by admission index           batch        digest of a cut
-    open_steps,  groups by the smallest train_step   batch_groups ordered groups of a cut
-    ready_steps  of their tokens                     letter       a dead letter
-    cut          group -> train step of its cut      letter_segments, letter_prompt   its payload
-    tombstones   trained, dropped groups, by step    evaluation   request, holder and result
-    scale        requested replicas by service
-    scaler       launcher that applies ``scale``
-    generator_*  expiry of generators, and the registry version of their records
-    settings     settings by the operator or the launcher, numbered
-    replays      replayed dead letters that wait for room
-    reports      newest step reports, by train step
 """
 
 from __future__ import annotations
 
 import re
 
+from rollmesh.types import TrajectoryState
+
 _SINGLE = frozenset(
     {
-        "meta",
-        "limits",
-        "counts",
-        "dropped",
-        "drops",
-        "lengths",
-        "desired",
-        "pending",
-        "partial",
-        "scoring",
-        "open",
-        "ready",
-        "open_steps",
-        "ready_steps",
-        "cut",
-        "cuts",
-        "tombstones",
-        "unswept",
-        "ledger",
-        "sessions",
-        "closing",
-        "trainers",
-        "policies",
-        "versions",
-        "generators",
-        "generator_expiry",
-        "generator_changes",
-        "letters",
-        "evaluations",
-        "evaluation_queue",
-        "evaluation_claims",
-        "replays",
-        "reports",
-        "scale",
-        "scaler",
-        "settings",
+        "meta",  # run state: steps, cursor, leader, trainer, recovery, pin
+        "limits",  # RunLimits of the run
+        "counts",  # counters by state, and totals
+        "dropped",  # large dropped groups to sweep
+        "drops",  # number of dropped groups and of their tokens, by reason
+        "lengths",  # histogram of finished lengths
+        "desired",  # desired state by the leader, and the registry version of the generators
+        "pending",  # trajectories never leased
+        "partial",  # unfinished trajectories without a worker
+        "scoring",  # finished trajectories without a worker
+        "open",  # open groups by admission index
+        "ready",  # ready groups by admission index
+        "open_steps",  # open groups by the smallest train_step of their tokens
+        "ready_steps",  # ready groups by the same
+        "cut",  # group -> train step of its cut
+        "cuts",  # stream of cuts that the trainer waits on
+        "tombstones",  # trained and dropped groups, by train step
+        "unswept",  # train steps of confirmed batches whose records are not all deleted
+        "ledger",  # stream of dropped groups with their reasons
+        "sessions",  # open worker sessions by expiry
+        "closing",  # closed sessions that still hold trajectories
+        "trainers",  # trainer sessions by start time
+        "policies",  # stream of announced policies
+        "versions",  # policy version -> train step
+        "generators",  # generator records
+        "generator_expiry",  # expiry of the generators
+        "generator_changes",  # registry version of each generator record
+        "letters",  # dead letters by time
+        "evaluations",  # evaluations in the order of their requests
+        "evaluation_queue",  # evaluations without a worker
+        "evaluation_claims",  # evaluation -> session that runs it
+        "replays",  # replayed dead letters that wait for room
+        "reports",  # newest step reports, by train step
+        "scale",  # requested replicas by service
+        "scaler",  # launcher that applies the requested replicas
+        "settings",  # numbered settings by the operator or the launcher
     }
 )
 _PER_IDENTITY = {
-    "trajectory": "t",
-    "segments": "s",
-    "chunk": "c",
-    "group": "g",
-    "prompt": "p",
-    "upload": "u",
-    "held": "h",
-    "session": "w",
-    "batch": "b",
-    "batch_groups": "bg",
-    "letter": "l",
-    "letter_segments": "ls",
-    "letter_prompt": "lp",
-    "evaluation": "e",
+    "trajectory": "t",  # state, session, token count, reward
+    "segments": "s",  # its saved segments, protobuf, in order
+    "chunk": "c",  # a segment over 64 KB, linked from ``segments``
+    "group": "g",  # counters of a group
+    "prompt": "p",  # its prompt, protobuf
+    "upload": "u",  # a prompt over 64 KB before its admission
+    "held": "h",  # trajectories held by a session
+    "session": "w",  # worker and last leases of a session
+    "batch": "b",  # digest of a cut
+    "batch_groups": "bg",  # ordered groups of a cut
+    "letter": "l",  # a dead letter
+    "letter_segments": "ls",  # its segments
+    "letter_prompt": "lp",  # its prompt
+    "evaluation": "e",  # request and result
 }
 _SINGLE_IN_LUA = re.compile(r"\bK\.(\w+)")
+_STATE_IN_LUA = re.compile(r"\bS\.(\w+)")
 _IDENTITY_IN_LUA = re.compile(r"\b(\w+)_key\(")
 
 
@@ -109,18 +90,21 @@ class Keys:
 
 
 def lua_preamble(body: str) -> str:
-    """Return definitions of the keys that a Lua text uses: ``K.<single>`` and ``<kind>_key(identity)``.
+    """Return definitions of the names that a Lua text uses: ``K.<key>``, ``<kind>_key(identity)``, ``S.<state>``.
 
-    KEYS[1] of every script is the run's prefix. Raises KeyError, which names the unknown keys.
+    KEYS[1] of every script is the run's prefix. Raises KeyError, which names the unknown keys and states.
     """
     singles = sorted(set(_SINGLE_IN_LUA.findall(body)))
     unknown = [name for name in singles if name not in _SINGLE]
     kinds = sorted(set(_IDENTITY_IN_LUA.findall(body)))
     unknown += [kind for kind in kinds if kind not in _PER_IDENTITY]
+    states = sorted(set(_STATE_IN_LUA.findall(body)))
+    unknown += [state for state in states if state not in set(TrajectoryState)]
     if unknown:
-        raise KeyError(f"unknown keys in a Lua script: {', '.join(unknown)}")
+        raise KeyError(f"unknown keys or states in a Lua script: {', '.join(unknown)}")
     lines = ["local P = KEYS[1]"]
     lines.append("local K = {" + ", ".join(f"{name} = P .. '{name}'" for name in singles) + "}")
+    lines.append("local S = {" + ", ".join(f"{state} = '{state}'" for state in states) + "}")
     for kind in kinds:
         lines.append(f"local function {kind}_key(id) return P .. '{_PER_IDENTITY[kind]}:' .. id end")
     return "\n".join(lines) + "\n"

@@ -82,7 +82,8 @@ class Unclaimed:
                 continue  # its group was dropped between the reads
             earlier = before.trajectory.segments if before else ()
             later = decode_segments(parts, chunks[i])
-            offsets[i] = list(accumulate((len(s) for s in later), initial=sum(len(s) for s in earlier)))
+            ends = accumulate((len(s) for s in later), initial=sum(len(s) for s in earlier))
+            offsets[i] = list(ends)[1:]
             trajectory = build_trajectory(
                 i, prompt, join_segments((*earlier, *later)), birth_version=int(record[1] or 0)
             )
@@ -98,8 +99,8 @@ class Unclaimed:
     async def _with_digests(
         self, found: Mapping[str, SavedTokens], offsets: Mapping[str, Sequence[int]]
     ) -> dict[str, SavedTokens]:
-        """Add the digests of the saves between these token offsets: record fields ``c<start>`` and ``d<end>``."""
-        names = {i: [*(f"c{n}" for n in offsets[i][:-1]), *(f"d{n}" for n in offsets[i][1:])] for i in found}
+        """Add the digests of the saves that end at these token offsets: record fields ``d<end>``."""
+        names = {i: [f"d{n}" for n in offsets[i]] for i in found}
         replies = await self._connection.commands([("HMGET", self._keys.of("trajectory", i), *names[i]) for i in found])
         return {
             i: replace(

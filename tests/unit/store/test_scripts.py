@@ -10,6 +10,7 @@ import pytest
 from rollmesh.errors import StoreError
 from rollmesh.store.keys import Keys, lua_preamble
 from rollmesh.store.scripts import Script, compose, load_scripts
+from rollmesh.types import TrajectoryState
 
 from .lua_source import header_problem, split_functions
 
@@ -43,9 +44,9 @@ def test_lua_and_python_build_the_same_names() -> None:
     assert "local function group_key(id) return P .. 'g:' .. id end" in text
 
 
-@pytest.mark.parametrize("body", ["call('GET', K.mta)", "call('GET', grp_key(x))"])
+@pytest.mark.parametrize("body", ["call('GET', K.mta)", "call('GET', grp_key(x))", "return S.leasd"])
 def test_an_unknown_key_in_a_script_is_found_at_load(body: str) -> None:
-    with pytest.raises(KeyError, match="unknown keys"):
+    with pytest.raises(KeyError, match="unknown keys or states"):
         compose("bad", f"#!lua\n-- uses:\n{body}", {})
 
 
@@ -117,6 +118,12 @@ def test_no_function_of_a_script_is_called_above_its_definition(script: Script) 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda s: s.name)
 def test_a_script_runs_without_memory_exactly_when_it_does_not_take_any(script: Script) -> None:
     assert ("allow-oom" in script.text.partition("\n")[0]) == (script.name not in ALLOCATE)
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda s: s.name)
+def test_a_script_names_states_through_the_preamble_only(script: Script) -> None:
+    states = "|".join(TrajectoryState)
+    assert re.search(rf"(?:'state',|[=~]=) '({states})'", script.text) is None
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=lambda s: s.name)

@@ -32,7 +32,7 @@ for _, gid in ipairs(call('LRANGE', batch_groups_key(step), ARGV[3], ARGV[4])) d
   local v, members, tokens = call('HMGET', group_key(gid), 'index', 'launched'), {}, 0
   for member = 0, tonumber(v[2]) - 1 do
     local m = call('HMGET', trajectory_key(gid .. '.' .. member), 'state', 'birth', 'finish', 'outcome', 'reward', 'tokens')
-    if m[1] == 'scored' then
+    if m[1] == S.scored then
       members[#members + 1] = {member, m[2], m[3], m[4], m[5]}
       tokens = tokens + tonumber(m[6])
     end

@@ -3,15 +3,15 @@
 -- Adds a member to the group of a held trajectory and leases it to the same session: its agent continues with a context
 -- that the trajectory does not contain. A group has at most 2 * `needed` members, replacements included, and the pool at
 -- most pool_size. ARGV: session, trajectory, nonce.
--- Returns a map: `status`, and of a new member `id`, `birth` and `since`, the time of its lease in ms. A retry with the
--- same nonce gets the same member.
+-- Returns a map: `status`, and of a new member `id`, `birth` and `since`, the time of its lease in ms. A retry with
+-- the same nonce gets the same member.
 local session, parent = ARGV[1], ARGV[2]
 require_session(session)
 local v = call('HMGET', trajectory_key(parent), 'session', 'state', 'fork_nonce', 'fork')
-if v[1] ~= session or v[2] ~= 'leased' then return {map = {status = 'lost'}} end
+if v[1] ~= session or v[2] ~= S.leased then return {map = {status = 'lost'}} end
 if v[3] == ARGV[3] then
   local child = call('HMGET', trajectory_key(v[4]), 'session', 'state', 'birth', 'since')
-  if child[1] == session and child[2] == 'leased' then
+  if child[1] == session and child[2] == S.leased then
     return {map = {status = 'forked', id = v[4], birth = tonumber(child[3]), since = tonumber(child[4])}}
   end
 end
@@ -19,7 +19,9 @@ if recovering() then return {map = {status = 'paused'}} end
 local meta = call('HMGET', K.meta, 'user_paused', 'policy_version', 'launcher_paused')
 local desired = call('HMGET', K.desired, 'pool_size', 'paused')
 if meta[1] == '1' or meta[3] == '1' or desired[2] == '1' then return {map = {status = 'paused'}} end
-if tonumber(call('HGET', K.counts, 'leased') or '0') >= tonumber(desired[1] or '0') then return {map = {status = 'pool_full'}} end
+if tonumber(call('HGET', K.counts, 'leased') or '0') >= tonumber(desired[1] or '0') then
+  return {map = {status = 'pool_full'}}
+end
 local group = load_group(group_of(parent))
 if not group then return {map = {status = 'lost'}} end
 if group.launched >= 2 * group.needed then return {map = {status = 'group_full'}} end
@@ -27,7 +29,7 @@ touch(group)
 local member = group.launched
 group.launched = member + 1
 local id, birth, since = group.id .. '.' .. member, math.max(0, tonumber(meta[2] or '0')), now()
-call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order_of(group.index, member),
+call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'order', order_of(group.index, member),
   'attempts', 1, 'mark', 0, 'tokens', 0, 'birth', birth, 'since', since)
 call('HSET', trajectory_key(parent), 'fork_nonce', ARGV[3], 'fork', id)
 call('SADD', held_key(session), id)

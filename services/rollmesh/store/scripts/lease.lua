@@ -35,11 +35,12 @@ local function take(id, order)
     attempts = integer(tried + 1)
   end
   local born = v[4] or birth
-  call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order, 'attempts', attempts,
+  call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'order', order, 'attempts', attempts,
     'mark', tokens, 'tokens', tokens, 'birth', born, 'since', since)
   held[#held + 1] = id
   leased[#leased + 1] = {
-    id = id, attempt = attempts, birth = born, tokens = tokens, new = not v[1], since = since, incarnation = v[6] or '0',
+    id = id, attempt = attempts, birth = born, tokens = tokens, new = not v[1], since = since,
+    incarnation = v[6] or '0',
   }
   return true
 end

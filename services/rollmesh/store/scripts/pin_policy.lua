@@ -10,7 +10,8 @@ if version ~= '' and call('HEXISTS', K.versions, version) == 0 then
   fail('CONFLICT', 'policy version ' .. version .. ' has not been announced')
 end
 if version ~= '' and foreign and pin[1] ~= version then
-  fail('CONFLICT', 'policy version ' .. pin[1] .. ' is pinned by ' .. ((pin[2] or '') == '' and 'a person' or pin[2]))
+  local by = (pin[2] or '') == '' and 'an operator' or pin[2]
+  fail('CONFLICT', 'policy version ' .. pin[1] .. ' is pinned by ' .. by)
 end
 if foreign then return 0 end
 if owner == '' and instance == '' then return new_setting('pin', version) end

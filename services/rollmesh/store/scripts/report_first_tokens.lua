@@ -9,7 +9,7 @@ end
 for at = 3, #ARGV, 2 do
   local id, step = ARGV[at], steps[at]
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step')
-  local held = v[1] == ARGV[1] and v[2] == 'leased'
+  local held = v[1] == ARGV[1] and v[2] == S.leased
   if held and (not v[4] or step < tonumber(v[4])) then
     call('HSET', trajectory_key(id), 'step', step)
     lower_step(load_group(group_of(id)), step, id)

@@ -47,7 +47,7 @@ local function lease_again(id, queue)
   local v = call('HMGET', trajectory_key(id), 'attempts', 'tokens', 'birth')
   local tokens = tonumber(v[2] or '0')
   call('ZREM', queue, id)
-  call('HSET', trajectory_key(id), 'state', 'leased', 'session', session, 'order', order, 'tokens', tokens,
+  call('HSET', trajectory_key(id), 'state', S.leased, 'session', session, 'order', order, 'tokens', tokens,
     'attempts', math.max(1, tonumber(v[1] or '1')), 'mark', tokens, 'birth', v[3] or birth)
   call('SADD', held_key(session), id)
   taken = taken + 1
@@ -56,14 +56,14 @@ end
 
 local function keep(id)
   local v = call('HMGET', trajectory_key(id), 'state', 'session')
-  if v[2] == session then return v[1] == 'leased' or v[1] == 'finished' end
-  if v[1] == 'finished' and not v[2] then
+  if v[2] == session then return v[1] == S.leased or v[1] == S.finished end
+  if v[1] == S.finished and not v[2] then
     call('ZREM', K.scoring, id)
     call('HSET', trajectory_key(id), 'session', session)
     call('SADD', held_key(session), id)
     return true
   end
-  return lease_again(id, v[1] == 'partial' and K.partial or K.pending)
+  return lease_again(id, v[1] == S.partial and K.partial or K.pending)
 end
 
 for at = 3, #ARGV, 4 do

@@ -6,7 +6,7 @@ local restarted, reply = 0, {}
 for at = 2, #ARGV do
   local id = ARGV[at]
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'links', 'incarnation')
-  local held, incarnation = v[1] == ARGV[1] and v[2] == 'leased', tonumber(v[5] or '0')
+  local held, incarnation = v[1] == ARGV[1] and v[2] == S.leased, tonumber(v[5] or '0')
   if held and tonumber(v[3]) > 0 then
     incarnation = incarnation + 1
     local fields = {}

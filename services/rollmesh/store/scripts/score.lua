@@ -8,14 +8,14 @@ local session, reply, done = ARGV[1], {}, {}
 local function apply(id, scored, reward, outcome)
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'has_snapshot')
   if v[1] ~= session then return LOST, 0 end
-  if v[2] == 'scored' or v[2] == 'unscorable' then
+  if v[2] == S.scored or v[2] == S.unscorable then
     local there = call('HMGET', trajectory_key(id), 'reward', 'outcome')
     return there[1] == reward and there[2] == outcome and DUPLICATE or REFUSED, tonumber(v[3])
   end
-  if v[2] ~= 'finished' then return REFUSED, tonumber(v[3]) end
+  if v[2] ~= S.finished then return REFUSED, tonumber(v[3]) end
   local group = load_group(group_of(id))
   if not group then return LOST, 0 end
-  local state = scored and 'scored' or 'unscorable'
+  local state = scored and S.scored or S.unscorable
   call('HSET', trajectory_key(id), 'state', state, 'reward', reward, 'outcome', outcome)
   if v[4] then
     -- The memory estimate expects the mean size of finished trajectories for an unfinished one, snapshot included.

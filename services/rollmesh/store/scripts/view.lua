@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
 -- uses: core fence
 -- Reads a consistent view of the mesh in O(bound). ARGV: bound (groups per list), 0 for a view without single groups.
--- Returns a map. `ready` has (id, index, step) of each ready group, `open` the same of the open groups with the smallest
--- step (those without tokens last), `unclaimed` has (step, groups) over all open and ready groups with tokens.
+-- Returns a map. `ready` has (id, index, step) of each ready group, `open` the same of the open groups with the
+-- smallest step (those without tokens last), `unclaimed` has (step, groups) over all open and ready groups with tokens.
 local bound = tonumber(ARGV[1])
 local is_recovering = recovering() and 1 or 0
 local meta = call('HMGET', K.meta, 'trained_step', 'cut_step', 'policy_version', 'policy_train_step',

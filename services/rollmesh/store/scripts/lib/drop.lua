@@ -9,12 +9,12 @@ end
 -- of them that were counted as wasted before.
 local function take_out_member(id, keys)
   local v = call('HMGET', trajectory_key(id), 'state', 'session', 'tokens', 'links', 'wasted')
-  local state = v[1] or 'pending'
-  if state == 'pending' then call('ZREM', K.pending, id)
-  elseif state == 'partial' then call('ZREM', K.partial, id)
+  local state = v[1] or S.pending
+  if state == S.pending then call('ZREM', K.pending, id)
+  elseif state == S.partial then call('ZREM', K.partial, id)
   else count(state, -1) end
-  if v[2] and (state == 'leased' or state == 'finished') then call('SREM', held_key(v[2]), id) end
-  if state == 'finished' and not v[2] then call('ZREM', K.scoring, id) end
+  if v[2] and (state == S.leased or state == S.finished) then call('SREM', held_key(v[2]), id) end
+  if state == S.finished and not v[2] then call('ZREM', K.scoring, id) end
   if v[1] then
     payload_keys(id, v[4], keys)
     keys[#keys + 1] = trajectory_key(id)

@@ -14,15 +14,15 @@ local function give_back(id, free_attempt)
   local group = load_group(group_of(id))
   if not group then return call('HDEL', trajectory_key(id), 'session') end
   local v = call('HMGET', trajectory_key(id), 'state', 'order', 'tokens', 'attempts', 'scorings', 'step')
-  if v[1] == 'leased' then
+  if v[1] == S.leased then
     local partial = tonumber(v[3]) > 0
-    call('HSET', trajectory_key(id), 'state', partial and 'partial' or 'pending')
+    call('HSET', trajectory_key(id), 'state', partial and S.partial or S.pending)
     if free_attempt then call('HSET', trajectory_key(id), 'attempts', math.max(0, tonumber(v[4]) - 1)) end
     call('HDEL', trajectory_key(id), 'session')
     if v[6] and not partial then forget_first_token(group, id) end
     call('ZADD', partial and K.partial or K.pending, v[2], id)
     count('leased', -1)
-  elseif v[1] == 'finished' then
+  elseif v[1] == S.finished then
     if free_attempt and v[5] then
       call('HSET', trajectory_key(id), 'scorings', math.max(0, tonumber(v[5]) - 1))
     end

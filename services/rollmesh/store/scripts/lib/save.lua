@@ -69,11 +69,11 @@ local function save(session, item)
   local id, offset, tokens = item.id, item.offset, item.tokens
   local v = call('HMGET', trajectory_key(id), 'session', 'state', 'tokens', 'step', 'incarnation', 'd' .. offset,
     'd' .. (offset + tokens))
-  if v[1] ~= session or (v[2] ~= 'leased' and v[2] ~= 'finished') then return LOST, 0 end
+  if v[1] ~= session or (v[2] ~= S.leased and v[2] ~= S.finished) then return LOST, 0 end
   local saved = tonumber(v[3])
   local continues = item.incarnation == (v[5] or '0') and item.before == (v[6] or item.before)
   if not continues or offset > saved then return REFUSED, saved, nil, v[2] end
-  if v[2] == 'finished' or offset < saved then
+  if v[2] == S.finished or offset < saved then
     local same = item.after == v[7] or (not v[7] and tokens == 0 and offset == saved)
     return same and DUPLICATE or REFUSED, saved, nil, v[2]
   end
