@@ -152,7 +152,7 @@ async def test_a_save_says_which_generator_wrote_it_and_a_name_of_two_words_brea
     assert all(result.status.ok for result in await store.trajectories.append(mesh.session, items))
     assert [mark and mark.generator for mark in await store.inspection.marks(["e0-0.0", "e0-0.1"])] == [
         "0f3a",
-        "twowords",
+        "two words",
     ]
     await mesh.append("e0-0.0", 3, 2)
     (mark,) = await store.inspection.marks(["e0-0.0"])
