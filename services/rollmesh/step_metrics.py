@@ -43,7 +43,7 @@ class StepMetric:
 
     def value(self, line: Mapping[str, Any]) -> float:
         """Return the number in a line of metrics.jsonl; NaN if a field is missing or not a number."""
-        return reduce(add, (_number(lookup(line, path)) for path in self.paths))
+        return reduce(add, (number(line, path) for path in self.paths))
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -62,7 +62,9 @@ def lookup(line: Mapping[str, Any], path: str) -> Any:
     return value
 
 
-def _number(value: Any) -> float:
+def number(line: Mapping[str, Any], path: str) -> float:
+    """Return the number at a dotted path, possibly infinite; NaN if it is missing or not a number."""
+    value = lookup(line, path)
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rollmesh.gateway.models import EvaluationView, Series, SeriesAnswer, StalenessBin, StepReportView
 from rollmesh.gateway.thinning import Curve
 from rollmesh.runtime.api_errors import BadRequest
-from rollmesh.step_metrics import curves, lookup
+from rollmesh.step_metrics import curves, lookup, number
 
 _LIVE = {
     "tokens_per_second": "tokens/s",
@@ -126,7 +126,5 @@ def _staleness(record: Mapping[str, Any]) -> list[StalenessBin]:
 
 def _number(record: Mapping[str, Any], field: str) -> float | None:
     """Return a finite number at the top level of a record, or None."""
-    value = record.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+    value = number(record, field)
+    return value if math.isfinite(value) else None

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from rollmesh import step_metrics
 from rollmesh.report.recorded_run import Record
-from rollmesh.step_metrics import lookup
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -26,10 +25,8 @@ GROUP_STATES = ("open_groups", "ready_groups")
 
 def number(record: Record, path: str) -> float:
     """Return the number at a dotted path of nested objects; NaN if it is missing or not finite."""
-    value = lookup(record, path)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    return float(value) if math.isfinite(value) else math.nan
+    value = step_metrics.number(record, path)
+    return value if math.isfinite(value) else math.nan
 
 
 def column(records: Iterable[Record], path: str) -> FloatArray:
@@ -225,7 +222,7 @@ def _summed_counts(rows: Iterable[Record], path: str) -> dict[int, float]:
     """Sum the histograms at ``path`` over the rows, by ascending value."""
     total: dict[int, float] = {}
     for row in rows:
-        counts = lookup(row, path)
+        counts = step_metrics.lookup(row, path)
         for name in counts if isinstance(counts, Mapping) else ():
             total[int(name)] = total.get(int(name), 0.0) + number(counts, name)
     return dict(sorted(total.items()))

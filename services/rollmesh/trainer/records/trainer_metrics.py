@@ -25,8 +25,7 @@ _PHASES = ("wait", "write_batch", "evidence", "gradient", "update", "statistics"
 class TrainerMetrics:
     """Counters, gauges and histograms of one trainer process."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        m = metrics
+    def __init__(self, m: Metrics) -> None:
         self.train_step = m.gauge("rollmesh_trainer_train_step", "Batches the policy has been trained on.")
         self.committed_step = m.gauge("rollmesh_trainer_committed_step", "Train step of the newest committed state.")
         self.policy_version = m.gauge("rollmesh_trainer_policy_version", "Newest announced policy version.")
