@@ -1,4 +1,4 @@
-"""What the generators do with their slots, and how rollouts end."""
+"""Use of the generators' slots, and endings of rollouts."""
 
 from __future__ import annotations
 

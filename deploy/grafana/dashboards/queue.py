@@ -1,4 +1,4 @@
-"""What is in the trajectory queue, how old it is, and what leaves it untrained."""
+"""Contents and age of the trajectory queue, and trajectories that leave it untrained."""
 
 from __future__ import annotations
 

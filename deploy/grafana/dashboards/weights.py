@@ -1,4 +1,4 @@
-"""How new policies get from the trainer into the engines."""
+"""Path of new policies from the trainer into the engines."""
 
 from __future__ import annotations
 
