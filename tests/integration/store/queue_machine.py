@@ -36,10 +36,10 @@ from rollmesh.store import (
 from rollmesh.types import FinishReason, Segment
 
 from .dump import copy_of_keys, put_back
-from .forgetful import Forgetful
+from .lost_uploads import Forgetful
 from .model import Memory, Model, ModelMember, Written
 from .store_mesh import UNSCORABLE, group, held, limits, policy, scored, segment
-from .truth import read_truth
+from .stored_keys import read_truth
 
 T = TypeVar("T")
 STALENESS, ATTEMPTS = 2, 2

@@ -11,7 +11,7 @@ import pytest
 from rollmesh.store import EmbeddedServer
 
 from .load import LoadedMesh
-from .truth import read_truth
+from .stored_keys import read_truth
 
 PATIENCE_SECONDS = 120.0
 NOTHING_WRONG = {"lost": 0, "trained_twice": 0, "violations": 0, "of_two_writers": 0}

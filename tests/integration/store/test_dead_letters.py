@@ -13,7 +13,7 @@ from rollmesh.report.ledger_counts import lost_groups
 from rollmesh.store import EmbeddedServer, ReleaseReason, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh
-from .truth import read_truth
+from .stored_keys import read_truth
 
 
 async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed(store: TrajectoryStore) -> None:

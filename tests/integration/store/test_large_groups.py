@@ -14,8 +14,8 @@ from rollmesh.types import FinishReason
 from .model import Memory, ModelMember, Written
 from .queue_machine import QueueMachine, stated
 from .store_mesh import Mesh, scored
+from .stored_keys import read_truth
 from .test_script_keys import most_keys
-from .truth import read_truth
 
 SIZE = 201
 WALK = {

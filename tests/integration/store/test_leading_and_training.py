@@ -16,7 +16,7 @@ from rollmesh.store import EvalRequest, EvalResult, TrajectoryStore
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 from .store_mesh import Mesh, group, policy
-from .truth import read_truth
+from .stored_keys import read_truth
 
 
 async def expire(store: TrajectoryStore, session: str) -> None:

@@ -15,7 +15,7 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, EvalRequest, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh, group, held, limits, policy, segment
-from .truth import read_truth
+from .stored_keys import read_truth
 
 TTL = 60.0
 """Of sessions, and so of a recovery: tests let it pass by hand, and a machine that stalls does not."""

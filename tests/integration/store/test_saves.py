@@ -12,7 +12,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.store import Append, ReleaseReason, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh, environment_segment, group, known, policy, segment
-from .truth import read_truth
+from .stored_keys import read_truth
 
 
 async def test_a_repeated_save_changes_nothing_and_another_one_is_refused(store: TrajectoryStore) -> None:

@@ -10,7 +10,7 @@ from rollmesh.store import EmbeddedServer, ReleaseReason, TrajectoryStore
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 
 from .store_mesh import Mesh, policy
-from .truth import read_truth
+from .stored_keys import read_truth
 
 SIZE = 64
 """Of a group: with replacements it has 128 members."""

@@ -10,8 +10,8 @@ from rollmesh.store import Append, Finish, ReleaseReason, Score, TokenDigest, Tr
 from rollmesh.types import FinishReason, Segment
 
 from .store_mesh import Mesh, digest_of, held, scored, segment
+from .stored_keys import read_truth
 from .test_recovery import other_server
-from .truth import read_truth
 
 NAME = "e0-0.0"
 OURS, THEIRS = segment(100), segment(60, start=5_000)

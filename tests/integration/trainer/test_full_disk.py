@@ -21,9 +21,9 @@ from rollmesh.store import EmbeddedServer
 from rollmesh.trainer.records.run_log import METRICS_FILE, SAMPLES_FILE, append_lines
 from rollmesh.trainer.records.trackers import build_trackers
 
-from .gangs import run_gang
 from .test_kills import assert_every_batch_counts_once
 from .trainer_run import TrainerRun, opened_run, write_run_file
+from .two_ranks import run_two_ranks
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_tracker_on_a_full_disk_misses_steps_and_goes_on_later(small_disk: Pat
 
 
 def test_a_gang_whose_disk_is_full_on_one_rank_fails_together_and_saves_later(tmp_path: Path, tiny_model: Path) -> None:
-    leader, follower = run_gang("full_disk_process", tiny_model, tmp_path / "checkpoints")
+    leader, follower = run_two_ranks("full_disk_process", tiny_model, tmp_path / "checkpoints")
     assert re.findall(r"^full (\S+)$", leader, re.MULTILINE) == ["rank-00001.json", "rank-00000.json", "COMMITTED"]
     assert "saved 00000000-s" in leader
     assert follower.count("disk full while writing a trainer state") == 3

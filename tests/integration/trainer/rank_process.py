@@ -1,6 +1,6 @@
 """One rank under torchrun's environment: trains the batches of the FSDP2 tests and writes what came out.
 
-Usage, in the repository root: python -m tests.integration.trainer.gang_process MODEL_FOLDER OUT_FOLDER SOURCE
+Usage, in the repository root: python -m tests.integration.trainer.rank_process MODEL_FOLDER OUT_FOLDER SOURCE
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.distributed import World, broadcast_bytes, join_world, leave_world
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 
-from ...unit.trainer.made_batches import random_batch
+from ...unit.trainer.learner.made_batches import random_batch
 
 STEPS = 3
 VERSIONS = {v: v for v in range(8)}

@@ -7,7 +7,7 @@ from pathlib import Path
 from rollmesh.checkpoints.checkpoint_store import CheckpointStore
 from rollmesh.trainer.service.policy_catalog import PolicyCatalog
 
-from ..checkpoints.checkpoint_samples import SECRET, publish
+from ...checkpoints.checkpoint_samples import SECRET, publish
 
 
 def test_a_version_that_was_verified_and_then_pruned_has_no_folder(tmp_path: Path) -> None:

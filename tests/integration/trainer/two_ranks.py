@@ -13,7 +13,7 @@ from ..warm import TRAINER, template
 WORLD = 2
 
 
-def run_gang(script: str, *arguments: str | Path) -> list[str]:
+def run_two_ranks(script: str, *arguments: str | Path) -> list[str]:
     """Run ``tests/integration/trainer/<script>.py`` as every rank; returns what each printed, in rank order."""
     # As with torchrun, the ranks meet at a store that is there already: a port that was only looked up may be taken.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

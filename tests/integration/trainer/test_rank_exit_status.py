@@ -15,7 +15,7 @@ from rollmesh.store import EmbeddedServer
 from .trainer_run import TrainerRun, opened_run, write_run_file
 
 
-def start_gang(run: TrainerRun) -> subprocess.Popen[bytes]:
+def start_ranks(run: TrainerRun) -> subprocess.Popen[bytes]:
     """Start two ranks by the launcher's command."""
     launcher = run.config.launcher.model_copy(update={"trainer_processes": 2, "torch_threads": 1})
     config = run.config.model_copy(update={"launcher": launcher})
@@ -34,9 +34,9 @@ async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_status_of_
     async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
         await run.store.open_trainer_session("another run of this name", lineage="of other checkpoints")
 
-        gang = start_gang(run)
+        ranks = start_ranks(run)
 
-        assert gang.wait(120) == EXIT_CONFIG, run.log()[-4000:]
+        assert ranks.wait(120) == EXIT_CONFIG, run.log()[-4000:]
         assert "choose another name" in run.log()
 
 
@@ -44,9 +44,9 @@ async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
     async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
-        gang = start_gang(run)
+        ranks = start_ranks(run)
         await run.until("two ranks", lambda: len(run.ranks()) == 2, pause=0.01)
 
         run.ranks()[1].kill()
 
-        assert gang.wait(120) == 1, run.log()[-4000:]
+        assert ranks.wait(120) == 1, run.log()[-4000:]
