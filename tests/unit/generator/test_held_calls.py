@@ -115,7 +115,7 @@ async def test_whenever_saves_are_acknowledged_the_tokens_are_the_same_and_none_
         make_call(
             f"t{i}",
             prompt_ids(i, rng.randint(1, 60)),
-            max_new_token_count=rng.randint(1, 200),
+            max_new_token_count=rng.randint(1, 100),
             chunk_token_count=(chunk := rng.randint(1, 20)),
             unacknowledged_token_limit=rng.choice([0, chunk, chunk + 5, 2 * chunk]),
         )

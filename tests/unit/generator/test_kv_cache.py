@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.generator.engines.torch.architecture import Architecture, Rope
@@ -41,6 +41,7 @@ def test_widths_grow_by_half_up_to_the_longest_context():
     assert tier_widths(20) == (20,)
 
 
+@settings(max_examples=50)
 @given(st.data())
 def test_rows_keep_their_tokens_through_adds_removals_promotions_and_growth(data):
     cache = make_cache(token_capacity=1500)

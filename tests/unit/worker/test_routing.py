@@ -155,4 +155,4 @@ class CandidatesMachine(RuleBasedStateMachine):
 
 
 TestCandidates = CandidatesMachine.TestCase
-TestCandidates.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
+TestCandidates.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)

@@ -1,6 +1,8 @@
-"""The whole of it learns: on-policy GRPO on a bandit raises the reward."""
+"""Learning of the whole train step: every combination of advantage and loss raises the reward of a bandit."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +11,7 @@ from rollmesh.config.trainer import AlgorithmConfig, TrainerConfig
 from rollmesh.trainer.learner.policy_trainer import PolicyTrainer
 from rollmesh.types import Batch, Int32Array, Segment
 
-from .conftest import ModelMaker
-from .made_batches import VOCAB, batch_of, trajectory
+from ...unit.trainer.learner.made_batches import VOCAB, batch_of, trajectory, write_random_model
 
 PROMPT = 2
 TOKENS = 2
@@ -21,7 +22,7 @@ LIKED = 8
 def sample(
     trainer: PolicyTrainer, contexts: list[Int32Array], rng: np.random.Generator
 ) -> tuple[Int32Array, np.ndarray]:
-    """One token per context from the policy's own distribution, through its public scoring: (ids, logprobs)."""
+    """Sample one token per context from the policy's own distribution, through its public scoring: (ids, logprobs)."""
     distinct, which = np.unique(np.stack(contexts), axis=0, return_inverse=True)
     tails = [np.append(c, v).astype(np.int32) for c in distinct for v in range(VOCAB)]
     table = np.array([x[-1] for x in trainer.logprobs(tails)]).reshape(len(distinct), VOCAB)[which.reshape(-1)]
@@ -57,10 +58,11 @@ def roll_out(trainer: PolicyTrainer, groups: int, members: int, rng: np.random.G
 
 
 @pytest.mark.parametrize(("advantage", "loss"), [("grpo", "ppo_clip"), ("rloo", "cispo"), ("dr_grpo", "gspo")])
-def test_reward_rises_on_a_bandit(make_model: ModelMaker, advantage: str, loss: str) -> None:
+def test_reward_rises_on_a_bandit(tmp_path: Path, advantage: str, loss: str) -> None:
     rng = np.random.default_rng(0)
     algorithm = AlgorithmConfig(advantage=advantage, loss=loss)
-    trainer = PolicyTrainer.from_folder(make_model("qwen2"), TrainerConfig(learning_rate=2e-2, algorithm=algorithm))
+    write_random_model(tmp_path, "qwen2", seed=0)
+    trainer = PolicyTrainer.from_folder(tmp_path, TrainerConfig(learning_rate=2e-2, algorithm=algorithm))
     rewards = []
     for _ in range(12):
         report = trainer.train(roll_out(trainer, 4, 8, rng), {v: v for v in range(20)})
