@@ -1,4 +1,4 @@
-"""What every generation engine keeps to; the same cases on each."""
+"""Contract of every generation engine; the same cases on each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollmesh.types import FinishReason
 from .contract_kit import (
     EOS,
     LONGEST,
-    PATIENCE,
+    WAIT_SECONDS,
     VOCAB,
     Running,
     collect,
@@ -145,8 +145,8 @@ async def test_an_interrupted_greedy_call_resumed_equals_an_uninterrupted_one(en
 
 
 async def test_a_call_is_held_at_its_limit_until_its_caller_acknowledges_and_others_go_on(engine, models, monkeypatch):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", PATIENCE)
-    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", PATIENCE)
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", WAIT_SECONDS)
     held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
     await until(lambda: engine.status().held_back_total == 1)
     (other,) = await Running(engine, [make_call("other", prompt_ids(1))]).end()
@@ -163,7 +163,7 @@ async def test_a_call_is_held_at_its_limit_until_its_caller_acknowledges_and_oth
 
 
 async def test_a_call_whose_caller_stops_acknowledging_ends_as_interrupted(make, models, monkeypatch):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", PATIENCE)
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
     monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 0.05)
     engine = await make(slots=1)
     held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])

@@ -1,4 +1,4 @@
-"""What every generation engine does when its weights change; the same cases on each."""
+"""Contract of every generation engine for changes of its weights; the same cases on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
 from .contract_kit import (
-    PATIENCE,
+    WAIT_SECONDS,
     Running,
     collect,
     hf_logprobs,
@@ -55,7 +55,7 @@ async def test_an_interrupting_load_leaves_every_token_pure(make, models):
     engine = await make()
     running = await start_calls(engine, 3)
     seconds = await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
-    assert 0 <= seconds < PATIENCE
+    assert 0 <= seconds < WAIT_SECONDS
     for rollout in await running.end():
         rollout.check_pure(models)
         if make.retracts:

@@ -38,7 +38,7 @@ class NotInstalled(Exception):
 
 
 def cache_folder() -> Path:
-    """Where environments of this project are kept."""
+    """Return the folder of this project's environments."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollmesh"
 
 
@@ -62,7 +62,9 @@ def find_python() -> Path:
         raise NotInstalled(f"no SGLang environment at {folder}: {reason}")
     python = folder / "bin" / "python"
     if not python.exists():
-        raise NotInstalled(f"the SGLang environment at {folder} is broken: its python is gone; delete it and make anew")
+        raise NotInstalled(
+            f"the SGLang environment at {folder} is broken: its python is gone; delete it and install again"
+        )
     complete.touch()
     return python
 
@@ -134,7 +136,7 @@ def _run(step: str, command: list[str | Path], deadline: float) -> None:
 
 
 def _remove_unused(current: Path) -> None:
-    """Delete environments of other requirements that nobody has used for a while, and their notes of failure."""
+    """Delete environments of other requirements that were not used for a while, and their notes of failure."""
     for folder in sorted(cache_folder().glob(f"{PREFIX}*")):
         if folder == current or not folder.is_dir():
             continue

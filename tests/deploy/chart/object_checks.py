@@ -1,4 +1,4 @@
-"""What schemas do not see: each check yields the problems that it finds in one rendering."""
+"""Checks beyond the schemas: each yields the problems of one rendering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What schemas do not see in rendered objects, and what each service gets and does not get."""
+"""Checks of rendered objects beyond the schemas, and the settings of each service."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def test_autoscalers_ask_for_metrics_that_exist(renderings: list[Rendering]) -> 
 
 
 def test_rules_and_dashboards_are_the_files_of_the_chart(renderings: list[Rendering]) -> None:
-    """What promtool and the tests of the dashboards check is what a cluster gets."""
+    """A cluster gets the files that promtool and the tests of the dashboards check."""
     (spot,) = [r for r in renderings if r.name.startswith("spot-32")]
     for file in (CHART / "files" / "prometheus").glob("*.yaml"):
         assert spot.one("PrometheusRule", f"-{file.stem}")["spec"] == yaml.safe_load(file.read_text()), file.name
@@ -207,7 +207,7 @@ def test_rules_and_dashboards_are_the_files_of_the_chart(renderings: list[Render
 
 
 def test_every_alert_leads_to_its_runbook(helm4: Helm) -> None:
-    """A person who gets an alert clicks: with monitoring.prometheusRule.runbookUrl that is an address."""
+    """An operator follows the link of an alert: with monitoring.prometheusRule.runbookUrl that is an address."""
     example, url = CHART / "ci" / "kind-cpu-values.yaml", "https://git.example.org/ml/rollmesh/docs/runbooks"
     turned_on = ["monitoring.prometheusRule.enabled=true"]
 
@@ -242,7 +242,7 @@ def test_prometheus_comes_through_every_policy(renderings: list[Rendering]) -> N
 
 
 def test_whoever_calls_a_service_comes_through_its_policy(renderings: list[Rendering]) -> None:
-    """Who has the address of Redis or of the reward service in its environment is let in there, and nobody else."""
+    """Only pods with the address of Redis or of the reward service in their environment may connect there."""
     component = "app.kubernetes.io/component"
     for rendering in renderings:
         for callee, variable in (("redis", "ROLLMESH_STORE__URL"), ("reward", "ROLLMESH_REWARD__ADDRESS")):

@@ -105,7 +105,7 @@ async def _versions(pods: dict[str, list[Pod]]) -> list[int]:
 
 
 def services(pods: dict[str, list[Pod]]) -> Iterator[tuple[str, Pod]]:
-    """(component, pod) of what goes on when the trainer has ended."""
+    """Every (component, pod) that still runs when the trainer has ended."""
     return ((name, pod) for name, group in pods.items() if name not in ("redis", "trainer") for pod in group)
 
 
@@ -176,7 +176,7 @@ SIDECAR = {
         }
     },
 }
-"""What a CPU needs beside the values of an example."""
+"""Settings that a CPU needs beside the values of an example."""
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_a_generator_with_an_sglang_sidecar_serves_the_mesh_of_its_manifests(
 
 
 def issued(machine: Machine, folder: Path) -> dict[str, dict[str, str]]:
-    """What cert-manager would put into the Secrets that the Certificates name."""
+    """Write the Secrets of the Certificates as cert-manager would."""
     authority = Authority(folder / "authority")
     secrets = {}
     for wanted in machine.rendering.of_kind("Certificate"):

@@ -106,7 +106,7 @@ def known_command(words: list[str]) -> bool:
 
 
 def known_setting(path: str) -> bool:
-    """Whether a dotted name leads to a field of the run file."""
+    """Tell whether a dotted name leads to a field of the run file."""
     model: type[BaseModel] | None = RunConfig
     for part in path.split("."):
         if model is None:

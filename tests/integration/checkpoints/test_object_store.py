@@ -204,7 +204,7 @@ def test_a_batch_file_counts_once_the_bucket_has_it(node: Node, monkeypatch: pyt
         patched.setattr(ObjectStore, "put_new", away)
         writer.write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)
     assert writer.batch_steps() == [1]
-    # Another trainer cuts the step anew; the file that never got there does not stand in its way.
+    # Another trainer cuts the step again; the file that was never uploaded does not block it.
     assert writer.write_batch(make_batch(2), CURSOR) == node("third").batch_footer(2).payload_sha256
     with pytest.raises(CheckpointError, match="already has a batch of other groups"):
         node("late").write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)

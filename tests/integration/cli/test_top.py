@@ -1,4 +1,4 @@
-"""What ``rollmesh top`` draws, and whom it asks."""
+"""Screens of ``rollmesh top``, and their sources."""
 
 from __future__ import annotations
 

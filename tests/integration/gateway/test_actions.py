@@ -1,4 +1,4 @@
-"""What the holder of the token may do, and how everything else is refused."""
+"""Actions of a client with the token, and refusals of all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a real gateway process tells of a real queue."""
+"""Answers of a real gateway process about a real queue."""
 
 from __future__ import annotations
 

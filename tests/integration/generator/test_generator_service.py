@@ -373,7 +373,7 @@ async def test_a_caller_that_goes_away_frees_its_slot(make_run):
 async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_rest_goes_on_elsewhere(make_run):
     run = await make_run(pace=SLOW)
     await run.publish(0)
-    processes = [run.start_process(index, anew=True) for index in range(2)]
+    processes = [run.start_process(index, fresh=True) for index in range(2)]
     run.start(index=2)
     by_address = {e.grpc: e.index for e in await _endpoints(run, 3)}
     records = {by_address[r.address]: r for r in await run.serving(0, count=3)}

@@ -104,7 +104,7 @@ async def test_a_generator_whose_engine_takes_ordinary_updates_serves_them(make_
 
 
 async def sampled(engine: TorchEngine, number: int) -> list[Chunk]:
-    """What the engine streams for one call."""
+    """Return the chunks that the engine streams for one call."""
     call = make_call(f"e0-{number}.0", prompt_ids(number), max_new_token_count=40)
     return [chunk async for chunk in engine.generate(call)]
 

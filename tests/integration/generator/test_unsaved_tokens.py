@@ -1,4 +1,4 @@
-"""How far a real generator runs ahead of a caller whose saves are slow: what a killed worker would lose."""
+"""Unsaved tokens of a real generator whose caller saves slowly: the loss if that worker is killed."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def kill_and_hold_back(server: EmbeddedServer) -> int:
 
 
 async def test_waiting_goes_on_through_an_outage_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's own patience (20 s) is shorter than an outage may be."""
+    """The client's own timeout (20 s) is shorter than an outage may be."""
     leave_servers_alone(monkeypatch)
     run = config(tmp_path)
     console = Console(file=io.StringIO())

@@ -18,7 +18,7 @@ from rollmesh.store.embedded import EmbeddedServer
 
 
 def _gone(child: int) -> bool:
-    """Whether a child has ended with all its threads, the last of which closes its sockets and its lock."""
+    """Tell whether a child has ended with all its threads, the last of which closes its sockets and its lock."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -1,4 +1,4 @@
-"""What the reward tests share: a model folder, verifiers that misbehave, a pool, a running service."""
+"""Fixtures of the reward tests: a model folder, verifiers that misbehave, a pool, a running service."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class Gate:
         return Path(f"{self.file}.begun")
 
     async def begun(self) -> None:
-        """Wait until a verifier waits here; the next one is waited for anew."""
+        """Wait until a verifier waits here; the next call waits for the next verifier."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not self._mark.exists():
             assert time.monotonic() < deadline, "no verifier has begun with the answer"

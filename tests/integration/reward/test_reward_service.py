@@ -38,7 +38,7 @@ from .reward_bench import PATIENCE_SECONDS, Answers, endpoint_of, gate, make_con
 
 SCORED = OutcomeKind.SCORED
 IN_TIME_SECONDS = 4.0
-"""Where one answer is to be late and its neighbours are not, on a machine that may stall for a moment."""
+"""Limits under which one answer is late and its neighbours are not, on a machine that may stall for a moment."""
 AT_ONCE = 8
 
 
@@ -409,7 +409,7 @@ async def test_sigterm_finishes_what_is_in_the_service_and_kill_leaves_no_proces
 
 
 async def _kill_in_the_middle(config_file: Path, folder: Path, client: RewardClient, answers: Answers) -> None:
-    """kill -9 of the service: its workers end with it, and the call goes on at its successor."""
+    """kill -9 of the service: its workers end with it, and its successor serves the call."""
     second, third = start_process(config_file), None
     try:
         await published(folder, second)

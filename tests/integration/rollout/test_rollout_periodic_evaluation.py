@@ -1,4 +1,4 @@
-"""Every k-th version is evaluated while the run goes on: one generator stays behind, the others move on."""
+"""Every k-th version is evaluated during training: one generator is pinned, the others load newer versions."""
 
 from __future__ import annotations
 

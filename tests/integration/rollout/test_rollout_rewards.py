@@ -1,4 +1,4 @@
-"""What becomes of answers that get no reward, and of prompts that cannot be read, on a real queue."""
+"""Answers without a reward and unreadable prompts, on a real queue."""
 
 from rollmesh.config.data import RewardConfig
 from rollmesh.errors import DataError, RewardUnavailable

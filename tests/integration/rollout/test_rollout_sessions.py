@@ -37,7 +37,7 @@ async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_
 
 
 async def test_a_lease_that_no_task_works_on_is_noticed_and_leased_again(store, monkeypatch):
-    """The queue counts it as held by a session that lives: nobody else would ever take it."""
+    """The queue counts it as leased by a live session: no other worker would ever lease it."""
     lease, forgotten = store.lease, []
 
     async def lease_and_forget_one(*arguments):
@@ -78,7 +78,7 @@ async def test_a_busy_worker_that_has_forgotten_nothing_never_registers_again(st
 
 
 async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_not_forgotten(store, monkeypatch):
-    """It comes back as the same server, so nobody registers anything again."""
+    """The same server comes back, so no worker registers again."""
     lease, desired, away = store.lease, store.desired, []
 
     async def lease_and_lose_redis(*arguments):
@@ -192,7 +192,7 @@ async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_
 
 
 async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost_the_new_one(store, monkeypatch):
-    """Or everything held would wait for the end of a session that nobody renews."""
+    """Otherwise every lease would wait for a session that no worker renews to expire."""
     lease, refused = store.lease, []
 
     async def refused_late(session, *arguments):

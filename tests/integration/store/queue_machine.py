@@ -73,7 +73,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.sessions: list[str] = []
         self.stalled: list[list[Memory]] = []
-        """What workers remember that have stalled past their TTL."""
+        """Memory of workers that have stalled past their TTL."""
         self.starts = itertools.count(step=1 << 14)
         self.registered: Counter[bool] = Counter()
         """Trajectories that were stated to the queue, by whether they were kept."""

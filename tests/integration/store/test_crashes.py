@@ -73,7 +73,7 @@ async def test_redis_that_lost_everything_trains_no_group_twice(own_server: Embe
 
 
 def cut_off_tail(folder: Path, lost_bytes: int) -> None:
-    """What a crash of the machine does to an append-only file that is flushed once a second."""
+    """Damage an append-only file that is flushed once a second, as a crash of the machine does."""
     files = sorted((folder / "appendonlydir").glob("*.incr.aof"))
     size = files[-1].stat().st_size
     with files[-1].open("r+b") as file:

@@ -45,7 +45,7 @@ async def by_name(store: TrajectoryStore) -> dict[str, GeneratorRecord]:
 
 
 async def settled() -> None:
-    """Let every task that can go on do so."""
+    """Let every ready task run."""
     for _ in range(5):
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""What becomes of groups on a real server: scores, replacements, filters, drops and their ledger."""
+"""Outcomes of groups on a real server: scores, replacements, filters, drops and their ledger."""
 
 from __future__ import annotations
 

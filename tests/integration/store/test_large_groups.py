@@ -130,7 +130,7 @@ class LargeGroups(QueueMachine):
             self.model.score(trajectory_id, reward)
 
     def register(self, session: str, memories: list[Memory]) -> None:
-        """What a worker does not name goes back, of half-gone groups too."""
+        """Trajectories that a worker does not name are released, those of half-deleted groups too."""
         super().register(session, memories)
         for group in self.model.half_gone.values():
             for m in group.members:
@@ -195,7 +195,7 @@ async def half_leased(store: TrajectoryStore) -> Mesh:
 
 
 async def swept(server: EmbeddedServer, store: TrajectoryStore, mesh: Mesh) -> None:
-    """What another leader does after the death of the one that began."""
+    """Finish the removal as the successor of a dead leader."""
     assert "e0-0" in await store.live_groups()
     assert await store.lease(await store.open_session("another"), 64) == [], "nothing of a half-gone group is leased"
     assert (await read_truth(store)).problems == []

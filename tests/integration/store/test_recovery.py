@@ -1,4 +1,4 @@
-"""What happens when Redis comes back as another server, step by step."""
+"""Recovery after Redis comes back as another server, step by step."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ async def test_tokens_saved_before_a_stall_are_never_joined_to_those_of_a_later_
 async def test_a_write_that_follows_other_tokens_is_refused(
     store: TrajectoryStore, before: Segment, incarnation: int
 ) -> None:
-    """Whoever holds the lease: this is what keeps two writers apart, whatever brought them together."""
+    """This check separates two writers of one trajectory, independent of the lease."""
     _, other = await stalled(store)
     await store.restart(other, [NAME])
     await append(store, other, [], THEIRS, incarnation=1)

@@ -1,4 +1,4 @@
-"""Wishes for replicas: who may ask for what, and whether somebody carries it out."""
+"""Wanted replicas: permitted requests, and the presence of a launcher that carries them out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk of the run is full in the middle of it: the trainer waits, and goes on once there is room."""
+"""A disk that fills up during a run: the trainer waits, and continues once there is room."""
 
 from __future__ import annotations
 

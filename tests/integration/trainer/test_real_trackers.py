@@ -80,7 +80,7 @@ def run(folder: Path, *steps: int, mode: str) -> subprocess.CompletedProcess[str
 
 
 def history(file: Path) -> Iterator[dict[str, float]]:
-    """What ``log`` was given: protobuf records in a LevelDB log."""
+    """Return the values given to ``log``: protobuf records in a LevelDB log."""
     data, at, record = file.read_bytes(), _HEADER.size, b""
     while at + _HEADER.size <= len(data):
         left = -at % _BLOCK

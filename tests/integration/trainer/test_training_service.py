@@ -41,7 +41,7 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
             work=GeneratorWork(prefill_tokens=1, generated_tokens=1_000_000),
         )
         await run.store.register_generator(told, ttl=600)
-        run.start(anew=True)
+        run.start(fresh=True)
         async with run.fed(4):
             await run.until_finished()
         records = await run.store.policies()
@@ -108,7 +108,7 @@ async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
 ) -> None:
     config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 3})
     async with opened_run(config) as run:
-        process = run.start(anew=True)
+        process = run.start(fresh=True)
         async with run.fed(4):
             await run.until("version 2", lambda: _announced(run.folder, 2))
             (endpoint,) = read_endpoints(run.folder, "trainer")
@@ -121,7 +121,7 @@ async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
             assert stopped is not None
             assert stopped.train_step >= 2
             assert read_endpoints(run.folder, "trainer") == []
-            run.start(anew=True)
+            run.start(fresh=True)
             await run.until_finished()
         assert [r.train_step for r in await run.store.policies()] == [0, 1, 2, 3, 4]
         assert run.checkpoints.ledger().committed_step == 4

@@ -92,12 +92,12 @@ class TrainerRun:
         return Path(self.config.folder)
 
     def start(
-        self, ranks: int = 1, *, anew: bool = False, script: str = "trainer_process"
+        self, ranks: int = 1, *, fresh: bool = False, script: str = "trainer_process"
     ) -> subprocess.Popen[bytes] | WarmProcess:
-        """Start a trainer with its imports done, or ``anew`` in a new interpreter, as several ranks always do."""
+        """Start a trainer with its imports done, or in a ``fresh`` interpreter, as several ranks always do."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         log_file, run_file = self.folder / "trainer.log", str(self.folder / "run.yaml")
-        if ranks == 1 and not anew:
+        if ranks == 1 and not fresh:
             # Two starts in turn differ in the order of sets, as any two processes do.
             warm, module = template(*TRAINER, seed=self.starts % 2), f"tests.integration.trainer.{script}"
             self.starts += 1

@@ -1,4 +1,4 @@
-"""Folders that go for good while somebody else is still at them."""
+"""Removal of folders that another process still uses."""
 
 from __future__ import annotations
 

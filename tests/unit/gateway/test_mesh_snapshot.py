@@ -1,4 +1,4 @@
-"""What the overview makes of one look at the mesh."""
+"""The overview that follows from one snapshot of the mesh."""
 
 from __future__ import annotations
 

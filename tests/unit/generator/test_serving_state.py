@@ -1,4 +1,4 @@
-"""Who is let in, and when the last one has left."""
+"""Admission of calls, and the wait for the last one to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often an answer is tried again after the death of a worker process."""
+"""Retries of an answer after the death of a worker process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which verifiers a run needs, and how isolation reads."""
+"""Verifiers that a run needs, and the text of the isolation level."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which address a service binds to and tells the others."""
+"""Addresses that a service binds to and advertises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a line of a service's log carries."""
+"""Fields of a line in a service's log."""
 
 from __future__ import annotations
 

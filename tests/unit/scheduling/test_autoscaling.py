@@ -177,7 +177,7 @@ def test_there_is_a_rule_for_every_service_that_scales() -> None:
 
 
 def generators(**values: float) -> int:
-    """What the chart's rule proposes for three generators."""
+    """Return the proposal of the chart's rule for three generators."""
     shipped = load_rule(next(file for file in RULES if file.stem == "generator"))
     names = {signal.name: values[signal.name.replace("-", "_")] for signal in shipped.signals}
     return propose(shipped, ReplicaMetrics(now=0, wanted=3, ready=3, values=names))[0]

@@ -1,4 +1,4 @@
-"""How the reward services of a run are found."""
+"""Discovery of a run's reward services."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved when: before every call, after every chunk, and what the generator is told about it."""
+"""Saves before every call and after every chunk, and their acknowledgements to the generator."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_the_choice_is_able_and_none_fitting_is_much_emptier(records, min_versio
 
 
 class CandidatesMachine(RuleBasedStateMachine):
-    """Whatever came before, the choice is the least loaded of all generators that are able."""
+    """The choice is always the least loaded of all generators that can serve."""
 
     def __init__(self):
         super().__init__()

@@ -16,7 +16,7 @@ from rollmesh.worker.worker_session import WorkerSession
 
 
 class Outage:
-    """A store that is away for the first attempts of everything; each takes a minute."""
+    """A store that is unreachable for the first attempts of every call; each takes a minute."""
 
     def __init__(self, attempts: int) -> None:
         self.left = attempts

@@ -1,4 +1,4 @@
-"""What a load does to running requests."""
+"""Effects of a load on running requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine makes of a server that hangs, comes back as another one, or answers nonsense."""
+"""Reactions of the engine to a server that hangs, restarts, or sends invalid answers."""
 
 from __future__ import annotations
 

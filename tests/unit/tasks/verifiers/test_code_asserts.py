@@ -46,7 +46,7 @@ decode = encode
 
 
 def passes(text: str, entry_point: str = "double") -> bool:
-    """What a test is worth for the answer above, over the same JSON as between the processes."""
+    """Tell whether a test passes for the answer above, over the same JSON as between the processes."""
     test = split_asserts(text, entry_point, "tests[0]")
     namespace: dict[str, Any] = {}
     exec(ANSWER, namespace)

@@ -1,4 +1,4 @@
-"""The train step as anybody would write it: one padded sequence at a time, plain loops, torch's own AdamW."""
+"""A plain train step for comparison: one padded sequence at a time, plain loops, torch's own AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is loaded for training, what is refused by name, and what is written for the generators."""
+"""Models that load for training, models refused by name, and the folders written for generators."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def ragged_sequences() -> list[Int32Array]:
 
 
 def padded(folder: Path, sequences: list[Int32Array], temperature: float) -> list[np.ndarray]:
-    """Padded on the right with the model's own attention: what anybody would compute."""
+    """Compute on right-padded input with the model's own attention, for comparison."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     longest = max(map(len, sequences))
     ids = torch.zeros(len(sequences), longest, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What the engines did between two step reports."""
+"""Work of the engines between two step reports."""
 
 from rollmesh.trainer.records.engine_work import EngineWork
 from rollmesh.trainer.records.goodput import GeneratedTokens

@@ -1,4 +1,4 @@
-"""Goodput is a share of what the generators sampled over the life of the run, whoever dies meanwhile."""
+"""Goodput is a share of what the generators sampled over the life of the run, across restarts."""
 
 import json
 import math

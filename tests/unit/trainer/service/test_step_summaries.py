@@ -1,4 +1,4 @@
-"""What the queue keeps of a step report: whatever the gateway shows, and little else."""
+"""Fields of a step report in the queue: those that the gateway shows, and few others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer reads when it begins, and that it stops when it is asked to."""
+"""State that a trainer reads at startup, and its stop on request."""
 
 from __future__ import annotations
 
