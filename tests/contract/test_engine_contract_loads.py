@@ -226,7 +226,9 @@ async def test_a_version_that_falls_and_rises_again_under_running_calls_ends_the
 
 
 @pytest.mark.parametrize("damage", [_truncate, _widen, _no_weights, _no_config, _other_model])
-async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_go_on(engine, models, tmp_path, damage):
+async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_still_serve(
+    engine, models, tmp_path, damage
+):
     running = await start_calls(engine, 2)
     folder = tmp_path / "policy"
     shutil.copytree(models[1], folder)

@@ -32,7 +32,7 @@ def lose(machine: subprocess.Popen[str], folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def test_a_backup_of_a_training_run_goes_on_elsewhere_with_an_empty_queue(started, wait_until) -> None:
+def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(started, wait_until) -> None:
     line, process = started(
         trainer={"train_steps": STEPS},
         generator={"pace": [[1, 0.05]]},

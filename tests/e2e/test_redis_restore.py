@@ -76,7 +76,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     found.end()
 
 
-def test_a_run_goes_on_with_an_older_redis_and_with_an_empty_one(server: Server, started, wait_until) -> None:
+def test_a_run_continues_with_an_older_redis_and_with_an_empty_one(server: Server, started, wait_until) -> None:
     sections = {
         "trainer": {"train_steps": STEPS},
         "generator": {"pace": [[1, 0.02]]},

@@ -78,7 +78,7 @@ def store_config(url: str, certificate: Certificate | None, password: str, ca: P
     return StoreConfig.model_validate({"url": url, "password": password, "tls": tls})
 
 
-def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
+def test_a_run_trains_behind_certificates_and_tokens_and_refuses_all_others(
     authority: Authority,
     guarded_redis: str,  # before the run, which is then stopped before its Redis
     started,

@@ -112,7 +112,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def test_a_run_goes_on_through_a_failover_and_loses_nothing(watched: Watched, started, wait_until) -> None:
+def test_a_run_continues_through_a_failover_and_loses_nothing(watched: Watched, started, wait_until) -> None:
     line, process = started(
         trainer={"train_steps": STEPS},
         # Slow enough for steps to be left when the test has seen the failover.

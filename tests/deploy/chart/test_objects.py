@@ -141,7 +141,7 @@ def test_secrets_come_by_reference_only(renderings: list[Rendering]) -> None:
                     assert set(entry["valueFrom"]) == {"secretKeyRef"}, (name, entry)
 
 
-def test_a_trainer_gang_meets_at_its_first_pod(renderings: list[Rendering]) -> None:
+def test_the_ranks_of_a_trainer_meet_at_its_first_pod(renderings: list[Rendering]) -> None:
     (spot,) = [r for r in renderings if r.name.startswith("spot-32")]
     job = spot.one("Job")
     env = variables(spot.component("trainer"))
@@ -241,7 +241,7 @@ def test_prometheus_comes_through_every_policy(renderings: list[Rendering]) -> N
     assert seen == 5 * len(renderings)
 
 
-def test_whoever_calls_a_service_comes_through_its_policy(renderings: list[Rendering]) -> None:
+def test_every_caller_of_a_service_passes_its_network_policy(renderings: list[Rendering]) -> None:
     """Only pods with the address of Redis or of the reward service in their environment may connect there."""
     component = "app.kubernetes.io/component"
     for rendering in renderings:

@@ -140,7 +140,7 @@ GUARDED = ["security.tls.enabled=true", "security.tls.certManager.issuerName=mes
 
 
 @pytest.mark.timeout(1200)
-def test_a_guarded_mesh_with_a_gang_of_two_trainer_pods_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
+def test_a_guarded_mesh_with_two_trainer_pods_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
     sets = ["run.trainer.train_steps=2", "trainer.nodes=2", "gateway.enabled=false", *GUARDED]
     machine = machine_of(helm4, sets, tmp_path, commands)
     machine.secrets = {**SECRETS, **issued(machine, tmp_path)}

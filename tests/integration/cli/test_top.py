@@ -114,7 +114,7 @@ def test_numbers_from_before_an_outage_say_how_old_they_are() -> None:
     assert "unreachable, as of 42 s ago" in text
 
 
-def test_a_lane_is_coloured_by_version_from_its_start_to_now() -> None:
+def test_a_timeline_row_is_coloured_by_version_from_its_start_to_now() -> None:
     text = rollout_line(span("a.0"), -20.0, 100.0)
     assert len(text.plain) == 60
     assert text.plain[:20].strip() == ""
@@ -125,7 +125,7 @@ def test_a_lane_is_coloured_by_version_from_its_start_to_now() -> None:
     assert first != second
 
 
-def test_a_lane_outside_of_the_window_is_empty_and_a_window_of_nothing_is_drawn() -> None:
+def test_a_timeline_row_outside_of_the_window_is_empty_and_an_empty_window_is_drawn() -> None:
     gone = span("a.0", start=-100.0, end=-60.0, intervals=[])
     assert rollout_line(gone, -20.0, 100.0).plain[1:].strip() == ""
     assert rollout_line(span("a.0"), 100.0, 100.0).plain.strip() == ""

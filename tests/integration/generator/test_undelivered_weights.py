@@ -71,7 +71,7 @@ async def publish_update(run: GeneratorRun, version: int) -> PolicyRecord:
     )
 
 
-async def test_a_generator_whose_engine_keeps_the_base_weights_leaves_the_rotation_at_the_first_version(
+async def test_a_generator_whose_engine_keeps_the_base_weights_stops_serving_at_the_first_version(
     make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollmesh.generator.engines.torch.torch_engine.TorchEngine", BaseWeights)

@@ -134,7 +134,7 @@ async def test_a_call_whose_saves_are_slow_is_held_and_not_ended_and_prefilled_a
     assert metrics["rollmesh_generator_reprefill_tokens_total"] == 0
 
 
-async def test_a_generator_goes_on_while_the_acknowledgements_keep_up(make_run):
+async def test_a_generator_continues_while_the_acknowledgements_keep_up(make_run):
     run = await make_run(pace=[[1, 0.03]])
     await run.publish(0)
     run.start()

@@ -42,7 +42,7 @@ class FollowingTrainer(ScriptedTrainer):
             await asyncio.sleep(0.05)
 
 
-async def test_every_second_version_is_evaluated_while_training_goes_on(store) -> None:
+async def test_every_second_version_is_evaluated_during_training(store) -> None:
     plan = schedule("copris", train_steps=6)
     await store.init_run(limits(plan))
     cluster = ScriptedCluster(store, [ScriptedGenerator(n, seconds_per_token=0.01, slots=16) for n in ("a", "b")])

@@ -75,7 +75,7 @@ async def test_an_answer_without_a_value_becomes_a_dead_letter_with_its_tokens_w
         assert letter.trajectory.response_ids.tolist() == answer_of(letter.trajectory_id, 40)
 
 
-async def test_a_reward_service_that_is_away_is_waited_for_and_bad_metadata_is_no_reward(store):
+async def test_an_unreachable_reward_service_is_waited_for_and_bad_metadata_is_no_reward(store):
     class Away(ScriptedReward):
         calls = 0
 

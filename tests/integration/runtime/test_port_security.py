@@ -173,7 +173,9 @@ async def test_metrics_want_a_certificate_or_the_token_and_probes_want_neither(a
             await anybody.get(f"http://{address}/healthz")
 
 
-async def test_a_strangers_certificate_is_refused_on_the_admin_port_too(authority: Authority, tmp_path: Path) -> None:
+async def test_a_certificate_of_another_authority_is_refused_on_the_admin_port_too(
+    authority: Authority, tmp_path: Path
+) -> None:
     stranger = Authority(tmp_path / "theirs").issue("stranger")
     async with admin_port(guarded(authority.issue("server"))) as address:
         for certificate in (stranger, authority.issue("expired", expired=True)):
@@ -277,7 +279,7 @@ def test_a_process_that_starts_while_its_files_are_replaced_reads_them_again(
     assert security.tls.material.certificate == new.certificate.read_bytes()
 
 
-async def test_a_rotation_does_not_end_the_questions_under_way() -> None:
+async def test_a_rotation_does_not_end_the_calls_in_progress() -> None:
     states = [object()]
 
     class Rotating(PortSecurity):

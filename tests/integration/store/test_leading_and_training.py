@@ -351,7 +351,7 @@ async def test_no_leader_can_lower_the_floor_that_a_rollback_sets(store: Traject
     assert (await store.desired()).start_at_version == 4
 
 
-async def test_blocked_since_starts_anew_with_another_set_and_is_cleared(store: TrajectoryStore) -> None:
+async def test_blocked_since_restarts_with_another_set_and_is_cleared(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     keys, desired = store.connection.keys, Desired(pool_size=1)
 

@@ -36,7 +36,7 @@ async def test_a_repeated_save_changes_nothing_and_another_one_is_refused(store:
     assert (await read_truth(store)).members["e0-0.0"].tokens == 7
 
 
-async def test_a_stranger_cannot_write(store: TrajectoryStore) -> None:
+async def test_a_worker_without_the_lease_cannot_write(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
     await store.lease(mesh.session, 1)

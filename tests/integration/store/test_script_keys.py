@@ -129,7 +129,7 @@ async def test_a_group_that_is_too_large_for_one_call_is_swept_in_slices(
     assert (await read_truth(store)).problems == []
 
 
-async def test_a_group_of_an_older_release_finds_its_lowest_step_by_a_look_at_its_members(
+async def test_a_group_of_an_older_release_finds_its_lowest_step_from_its_members(
     store: TrajectoryStore,
 ) -> None:
     mesh = await Mesh.start(store)

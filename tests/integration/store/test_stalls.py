@@ -103,7 +103,7 @@ async def test_a_write_that_follows_other_tokens_is_refused(
     assert (await read_truth(store)).members[NAME].state == "leased"
 
 
-async def test_a_worker_that_wakes_keeps_what_nobody_else_has_changed(store: TrajectoryStore) -> None:
+async def test_a_worker_that_wakes_keeps_its_unchanged_trajectories(store: TrajectoryStore) -> None:
     _, other = await stalled(store)
     await store.release(other, [NAME], ReleaseReason.DRAINED)
     awake = await store.open_session("A")
@@ -159,7 +159,7 @@ async def test_a_finished_trajectory_is_not_scored_for_the_tokens_of_another_wor
     assert [t.incarnation for t in await store.lease_scoring(awake, 1)] == [1]
 
 
-async def test_a_restart_that_is_sent_again_changes_nothing_and_a_stranger_cannot_send_it(
+async def test_a_restart_that_is_sent_again_changes_nothing_and_only_the_holder_can_send_it(
     store: TrajectoryStore,
 ) -> None:
     mesh, other = await stalled(store)
@@ -173,7 +173,7 @@ async def test_a_restart_that_is_sent_again_changes_nothing_and_a_stranger_canno
     assert [(t.trajectory.trajectory_id, t.incarnation) for t in await store.lease(other, 1)] == [(NAME, 2)]
 
 
-async def test_a_queue_of_the_version_before_goes_on_by_the_number_of_its_tokens(store: TrajectoryStore) -> None:
+async def test_a_queue_of_the_version_before_continues_by_the_number_of_its_tokens(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
     await store.lease(mesh.session, 1)

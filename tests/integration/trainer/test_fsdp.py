@@ -52,7 +52,7 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path) -> None:
     assert largest_difference(weights_of(tmp_path / "resharded"), weights_of(two / str(STEPS))) == 0
 
 
-def test_a_gang_that_computes_in_bfloat16_scores_canaries_in_float32(tmp_path: Path) -> None:
+def test_ranks_that_compute_in_bfloat16_score_canaries_in_float32(tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     write_random_model(model)
     out.mkdir()

@@ -28,7 +28,7 @@ def start_ranks(run: TrainerRun) -> subprocess.Popen[bytes]:
     return run.process
 
 
-async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_status_of_the_gang(
+async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_exit_status_of_all_ranks(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
     async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:

@@ -32,7 +32,7 @@ async def test_tokens_of_an_earlier_stage_keep_that_stages_logprobs_through_kill
         assert found == expected, pattern
 
 
-async def test_a_gang_goes_on_from_what_its_stages_recorded(
+async def test_ranks_continue_from_the_records_of_their_stages(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
     await _weights_after_stages(tmp_path / "ranks", tiny_model, server, kill_at="states/00000002-*/COMMITTED", ranks=2)

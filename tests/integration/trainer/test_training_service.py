@@ -103,7 +103,7 @@ async def test_values_that_the_run_assigns_to_time_outs_are_trained_even_where_a
     assert line["batch"]["outcome_mean"] is None, "no verifier gave a value"
 
 
-async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
+async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
     config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 3})

@@ -162,7 +162,7 @@ def test_rollouts_of_a_killed_generator_are_those_whose_calls_broke_there_and_no
     assert (result.in_flight, result.regenerated_tokens, result.regenerated_bound) == (11, 169, 11 * 16)
 
 
-def test_without_a_timeline_nobody_has_counted(tmp_path: Path) -> None:
+def test_without_a_timeline_there_is_no_count(tmp_path: Path) -> None:
     assert regenerated(RunFolder(tmp_path), {}) is None
 
 

@@ -64,7 +64,7 @@ async def test_a_client_that_reads_slowly_misses_ticks_and_gets_a_snapshot(hub: 
     assert (await following(stream))[:2] == ("tick", 101)
 
 
-async def test_a_client_that_comes_back_goes_on_where_it_was(hub: EventHub) -> None:
+async def test_a_client_that_reconnects_continues_at_its_last_event(hub: EventHub) -> None:
     for number in range(5):
         hub.publish(tick(float(number)))
     assert (await following(hub.follow(3)))[:2] == ("tick", 4)

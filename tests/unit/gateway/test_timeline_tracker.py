@@ -53,14 +53,14 @@ def test_a_rollout_is_a_row_of_intervals_by_version() -> None:
     ]
 
 
-def test_a_look_that_changes_nothing_sends_nothing() -> None:
+def test_an_unchanged_snapshot_sends_nothing() -> None:
     lanes = TimelineTracker(16, 120.0)
     assert len(look(lanes, 10.0, mark("a.0", 5, 1)).changed) == 1
     assert look(lanes, 11.0, mark("a.0", 5, 1)).changed == []
     assert len(look(lanes, 12.0, mark("a.0", 5, 1, session="s2")).changed) == 1
 
 
-def test_a_rollout_that_rests_ends_and_one_that_is_leased_again_goes_on() -> None:
+def test_a_released_rollout_ends_and_one_that_is_leased_again_continues() -> None:
     lanes = TimelineTracker(16, 120.0)
     look(lanes, 10.0, mark("a.0", 5, 1))
     assert only(look(lanes, 11.0, mark("a.0", 9, 1, state="partial", session="")).changed).end == 11.0

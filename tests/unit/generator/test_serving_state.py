@@ -39,7 +39,7 @@ def test_a_closed_door_says_why_and_tells_the_registry(close, message):
     assert serving_state.call_count == 0
 
 
-def test_draining_is_for_good():
+def test_draining_is_final():
     serving_state = serving()
     serving_state.drain()
     serving_state.put_in_service()

@@ -90,7 +90,7 @@ def shown(tmp_path):
     return show
 
 
-def test_a_pipe_gets_one_line_a_look_however_long(shown) -> None:
+def test_a_pipe_gets_one_line_per_update_of_any_length(shown) -> None:
     text = shown(sample(), terminal=False)
     assert text.count("\n") == 1
     for part in (
@@ -130,7 +130,7 @@ def test_a_panel_keeps_the_bar_beside_its_step_and_the_sample_on_one_line(shown)
     assert max(map(len, lines)) <= 80
 
 
-def test_a_pipe_that_nobody_reads_any_more_does_not_end_the_run(tmp_path) -> None:
+def test_a_pipe_without_a_reader_does_not_end_the_run(tmp_path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with contextlib.suppress(BrokenPipeError), open(writer, "w", buffering=1) as out:

@@ -14,7 +14,7 @@ RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @pytest.mark.skipif(not RANGE.exists(), reason="this system does not tell its range of ports")
-def test_a_port_is_free_and_the_kernel_gives_it_to_nobody_else() -> None:
+def test_a_port_is_free_and_the_kernel_gives_it_to_no_other_process() -> None:
     low, high = map(int, RANGE.read_text().split())
     for _ in range(5):
         port = free_port.free_port()
@@ -31,7 +31,7 @@ def test_processes_with_one_seed_pick_different_ports() -> None:
     assert len(picked) > 1
 
 
-def test_a_port_that_somebody_listens_on_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_with_a_listener_is_not_picked(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = free_port.free_port()
     with socket.create_server(("127.0.0.1", taken)):
         monkeypatch.setattr(free_port, "_ABOVE", taken)

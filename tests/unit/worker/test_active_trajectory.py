@@ -111,7 +111,7 @@ def test_tokens_that_are_not_saved_can_be_trimmed_and_saved_ones_stay():
     assert ids_of(trajectory.unsaved()) == [7, 8]
 
 
-def test_whoever_looks_is_told_of_tokens_of_a_pause_and_of_a_loss():
+def test_observers_are_notified_of_tokens_of_a_pause_and_of_a_loss():
     trajectory, told = held(), []
     trajectory.changed = lambda: told.append((trajectory.token_count, trajectory.wanted))
     trajectory.add(segment([1, 2]))

@@ -56,7 +56,7 @@ async def test_a_call_takes_at_most_the_limit_and_runners_work_side_by_side():
     assert most == 2
 
 
-async def test_an_error_reaches_every_item_of_its_call_and_the_lane_goes_on():
+async def test_an_error_reaches_every_item_of_its_call_and_the_batcher_continues():
     async def call(items):
         if "bad" in items:
             raise ValueError("no")

@@ -29,5 +29,5 @@ def test_the_choice_stays_while_the_generator_is_registered_even_while_it_loads(
     assert choose_pinned(records[:1], 3, current="b").instance_id == "a"
 
 
-def test_without_a_serving_generator_nobody_is_held_back() -> None:
+def test_without_a_serving_generator_no_call_is_restricted() -> None:
     assert choose_pinned([record("a", 3, serving=False)], 3) is None

@@ -59,7 +59,7 @@ def test_an_evaluation_goes_to_its_pinned_version_and_nowhere_else():
     assert chosen(records, {}, Need(pinned_version=0)) is None
 
 
-def test_generators_out_of_rotation_or_avoided_get_nothing():
+def test_generators_that_do_not_serve_or_are_avoided_get_no_call():
     records = [generator("draining", serving=False), generator("bad"), generator("good")]
     assert chosen(records, {"good": 8}, avoided={"bad"}) == "good"
     assert chosen(records[:2], avoided={"bad"}) is None

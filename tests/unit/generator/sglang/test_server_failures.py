@@ -75,7 +75,7 @@ def test_a_clock_counts_only_while_it_runs():
     assert not clock.stopped
 
 
-async def test_the_deadline_of_a_slice_stands_still_while_the_server_is_paused(server, start):
+async def test_the_deadline_of_a_slice_is_suspended_while_the_server_is_paused(server, start):
     engine = await start(request_timeout_seconds=2.0)
     server.deaf = True
     task = asyncio.create_task(collect(engine, make_call(count=4)))
@@ -156,7 +156,7 @@ async def test_scoring_leaves_a_paused_server_paused(server, start):
 
 
 @pytest.mark.parametrize("status", [400, 429, 500, 503])
-async def test_a_server_that_refuses_to_score_is_an_engine_error_and_goes_on(server, start, status):
+async def test_a_server_that_refuses_to_score_is_an_engine_error_and_still_serves(server, start, status):
     engine = await start()
     server.status = status
     with pytest.raises(EngineError, match="not now"):
@@ -188,7 +188,7 @@ async def test_a_server_whose_settings_cannot_serve_the_run_is_refused(server, s
         await start(**options)
 
 
-async def test_calls_under_way_end_when_the_server_is_lost_not_at_their_deadline(server, start):
+async def test_calls_in_progress_end_when_the_server_is_lost_not_at_their_deadline(server, start):
     engine = await start(probe_seconds=0.05, request_timeout_seconds=300.0)
     server.deaf = True
     tasks = [asyncio.create_task(collect(engine, make_call(f"t{i}"))) for i in range(3)]

@@ -172,7 +172,7 @@ def own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_environment_module"
 
 
-async def test_an_environment_of_ones_own_is_made_anew_per_trajectory(own_environment: str) -> None:
+async def test_a_user_s_environment_is_created_once_per_trajectory(own_environment: str) -> None:
     make = environment_factory(f"{own_environment}:Echo", {"times": 2})
     one, other = make(), make()
     await one.reset(PROMPT)

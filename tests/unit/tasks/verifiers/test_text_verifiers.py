@@ -44,7 +44,7 @@ def score(name: str, response: str, answer: Any, **options: Any) -> float:
         ("after:####", "no mark", None),
     ],
 )
-def test_the_answer_is_found_where_it_stands(how: str, response: str, found: str | None) -> None:
+def test_the_answer_is_found_at_its_place(how: str, response: str, found: str | None) -> None:
     assert make_extractor(how)(response) == found
 
 

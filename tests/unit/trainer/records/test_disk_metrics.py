@@ -8,7 +8,7 @@ def shown(metrics: Metrics, name: str) -> float:
     return metrics.registry.get_sample_value(f"rollmesh_trainer_checkpoint_{name}") or 0.0
 
 
-def test_the_disk_of_the_checkpoints_is_shown_and_one_that_is_away_keeps_its_figures(tmp_path: Path) -> None:
+def test_the_disk_of_the_checkpoints_is_shown_and_an_unreachable_one_keeps_its_figures(tmp_path: Path) -> None:
     metrics = Metrics("trainer")
     trainer = TrainerMetrics(metrics)
     trainer.observe_disk(tmp_path)

@@ -46,7 +46,7 @@ def test_a_step_without_news_of_the_engines_has_no_shares() -> None:
     assert (nothing["reprefill_share"], nothing["bubble_ratio"]) == (None, None)
 
 
-def test_a_generator_that_died_before_the_step_ended_is_counted_up_to_its_last_look() -> None:
+def test_a_generator_that_died_before_the_step_ended_is_counted_up_to_its_last_report() -> None:
     work = EngineWork(GeneratedTokens())
     work.begin([generator("a", 100, 10, 1.0, 8.0)])
     work.observe([generator("a", 150, 20, 5.0, 16.0)])

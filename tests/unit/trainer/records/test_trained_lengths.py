@@ -24,7 +24,7 @@ def test_a_trained_share_needs_a_group_that_left_the_queue() -> None:
     assert trained_share([3, 0, 0], [1, 2, 0]) == [0.75, 0.0, None]
 
 
-def test_growth_counts_from_its_first_look_and_never_backwards() -> None:
+def test_growth_counts_from_its_first_value_and_never_backwards() -> None:
     counter = Counter("c_total", "c", ["reason"], registry=CollectorRegistry())
     growth = Growth(counter)
     for totals in ({"stale": 5}, {"stale": 7, "dead": 1}, {"stale": 3}, {"stale": 4}):

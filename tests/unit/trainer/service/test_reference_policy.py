@@ -34,7 +34,7 @@ def catalog(reason: Reason) -> PolicyCatalog:
 
 
 @pytest.mark.parametrize("reason", [Reason.UNREACHABLE, Reason.DISK_FULL])
-def test_a_store_that_is_away_for_now_is_no_wrong_setting(reason: Reason) -> None:
+def test_a_store_that_is_unreachable_for_now_is_no_wrong_setting(reason: Reason) -> None:
     with pytest.raises(CheckpointError) as caught:
         check_reference(ALGORITHM, catalog(reason))
     assert caught.value.reason == reason

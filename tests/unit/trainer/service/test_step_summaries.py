@@ -35,7 +35,7 @@ def test_curves_are_the_same_from_what_the_queue_keeps() -> None:
     assert EVALUATION not in names
 
 
-def test_what_nobody_shows_is_left_out() -> None:
+def test_fields_that_the_gateway_does_not_show_are_left_out() -> None:
     kept = reported(full_record())
     assert "other" not in json.dumps(kept)
     assert not {"policy_version", "updates"} & kept.keys()
