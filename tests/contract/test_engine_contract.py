@@ -208,10 +208,10 @@ async def test_a_client_without_the_key_gets_nothing_from_the_server(endpoint):
     _, url = endpoint
     if url is None:  # the embedded engine has no port
         return
-    async with httpx.AsyncClient(base_url=url) as stranger:
+    async with httpx.AsyncClient(base_url=url) as outsider:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
-            answers = [await stranger.post(f"/{path}", json={"rid": "x"}, headers=headers) for path in _POSTS]
-            answers += [await stranger.get(f"/{path}", headers=headers) for path in ("model_info", "server_info")]
+            answers = [await outsider.post(f"/{path}", json={"rid": "x"}, headers=headers) for path in _POSTS]
+            answers += [await outsider.get(f"/{path}", headers=headers) for path in ("model_info", "server_info")]
             assert [a.status_code for a in answers] == [401] * 7
 
 

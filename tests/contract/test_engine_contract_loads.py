@@ -103,7 +103,7 @@ async def test_what_an_interrupting_load_computes_again_is_counted(make, models)
     running = await start_calls(engine, 3)
     await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
     rollouts = await running.end()
-    if not make.retracts:  # the calls ended; whoever goes on with them pays for it
+    if not make.retracts:  # the calls ended; their next generator prefills again
         assert engine.status().reprefill_token_total == 0
         rests = [make_call(r.call.trajectory_id, r.ids, prompt_token_count=8, max_new_token_count=4) for r in rollouts]
         await asyncio.gather(*(collect(engine, call) for call in rests))

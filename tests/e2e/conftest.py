@@ -110,7 +110,7 @@ def write_small_run(parent: Path, **sections: Any) -> CommandLine:
 def small_run(tmp_path: Path) -> Iterator[Callable[..., CommandLine]]:
     """Write a small run file with the given sections changed."""
     yield partial(write_small_run, tmp_path)
-    # The embedded server outlives a launcher that was killed, for the next one to find: here nobody will.
+    # The embedded server outlives a launcher that was killed, for the next launcher: no launcher follows here.
     EmbeddedServer(RunFolder(tmp_path / "run").redis).kill()
 
 

@@ -61,7 +61,7 @@ def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
 def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until) -> None:
     line, process = started(trainer={"train_steps": STEPS}, generator={"pace": PACE})
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
-    # A trainer that somebody asks to stop ends well, and is started again: its work is not done.
+    # A trainer that an operator stops ends well, and is started again: its work is not done.
     (trainer,) = read_endpoints(line.folder, "trainer")
     os.kill(trainer.pid, signal.SIGTERM)
     wait_until(lambda: [e.pid for e in read_endpoints(line.folder, "trainer")] != [trainer.pid], "its end", process)

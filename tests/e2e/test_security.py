@@ -166,15 +166,15 @@ def served(address: str) -> bytes:
 async def nobody_else_gets_in(
     endpoints: list[Endpoint], authority: Authority, mesh: Certificate, token: str, tmp_path: Path
 ) -> None:
-    stranger = Authority(tmp_path / "theirs").issue("stranger")
+    outsider = Authority(tmp_path / "theirs").issue("outsider")
     expired = authority.issue("expired", expired=True)
     friend = identity(authority.issue("friend"), token)
     for endpoint in endpoints:
         async with AdminClient(friend, timeout_seconds=WAIT_SECONDS) as client:
             assert f"rollmesh_{endpoint.service}_build_info" in (await client.get(endpoint.admin, "/metrics")).text
-        await admin_port_refuses(endpoint, authority, stranger, expired)
+        await admin_port_refuses(endpoint, authority, outsider, expired)
     intruders = {
-        "stranger": (shown(friend, stranger, mesh.ca), "it may reject the client certificate"),
+        "outsider": (shown(friend, outsider, mesh.ca), "it may reject the client certificate"),
         "expired": (shown(friend, expired, mesh.ca), "it may reject the client certificate"),
         "none": (shown(friend, None, mesh.ca), "it may reject the client certificate"),
         "plain": (OPEN, "it may require TLS, and security.tls is not set here"),
@@ -209,16 +209,16 @@ def shown(friend: PortSecurity, certificate: Certificate | None, ca: Path) -> Po
 
 
 async def admin_port_refuses(
-    endpoint: Endpoint, authority: Authority, stranger: Certificate, expired: Certificate
+    endpoint: Endpoint, authority: Authority, outsider: Certificate, expired: Certificate
 ) -> None:
-    anybody = ssl.create_default_context(cafile=str(authority.file))
-    async with httpx.AsyncClient(verify=anybody, timeout=WAIT_SECONDS) as client:
+    anonymous = ssl.create_default_context(cafile=str(authority.file))
+    async with httpx.AsyncClient(verify=anonymous, timeout=WAIT_SECONDS) as client:
         url = f"https://{endpoint.admin}"
         assert (await client.get(f"{url}/healthz")).status_code == 200
         assert (await client.get(f"{url}/metrics")).json() == {"detail": MISSING_TOKEN}
         guess = await client.get(f"{url}/metrics", headers={"Authorization": "Bearer guess"})
         assert (guess.status_code, guess.json()) == (401, {"detail": WRONG_TOKEN})
-    for certificate in (stranger, expired):
+    for certificate in (outsider, expired):
         context = ssl.create_default_context(cafile=str(authority.file))
         context.load_cert_chain(certificate.certificate, certificate.key)
         async with httpx.AsyncClient(verify=context, timeout=WAIT_SECONDS) as client:
@@ -275,7 +275,7 @@ async def generate(address: str, who: PortSecurity) -> None:
     )
     async with GenerationClient(who) as client:
         async for _ in client.generate(record, call):
-            raise AssertionError("a stranger was served")
+            raise AssertionError("an outsider was served")
 
 
 async def redis_keeps_strangers_out(url: str, authority: Authority, mesh: Certificate, tmp_path: Path) -> None:

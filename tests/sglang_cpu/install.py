@@ -112,7 +112,7 @@ def _run(step: str, command: list[str | Path], deadline: float) -> None:
     """One step, within what is left of the deadline; raises NotInstalled with the end of what it printed."""
     started = time.monotonic()
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    # Neither our own venv nor somebody's PYTHONPATH may leak into the new environment.
+    # Neither our own venv nor the user's PYTHONPATH may leak into the new environment.
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_CONSTRAINT"):
         environment.pop(name, None)
     try:

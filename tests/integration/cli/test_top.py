@@ -163,7 +163,7 @@ def test_words_of_others_reach_the_terminal_as_words() -> None:
 
 
 @pytest.fixture
-def stranger() -> Iterator[str]:
+def outsider() -> Iterator[str]:
     """A web server that is no gateway and answers everything."""
 
     class Answer(BaseHTTPRequestHandler):
@@ -183,10 +183,10 @@ def stranger() -> Iterator[str]:
         thread.join()
 
 
-def test_top_says_what_answers_that_is_no_gateway(stranger: str) -> None:
-    asked = CliRunner().invoke(app, ["top", "--url", stranger, "--once"])
+def test_top_says_what_answers_that_is_no_gateway(outsider: str) -> None:
+    asked = CliRunner().invoke(app, ["top", "--url", outsider, "--once"])
     assert asked.exit_code == 2, asked.output
-    assert f"{stranger}/api/v1/overview: no rollmesh gateway of this version answers there" in asked.stderr
+    assert f"{outsider}/api/v1/overview: no rollmesh gateway of this version answers there" in asked.stderr
     wrong = CliRunner().invoke(app, ["top", "--url", "http://[::1", "--once"])
     assert wrong.exit_code == 2, wrong.output
     assert "http://[::1/api/v1/overview" in wrong.stderr

@@ -90,7 +90,7 @@ async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_aske
                 return records if records and all(r.claimed or r.result for r in records) else None
 
             records = await until(results)
-        # Version 2 is two evaluations back: its weights may be gone, nobody asks for it any more.
+        # Version 2 is two evaluations back: its weights may be gone, no evaluation needs it.
         assert [r.request.policy_version for r in records] == [4]
 
 

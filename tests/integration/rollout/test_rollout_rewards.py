@@ -82,7 +82,7 @@ async def test_an_unreachable_reward_service_is_waited_for_and_bad_metadata_is_n
         async def score(self, trajectories):
             self.calls += 1
             if self.calls <= 3:
-                raise RewardUnavailable("nobody there")
+                raise RewardUnavailable("no reward service")
             if trajectories[0].member_index == 0:
                 raise DataError("metadata.answer: cannot travel")
             return await super().score(trajectories)

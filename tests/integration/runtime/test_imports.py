@@ -34,7 +34,7 @@ def test_nothing_is_collected_during_imports_and_the_collector_works_again_after
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen, "the garbage of somebody else's process stays theirs"
+    assert gc.get_freeze_count() == frozen, "the garbage of another program's process stays"
 
 
 def test_a_disabled_collector_stays_off() -> None:

@@ -258,11 +258,11 @@ async def test_a_wrong_key_is_told_and_nothing_is_served(tmp_path, kit, stand_in
         await owner.start(kit.write_model(tmp_path / "model", 0), 0)
         url = owner._server.api.url
         assert [f.name for f in tmp_path.iterdir() if "key" in f.name] == []
-        stranger = SglangEngine(
+        outsider = SglangEngine(
             SglangOptions(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=60.0)
         )
         with pytest.raises(ConfigError, match=r"generator\.sglang\.admin_key: .* rejects it: .*HTTP 401"):
-            await stranger.start(tmp_path / "model", 0)
-        await stranger.aclose()
+            await outsider.start(tmp_path / "model", 0)
+        await outsider.aclose()
     finally:
         await owner.aclose()

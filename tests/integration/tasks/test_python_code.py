@@ -314,7 +314,7 @@ def no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_namespaces_poison_is_still_wrong_in_time_and_leaves_nothing_behind(name: str) -> None:
     assert run(POISON[name], ADD, timeout_seconds=0.5).value == 0.0
     wait_until_nothing_is_left()
-    assert not kernel.adopts_orphans(), "nobody waits for what orphans leave once the code has ended"
+    assert not kernel.adopts_orphans(), "no process collects orphans once the code has ended"
 
 
 @pytest.mark.usefixtures("no_namespaces")

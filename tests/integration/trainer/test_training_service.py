@@ -202,8 +202,8 @@ async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_t
         run.start()
         async with run.fed(1):
             await run.until_finished()
-        stranger = write_run_file(tmp_path / "elsewhere" / "run", tiny_model, server, trainer={"train_steps": 1})
-        async with opened_run(stranger) as other:
+        outsider = write_run_file(tmp_path / "elsewhere" / "run", tiny_model, server, trainer={"train_steps": 1})
+        async with opened_run(outsider) as other:
             other.start()
             with pytest.raises(AssertionError, match="the trainer ended"):
                 await other.until_finished()

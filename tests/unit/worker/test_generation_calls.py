@@ -119,7 +119,7 @@ async def make_caller(
     generators: GeneratorPool | None = None,
 ) -> Caller:
     registry = registry or Registry()
-    looks = itertools.count(0, 1000)  # nobody is avoided for so long
+    looks = itertools.count(0, 1000)  # no generator is avoided for so long
     generators = generators or GeneratorPool(registry, clock=lambda: next(looks))  # type: ignore[arg-type]
     await generators.refresh()
     limits = CallLimits(

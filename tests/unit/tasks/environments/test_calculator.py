@@ -81,7 +81,7 @@ def test_arithmetic_is_exact(expression: str, result: str) -> None:
     ],
 )
 def test_everything_else_is_refused_at_once(expression: str) -> None:
-    start = time.thread_time()  # the work itself: a busy machine may hold anybody up
+    start = time.thread_time()  # the work itself: a busy machine may delay any process
     with pytest.raises(ArithmeticRejected):
         evaluate(expression)
     assert time.thread_time() - start < 1.0
