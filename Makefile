@@ -10,6 +10,8 @@ CONSTRAINTS := deploy/constraints.txt
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
+# Without its bytecode each of the many processes would compile the whole source: a second or more at every start.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -56,7 +58,7 @@ unit: $(VENV)/.dev ## Unit tests
 	$(BIN)/pytest tests/unit --numprocesses 2 --dist worksteal
 
 integration: $(VENV)/.dev sglang-try ## Tests against real Redis, gRPC, processes and SGLang servers
-	$(BIN)/pytest -rs tests/integration -m "not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest tests/integration -m "not alone" --numprocesses 2 --dist loadfile
 # Only the files that have such tests: to collect all the others takes ten seconds.
 	$(BIN)/pytest $$(grep -rl --include="*.py" "pytest.mark.alone" tests/integration) -m alone
 
@@ -64,7 +66,7 @@ contract: $(VENV)/.dev sglang-try ## One suite of cases for every engine, the re
 	$(BIN)/pytest tests/contract
 
 sglang: $(VENV)/.dev sglang-try ## What we rely on of the real SGLang server
-	$(BIN)/pytest -rs tests/sglang
+	$(BIN)/pytest tests/sglang
 
 # Not a stamp: the environment lies outside of this folder and knows best whether it is complete.
 sglang-env: $(VENV)/.python ## Install the real SGLang server for tests on a CPU (3.4 GB in the user's cache)
@@ -75,7 +77,7 @@ sglang-try: $(VENV)/.python
 	@$(BIN)/python tests/sglang_cpu/install.py || echo "tests of the real SGLang server will be skipped"
 
 deploy: $(VENV)/.dev sglang-try prometheus-try chart-tools-try ## What is shipped for operations: rules, dashboards, chart, images
-	$(BIN)/pytest -rs tests/deploy
+	$(BIN)/pytest tests/deploy
 
 # Without a way to get it, the tests that need Prometheus say why and are skipped.
 prometheus-try:
@@ -102,7 +104,7 @@ image-sglang: ## Build the generator into the upstream SGLang image
 	BASE_IMAGE=$${BASE_IMAGE:-lmsysorg/sglang:v0.5.23} deploy/build.sh generator-sglang
 
 images-test: $(VENV)/.dev sglang-try docker-try ## Build the images and run the mesh of the compose file in them (minutes)
-	ROLLMESH_TEST_IMAGES=1 $(BIN)/pytest -rs tests/deploy/images
+	ROLLMESH_TEST_IMAGES=1 $(BIN)/pytest tests/deploy/images
 
 # Debian's engine, Compose and debootstrap, where this is root and they are missing; without them tests are skipped.
 docker-try:
@@ -115,10 +117,10 @@ chromium-try:
 	@command -v chromium >/dev/null || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium >/dev/null; } || echo "tests of the gateway's page will be skipped"
 
 e2e: $(VENV)/.dev sglang-try redis-try chromium-try ## The whole mesh, once on real SGLang servers
-	$(BIN)/pytest -rs tests/e2e --ignore tests/e2e/gateway -m "not alone" --numprocesses 2 --dist loadfile
-	$(BIN)/pytest -rs tests/e2e --ignore tests/e2e/gateway -m alone
+	$(BIN)/pytest tests/e2e --ignore tests/e2e/gateway -m "not alone" --numprocesses 2 --dist loadfile
+	$(BIN)/pytest tests/e2e --ignore tests/e2e/gateway -m alone
 # A process of its own: the browser's driver keeps an event loop running, in which no other test could start one.
-	$(BIN)/pytest -rs tests/e2e/gateway
+	$(BIN)/pytest tests/e2e/gateway
 
 chaos: $(VENV)/.local ## 26 rounds against a training mesh: kill -9, stalls, damaged files; audited and judged from outside
 	$(BIN)/rollmesh bench chaos

@@ -16,7 +16,7 @@ _EXTRAS_OF_OURS = re.compile(r"^rollmesh\[([\w,\s-]+)\]$")
 
 
 def requirements(project: dict[str, object], names: list[str]) -> list[str]:
-    """Requirement lines of the named extras, sorted; SystemExit names one that does not exist."""
+    """Return the requirement lines of the named extras, sorted; SystemExit names an extra that does not exist."""
     known = {"core": project["dependencies"], **project["optional-dependencies"]}  # type: ignore[dict-item]
     found: set[str] = set()
     todo, done = list(names), set()

@@ -144,7 +144,7 @@ class Documented(Protocol):
 
 
 def schema_of(values: dict[str, Any], documented: Sequence[Documented]) -> Schema:
-    """The JSON schema of the chart's values."""
+    """Return the JSON schema of the chart's values."""
     texts = {value.path: value.description for value in documented}
     schema = _section(values, "", texts)
     schema["properties"]["run"] = _run_section(texts["run"])
@@ -178,7 +178,7 @@ def _by_default(value: Any, path: str, texts: dict[str, str]) -> Schema:
 
 
 def _run_section(description: str) -> Schema:
-    """The sections of a run file; their fields are checked by the program, in more detail than by a schema."""
+    """Return the schema of a run file's sections; the program checks their fields and says more than a schema can."""
     properties: Schema = {name: {"type": "object"} for name in RunConfig.model_fields if name not in _SET_BY_CHART}
     for section, names in _FIELDS_SET_BY_CHART.items():
         properties[section] = _without(*names)

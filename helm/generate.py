@@ -88,7 +88,7 @@ def _at(data: Any, path: str) -> Any:
 
 
 def readme(values: list[Value], chart: dict[str, Any]) -> str:
-    """The chart's README: the template with the table of values."""
+    """Return the chart's README: the template with the table of values."""
     rows = ["| value | default | meaning |", "|---|---|---|"]
     for value in values:
         if isinstance(value.default, dict) and value.default and value.path not in FREE:

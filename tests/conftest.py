@@ -1,9 +1,14 @@
-"""What every test shares: seeded, machine-independent property tests, and no search for garbage in what is imported."""
+"""Settings of every test: one thread per math library, repeatable property tests, no garbage collection of imports."""
 
 import gc
 import os
 
 from hypothesis import HealthCheck, settings
+
+# Set before the libraries load. Threads that wait for each other cost tiny models up to 30 times their work.
+for _library in ("OMP", "MKL", "OPENBLAS"):
+    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile(
     "rollmesh",
@@ -18,11 +23,11 @@ settings.load_profile("rollmesh")
 # without this, code that a test confines fails after a test of any gRPC port in the same process.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
-# Looking for garbage among the million objects of torch and its like took nearly half of the time of collection.
+# Scanning the million objects of torch and other libraries took nearly half of the time of collection.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """What the tests themselves leave behind is looked for, as ever."""
+    """Collect only objects that tests create."""
     gc.freeze()
     gc.enable()

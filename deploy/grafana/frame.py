@@ -1,4 +1,4 @@
-"""Parts of every dashboard: variables, annotations, links to the others."""
+"""Frame of every dashboard: variables, annotations, links to the others."""
 
 from __future__ import annotations
 
@@ -83,6 +83,6 @@ def _choice(name: str, label: str, query: str) -> dashboard.QueryVariable:
 
 
 def _marks(name: str, expression: str, color: str, *, shown: bool) -> dashboard.AnnotationQuery:
-    """A line across all panels wherever the expression has a value."""
+    """Draw a line across all panels wherever the expression has a value."""
     mark = dashboard.AnnotationQuery().name(name).datasource(PROMETHEUS).expr(expression)
     return mark.icon_color(color).enable(shown)

@@ -43,66 +43,66 @@ class Query:
 
 
 def rule(name: str, word: str = "", legend: str = "") -> Query:
-    """Series of a recording rule for the run; ``name`` follows ``run:rollmesh_``."""
+    """Query a recording rule of the run; ``name`` follows ``run:rollmesh_``."""
     return Query(f"run:rollmesh_{name}{{{RUN}}}", legend or _legend("run", word))
 
 
 def gauge(metric: str, word: str = "", labels: str = RUN, legend: str = "") -> Query:
-    """A metric, unchanged; of every process if ``labels`` is PROCESS."""
+    """Query a metric as it is; of every process if ``labels`` is PROCESS."""
     return Query(f"{metric}{{{labels}}}", legend or _legend("instance" if labels == PROCESS else "run", word))
 
 
 def total(metric: str, by: str = "run", word: str = "", labels: str = RUN, legend: str = "") -> Query:
-    """A gauge, summed."""
+    """Query the sum of a gauge."""
     return Query(f"sum by ({by}) ({metric}{{{labels}}})", legend or _legend(by, word))
 
 
 def per_second(counter: str, by: str = "run", word: str = "", labels: str = RUN, legend: str = "") -> Query:
-    """Increase of a counter per second, summed."""
+    """Query the summed increase of a counter per second."""
     return Query(rate(counter, by, labels), legend or _legend(by, word))
 
 
 def per_minute(counter: str, by: str = "run", word: str = "", labels: str = RUN, legend: str = "") -> Query:
-    """The same per minute."""
+    """Query the summed increase of a counter per minute."""
     return Query(f"60 * {rate(counter, by, labels)}", legend or _legend(by, word))
 
 
 def quantiles(histogram: str, *shares: float, by: str = "run") -> list[Query]:
-    """Quantiles of a histogram, one curve each."""
+    """Query quantiles of a histogram, one curve each."""
     return [Query(quantile(share, histogram, by), _legend(by, f"{share:.0%}")) for share in shares]
 
 
 def led(metric: str, by: str = "") -> str:
-    """A gauge of the whole mesh: only the leader's value counts, another replica's stays at its last one."""
+    """Return a gauge of the whole mesh from the leader; the value of any other replica is stale."""
     labels = f"run, {by}" if by else "run"
     leads = "and on (namespace, run, instance) rollmesh_rollout_leader == 1"
     return f"max by ({labels}) ({metric}{{{RUN}}} {leads})"
 
 
 def rate(counter: str, by: str = "run", labels: str = RUN) -> str:
-    """Increase of a counter per second, summed."""
+    """Return the summed increase of a counter per second."""
     return f"sum by ({by}) (rate({counter}{{{labels}}}[$__rate_interval]))"
 
 
 def quantile(q: float, histogram: str, by: str = "run") -> str:
-    """A quantile of a histogram over the last moments."""
+    """Return a quantile of a histogram over the rate interval."""
     buckets = rate(f"{histogram}_bucket", by=f"{by}, le")
     return f"histogram_quantile({q:g}, {buckets})"
 
 
 def _legend(by: str, word: str) -> str:
-    """A word, and the values of the labels: the run last."""
+    """Join a word and the values of the labels, the run last."""
     values = " ".join(f"{{{{{label}}}}}" for label in reversed(by.split(", ")))
     return f"{word} {values}".lstrip()
 
 
 def above(value: float, color: str) -> Limits:
-    """A coloured line at a value, and nothing below it."""
+    """Draw a coloured line at a value, and nothing below it."""
     return ((None, "transparent"), (value, color))
 
 
 def thresholds(steps: Limits) -> dashboard.ThresholdsConfig:
-    """Limits as Grafana writes them."""
+    """Convert limits to Grafana's thresholds."""
     made = [models.Threshold(value=value, color=color) for value, color in steps]
     return dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(made)
 
@@ -188,7 +188,7 @@ def bars(
     most: float | None = None,
     limits: Limits = ((None, GREEN),),
 ) -> bargauge.Panel:
-    """The newest value of every series, as bars side by side."""
+    """Show the newest value of every series as bars side by side."""
     panel = bargauge.Panel().title(title).description(description).unit(unit).datasource(PROMETHEUS)
     panel.span(width).height(_HEIGHT).orientation(common_models.VizOrientation.HORIZONTAL).min(0)
     panel.display_mode(common_models.BarGaugeDisplayMode.BASIC).value_mode(common_models.BarGaugeValueMode.TEXT)
@@ -200,7 +200,7 @@ def bars(
 
 
 def density(title: str, description: str, histogram: str, *, unit: str = "none", width: int = 8) -> heatmap.Panel:
-    """Distribution of a histogram's observations over time."""
+    """Show the distribution of a histogram's observations over time."""
     panel = heatmap.Panel().title(title).description(description).datasource(PROMETHEUS).span(width).height(_HEIGHT)
     panel.calculate(False).cell_gap(1).y_axis(heatmap.YAxisConfig().unit(unit))
     panel.color(heatmap.HeatmapColorOptions().mode(heatmap_models.HeatmapColorMode.SCHEME).scheme("Viridis").steps(32))
@@ -211,7 +211,7 @@ def density(title: str, description: str, histogram: str, *, unit: str = "none",
 def states(
     title: str, description: str, query: Query, words: dict[str, tuple[str, str]], *, width: int = 12
 ) -> statetimeline.Panel:
-    """State of every series over time; ``words`` are text and colour by value."""
+    """Show the state of every series over time; ``words`` are text and colour by value."""
     panel = statetimeline.Panel().title(title).description(description).datasource(PROMETHEUS)
     panel.span(width).height(_HEIGHT).row_height(0.8).merge_values(True)
     options = {value: models.ValueMappingResult(text=text, color=color) for value, (text, color) in words.items()}
@@ -220,7 +220,7 @@ def states(
 
 
 def rows(title: str, description: str, query: Query, *, width: int = 12) -> table.Panel:
-    """The newest value of every series with its labels."""
+    """Show the newest value of every series with its labels."""
     panel = table.Panel().title(title).description(description).datasource(PROMETHEUS).span(width).height(_HEIGHT)
     panel.show_header(True)
     return panel.with_target(_target("A", query).instant().format(prometheus_models.PromQueryFormat.TABLE))

@@ -28,7 +28,7 @@ EOS = 7
 """The models' own end token: it ends a call only if the call says so."""
 LONGEST = 256
 KEY = "contract"
-PATIENCE = 180.0
+WAIT_SECONDS = 180.0
 """Seconds for what takes one on an idle machine."""
 FAKES = Path(__file__).parents[1] / "fakes"
 
@@ -126,7 +126,7 @@ def make_call(name: str = "t", context: Int32Array | None = None, **changes: Any
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one call streamed."""
+    """Chunks that one call streamed."""
 
     call: GenerationCall
     chunks: list[Chunk]
@@ -170,7 +170,7 @@ async def collect(engine: Engine, call: GenerationCall) -> Rollout:
     return Rollout(call, [chunk async for chunk in engine.generate(call)])
 
 
-async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+async def until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.001)
@@ -198,7 +198,7 @@ class Running:
         return list(zip(self.rollouts, self.tasks, strict=True))
 
     async def end(self) -> list[Rollout]:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(WAIT_SECONDS):
             await asyncio.gather(*self.tasks)
         return self.rollouts
 
@@ -220,7 +220,7 @@ class StandIn:
         environment = os.environ | {"PYTHONPATH": str(FAKES), "OMP_NUM_THREADS": "1"}
         with log.open("ab") as out:
             self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + WAIT_SECONDS
         while not self._ready():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()

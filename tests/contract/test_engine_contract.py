@@ -1,4 +1,4 @@
-"""What every generation engine keeps to; the same cases on each."""
+"""Contract of every generation engine; the same cases on each."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rollmesh.types import FinishReason
 from .contract_kit import (
     EOS,
     LONGEST,
-    PATIENCE,
     VOCAB,
+    WAIT_SECONDS,
     Running,
     collect,
     hf_greedy,
@@ -111,7 +111,7 @@ async def test_a_wrong_call_is_refused_by_its_field_and_the_engine_lives(engine,
     assert len((await collect(engine, make_call("right", max_new_token_count=3))).tokens) == 3
 
 
-async def test_interrupting_one_call_ends_it_with_its_tokens_and_lets_the_others_go_on(engine, models):
+async def test_interrupting_one_call_ends_it_with_its_tokens_and_the_others_continue(engine, models):
     running = await start_calls(engine, 3)
     assert await engine.interrupt(["t1", "unknown"]) == 1
     rollouts = await running.end()
@@ -144,9 +144,11 @@ async def test_an_interrupted_greedy_call_resumed_equals_an_uninterrupted_one(en
     np.testing.assert_array_equal(np.concatenate((begun.tokens, rest.tokens)), wanted)
 
 
-async def test_a_call_is_held_at_its_limit_until_its_caller_acknowledges_and_others_go_on(engine, models, monkeypatch):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", PATIENCE)
-    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", PATIENCE)
+async def test_a_call_is_held_at_its_limit_until_its_caller_acknowledges_and_others_continue(
+    engine, models, monkeypatch
+):
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", WAIT_SECONDS)
     held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
     await until(lambda: engine.status().held_back_total == 1)
     (other,) = await Running(engine, [make_call("other", prompt_ids(1))]).end()
@@ -163,7 +165,7 @@ async def test_a_call_is_held_at_its_limit_until_its_caller_acknowledges_and_oth
 
 
 async def test_a_call_whose_caller_stops_acknowledging_ends_as_interrupted(make, models, monkeypatch):
-    monkeypatch.setattr(backlog, "_HOLD_SECONDS", PATIENCE)
+    monkeypatch.setattr(backlog, "_HOLD_SECONDS", WAIT_SECONDS)
     monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS", 0.05)
     engine = await make(slots=1)
     held = Running(engine, [make_call("held", max_new_token_count=60, unacknowledged_token_limit=16)])
@@ -202,14 +204,14 @@ async def test_calls_are_interrupted_while_paused(engine):
     assert len((await collect(engine, make_call("next"))).tokens) == 40
 
 
-async def test_a_stranger_without_the_key_gets_nothing_from_the_server(endpoint):
+async def test_a_client_without_the_key_gets_nothing_from_the_server(endpoint):
     _, url = endpoint
     if url is None:  # the embedded engine has no port
         return
-    async with httpx.AsyncClient(base_url=url) as stranger:
+    async with httpx.AsyncClient(base_url=url) as outsider:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
-            answers = [await stranger.post(f"/{path}", json={"rid": "x"}, headers=headers) for path in _POSTS]
-            answers += [await stranger.get(f"/{path}", headers=headers) for path in ("model_info", "server_info")]
+            answers = [await outsider.post(f"/{path}", json={"rid": "x"}, headers=headers) for path in _POSTS]
+            answers += [await outsider.get(f"/{path}", headers=headers) for path in ("model_info", "server_info")]
             assert [a.status_code for a in answers] == [401] * 7
 
 

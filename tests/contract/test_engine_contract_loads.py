@@ -1,4 +1,4 @@
-"""What every generation engine does when its weights change; the same cases on each."""
+"""Contract of every generation engine for changes of its weights; the same cases on each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollmesh.generator.engines.engine_protocol import OnNewVersion
 from rollmesh.types import FinishReason
 
 from .contract_kit import (
-    PATIENCE,
+    WAIT_SECONDS,
     Running,
     collect,
     hf_logprobs,
@@ -55,7 +55,7 @@ async def test_an_interrupting_load_leaves_every_token_pure(make, models):
     engine = await make()
     running = await start_calls(engine, 3)
     seconds = await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
-    assert 0 <= seconds < PATIENCE
+    assert 0 <= seconds < WAIT_SECONDS
     for rollout in await running.end():
         rollout.check_pure(models)
         if make.retracts:
@@ -103,7 +103,7 @@ async def test_what_an_interrupting_load_computes_again_is_counted(make, models)
     running = await start_calls(engine, 3)
     await engine.load(models[1], 1, OnNewVersion.INTERRUPT)
     rollouts = await running.end()
-    if not make.retracts:  # the calls ended; whoever goes on with them pays for it
+    if not make.retracts:  # the calls ended; their next generator prefills again
         assert engine.status().reprefill_token_total == 0
         rests = [make_call(r.call.trajectory_id, r.ids, prompt_token_count=8, max_new_token_count=4) for r in rollouts]
         await asyncio.gather(*(collect(engine, call) for call in rests))
@@ -226,7 +226,9 @@ async def test_a_version_that_falls_and_rises_again_under_running_calls_ends_the
 
 
 @pytest.mark.parametrize("damage", [_truncate, _widen, _no_weights, _no_config, _other_model])
-async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_go_on(engine, models, tmp_path, damage):
+async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_still_serve(
+    engine, models, tmp_path, damage
+):
     running = await start_calls(engine, 2)
     folder = tmp_path / "policy"
     shutil.copytree(models[1], folder)

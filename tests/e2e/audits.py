@@ -1,4 +1,4 @@
-"""What tests ask of an audit."""
+"""Questions of the tests about an audit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs through the command line, as a person starts them."""
+"""Whole runs through the command line, as a user starts them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = {
 """A run of the demo's model and task that takes seconds once its processes are up."""
 ENDLESS = 100_000
 """Train steps of a run that is stopped once everything was seen: however slow the test, it does not end before."""
-PATIENCE = 300.0
+WAIT_SECONDS = 300.0
 """Seconds for what takes seconds on an idle machine: two whole meshes may share two slow cores."""
 _TEST_SECONDS = 1200
 _HERE = Path(__file__).parent
@@ -58,7 +58,7 @@ class CommandLine:
             self.command(*arguments),
             capture_output=True,
             text=True,
-            timeout=2 * PATIENCE,
+            timeout=2 * WAIT_SECONDS,
             check=False,
             env=environment(),
             cwd=self.run_file.parent,
@@ -110,7 +110,7 @@ def write_small_run(parent: Path, **sections: Any) -> CommandLine:
 def small_run(tmp_path: Path) -> Iterator[Callable[..., CommandLine]]:
     """Write a small run file with the given sections changed."""
     yield partial(write_small_run, tmp_path)
-    # The embedded server outlives a launcher that was killed, for the next one to find: here nobody will.
+    # The embedded server outlives a launcher that was killed, for the next launcher: no launcher follows here.
     EmbeddedServer(RunFolder(tmp_path / "run").redis).kill()
 
 
@@ -118,7 +118,7 @@ def until(
     condition: Callable[[], bool],
     what: str,
     process: subprocess.Popen[str] | None = None,
-    seconds: float = PATIENCE,
+    seconds: float = WAIT_SECONDS,
 ) -> None:
     """Poll a condition with a deadline; the process, if given, must stay alive meanwhile."""
     deadline = time.monotonic() + seconds
@@ -161,7 +161,7 @@ def started(
 def end(process: subprocess.Popen[str]) -> None:
     """Wait for a run that was told to stop; one that does not is killed, and takes its services along."""
     try:
-        process.communicate(timeout=PATIENCE)
+        process.communicate(timeout=WAIT_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.communicate(timeout=PATIENCE)
+        process.communicate(timeout=WAIT_SECONDS)

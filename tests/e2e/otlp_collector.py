@@ -37,7 +37,7 @@ class ReceivedSpan:
 
 @dataclass
 class Collector:
-    """What arrived so far; filled by the server's threads."""
+    """Spans that arrived so far; filled by the server's threads."""
 
     url: str = ""
     spans: list[ReceivedSpan] = field(default_factory=list)

@@ -18,7 +18,7 @@ from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.free_port import free_port
 
 from .audits import assert_rescored
-from .conftest import ENDLESS, PATIENCE
+from .conftest import ENDLESS, WAIT_SECONDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "agents.md"
 STEPS = 4
@@ -103,7 +103,7 @@ def test_an_outside_agent_trains_a_run_through_kills_of_its_service(kills, start
     if kills:
         trains(2)  # the second one from answers that a new service took
         process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=2 * PATIENCE)
+    output, _ = process.communicate(timeout=2 * WAIT_SECONDS)
     assert process.returncode == (130 if kills else 0), output
     assert f"the OpenAI-compatible API: {url}" in output
     if worker.poll() is None:  # it tries again for a while before it believes that the run has ended

@@ -1,4 +1,4 @@
-"""A backup taken while a run trains is a run that goes on elsewhere."""
+"""A backup taken while a run trains continues in another folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 from rollmesh.store import EmbeddedServer
 
-from .conftest import PATIENCE
+from .conftest import WAIT_SECONDS
 
 STEPS = 40
 """More than it gets to before it is lost, at the pace of its generators."""
@@ -22,17 +22,17 @@ def lose(machine: subprocess.Popen[str], folder: Path) -> None:
     """Kill a launcher and all that it started, the queue's server too, and delete the run: nothing is left of it."""
     processes = psutil.Process(machine.pid).children(recursive=True)
     machine.kill()
-    machine.communicate(timeout=PATIENCE)
+    machine.communicate(timeout=WAIT_SECONDS)
     for process in processes:
         with suppress(psutil.NoSuchProcess):  # services end by themselves when their launcher dies
             process.kill()
-    _, alive = psutil.wait_procs(processes, timeout=PATIENCE)
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_SECONDS)
     assert not alive
     EmbeddedServer(folder / "redis").kill()
     shutil.rmtree(folder)
 
 
-def test_a_backup_of_a_training_run_goes_on_elsewhere_with_an_empty_queue(started, wait_until) -> None:
+def test_a_backup_of_a_training_run_continues_elsewhere_with_an_empty_queue(started, wait_until) -> None:
     line, process = started(
         trainer={"train_steps": STEPS},
         generator={"pace": [[1, 0.05]]},

@@ -1,4 +1,4 @@
-"""Bad input ends in a clear error, and nothing is lost: from the command line, as a person meets it."""
+"""Bad input on the command line ends in a clear error, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollmesh.config.recipes import recipe_file
 from rollmesh.runtime.lifecycle import EXIT_CONFIG
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 
-from .conftest import PATIENCE, CommandLine, until, write_small_run
+from .conftest import WAIT_SECONDS, CommandLine, until, write_small_run
 
 HardRun = tuple[CommandLine, subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]
 """The run file, how the run ended, and how the second launcher ended."""
@@ -195,7 +195,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 
 @pytest.fixture(scope="module")
 def hard_run(tmp_path_factory: pytest.TempPathFactory, server: EmbeddedServer) -> HardRun:
-    """A whole run whose verifier fails now and then, with a second launcher while Redis is away."""
+    """A whole run whose verifier fails now and then, with a second launcher while Redis is unreachable."""
     parent = tmp_path_factory.mktemp("hard")
     line = write_small_run(
         parent,
@@ -213,11 +213,11 @@ def hard_run(tmp_path_factory: pytest.TempPathFactory, server: EmbeddedServer) -
         server.kill()
         second = line.run("up", str(line.run_file))
         server.start()
-        output, _ = launcher.communicate(timeout=2 * PATIENCE)
+        output, _ = launcher.communicate(timeout=2 * WAIT_SECONDS)
     finally:
         if launcher.poll() is None:
             launcher.send_signal(signal.SIGINT)
-            output, _ = launcher.communicate(timeout=PATIENCE)
+            output, _ = launcher.communicate(timeout=WAIT_SECONDS)
     return line, subprocess.CompletedProcess([], launcher.returncode, output, ""), second
 
 

@@ -45,7 +45,7 @@ class Demo:
         return [(e["n"], e["mean"]) for e in self.line.json_lines("evaluations.jsonl")]
 
     def batches(self) -> list[Batch]:
-        """What was trained, by the batch files."""
+        """Read the trained batches from the batch files."""
         return [self.checkpoints.read_batch(step) for step in self.checkpoints.batch_steps()]
 
     def audit(self) -> dict[str, Any]:

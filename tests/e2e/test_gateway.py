@@ -13,7 +13,7 @@ import httpx
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-from .conftest import ENDLESS, PATIENCE
+from .conftest import ENDLESS, WAIT_SECONDS
 
 
 def test_a_run_is_watched_paused_and_resumed_through_its_gateway(
@@ -23,7 +23,7 @@ def test_a_run_is_watched_paused_and_resumed_through_its_gateway(
     wait_until(lambda: bool(read_endpoints(line.folder, "gateway")), "the gateway", process)
     url = read_endpoints(line.folder, "gateway")[0].url
     token = (line.folder / "gateway-token").read_text()
-    with httpx.Client(base_url=url, timeout=PATIENCE) as page, _actor(url, token) as actor:
+    with httpx.Client(base_url=url, timeout=WAIT_SECONDS) as page, _actor(url, token) as actor:
         wait_until(lambda: _overview(page).get("train_step", 0) >= 2, "two train steps", process)
         wait_until(lambda: _everything_runs(_overview(page)), "a look at every service at work", process)
         wait_until(lambda: bool(_overview(page)["evaluations"]), "the evaluation of the initial policy", process)
@@ -43,7 +43,7 @@ def test_a_run_is_watched_paused_and_resumed_through_its_gateway(
 
 
 def _actor(url: str, token: str) -> httpx.Client:
-    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=PATIENCE)
+    return httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, timeout=WAIT_SECONDS)
 
 
 def _overview(page: httpx.Client) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def _overview(page: httpx.Client) -> dict[str, Any]:
 
 
 def _everything_runs(overview: dict[str, Any]) -> bool:
-    """Whether this look sees the whole mesh train: a single one may meet a second without tokens, or a late starter."""
+    """Tell whether this snapshot shows the whole mesh training; it may lack tokens or a late service."""
     running = {service["service"]: service["running"] for service in overview["services"]}
     return (
         overview["state"] == "running"
@@ -122,7 +122,7 @@ def test_a_gateway_that_cannot_listen_does_not_end_the_run(
         port = taken.getsockname()[1]
         quick = {"trainer": {"train_steps": 2}, "evaluation": {"before_and_after": False}}
         line, process = started(gateway={"port": port}, **quick)
-        output, _ = process.communicate(timeout=2 * PATIENCE)
+        output, _ = process.communicate(timeout=2 * WAIT_SECONDS)
     assert process.returncode == 0, output
     assert "the run continues without its page" in output
     assert f"gateway.port={port}" in output

@@ -16,7 +16,7 @@ from rollmesh.v1 import generation_service_pb2_grpc as generation_stubs
 from rollmesh.v1 import reward_service_pb2 as reward
 from rollmesh.v1 import reward_service_pb2_grpc as reward_stubs
 
-from .conftest import ENDLESS, PATIENCE
+from .conftest import ENDLESS, WAIT_SECONDS
 
 
 async def refused(call: Awaitable[object]) -> None:
@@ -54,5 +54,5 @@ def test_loopback_ports_need_the_token_of_the_run_and_a_drained_generator_comes_
     trained = len(line.json_lines("metrics.jsonl"))
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained + 1, "further train steps", process)
     process.terminate()
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert "generator-0 ended with status 0, restart 1 of 20" in output

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-from .conftest import ENDLESS, PATIENCE
+from .conftest import ENDLESS, WAIT_SECONDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 MOVED = {
@@ -26,7 +26,7 @@ MOVED = {
     "gateway": ("look_seconds", "last_look_timestamp_seconds", "store_call_seconds"),
     "agents": ("store_call_seconds",),
 }
-"""What a trained step has moved, by service."""
+"""Metrics that a trained step changes, by service."""
 
 
 def documented() -> dict[str, set[str]]:
@@ -45,7 +45,7 @@ def scraped(folder: Path, service: str) -> list[dict[str, float]]:
     for endpoint in read_endpoints(folder, service):
         totals: dict[str, float] = {}
         for family in text_string_to_metric_families(
-            httpx.get(f"http://{endpoint.admin}/metrics", timeout=PATIENCE).text
+            httpx.get(f"http://{endpoint.admin}/metrics", timeout=WAIT_SECONDS).text
         ):
             exported = f"{family.name}_total" if family.type == "counter" else family.name
             totals.setdefault(exported, 0.0)
@@ -56,7 +56,7 @@ def scraped(folder: Path, service: str) -> list[dict[str, float]]:
 
 
 def lacking(folder: Path) -> list[str]:
-    """What no process of its service exports yet, or some process has not moved."""
+    """Return the metrics that no process of their service exports yet, or that have not changed in some process."""
     found = []
     for service in MOVED:
         processes = scraped(folder, service)

@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to type works as written."""
+"""The commands of the README work as written."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from rollmesh.cli.main import app
 
-from .conftest import PATIENCE
+from .conftest import WAIT_SECONDS
 
 README = Path(__file__).parents[2] / "README.md"
 SHELL_BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -30,7 +30,7 @@ def test_the_own_task_of_the_readme_trains_as_written(tmp_path: Path) -> None:
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=2 * PATIENCE,
+        timeout=2 * WAIT_SECONDS,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from .conftest import PATIENCE
+from .conftest import WAIT_SECONDS
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
 RUN = "small"
@@ -40,7 +40,7 @@ class Server:
         command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--dir", str(self.folder), *options]
         with (self.folder / "log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + WAIT_SECONDS
         while not self.answers():
             assert time.monotonic() < deadline, (self.folder / "log").read_text()
             time.sleep(0.05)
@@ -62,7 +62,7 @@ class Server:
         (line,) = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("redis-") and words in line]
         line = re.sub(r"\s+#.*$", "", line).replace("{RUN}", f"{{{RUN}}}").replace("/data", str(self.folder))
         line = line.replace("redis-cli", f"redis-cli -s {self.socket}")
-        subprocess.run(["bash", "-eo", "pipefail", "-c", line], check=True, timeout=PATIENCE)
+        subprocess.run(["bash", "-eo", "pipefail", "-c", line], check=True, timeout=WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     found.end()
 
 
-def test_a_run_goes_on_with_an_older_redis_and_with_an_empty_one(server: Server, started, wait_until) -> None:
+def test_a_run_continues_with_an_older_redis_and_with_an_empty_one(server: Server, started, wait_until) -> None:
     sections = {
         "trainer": {"train_steps": STEPS},
         "generator": {"pace": [[1, 0.02]]},
@@ -125,5 +125,5 @@ def test_a_run_goes_on_with_an_older_redis_and_with_an_empty_one(server: Server,
 def stop(process: subprocess.Popen[str]) -> None:
     """Ctrl-C."""
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130, output

@@ -14,7 +14,7 @@ from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.store import EmbeddedServer
 
 from .audits import assert_rescored
-from .conftest import ENDLESS, PATIENCE
+from .conftest import ENDLESS, WAIT_SECONDS
 
 STEPS = 24
 """More than a run gets to between a second step and Ctrl-C, with the batches that were ready by then, at the pace."""
@@ -61,14 +61,14 @@ def test_one_command_trains_evaluates_audits_and_reports(small_run) -> None:
 def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until) -> None:
     line, process = started(trainer={"train_steps": STEPS}, generator={"pace": PACE})
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
-    # A trainer that somebody asks to stop ends well, and is started again: its work is not done.
+    # A trainer that an operator stops ends well, and is started again: its work is not done.
     (trainer,) = read_endpoints(line.folder, "trainer")
     os.kill(trainer.pid, signal.SIGTERM)
     wait_until(lambda: [e.pid for e in read_endpoints(line.folder, "trainer")] != [trainer.pid], "its end", process)
     trained = len(line.json_lines("metrics.jsonl"))
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained, "another train step", process)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130, output
     assert "starting it again" in output
     assert len(line.json_lines("metrics.jsonl")) < STEPS
@@ -81,7 +81,7 @@ def test_ctrl_c_drains_and_a_second_start_continues_the_run(started, wait_until)
             if text.startswith("auditing"):
                 auditing.send_signal(signal.SIGINT)
                 break
-        output, _ = auditing.communicate(timeout=PATIENCE)
+        output, _ = auditing.communicate(timeout=WAIT_SECONDS)
     assert auditing.returncode == 130, output
     assert not (line.folder / "audit.json").exists()
     assert not any(look["view"]["recovering"] for look in line.json_lines("timeline.jsonl")[looks:])
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_run_whose_report_cannot_be_written_as_any_other(started, 
     wait_until((line.folder / "timeline.jsonl").exists, "a look at the mesh", process)
     (line.folder / "plots").write_text("not a folder")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130, output
     assert "the report cannot be written: " in output
     assert "Traceback" not in output
@@ -122,7 +122,7 @@ def test_a_damaged_batch_file_ends_the_run_at_once_with_its_reason(started, wait
     line, process = started(trainer={"train_steps": ENDLESS}, evaluation={"before_and_after": False})
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= 1, "a train step", process)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=PATIENCE)
+    process.communicate(timeout=WAIT_SECONDS)
     shutil.rmtree(line.folder / "checkpoints" / "states")  # so that the first step is trained again from its file
     file = min((line.folder / "checkpoints" / "batches").glob("*.pb"))
     content = bytearray(file.read_bytes())
@@ -154,7 +154,7 @@ def test_a_second_launcher_on_the_same_folder_is_refused_and_a_second_ctrl_c_kil
         if "draining services" in text:
             process.send_signal(signal.SIGINT)
             break
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130, output
     assert "killed without draining" in output
     assert not [pid for pid in pids if psutil.pid_exists(pid)]

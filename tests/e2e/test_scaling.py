@@ -12,7 +12,7 @@ from typing import Any
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-from .conftest import ENDLESS, PATIENCE
+from .conftest import ENDLESS, WAIT_SECONDS
 
 
 def indexes(folder: Path, service: str) -> list[int]:
@@ -58,7 +58,7 @@ def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_ru
         wait_until(lambda: indexes(line.folder, "reward") == [0, 1], "two reward services", process)
         wait_until(lambda: indexes(line.folder, "rollout") == [0, 1], "two rollout workers", process)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=WAIT_SECONDS)
         assert process.returncode == 130, output
         assert "generator: 1 -> 3 replicas" in output
 
@@ -80,7 +80,7 @@ def test_replicas_come_and_go_as_asked_and_a_restart_keeps_their_number(small_ru
         trained = len(line.json_lines("metrics.jsonl"))
         wait_until(lambda: len(line.json_lines("metrics.jsonl")) > trained + 1, "two train steps more", process)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=WAIT_SECONDS)
         assert process.returncode == 130, output
         assert output.index("generator-2 drained and stopped") < output.index("generator-1 drained and stopped")
 

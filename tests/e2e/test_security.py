@@ -33,7 +33,7 @@ from rollmesh.wire.reward_client import RewardClient
 from ..certificates import Authority, Certificate
 from .conftest import ENDLESS
 
-PATIENCE = 120.0
+WAIT_SECONDS = 120.0
 """Seconds for what takes milliseconds: other tests may have every core."""
 USER, PASSWORD = "mesh", "between friends"
 
@@ -78,7 +78,7 @@ def store_config(url: str, certificate: Certificate | None, password: str, ca: P
     return StoreConfig.model_validate({"url": url, "password": password, "tls": tls})
 
 
-def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
+def test_a_run_trains_behind_certificates_and_tokens_and_refuses_all_others(
     authority: Authority,
     guarded_redis: str,  # before the run, which is then stopped before its Redis
     started,
@@ -129,7 +129,7 @@ def test_a_run_trains_behind_certificates_and_tokens_and_lets_nobody_else_in(
     wait_until(lambda: all(served(e.admin) == new for e in endpoints), "the new certificate", process)
     trains_on()
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 130, output
     steps = [step["train_step"] for step in line.json_lines("metrics.jsonl")]
     assert len(steps) >= 4
@@ -153,7 +153,7 @@ def scrape(endpoint: Endpoint, token: str, ca: Path) -> int:
         f"https://{endpoint.admin}/metrics",
         headers={"Authorization": f"Bearer {token}"},
         verify=context,
-        timeout=PATIENCE,
+        timeout=WAIT_SECONDS,
     )
     return answer.status_code
 
@@ -161,21 +161,21 @@ def scrape(endpoint: Endpoint, token: str, ca: Path) -> int:
 def served(address: str) -> bytes:
     """The certificate of a port."""
     host, _, port = address.rpartition(":")
-    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port)), timeout=PATIENCE))
+    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port)), timeout=WAIT_SECONDS))
 
 
 async def nobody_else_gets_in(
     endpoints: list[Endpoint], authority: Authority, mesh: Certificate, token: str, tmp_path: Path
 ) -> None:
-    stranger = Authority(tmp_path / "theirs").issue("stranger")
+    outsider = Authority(tmp_path / "theirs").issue("outsider")
     expired = authority.issue("expired", expired=True)
     friend = identity(authority.issue("friend"), token)
     for endpoint in endpoints:
-        async with AdminClient(friend, timeout_seconds=PATIENCE) as client:
+        async with AdminClient(friend, timeout_seconds=WAIT_SECONDS) as client:
             assert f"rollmesh_{endpoint.service}_build_info" in (await client.get(endpoint.admin, "/metrics")).text
-        await admin_port_refuses(endpoint, authority, stranger, expired)
+        await admin_port_refuses(endpoint, authority, outsider, expired)
     intruders = {
-        "stranger": (shown(friend, stranger, mesh.ca), "it may reject the client certificate"),
+        "outsider": (shown(friend, outsider, mesh.ca), "it may reject the client certificate"),
         "expired": (shown(friend, expired, mesh.ca), "it may reject the client certificate"),
         "none": (shown(friend, None, mesh.ca), "it may reject the client certificate"),
         "plain": (OPEN, "it may require TLS, and security.tls is not set here"),
@@ -210,31 +210,33 @@ def shown(friend: PortSecurity, certificate: Certificate | None, ca: Path) -> Po
 
 
 async def admin_port_refuses(
-    endpoint: Endpoint, authority: Authority, stranger: Certificate, expired: Certificate
+    endpoint: Endpoint, authority: Authority, outsider: Certificate, expired: Certificate
 ) -> None:
-    anybody = ssl.create_default_context(cafile=str(authority.file))
-    async with httpx.AsyncClient(verify=anybody, timeout=PATIENCE) as client:
+    anonymous = ssl.create_default_context(cafile=str(authority.file))
+    async with httpx.AsyncClient(verify=anonymous, timeout=WAIT_SECONDS) as client:
         url = f"https://{endpoint.admin}"
         assert (await client.get(f"{url}/healthz")).status_code == 200
         assert (await client.get(f"{url}/metrics")).json() == {"detail": MISSING_TOKEN}
         guess = await client.get(f"{url}/metrics", headers={"Authorization": "Bearer guess"})
         assert (guess.status_code, guess.json()) == (401, {"detail": WRONG_TOKEN})
-    for certificate in (stranger, expired):
+    for certificate in (outsider, expired):
         context = ssl.create_default_context(cafile=str(authority.file))
         context.load_cert_chain(certificate.certificate, certificate.key)
-        async with httpx.AsyncClient(verify=context, timeout=PATIENCE) as client:
+        async with httpx.AsyncClient(verify=context, timeout=WAIT_SECONDS) as client:
             with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
                 await client.get(f"https://{endpoint.admin}/metrics")
-    async with httpx.AsyncClient(timeout=PATIENCE) as client:
+    async with httpx.AsyncClient(timeout=WAIT_SECONDS) as client:
         with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
             await client.get(f"http://{endpoint.admin}/metrics")
 
 
 async def refusal_of_reward(address: str, who: PortSecurity) -> str:
-    """Why the reward service will not have us. A connection is refused again and again until the deadline of the call,
-    so that one is short; on a busy machine the first try may take longer still, and says nothing then.
+    """Return the reward service's reason for a refusal.
+
+    The client retries a refused connection until the deadline of the call, so the first deadlines are short. On a busy
+    machine the first attempt may exceed its deadline; its error then names no reason.
     """
-    for seconds in (1.0, 8.0, PATIENCE):
+    for seconds in (1.0, 8.0, WAIT_SECONDS):
         with pytest.raises(RewardUnavailable) as refused:
             await score(address, who, seconds)
         if "did not answer" not in str(refused.value):
@@ -242,7 +244,7 @@ async def refusal_of_reward(address: str, who: PortSecurity) -> str:
     return str(refused.value)
 
 
-async def score(address: str, who: PortSecurity, seconds: float = PATIENCE):
+async def score(address: str, who: PortSecurity, seconds: float = WAIT_SECONDS):
     prompt = Prompt(prompt_id="p", token_ids=np.array([1], np.int32), verifier="")
     trajectory = Trajectory(
         trajectory_id="probe", group_id="g", member_index=0, prompt=prompt, finish_reason=FinishReason.STOP
@@ -274,7 +276,7 @@ async def generate(address: str, who: PortSecurity) -> None:
     )
     async with GenerationClient(who) as client:
         async for _ in client.generate(record, call):
-            raise AssertionError("a stranger was served")
+            raise AssertionError("an outsider was served")
 
 
 async def redis_keeps_strangers_out(url: str, authority: Authority, mesh: Certificate, tmp_path: Path) -> None:
@@ -288,7 +290,7 @@ async def redis_keeps_strangers_out(url: str, authority: Authority, mesh: Certif
     ]
     for config, message in cases:
         with pytest.raises(StoreUnavailable, match=message) as refused:
-            await TrajectoryStore.connect(config, "small", retry_seconds=PATIENCE)
+            await TrajectoryStore.connect(config, "small", retry_seconds=WAIT_SECONDS)
         assert PASSWORD not in str(refused.value)
     # The user of this run cannot touch the keys of another one.
     context = StoreTlsConfig(ca=str(mesh.ca), certificate=str(mesh.certificate), key=str(mesh.key))

@@ -17,14 +17,14 @@ from rollmesh.runtime.free_port import free_port
 from rollmesh.store import EmbeddedOptions, EmbeddedServer
 from rollmesh.store.embedded import find_server_binary
 
-from .conftest import PATIENCE
+from .conftest import WAIT_SECONDS
 
 SERVICE = "queue"
 PASSWORD, SENTINEL_PASSWORD = "of the data", "of the watchers"
 STEPS = 16
 
 
-def eventually(what: str, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+def eventually(what: str, condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -112,7 +112,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def test_a_run_goes_on_through_a_failover_and_loses_nothing(watched: Watched, started, wait_until) -> None:
+def test_a_run_continues_through_a_failover_and_loses_nothing(watched: Watched, started, wait_until) -> None:
     line, process = started(
         trainer={"train_steps": STEPS},
         # Slow enough for steps to be left when the test has seen the failover.
@@ -132,7 +132,7 @@ def test_a_run_goes_on_through_a_failover_and_loses_nothing(watched: Watched, st
     eventually("another master", lambda: watched.master() is not killed)
     seen = len(line.json_lines("metrics.jsonl"))
     wait_until(lambda: len(line.json_lines("metrics.jsonl")) >= seen + 2, "train steps on the new master", process)
-    output, _ = process.communicate(timeout=2 * PATIENCE)
+    output, _ = process.communicate(timeout=2 * WAIT_SECONDS)
     assert process.returncode == 0, output
     assert [step["train_step"] for step in line.json_lines("metrics.jsonl")] == list(range(1, STEPS + 1))
     audit = json.loads((line.folder / "audit.json").read_text())

@@ -66,13 +66,13 @@ def records(log: Path) -> list[dict[str, Any]]:
 
 
 def in_service(log: Path, starts: int = 1) -> bool:
-    """Whether a generator has put a policy in service since its server was started so many times."""
+    """Tell whether a generator has served a policy since its server was started so many times."""
     events = [e["event"] for e in records(log) if e["event"] in ("server_started", "policy_in_service")]
     return events.count("server_started") == starts and events[-1] == "policy_in_service"
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether a process still runs."""
+    """Tell whether a process still runs."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -80,7 +80,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 async def pause(run_folder: Path, paused: bool) -> None:
-    """Let workers lease nothing new, or let them go on."""
+    """Stop workers from leasing, or let them continue."""
     folder = RunFolder(run_folder)
     async with running_store(load_run_config(folder.config_file), folder) as running:
         await running.store.settings.set_user_paused(paused)

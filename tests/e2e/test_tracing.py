@@ -16,7 +16,7 @@ from rollmesh.runtime.endpoints import read_endpoints
 from rollmesh.runtime.tracecontext import TraceContext, traceparent_of, traceparent_of_step
 from rollmesh.types import Batch, Trajectory
 
-from .conftest import ENDLESS, PATIENCE
+from .conftest import ENDLESS, WAIT_SECONDS
 from .otlp_collector import ReceivedSpan, collector
 
 STEPS = 3
@@ -75,7 +75,7 @@ def test_a_trajectory_is_one_trace_over_all_services_even_when_its_worker_is_kil
         os.kill(worker.pid, signal.SIGKILL)
         wait_until(lambda: any(map(continued, received.traces().values())), "a trajectory that goes on", process)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=WAIT_SECONDS)
         assert process.returncode == 130, output
     traces = received.traces()
     assert received.paths == {"/v1/traces"}
@@ -110,7 +110,7 @@ def step_trace(run: str, step: int) -> str:
 
 
 def lacking(traces: dict[str, list[ReceivedSpan]], batches: list[Batch], run: str) -> set[tuple[str, str, str]]:
-    """Which spans of these batches and of their trajectories have not come yet."""
+    """Return the missing spans of these batches and of their trajectories."""
     expected = [(step_trace(run, batch.train_step), OF_A_STEP) for batch in batches]
     for batch in batches:
         for trajectory in trajectories_of(batch):
@@ -149,7 +149,7 @@ def check_trajectory(spans: list[ReceivedSpan], trajectory: Trajectory, step: in
 
 
 def continued(spans: list[ReceivedSpan]) -> bool:
-    """Whether a second worker went on with tokens of one that was killed, whose own span died with it."""
+    """Tell whether a second worker continued the tokens of a killed worker, whose own span is lost."""
     attempts = [span for span in spans if span.name == "attempt"]
     calls = [span for span in spans if span.service == "rollmesh-generator" and span.name == "generate"]
     resumed = [span for span in attempts if span.attributes["rollmesh.resumed_tokens"] > 0]

@@ -1,4 +1,4 @@
-"""What the tests with processes share."""
+"""Fixtures of the tests with processes."""
 
 from __future__ import annotations
 

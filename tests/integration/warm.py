@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TRAINER = ("rollmesh.trainer.main", "transformers.models.qwen2.modeling_qwen2")
-"""What a trainer of the tests has imported once it trains."""
+"""Modules that a trainer of the tests has imported once it trains."""
 GENERATOR = (
     "rollmesh.generator.main",
     "rollmesh.generator.engines.torch.torch_engine",
     "rollmesh.checkpoints.checkpoint_store",
 )
-"""What a generator with the torch engine has imported once it serves."""
+"""Modules that a generator with the torch engine has imported once it serves."""
 
 _ROOT = Path(__file__).parents[2]
 _NUMBERS = itertools.count()

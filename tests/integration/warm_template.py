@@ -22,14 +22,14 @@ import psutil
 
 def main(root: str, modules: list[str]) -> None:
     sys.path[0] = root
-    # Nobody looks for garbage in what is imported, neither now nor at the end: in a forked process, a look copies it.
+    # No garbage collection of imports, neither now nor at the end: in a forked process, it copies their memory.
     gc.disable()
     for module in modules:
         importlib.import_module(module)
     gc.freeze()
     gc.enable()
     atexit.register(gc.freeze)
-    # Of a process with threads, a fork may keep a lock that nobody will ever release.
+    # Of a process with threads, a fork may keep a lock that no thread ever releases.
     threads = psutil.Process().num_threads()
     assert threads == 1, f"the imports of {modules} started {threads - 1} threads"
     for line in sys.stdin.buffer.raw:  # unbuffered: a process forked below must not hold requests of others

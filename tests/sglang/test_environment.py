@@ -54,7 +54,9 @@ def test_a_build_without_packages_leaves_its_reason_and_no_folder(monkeypatch: p
         install.find_python()
 
 
-def test_a_build_removes_environments_that_nobody_used_for_hours(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_removes_environments_that_were_not_used_for_hours(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old, recent = (make_folder(cache / f"{install.PREFIX}{name}", complete=True) for name in ("old", "recent"))
     hours_ago = time.time() - install.UNUSED_SECONDS - 60
     os.utime(old / "COMPLETE", (hours_ago, hours_ago))

@@ -1,4 +1,4 @@
-"""What the SGLang engine relies on, held against the real server: another version that behaves otherwise fails here."""
+"""Facts that the SGLang engine relies on, checked on the real server: a version with another behaviour fails here."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_slices_of_a_greedy_answer_are_the_answer_and_come_from_the_cache(served
     tokens: list[int] = []
     for _ in range(4):
         part = served.generate(PROMPT + tokens, 16, temperature=0.0, extra_key="slices")
-        # The last token of a context is computed anew, and so is the last one sampled: nobody has fed it in yet.
+        # The last token of a context is computed again, and so is the last one sampled: it was not an input yet.
         assert part.cached_token_count >= len(PROMPT + tokens) - 2 or not tokens
         tokens += part.tokens
     assert tokens == whole.tokens
@@ -119,7 +119,7 @@ def in_place_gap(served: Served, shift: int) -> float:
 
 
 def test_a_flush_that_cannot_happen_loads_the_weights_and_says_that_it_failed(served: Served) -> None:
-    """Why keep_kv says flush_cache=false: else the server's front and its requests name different versions."""
+    """Reason for flush_cache=false in keep_kv: otherwise the server and its requests name different versions."""
     future = start_all(served, 1)[0]
     served.pause("in_place")
     assert served.load(1).status_code == 400

@@ -38,7 +38,7 @@ class NotInstalled(Exception):
 
 
 def cache_folder() -> Path:
-    """Where environments of this project are kept."""
+    """Return the folder of this project's environments."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rollmesh"
 
 
@@ -62,7 +62,9 @@ def find_python() -> Path:
         raise NotInstalled(f"no SGLang environment at {folder}: {reason}")
     python = folder / "bin" / "python"
     if not python.exists():
-        raise NotInstalled(f"the SGLang environment at {folder} is broken: its python is gone; delete it and make anew")
+        raise NotInstalled(
+            f"the SGLang environment at {folder} is broken: its python is gone; delete it and install again"
+        )
     complete.touch()
     return python
 
@@ -110,7 +112,7 @@ def _run(step: str, command: list[str | Path], deadline: float) -> None:
     """One step, within what is left of the deadline; raises NotInstalled with the end of what it printed."""
     started = time.monotonic()
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    # Neither our own venv nor somebody's PYTHONPATH may leak into the new environment.
+    # Neither our own venv nor the user's PYTHONPATH may leak into the new environment.
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_CONSTRAINT"):
         environment.pop(name, None)
     try:
@@ -134,7 +136,7 @@ def _run(step: str, command: list[str | Path], deadline: float) -> None:
 
 
 def _remove_unused(current: Path) -> None:
-    """Delete environments of other requirements that nobody has used for a while, and their notes of failure."""
+    """Delete environments of other requirements that were not used for a while, and their notes of failure."""
     for folder in sorted(cache_folder().glob(f"{PREFIX}*")):
         if folder == current or not folder.is_dir():
             continue

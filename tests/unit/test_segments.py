@@ -29,7 +29,7 @@ def said(tokens: int) -> Segment:
 
 
 def columns(segments: tuple[Segment, ...] | list[Segment]) -> list[tuple[object, ...]]:
-    """What is known of every token."""
+    """Return the fields of every token."""
     rows: list[tuple[object, ...]] = []
     for s in segments:
         logprobs = [None] * len(s) if s.behavior_logprobs is None else s.behavior_logprobs.tolist()

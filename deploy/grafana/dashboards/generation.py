@@ -1,4 +1,4 @@
-"""Slots of the generators, and ends of rollouts."""
+"""Use of the generators' slots, and endings of rollouts."""
 
 from __future__ import annotations
 

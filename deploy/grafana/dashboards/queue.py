@@ -1,4 +1,4 @@
-"""Content of the trajectory queue, its age, and its untrained drops."""
+"""Contents and age of the trajectory queue, and trajectories that leave it untrained."""
 
 from __future__ import annotations
 

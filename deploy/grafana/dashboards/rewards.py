@@ -1,4 +1,4 @@
-"""How answers are scored: outcomes, time, load of the verifiers."""
+"""Scoring of answers: outcomes, time, load of the verifiers."""
 
 from __future__ import annotations
 

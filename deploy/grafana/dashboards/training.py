@@ -1,4 +1,4 @@
-"""How the policy learns, how far off-policy its data are, and where a train step's time goes."""
+"""Learning of the policy, the staleness of its data, and the parts of a train step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path of new policies from the trainer into the engines."""
+"""Path of new policies from the trainer into the engines."""
 
 from __future__ import annotations
 

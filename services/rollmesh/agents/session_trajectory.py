@@ -128,8 +128,10 @@ class SessionTrajectory:
             await self._wait(deadline)
 
     async def wait_recorded(self, deadline: float) -> bool:
-        """Wait until the queue has recorded the outcome; False if the trajectory is lost. OpenAiError after
-        ``deadline``."""
+        """Wait until the queue has recorded the outcome; return False if the trajectory is lost.
+
+        Raises OpenAiError after ``deadline``.
+        """
         while not (self.active is not None and self.active.closed and self.rollout is None):
             self.check()
             if time.monotonic() >= deadline:

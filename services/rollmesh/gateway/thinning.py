@@ -51,8 +51,10 @@ class Curve:
     _values_per_point: int = 1
 
     def add(self, x: float, value: float) -> None:
-        """Add a value. If ``x`` is not beyond the last x, the values from ``x`` on are replaced: a restarted trainer
-        repeats steps."""
+        """Add a value.
+
+        If ``x`` is not beyond the last x, the values from ``x`` on are replaced: a restarted trainer repeats steps.
+        """
         if self._points and x <= self._points[-1].last:
             self.remove_from(x)
         point = Point(first=x, last=x, total=value, low=value, high=value)

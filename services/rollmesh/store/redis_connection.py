@@ -131,7 +131,6 @@ class Connection:
 
     async def command(self, *arguments: Argument) -> Reply:
         """Run one plain command."""
-
         call = functools.partial(self._execute, *arguments)
         return await self._retrying(call, str(arguments[0]), self._observer)
 

@@ -125,7 +125,6 @@ class Worker:
 
         Its program starts after the caller's next await.
         """
-
         session, registrations_before = self._deps.session, 0
 
         async def request_fork(current: str) -> Fork:

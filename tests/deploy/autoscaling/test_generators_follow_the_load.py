@@ -37,7 +37,7 @@ SPEED_UP = 20.0
 """Of the rule's times: five minutes become fifteen seconds."""
 MOST = 3
 MEASURED_SECONDS = 15.0
-PATIENCE = 300.0
+WAIT_SECONDS = 300.0
 """Seconds for what takes some ten on an idle machine."""
 
 RUN = {
@@ -56,7 +56,7 @@ def prometheus_binary() -> str:
 
 
 class Mesh:
-    """A run that goes on in the background, and the eyes of the test."""
+    """A run in the background, and its observations."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "run"
@@ -88,7 +88,7 @@ class Mesh:
         A machine that stalls spoils one such while, or hides a generator from a look; what is wrong spoils every one,
         and the last rate is returned then.
         """
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + WAIT_SECONDS
         rate: float | None = None
         while rate is None or not right(rate):
             assert rate is not None or time.monotonic() < end, f"{generators} generators never served for a while"
@@ -105,7 +105,7 @@ class Mesh:
         return rate
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -154,7 +154,7 @@ def ready(address: str) -> bool:
 
 
 def answers(prometheus: str, service: str) -> dict[str, float | None]:
-    """What every signal of a rule of the chart says now."""
+    """Return the current value of every signal of a chart rule."""
     rule = load_rule(RULES / f"{service}.yaml")
     found = {}
     for each in rule.signals:

@@ -1,4 +1,4 @@
-"""What schemas do not see: each check yields the problems that it finds in one rendering."""
+"""Checks beyond the schemas: each yields the problems of one rendering."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def mounts_and_volumes_belong_together(rendering: Rendering) -> Iterator[str]:
         if unknown := mounted - volumes - claimed:
             yield f"{name}: mounts {unknown}, which are no volumes"
         if idle := volumes - mounted:
-            yield f"{name}: nobody mounts {idle}"
+            yield f"{name}: no container mounts {idle}"
 
 
 @check

@@ -43,7 +43,7 @@ def expanded(text: str, variables: Mapping[str, str]) -> str:
 
 @dataclass(slots=True)
 class Machine:
-    """What the pods of one test share: volumes, Secrets, addresses."""
+    """Shared state of the pods of one test: volumes, Secrets, addresses."""
 
     folder: Path
     network: str
@@ -53,7 +53,7 @@ class Machine:
     path: str
     """PATH of the containers."""
     pythons: Mapping[str, str] = field(default_factory=dict)
-    """What ``python3`` is, by the name of a container; this interpreter in all others."""
+    """Interpreter behind ``python3``, by the name of a container; this interpreter in all others."""
     _addresses: dict[str, str] = field(default_factory=dict)
 
     def address(self, pod: str) -> str:
@@ -84,7 +84,7 @@ class Pod:
 
     @property
     def log(self) -> str:
-        """What the pod has printed so far."""
+        """Output of the pod so far."""
         return self._log.read_text(errors="replace") if self._log.exists() else ""
 
     @property
@@ -119,7 +119,7 @@ class Pod:
             time.sleep(1)
 
     def sidecar_passes(self, name: str, probe: str) -> bool:
-        """Whether a probe of a sidecar, which is a command, passes now."""
+        """Tell whether a probe of a sidecar, which is a command, passes now."""
         (container,) = [c for c in self._spec["initContainers"] if c["name"] == name]
         asked = {**container, "command": container[probe]["exec"]["command"], "args": []}
         process = self._spawn(asked)
@@ -150,7 +150,7 @@ class Pod:
                 _kill_group(process)
 
     def passes(self, probe: str) -> bool:
-        """Whether a probe of the manifest passes now; those that run a command in the pod are not asked."""
+        """Tell whether a probe of the manifest passes now; those that run a command in the pod are not asked."""
         asked = self._container[probe]
         ports = {port["name"]: port["containerPort"] for port in self._container["ports"]}
         if "httpGet" in asked:
@@ -177,7 +177,7 @@ class Pod:
         return httpx.get(f"http://{self.address}:{ports[port]}{path}", timeout=60, headers=headers)
 
     def run(self, *arguments: str) -> str:
-        """What `kubectl exec POD -- rollmesh ARGUMENTS` prints."""
+        """Return the output of `kubectl exec POD -- rollmesh ARGUMENTS`."""
         # A file of its own: the container writes lines to the pod's log meanwhile.
         output = self._log.with_suffix(".exec")
         output.unlink(missing_ok=True)

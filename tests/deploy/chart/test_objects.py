@@ -1,4 +1,4 @@
-"""What schemas do not see in rendered objects, and what each service gets and does not get."""
+"""Checks of rendered objects beyond the schemas, and the settings of each service."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_secrets_come_by_reference_only(renderings: list[Rendering]) -> None:
                     assert set(entry["valueFrom"]) == {"secretKeyRef"}, (name, entry)
 
 
-def test_a_trainer_gang_meets_at_its_first_pod(renderings: list[Rendering]) -> None:
+def test_the_ranks_of_a_trainer_meet_at_its_first_pod(renderings: list[Rendering]) -> None:
     (spot,) = [r for r in renderings if r.name.startswith("spot-32")]
     job = spot.one("Job")
     env = variables(spot.component("trainer"))
@@ -196,7 +196,7 @@ def test_autoscalers_ask_for_metrics_that_exist(renderings: list[Rendering]) -> 
 
 
 def test_rules_and_dashboards_are_the_files_of_the_chart(renderings: list[Rendering]) -> None:
-    """What promtool and the tests of the dashboards check is what a cluster gets."""
+    """A cluster gets the files that promtool and the tests of the dashboards check."""
     (spot,) = [r for r in renderings if r.name.startswith("spot-32")]
     for file in (CHART / "files" / "prometheus").glob("*.yaml"):
         assert spot.one("PrometheusRule", f"-{file.stem}")["spec"] == yaml.safe_load(file.read_text()), file.name
@@ -207,7 +207,7 @@ def test_rules_and_dashboards_are_the_files_of_the_chart(renderings: list[Render
 
 
 def test_every_alert_leads_to_its_runbook(helm4: Helm) -> None:
-    """A person who gets an alert clicks: with monitoring.prometheusRule.runbookUrl that is an address."""
+    """An operator follows the link of an alert: with monitoring.prometheusRule.runbookUrl that is an address."""
     example, url = CHART / "ci" / "kind-cpu-values.yaml", "https://git.example.org/ml/rollmesh/docs/runbooks"
     turned_on = ["monitoring.prometheusRule.enabled=true"]
 
@@ -243,8 +243,8 @@ def test_prometheus_comes_through_every_policy(renderings: list[Rendering]) -> N
     assert len(agents) == 2
 
 
-def test_whoever_calls_a_service_comes_through_its_policy(renderings: list[Rendering]) -> None:
-    """Who has the address of Redis or of the reward service in its environment is let in there, and nobody else."""
+def test_every_caller_of_a_service_passes_its_network_policy(renderings: list[Rendering]) -> None:
+    """Only pods with the address of Redis or of the reward service in their environment may connect there."""
     component = "app.kubernetes.io/component"
     for rendering in renderings:
         for callee, variable in (("redis", "ROLLMESH_STORE__URL"), ("reward", "ROLLMESH_REWARD__ADDRESS")):

@@ -105,7 +105,7 @@ async def _versions(pods: dict[str, list[Pod]]) -> list[int]:
 
 
 def services(pods: dict[str, list[Pod]]) -> Iterator[tuple[str, Pod]]:
-    """(component, pod) of what goes on when the trainer has ended."""
+    """Every (component, pod) that still runs when the trainer has ended."""
     return ((name, pod) for name, group in pods.items() if name not in ("redis", "trainer") for pod in group)
 
 
@@ -140,7 +140,7 @@ GUARDED = ["security.tls.enabled=true", "security.tls.certManager.issuerName=mes
 
 
 @pytest.mark.timeout(1200)
-def test_a_guarded_mesh_with_a_gang_of_two_trainer_pods_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
+def test_a_guarded_mesh_with_two_trainer_pods_trains(helm4: Helm, commands: str, tmp_path: Path) -> None:
     sets = ["run.trainer.train_steps=2", "trainer.nodes=2", "gateway.enabled=false", *GUARDED]
     machine = machine_of(helm4, sets, tmp_path, commands)
     machine.secrets = {**SECRETS, **issued(machine, tmp_path)}
@@ -149,10 +149,10 @@ def test_a_guarded_mesh_with_a_gang_of_two_trainer_pods_trains(helm4: Helm, comm
 
         for pod in [*pods["trainer"], *(pod for _, pod in services(pods))]:
             wait_until(pods, lambda pod=pod: pod.passes("startupProbe"), f"{pod.name} to start")
-        wait_until(pods, lambda: all(p.exit_status is not None for p in pods["trainer"]), "the gang to end")
+        wait_until(pods, lambda: all(p.exit_status is not None for p in pods["trainer"]), "the ranks to end")
 
         assert versions(pods) == [0, 1, 2]
-        assert sum('"ranks": 2' in pod.log for pod in pods["trainer"]) == 1, "one rank leads a gang of two"
+        assert sum('"ranks": 2' in pod.log for pod in pods["trainer"]) == 1, "one of two ranks leads"
         (reward,) = pods["reward"]
         refused = httpx.get(f"https://{reward.address}:7071/metrics", verify=False, timeout=60)
         assert refused.status_code == 401, "metrics want a certificate or the token"
@@ -176,7 +176,7 @@ SIDECAR = {
         }
     },
 }
-"""What a CPU needs beside the values of an example."""
+"""Settings that a CPU needs beside the values of an example."""
 
 
 @pytest.fixture
@@ -216,7 +216,7 @@ def test_a_generator_with_an_sglang_sidecar_serves_the_mesh_of_its_manifests(
 
 
 def issued(machine: Machine, folder: Path) -> dict[str, dict[str, str]]:
-    """What cert-manager would put into the Secrets that the Certificates name."""
+    """Write the Secrets of the Certificates as cert-manager would."""
     authority = Authority(folder / "authority")
     secrets = {}
     for wanted in machine.rendering.of_kind("Certificate"):
@@ -253,8 +253,8 @@ def test_a_model_that_was_copied_in_part_is_final_for_the_job_whatever_the_numbe
 ) -> None:
     """The check of the run file reads no weights; the trainer does."""
     sets = ["run.model.path=/models/m", "model.existingClaim=models"]
-    gang = [f"trainer.processesPerNode={ranks}", "trainer.maxRestarts=0"]
-    machine = machine_of(helm4, [*sets, *gang], tmp_path, commands)
+    processes = [f"trainer.processesPerNode={ranks}", "trainer.maxRestarts=0"]
+    machine = machine_of(helm4, [*sets, *processes], tmp_path, commands)
     model = machine.folder / "claims" / "models" / "m"
     shutil.copytree(resolve_model("recipe:countdown"), model)
     os.truncate(model / "model.safetensors", 500_000)

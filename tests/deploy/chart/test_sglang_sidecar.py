@@ -16,7 +16,7 @@ KIND = CHART / "ci" / "kind-cpu-values.yaml"
 SGLANG = ["generator.sglang.sidecar.enabled=true", "run.generator.engine=sglang", "run.model.path=/models/m"]
 SEVERAL_NODES = CHART / "ci" / "multi-node-sglang-values.yaml"
 BY_PLACE = {"--model-path", "--port", "--weight-version", "--config", "--max-total-tokens"}
-"""What may differ: the path of the first model, the port, and without a limit in the run file the size of the cache."""
+"""Permitted differences: the model path, the port, and without a limit in the run file the size of the cache."""
 
 
 def server_of(rendering: Rendering) -> Object:

@@ -157,7 +157,7 @@ def merged(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def rendered(helm: Helm, values: Mapping[str, Any], folder: Path) -> list[Object]:
-    """What a cluster would get."""
+    """Return the objects that a cluster would get."""
     file = folder / f"{hash(json.dumps(values, sort_keys=True))}.yaml"
     file.write_text(json.dumps(values))
     return helm.template(CHART, [file]).objects

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "helm" / "rollmesh" / "files" / "dashboards"
 FILES = sorted(FOLDER.glob("*.json"))
 PANEL_TYPES = {"timeseries", "stat", "bargauge", "heatmap", "state-timeline", "table"}
-"""What the dashboards use; none of these is deprecated."""
+"""Panel types of the dashboards; none is deprecated."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def test_a_dashboard_has_the_variables_that_its_queries_use(file: Path) -> None:
     assert [mark["name"] for mark in dashboard["annotations"]["list"]] == ["Policy versions", "Alerts"]
 
 
-def test_every_query_parses_is_limited_to_the_chosen_run_and_reads_what_somebody_exports() -> None:
+def test_every_query_parses_is_limited_to_the_chosen_run_and_reads_exported_metrics() -> None:
     queries = [*panel_queries(), *other_queries()]
     values = exported_values() | {"service": {*service_metrics(), ".+"}}
     for query in queries:

@@ -90,7 +90,7 @@ class Composed:
         return self("ps", "--quiet", service).split()[0]
 
     def restarts(self, service: str) -> int:
-        """How often the engine had to start the first container of a service again."""
+        """Return the number of restarts of a service's first container."""
         return int(self.images.engine("inspect", "--format", "{{.RestartCount}}", self.container(service)))
 
     def state(self, service: str) -> dict[str, object]:
@@ -130,6 +130,6 @@ def health(composed: Composed, service: str) -> str:
 
 
 def gateway_says(composed: Composed, path: str) -> str:
-    """What the gateway answers inside its own container."""
+    """Return the gateway's answer inside its own container."""
     script = f"import urllib.request as u; print(u.urlopen('http://127.0.0.1:8080{path}', timeout=20).read().decode())"
     return composed.images.engine("exec", composed.container("gateway"), "python3", "-c", script)

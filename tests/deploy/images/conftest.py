@@ -25,7 +25,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rollme
 
 @dataclass
 class Images:
-    """What was built."""
+    """Images that were built."""
 
     engine: Engine
     base: str

@@ -1,4 +1,4 @@
-"""What can be said of the Dockerfile and the compose file without an engine."""
+"""Checks of the Dockerfile and the compose file that need no engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The images are small, run as nobody on a read-only root, turn healthy, and train together."""
+"""The images are small, run as an unprivileged user on a read-only root, turn healthy, and train together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the rules are, and Debian's promtool and prometheus."""
+"""Paths of the rules, and of Debian's promtool and prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 UNPACKED = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rollmesh" / "prometheus" / "usr" / "bin"
-"""Where the Makefile unpacks the packages (install.sh)."""
+"""Folder into which the Makefile unpacks the packages (install.sh)."""
 
 
 def tool(name: str) -> str:

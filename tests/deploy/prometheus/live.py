@@ -65,11 +65,11 @@ class Mesh:
         return read_endpoints(self.folder, service)
 
     def act(self, action: str) -> None:
-        """What a person does in the gateway's page: ``pause`` or ``resume``."""
+        """Send an operator action of the gateway's page: ``pause`` or ``resume``."""
         self._post("gateway", f"api/v1/{action}")
 
     def complete(self) -> None:
-        """What a program asks of the OpenAI-compatible API, which may say that no generator serves at this moment."""
+        """Send a request to the OpenAI-compatible API, which may say that no generator serves at this moment."""
         self._post("agents", "/completions", {"model": RUN, "prompt": [1, 2, 3], "max_tokens": 4}, busy=503)
 
     def _post(self, service: str, path: str, body: dict[str, Any] | None = None, busy: int | None = None) -> None:
@@ -119,7 +119,7 @@ def running_mesh(parent: Path) -> Iterator[Mesh]:
 
 @dataclass
 class Notifications:
-    """What Prometheus has told whoever routes alerts to people."""
+    """Notifications that Prometheus sent to its Alertmanager."""
 
     port: int
     notes: list[tuple[str, str]] = field(default_factory=list)
@@ -132,12 +132,12 @@ class Notifications:
             self.notes.append((alert, status))
 
     def has(self, alert: str, *statuses: str, after: int = 0) -> bool:
-        """Whether notes of an alert with these statuses have come in this order, the first ``after`` notes left out."""
+        """Tell whether notes of an alert came with these statuses in this order, past the first ``after`` notes."""
         said = iter(status for name, status in self.notes[after:] if name == alert)
         return all(status in said for status in statuses)
 
     def quiet(self, alert: str) -> bool:
-        """Whether the last that was heard of an alert is its end, or nothing."""
+        """Tell whether the last note of an alert is its end, or there is none."""
         return [status for name, status in self.notes if name == alert][-1:] in ([], ["resolved"])
 
 
@@ -183,18 +183,18 @@ class Prometheus:
         return [(series["metric"], float(series["value"][1])) for series in answer["data"]["result"]]
 
     def firing(self, alert: str) -> bool:
-        """Whether an alert fires now."""
+        """Tell whether an alert fires now."""
         return bool(self.ask(f'ALERTS{{alertname="{alert}", alertstate="firing"}}'))
 
 
 @contextmanager
-def watching(mesh: Mesh, parent: Path, patience: str) -> Iterator[tuple[Prometheus, Notifications]]:
-    """Prometheus with the shipped rules, every alert's ``for`` replaced by ``patience``."""
+def watching(mesh: Mesh, parent: Path, hold: str) -> Iterator[tuple[Prometheus, Notifications]]:
+    """Prometheus with the shipped rules, every alert's ``for`` replaced by ``hold``."""
     binary = tool("prometheus")
     rules = parent / "rules"
     rules.mkdir()
     (rules / "recording.yaml").write_text(RECORDING.read_text())
-    alerts = re.sub(r"^( +for: ).*$", rf"\g<1>{patience}", ALERTS.read_text(), flags=re.MULTILINE)
+    alerts = re.sub(r"^( +for: ).*$", rf"\g<1>{hold}", ALERTS.read_text(), flags=re.MULTILINE)
     (rules / "alerts.yaml").write_text(alerts)
     address = f"127.0.0.1:{free_port()}"
     with receiver() as notifications:

@@ -68,7 +68,7 @@ def exported_series() -> set[str]:
 
 
 def unknown_series(expression: str) -> set[str]:
-    """Series that an expression reads and nobody exports or records."""
+    """Return the series that an expression reads and no service or rule exports."""
     known = exported_series() | set(recorded()) | OF_PROMETHEUS
     return {name for name in read_series(expression) if not any(re.fullmatch(name, one) for one in known)}
 

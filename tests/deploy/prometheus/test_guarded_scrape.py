@@ -27,7 +27,7 @@ from .conftest import tool
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
 TOKEN = "the token of this mesh"
-PATIENCE = 150.0
+WAIT_SECONDS = 150.0
 """Seconds for what takes two or three on an idle machine."""
 
 
@@ -74,9 +74,9 @@ def prometheus(folder: Path, scrape: list[dict[str, Any]]) -> Iterator[str]:
 async def until_seen(address: str, expected: dict[str, tuple[str, str]]) -> None:
     """Wait until the newest scrape of each job is as expected: its health, and a word of its error.
 
-    Not the first one: any scrape may be over its second on a busy machine. Whoever is to be refused is never let in.
+    Not the first one: any scrape may be over its second on a busy machine. A refused client is never admitted.
     """
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT_SECONDS
     seen: dict[str, tuple[str, str]] = {}
     async with httpx.AsyncClient() as client:
         while time.monotonic() < deadline:
@@ -92,7 +92,7 @@ async def until_seen(address: str, expected: dict[str, tuple[str, str]]) -> None
             ):
                 return
             await asyncio.sleep(0.1)
-    raise AssertionError(f"after {PATIENCE:g} s, Prometheus says {seen}")
+    raise AssertionError(f"after {WAIT_SECONDS:g} s, Prometheus says {seen}")
 
 
 @pytest.mark.timeout(240)

@@ -12,7 +12,7 @@ from .conftest import tool
 from .live import Mesh, Notifications, Prometheus, running_mesh, until, watching
 from .rule_files import recorded
 
-PATIENCE = "3s"
+HOLD = "3s"
 SETTLE_SECONDS = 400.0
 
 pytestmark = pytest.mark.timeout(1200)  # every deadline inside of a test passes first
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.timeout(1200)  # every deadline inside of a test passes
 def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mesh, Prometheus, Notifications]]:
     tool("prometheus")
     parent = tmp_path_factory.mktemp("watched")
-    with running_mesh(parent) as mesh, watching(mesh, parent, PATIENCE) as (prometheus, receiver):
+    with running_mesh(parent) as mesh, watching(mesh, parent, HOLD) as (prometheus, receiver):
         yield mesh, prometheus, receiver
 
 
 def has_data(prometheus: Prometheus, expression: str) -> bool:
-    """Whether some series has a number; a quotient of nothing is none."""
+    """Tell whether some series has a number; a quotient without data has none."""
     return any(not math.isnan(value) for _, value in prometheus.ask(expression))
 
 
@@ -116,7 +116,7 @@ def test_a_paused_mesh_is_reported_and_its_resumption_too(watched: tuple[Mesh, P
 
 def test_a_killed_leader_is_reported_until_another_one_leads(watched: tuple[Mesh, Prometheus, Notifications]) -> None:
     mesh, prometheus, receiver = watched
-    # A scrape that stalled for longer than the patience may have been reported before, and its end too.
+    # A scrape that stalled for longer than the hold may have been reported before, and its end too.
     until(lambda: not prometheus.firing("LeaderMissing") and receiver.quiet("LeaderMissing"), lambda: "a leader")
     seen = len(receiver.notes)
     mesh.kill("rollout")

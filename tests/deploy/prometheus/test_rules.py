@@ -124,12 +124,12 @@ def test_every_recording_rule_is_computed_in_the_healthy_mesh() -> None:
     assert checked == set(recorded())
 
 
-def test_rules_read_only_what_somebody_exports() -> None:
+def test_rules_read_only_exported_metrics() -> None:
     for rule in rules(RECORDING) + rules(ALERTS):
         assert not unknown_series(rule["expr"]), rule
 
 
-def test_rules_compare_labels_with_values_that_somebody_exports() -> None:
+def test_rules_compare_labels_with_exported_values() -> None:
     """A misspelt reason matches nothing, or everything, and no series is missing."""
     exported = exported_values()
     asked = {pair for rule in rules(RECORDING) + rules(ALERTS) for pair in asked_values(rule["expr"])}

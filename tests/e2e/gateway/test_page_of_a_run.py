@@ -8,7 +8,7 @@ from typing import Any
 
 from rollmesh.runtime.endpoints import read_endpoints
 
-from ..conftest import ENDLESS, PATIENCE
+from ..conftest import ENDLESS, WAIT_SECONDS
 from .conftest import Window
 
 Open = Callable[..., Window]
@@ -44,7 +44,7 @@ def test_a_training_mesh_is_watched_looked_into_scaled_and_paused(
     page.get_by_role("button", name="Scale generator").click()
     page.locator("#action-result", has_text="Done").wait_for()
     page.wait_for_function(
-        "() => document.querySelectorAll('#generator-table tbody tr .good').length === 2", timeout=1000 * PATIENCE
+        "() => document.querySelectorAll('#generator-table tbody tr .good').length === 2", timeout=1000 * WAIT_SECONDS
     )
 
     page.click("#pause")

@@ -94,7 +94,7 @@ class Decoder:
         self.running.clear()
 
     def swap(self, folder: str, version: str | None) -> None:
-        """Put other weights in place; whoever has tokens remembers how many."""
+        """Load other weights; requests with tokens keep their counts."""
         self.model = load_model(folder)
         if version is not None and version != self.weight_version:
             for request in (*self.running, *self.waiting):

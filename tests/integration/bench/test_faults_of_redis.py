@@ -53,7 +53,7 @@ def scene(folder: Path, server: EmbeddedServer) -> AttackedRun:
     )
 
 
-def test_an_outage_counts_every_leased_rollout_and_lets_workers_and_redis_go_on(
+def test_an_outage_counts_every_leased_rollout_and_lets_workers_and_redis_continue(
     tmp_path: Path, server: EmbeddedServer, worker: psutil.Process
 ) -> None:
     attacked = scene(tmp_path, server)

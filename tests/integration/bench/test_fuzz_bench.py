@@ -1,4 +1,4 @@
-"""The fuzz bench against a real run: no fault, no hang, no restart, and training goes on."""
+"""The fuzz bench against a real run: no fault, no hang, no restart, and training continues."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_the_consumer_sees_every_token_that_is_not_the_answers(broken: str) -> N
     assert answers.matches(trajectory) == (broken == "nothing")
 
 
-def test_a_continued_answer_goes_on_where_it_was_left() -> None:
+def test_a_continued_answer_starts_at_its_last_token() -> None:
     answers, name = Answers(256), "e0-3.1"
     length = answers.length(name)
     whole, _ = answers.tokens(name, 0, length)

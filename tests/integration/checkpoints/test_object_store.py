@@ -147,7 +147,7 @@ def test_the_processes_of_a_node_pull_a_policy_once_and_a_few_files_at_a_time(
     assert most <= 2
 
 
-def test_a_node_forgets_policies_that_nobody_has_used_for_long(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_removes_policies_that_were_not_used_for_long(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, reader = node("trainer"), node("generator", cache_policies=2)
     records = [publish(writer, version) for version in range(4)]
     for record in records[:3]:
@@ -162,7 +162,7 @@ def test_a_node_forgets_policies_that_nobody_has_used_for_long(node: Node, monke
     assert reader.open(records[0]).manifest.policy_version == 0
 
 
-def test_a_lock_that_was_forgotten_while_somebody_waited_for_it_is_taken_anew(node: Node) -> None:
+def test_a_lock_that_was_removed_during_a_wait_is_taken_again(node: Node) -> None:
     record = publish(node("trainer"), 0)
     waiting = node("generator")
     lock = waiting.root / ".pulls" / record.path.rpartition("/")[2]
@@ -205,7 +205,7 @@ def test_a_batch_file_counts_once_the_bucket_has_it(node: Node, monkeypatch: pyt
         patched.setattr(ObjectStore, "put_new", away)
         writer.write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)
     assert writer.batch_steps() == [1]
-    # Another trainer cuts the step anew; the file that never got there does not stand in its way.
+    # Another trainer cuts the step again; the file that was never uploaded does not block it.
     assert writer.write_batch(make_batch(2), CURSOR) == node("third").batch_footer(2).payload_sha256
     with pytest.raises(CheckpointError, match="already has a batch of other groups"):
         node("late").write_batch(make_batch(2, ["e0-7", "e0-8"]), CURSOR)
@@ -337,7 +337,7 @@ def test_nodes_agree_on_the_identity_of_the_store(node: Node) -> None:
     assert node("trainer").lineage() == node("gateway").lineage() != ""
 
 
-def test_a_store_that_is_away_is_waited_for_and_then_named(
+def test_an_unreachable_store_is_waited_for_and_then_named(
     bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = ObjectStore(f"s3://{bucket.name}/x", {"endpoint_url": bucket.url}, retry_seconds=20.0)
@@ -359,7 +359,7 @@ def test_a_store_that_is_away_is_waited_for_and_then_named(
     assert caught.value.reason == Reason.UNREACHABLE
 
 
-def test_a_gang_over_several_nodes_is_refused_at_the_start(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_several_nodes_are_refused_at_startup(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "16")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     with pytest.raises(ConfigError, match="16 ranks, 8 here"):

@@ -16,7 +16,7 @@ from ...unit.checkpoints.checkpoint_samples import CURSOR, make_batch, publish
 
 
 class DiskCalls:
-    """What the process asks of the disk, in order; every call is made."""
+    """Calls of the process to the disk, in order; every call is made."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.synced: list[tuple[int, str, int]] = []

@@ -1,4 +1,4 @@
-"""What ``rollmesh top`` draws, and whom it asks."""
+"""Screens of ``rollmesh top``, and their sources."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_numbers_from_before_an_outage_say_how_old_they_are() -> None:
     assert "unreachable, as of 42 s ago" in text
 
 
-def test_a_lane_is_coloured_by_version_from_its_start_to_now() -> None:
+def test_a_timeline_row_is_coloured_by_version_from_its_start_to_now() -> None:
     text = rollout_line(span("a.0"), -20.0, 100.0)
     assert len(text.plain) == 60
     assert text.plain[:20].strip() == ""
@@ -125,7 +125,7 @@ def test_a_lane_is_coloured_by_version_from_its_start_to_now() -> None:
     assert first != second
 
 
-def test_a_lane_outside_of_the_window_is_empty_and_a_window_of_nothing_is_drawn() -> None:
+def test_a_timeline_row_outside_of_the_window_is_empty_and_an_empty_window_is_drawn() -> None:
     gone = span("a.0", start=-100.0, end=-60.0, intervals=[])
     assert rollout_line(gone, -20.0, 100.0).plain[1:].strip() == ""
     assert rollout_line(span("a.0"), 100.0, 100.0).plain.strip() == ""
@@ -163,7 +163,7 @@ def test_words_of_others_reach_the_terminal_as_words() -> None:
 
 
 @pytest.fixture
-def stranger() -> Iterator[str]:
+def outsider() -> Iterator[str]:
     """A web server that is no gateway and answers everything."""
 
     class Answer(BaseHTTPRequestHandler):
@@ -183,10 +183,10 @@ def stranger() -> Iterator[str]:
         thread.join()
 
 
-def test_top_says_what_answers_that_is_no_gateway(stranger: str) -> None:
-    asked = CliRunner().invoke(app, ["top", "--url", stranger, "--once"])
+def test_top_says_what_answers_that_is_no_gateway(outsider: str) -> None:
+    asked = CliRunner().invoke(app, ["top", "--url", outsider, "--once"])
     assert asked.exit_code == 2, asked.output
-    assert f"{stranger}/api/v1/overview: no rollmesh gateway of this version answers there" in asked.stderr
+    assert f"{outsider}/api/v1/overview: no rollmesh gateway of this version answers there" in asked.stderr
     wrong = CliRunner().invoke(app, ["top", "--url", "http://[::1", "--once"])
     assert wrong.exit_code == 2, wrong.output
     assert "http://[::1/api/v1/overview" in wrong.stderr

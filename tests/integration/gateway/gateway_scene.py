@@ -48,7 +48,7 @@ def write_run_file(folder: Path, name: str, **gateway: Any) -> Path:
     data = yaml.safe_load(recipe_file("countdown", "demo.yaml").read_text())
     data |= {"name": name, "folder": str(folder / "run"), "gateway": {"sample_seconds": 0.2, **gateway}}
     data["schedule"] |= {"groups_per_batch": 2, "group_size": 2, "pool_size": 8}
-    # Nobody renews the sessions of a scene: they have to outlive the start of a gateway on a slow machine.
+    # No worker renews the sessions of a scene: they have to outlive the start of a gateway on a slow machine.
     data["store"] = {**data.get("store", {}), "session_ttl_seconds": 900.0}
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(data))

@@ -1,4 +1,4 @@
-"""What the holder of the token may do, and how everything else is refused."""
+"""Actions of a client with the token, and refusals of all others."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 async def test_no_action_is_taken_without_the_token(gateway: RunningGateway, scene: Scene) -> None:
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic eDp5"}):
-        async with gateway.client(headers=header) as stranger:
+        async with gateway.client(headers=header) as outsider:
             for method, path in ACTIONS:
-                answer = await stranger.request(method, path, json={"service": "generator", "replicas": 2})
+                answer = await outsider.request(method, path, json={"service": "generator", "replicas": 2})
                 assert answer.status_code == 401, path
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert error_of(answer)["field"] == "Authorization"
-            assert (await stranger.get("api/v1/overview")).status_code == 200
+            assert (await outsider.get("api/v1/overview")).status_code == 200
     view = await scene.store.mesh.view()
     assert not view.user_paused
     assert await scene.store.policies.pinned() is None
@@ -190,12 +190,12 @@ async def test_reads_need_the_token_where_the_run_file_says_so(
     secret = {"ROLLMESH_GATEWAY__TOKEN": "a-token-of-ours", "ROLLMESH_GATEWAY__TOKEN_FOR_READS": "true"}
     gateway = started(run_file, None, **secret)
     assert not (Path(scene.config.folder) / "gateway-token").exists()
-    async with gateway.client() as stranger:
+    async with gateway.client() as outsider:
         for path in ("about", "overview", "events", "series", "trajectories", "trajectories/x"):
-            assert (await stranger.get(f"api/v1/{path}")).status_code == 401, path
-        assert (await stranger.get("")).status_code == 200
+            assert (await outsider.get(f"api/v1/{path}")).status_code == 401, path
+        assert (await outsider.get("")).status_code == 200
         header = {"Authorization": "Bearer a-token-of-ours"}
-        assert (await stranger.get("api/v1/about", headers=header)).json()["token_for_reads"]
+        assert (await outsider.get("api/v1/about", headers=header)).json()["token_for_reads"]
 
 
 async def test_a_gateway_may_come_before_the_run_and_says_that_there_is_none_yet(

@@ -103,7 +103,7 @@ async def test_too_many_clients_are_told_so(
                         break
 
 
-async def test_a_client_that_never_reads_costs_nothing_and_holds_nobody_up(
+async def test_a_client_that_never_reads_costs_nothing_and_delays_no_other(
     run_file: Path, scene: Scene, started: Callable[..., RunningGateway]
 ) -> None:
     await scene.admit(4)

@@ -1,4 +1,4 @@
-"""What a real gateway process tells of a real queue."""
+"""Answers of a real gateway process about a real queue."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ async def test_a_run_folder_that_does_not_answer_takes_the_history_and_nothing_e
 ) -> None:
     folder = Path(scene.config.folder)
     os.makedirs(folder, exist_ok=True)
-    # Opening a pipe that nobody writes to takes as long as a disk that has gone.
+    # Opening a pipe without a writer takes as long as a disk that has gone.
     os.mkfifo(folder / "metrics.jsonl")
     await scene.admit(3)
     gateway = started(run_file)
@@ -217,5 +217,5 @@ async def test_a_run_folder_that_does_not_answer_takes_the_history_and_nothing_e
             assert (overview["state"], overview["groups"]["open"]) == ("running", 3)
         await gateway.logged("does not answer")
     finally:
-        with contextlib.suppress(OSError):  # nobody waits there any more
+        with contextlib.suppress(OSError):  # the reader is gone
             os.close(os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_NONBLOCK))

@@ -1,4 +1,4 @@
-"""Whatever a client sends within or outside of the schema, the answers are those that the OpenAPI document promises."""
+"""The gateway answers as its OpenAPI document promises, to requests within and outside of the schema."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ async def test_a_step_that_is_trained_again_is_shown_once_and_as_it_was_trained_
     await shows(client, reports(1) + reports(2, 3, 4, 5, attempt=2))
 
 
-async def test_a_file_that_appears_is_read_from_its_start_and_the_queue_goes_on_when_it_is_gone(
+async def test_a_file_that_appears_is_read_from_its_start_and_the_queue_serves_when_it_is_gone(
     client: httpx.AsyncClient, scene: Scene
 ) -> None:
     store, trainer, file = scene.store, scene.trainer, Path(scene.config.folder) / "metrics.jsonl"

@@ -219,16 +219,16 @@ class GeneratorRun:
         self.inside.append(generator)
         return generator
 
-    def start_process(self, index: int, *, anew: bool = False) -> subprocess.Popen[bytes] | WarmProcess:
-        """Start a real generator process, with its imports done or ``anew`` with a new interpreter.
+    def start_process(self, index: int, *, fresh: bool = False) -> subprocess.Popen[bytes] | WarmProcess:
+        """Start a real generator process, with its imports done or in a ``fresh`` interpreter.
 
-        One in front of SGLang imports no torch, and is started anew always.
+        One in front of SGLang imports no torch, and always starts in a fresh interpreter.
         """
         arguments = ["generator", str(self.folder / "run.yaml"), "--index", str(index)]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         log_file = self.folder / f"generator-{index}.log"
         process: subprocess.Popen[bytes] | WarmProcess
-        if anew or self.config.generator.engine != "torch":
+        if fresh or self.config.generator.engine != "torch":
             command = [sys.executable, "-m", "rollmesh.cli.main", *arguments]
             with log_file.open("ab") as log:
                 process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

@@ -70,7 +70,7 @@ async def code_of(call: Any) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-async def test_absurd_values_are_invalid_arguments_and_the_generator_goes_on(
+async def test_absurd_values_are_invalid_arguments_and_the_generator_still_serves(
     make_run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = await make_run()

@@ -356,7 +356,7 @@ async def test_pause_and_resume_over_the_wire_hold_a_stream(make_run):
         assert await held.end() is FinishReason.LENGTH
 
 
-async def test_a_caller_that_goes_away_frees_its_slot(make_run):
+async def test_a_caller_that_disconnects_frees_its_slot(make_run):
     run = await make_run(slots=1, pace=SLOW)
     await run.publish(0)
     run.start()
@@ -370,10 +370,10 @@ async def test_a_caller_that_goes_away_frees_its_slot(make_run):
     await run.until("the slot to be free", free)
 
 
-async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_rest_goes_on_elsewhere(make_run):
+async def test_sigterm_ends_streams_as_interrupted_and_kill_as_an_error_and_the_rest_continues_elsewhere(make_run):
     run = await make_run(pace=SLOW)
     await run.publish(0)
-    processes = [run.start_process(index, anew=True) for index in range(2)]
+    processes = [run.start_process(index, fresh=True) for index in range(2)]
     run.start(index=2)
     by_address = {e.grpc: e.index for e in await _endpoints(run, 3)}
     records = {by_address[r.address]: r for r in await run.serving(0, count=3)}

@@ -71,7 +71,7 @@ async def publish_update(run: GeneratorRun, version: int) -> PolicyRecord:
     )
 
 
-async def test_a_generator_whose_engine_keeps_the_base_weights_leaves_the_rotation_at_the_first_version(
+async def test_a_generator_whose_engine_keeps_the_base_weights_stops_serving_at_the_first_version(
     make_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollmesh.generator.engines.torch.torch_engine.TorchEngine", BaseWeights)
@@ -104,7 +104,7 @@ async def test_a_generator_whose_engine_takes_ordinary_updates_serves_them(make_
 
 
 async def sampled(engine: TorchEngine, number: int) -> list[Chunk]:
-    """What the engine streams for one call."""
+    """Return the chunks that the engine streams for one call."""
     call = make_call(f"e0-{number}.0", prompt_ids(number), max_new_token_count=40)
     return [chunk async for chunk in engine.generate(call)]
 

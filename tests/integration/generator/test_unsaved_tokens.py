@@ -1,4 +1,4 @@
-"""How far a real generator runs ahead of a caller whose saves are slow: what a killed worker would lose."""
+"""Unsaved tokens of a real generator whose caller saves slowly: the loss if that worker is killed."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ async def test_a_call_whose_saves_are_slow_is_held_and_not_ended_and_prefilled_a
     assert metrics["rollmesh_generator_reprefill_tokens_total"] == 0
 
 
-async def test_a_generator_goes_on_while_the_acknowledgements_keep_up(make_run):
+async def test_a_generator_continues_while_the_acknowledgements_keep_up(make_run):
     run = await make_run(pace=[[1, 0.03]])
     await run.publish(0)
     run.start()

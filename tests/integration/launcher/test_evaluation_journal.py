@@ -1,4 +1,4 @@
-"""What the run folder remembers of evaluations when the queue has forgotten them."""
+"""Evaluations in the run folder after the queue has lost them."""
 
 from __future__ import annotations
 

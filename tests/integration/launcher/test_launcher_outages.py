@@ -41,8 +41,8 @@ def kill_and_hold_back(server: EmbeddedServer) -> int:
             return lock
 
 
-async def test_waiting_goes_on_through_an_outage_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's own patience (20 s) is shorter than an outage may be."""
+async def test_waiting_continues_through_an_outage_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client's own timeout (20 s) is shorter than an outage may be."""
     leave_servers_alone(monkeypatch)
     run = config(tmp_path)
     console = Console(file=io.StringIO())
@@ -104,7 +104,7 @@ async def test_the_end_waits_for_a_server_that_is_being_started_again_and_stops_
     assert server.pid is None
 
 
-async def test_a_command_that_only_looks_leaves_the_server_of_a_run_alone(tmp_path: Path) -> None:
+async def test_a_command_that_only_reads_does_not_stop_the_server_of_a_run(tmp_path: Path) -> None:
     run, folder = config(tmp_path), RunFolder(tmp_path)
     server = embedded_server(run, folder)
     await asyncio.to_thread(server.start)
@@ -118,7 +118,7 @@ async def test_a_command_that_only_looks_leaves_the_server_of_a_run_alone(tmp_pa
         await asyncio.to_thread(server.stop)
 
 
-def test_a_server_that_somebody_else_has_stopped_is_collected(tmp_path: Path) -> None:
+def test_a_server_that_another_process_has_stopped_is_collected(tmp_path: Path) -> None:
     run, folder = config(tmp_path), RunFolder(tmp_path)
     server, other = embedded_server(run, folder), embedded_server(run, folder)
     server.start()

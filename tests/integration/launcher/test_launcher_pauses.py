@@ -1,4 +1,4 @@
-"""Who paused a run: its launcher for an evaluation, or an operator."""
+"""Pauses of a run, by its launcher for an evaluation or by an operator."""
 
 from __future__ import annotations
 

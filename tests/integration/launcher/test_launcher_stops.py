@@ -1,4 +1,4 @@
-"""A person stops the launcher at any moment, and is not kept waiting by what does not answer."""
+"""An operator stops the launcher at any moment, and no process without an answer delays it."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ def no_room(server: EmbeddedServer) -> Iterator[None]:
 async def test_ctrl_c_does_not_wait_for_a_redis_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client itself would go on trying for minutes here."""
+    """The client itself would retry for minutes here."""
     leave_servers_alone(monkeypatch)
     run, folder, shutdown = config(tmp_path), RunFolder(tmp_path), asyncio.Event()
     server = embedded_server(run, folder)

@@ -164,7 +164,7 @@ FAILURE = {"event": "service_failed", "error": "SessionLost", "message": "anothe
 async def test_an_error_after_which_no_start_helps_is_found_behind_other_lines_and_another_status(
     tmp_path: Path,
 ) -> None:
-    """torchrun ends with a status of its own and writes a summary after the rank's last words."""
+    """torchrun ends with a status of its own and writes a summary after the rank's last lines."""
     supervisor = Supervisor(restart_limit=20)
     script = f"import json; print(json.dumps({FAILURE})); print('rank 0 failed, sending SIGTERM'); raise SystemExit(1)"
     supervisor.start(spec(tmp_path, script, final_errors=frozenset({"SessionLost"})))

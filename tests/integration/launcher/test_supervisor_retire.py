@@ -1,4 +1,4 @@
-"""Children that leave for good while the others go on."""
+"""Children that retire while the others run."""
 
 from __future__ import annotations
 

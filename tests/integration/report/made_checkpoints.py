@@ -46,7 +46,7 @@ SEGMENT = 5
 
 @dataclass(frozen=True, slots=True)
 class MadeRun:
-    """Where it is and how to reach its store."""
+    """Folder of the run and access to its store."""
 
     folder: Path
 

@@ -179,7 +179,7 @@ def test_masked_old_segments_are_no_violation(audited: Any) -> None:
 
 
 @pytest.mark.parametrize(("outcome", "tokens"), [(None, 0), (RewardOutcome(kind=OutcomeKind.TIMED_OUT), 5)])
-def test_a_trajectory_is_in_the_loss_if_it_has_a_reward_whoever_gave_it(
+def test_a_trajectory_with_a_reward_from_any_source_is_in_the_loss(
     audited: Any, outcome: RewardOutcome | None, tokens: int
 ) -> None:
     audited.replace_batch(6, lambda b: changed(b, "e0-10.0", lambda t: dataclasses.replace(t, outcome=outcome)))

@@ -133,8 +133,8 @@ def test_nothing_is_called_equal_without_green_audits_equal_updates_and_common_s
     short = make_run(tmp_path / "short", steps=5, seed=0, preset="sync", gain=0.3)
     unequal = equality_verdict(compare(audited({"copris": arms["copris"][:1], "sync": [short]})))
     assert not unequal.equal and "different numbers of updates (5, 8)" in unequal.text
-    strangers = equality_verdict(compare({"copris": arms["copris"][:1], "sync": arms["sync"][1:]}))
-    assert not strangers.equal and "no seed in common" in strangers.text
+    outsiders = equality_verdict(compare({"copris": arms["copris"][:1], "sync": arms["sync"][1:]}))
+    assert not outsiders.equal and "no seed in common" in outsiders.text
 
 
 @pytest.mark.parametrize(("gain", "green", "status"), [(0.30, True, 0), (0.20, True, 1), (0.30, False, 1)])

@@ -65,12 +65,12 @@ def flip(file: Path, at: int = -100) -> None:
 
 
 def policies_of(audited: Any) -> tuple[PolicyRecord, ...]:
-    """What the registry has announced."""
+    """Return the announced policies."""
     return tuple(audited.store.complete_policies())
 
 
 def account_of(audited: Any, **changes: Any) -> QueueAccount:
-    """What the queue of the run knows: everything is trained."""
+    """Return the counts of a queue in which everything is trained."""
     return QueueAccount(**{"live": (), "dropped": {}, "cursor": Cursor(epoch=0, index=12), **changes})
 
 

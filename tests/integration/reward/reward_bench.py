@@ -1,4 +1,4 @@
-"""What the reward tests share: a model folder, verifiers that misbehave, a pool, a running service."""
+"""Fixtures of the reward tests: a model folder, verifiers that misbehave, a pool, a running service."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ wrong_when_late.timeout_means_wrong = True
 '''
 
 
-PATIENCE_SECONDS = 60.0
+WAIT_SECONDS = 60.0
 """Time for answers whose time-out is not the point: a machine that stalls is no fault of theirs."""
 
 
@@ -123,8 +123,8 @@ class Gate:
         return Path(f"{self.file}.begun")
 
     async def begun(self) -> None:
-        """Wait until a verifier waits here; the next one is waited for anew."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """Wait until a verifier waits here; the next call waits for the next verifier."""
+        deadline = time.monotonic() + WAIT_SECONDS
         while not self._mark.exists():
             assert time.monotonic() < deadline, "no verifier has begun with the answer"
             await asyncio.sleep(0.01)
@@ -168,7 +168,7 @@ def make_config(folder: Path, source: dict[str, Any] | None = None, **reward: An
         "name": "reward-test",
         "folder": str(folder / "run"),
         "model": {"path": str(model)},
-        "reward": {"timeout_seconds": PATIENCE_SECONDS, "workers": 2, "memory_limit_bytes": 256 << 20, **reward},
+        "reward": {"timeout_seconds": WAIT_SECONDS, "workers": 2, "memory_limit_bytes": 256 << 20, **reward},
         "data": {"source": source or {"type": "jsonl", "path": "unused"}},
     }
     return validate_run_config(settings, "test")
@@ -249,7 +249,7 @@ async def scoring_bench(config: RunConfig) -> AsyncIterator[ScoringBench]:
                 timeout_seconds=seconds,
                 on_unusable_verifier=failures.append,
             )
-            for seconds in (config.reward.timeout_seconds, PATIENCE_SECONDS)
+            for seconds in (config.reward.timeout_seconds, WAIT_SECONDS)
         )
         bench = ScoringBench(config, pool, scoring, patient, registry)
         bench.failures = failures
@@ -265,7 +265,7 @@ async def running_service(config: RunConfig, index: int = 0) -> AsyncIterator[En
         yield await endpoint_of(config, index, task)
     finally:
         shutdown.set()
-        await asyncio.wait_for(task, PATIENCE_SECONDS)
+        await asyncio.wait_for(task, WAIT_SECONDS)
 
 
 async def endpoint_of(config: RunConfig, index: int, task: asyncio.Task[None]) -> Endpoint:

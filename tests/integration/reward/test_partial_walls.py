@@ -15,7 +15,7 @@ import pytest
 
 from rollmesh.config.load import write_run_config
 
-from .reward_bench import PATIENCE_SECONDS, make_config
+from .reward_bench import WAIT_SECONDS, make_config
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces and seccomp are Linux's")
 
@@ -58,7 +58,7 @@ def start(folder: Path, **options: object) -> subprocess.Popen[str]:
 
 def test_code_is_refused_unless_the_run_file_allows_it(folder: Path) -> None:
     process = start(folder)
-    output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    output, _ = process.communicate(timeout=WAIT_SECONDS)
     assert process.returncode == 78
     assert "could change this user's files, checkpoints and Redis included" in output
     assert "allow_shared_uid" in output
@@ -68,13 +68,13 @@ def test_what_remains_open_is_logged_when_the_run_file_allows_it(folder: Path) -
     process = start(folder, allow_shared_uid=True)
     assert process.stdout is not None
     lines = []
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     for line in process.stdout:
         lines.append(line)
         if "code_is_confined_in_part" in line or time.monotonic() > deadline:
             break
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE_SECONDS)
+    process.communicate(timeout=WAIT_SECONDS)
     said = lines[-1]
     assert "code_is_confined_in_part" in said, "".join(lines)
     assert "use every folder and socket that its uid or all users may" in said

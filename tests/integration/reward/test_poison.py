@@ -16,7 +16,7 @@ from rollmesh.errors import ConfigError
 from rollmesh.reward.scoring import UNSCORED_ANSWER_LIMIT
 from rollmesh.types import OutcomeKind
 
-from .reward_bench import PATIENCE_SECONDS, Gate, ScoringBench, gate, make_config, scoring_bench
+from .reward_bench import WAIT_SECONDS, Gate, ScoringBench, gate, make_config, scoring_bench
 
 SCORED, TIMED_OUT, ERROR = OutcomeKind.SCORED, OutcomeKind.TIMED_OUT, OutcomeKind.VERIFIER_ERROR
 
@@ -66,7 +66,7 @@ async def test_a_poisonous_answer_gets_a_typed_outcome_and_its_neighbours_their_
     outcomes = await asyncio.gather(
         shared.score("value 1"), shared.score("value 2"), poison(answer), shared.score("value 3")
     )
-    assert time.monotonic() - start < PATIENCE_SECONDS / 2
+    assert time.monotonic() - start < WAIT_SECONDS / 2
     assert [(o.kind, o.value) for o in (*outcomes[:2], outcomes[3])] == [(SCORED, 1.0), (SCORED, 2.0), (SCORED, 3.0)]
     assert outcomes[2].kind is kind
     assert message in outcomes[2].message
@@ -122,7 +122,7 @@ async def test_nothing_that_a_killed_worker_started_lives_on(tmp_path: Path, ans
 async def test_what_the_workers_of_a_killed_template_have_started_ends_too(
     tmp_path: Path, answer: str, reaper_dies: bool
 ) -> None:
-    config = make_config(tmp_path, verifier="poisonous:verify", workers=1, timeout_seconds=PATIENCE_SECONDS)
+    config = make_config(tmp_path, verifier="poisonous:verify", workers=1, timeout_seconds=WAIT_SECONDS)
     async with scoring_bench(config) as bench:
         uid = int((await bench.score("uid")).value)
         (worker,) = _of(uid)
@@ -146,14 +146,14 @@ def _of(uid: int) -> set[psutil.Process]:
 
 
 async def _until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while not condition():
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.02)
 
 
 async def _until_as_many_are_left(expected: int, others: set[psutil.Process]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while len(left := _descendants() - others) != expected:
         assert time.monotonic() < deadline, left
         await asyncio.sleep(0.02)
@@ -212,7 +212,7 @@ async def test_a_pool_that_cannot_start_workers_any_more_says_so_to_every_answer
         assert template is not None
         for process in (template, worker):
             process.kill()
-        outcomes = await asyncio.wait_for(bench.score_all(["value 1", "value 2"]), PATIENCE_SECONDS)
+        outcomes = await asyncio.wait_for(bench.score_all(["value 1", "value 2"]), WAIT_SECONDS)
         assert {o.kind for o in outcomes} == {ERROR}
         assert "the pool has failed" in outcomes[0].message
         assert "tokenizer.json" in str(bench.failures[0])

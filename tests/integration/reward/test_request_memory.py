@@ -14,7 +14,7 @@ from rollmesh.types import OutcomeKind
 from rollmesh.v1 import reward_service_pb2 as pb
 from rollmesh.wire.codec import outcome_from_pb
 
-from .reward_bench import PATIENCE_SECONDS, make_config
+from .reward_bench import WAIT_SECONDS, make_config
 from .test_reward_service import published, start_process
 
 TEN_MEGABYTES = 10 << 20
@@ -53,7 +53,7 @@ async def test_a_request_that_is_refused_leaves_no_memory_behind(tmp_path: Path)
             call = channel.unary_stream("/rollmesh.v1.RewardService/Score")  # bytes, as they are
             for request in [MANY_ITEMS] * 4 + [NO_MESSAGE] * 4:
                 try:
-                    await call(request, timeout=PATIENCE_SECONDS).read()
+                    await call(request, timeout=WAIT_SECONDS).read()
                 except grpc.aio.AioRpcError as error:
                     assert error.code() in (INVALID, FULL), error
                     assert "items: " in str(error.details())
@@ -61,10 +61,10 @@ async def test_a_request_that_is_refused_leaves_no_memory_behind(tmp_path: Path)
                     raise AssertionError("it was not refused")
                 assert service.memory_info().rss < before + MOST_GROWTH_BYTES
             for _ in range(2):
-                answer = await call(ONE_ITEM_OF_MANY_MESSAGES, timeout=PATIENCE_SECONDS).read()
+                answer = await call(ONE_ITEM_OF_MANY_MESSAGES, timeout=WAIT_SECONDS).read()
                 outcome = outcome_from_pb(pb.ScoreResponse.FromString(answer).outcome)
                 assert outcome.kind is OutcomeKind.VERIFIER_ERROR, "only its worker process decodes it"
                 assert service.memory_info().rss < before + MOST_GROWTH_BYTES
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE_SECONDS)
+        process.wait(WAIT_SECONDS)

@@ -34,11 +34,11 @@ from rollmesh.v1 import reward_service_pb2_grpc as stubs
 from rollmesh.v1 import trajectory_pb2
 from rollmesh.wire.reward_client import RewardClient
 
-from .reward_bench import PATIENCE_SECONDS, Answers, endpoint_of, gate, make_config, running_service
+from .reward_bench import WAIT_SECONDS, Answers, endpoint_of, gate, make_config, running_service
 
 SCORED = OutcomeKind.SCORED
 IN_TIME_SECONDS = 4.0
-"""Where one answer is to be late and its neighbours are not, on a machine that may stall for a moment."""
+"""Limits under which one answer is late and its neighbours are not, on a machine that may stall for a moment."""
 AT_ONCE = 8
 
 
@@ -176,7 +176,7 @@ class CountingService(stubs.RewardServiceServicer):
 
 @asynccontextmanager
 async def client_of(
-    service: CountingService, tmp_path: Path, *, deadline_seconds: float = PATIENCE_SECONDS
+    service: CountingService, tmp_path: Path, *, deadline_seconds: float = WAIT_SECONDS
 ) -> AsyncIterator[tuple[RewardClient, Answers]]:
     config = make_config(tmp_path)
     server = create_server()
@@ -238,7 +238,7 @@ async def test_large_answers_are_spread_over_calls(tmp_path: Path) -> None:
     assert sorted(service.calls) == [1, 2, 2]
 
 
-async def test_a_service_that_is_away_or_full_is_tried_again(tmp_path: Path) -> None:
+async def test_an_unreachable_or_full_service_is_tried_again(tmp_path: Path) -> None:
     service = CountingService([grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
     async with client_of(service, tmp_path) as (client, answers):
         assert (await client.score([answers.trajectory("abc")]))[0].value == 12.0
@@ -360,7 +360,7 @@ async def test_a_verifier_that_cannot_be_loaded_ends_the_start_with_its_reason(
     tmp_path: Path, reward: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        await asyncio.wait_for(serve(make_config(tmp_path, **reward), 0, asyncio.Event()), PATIENCE_SECONDS)
+        await asyncio.wait_for(serve(make_config(tmp_path, **reward), 0, asyncio.Event()), WAIT_SECONDS)
 
 
 def start_process(config_file: Path) -> subprocess.Popen[bytes]:
@@ -368,7 +368,7 @@ def start_process(config_file: Path) -> subprocess.Popen[bytes]:
 
 
 async def published(folder: Path, process: subprocess.Popen[bytes]) -> Endpoint:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while not (found := [e for e in read_endpoints(folder, "reward") if e.pid == process.pid]):
         assert process.poll() is None and time.monotonic() < deadline, "the service did not come up"
         await asyncio.sleep(0.05)
@@ -377,7 +377,7 @@ async def published(folder: Path, process: subprocess.Popen[bytes]) -> Endpoint:
 
 async def withdrawn(folder: Path) -> None:
     """Wait until the service has heard that it is to stop: it then takes its address back, and drains."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while read_endpoints(folder, "reward"):
         assert time.monotonic() < deadline, "the service goes on"
         await asyncio.sleep(0.01)
@@ -400,7 +400,7 @@ async def test_sigterm_finishes_what_is_in_the_service_and_kill_leaves_no_proces
                 await withdrawn(Path(config.folder))
                 held.open()
                 assert (await late)[0].value == 1.0
-            assert await asyncio.to_thread(first.wait, PATIENCE_SECONDS) == 0
+            assert await asyncio.to_thread(first.wait, WAIT_SECONDS) == 0
             assert not read_endpoints(Path(config.folder), "reward")
             await _kill_in_the_middle(config_file, Path(config.folder), client, answers)
     finally:
@@ -409,7 +409,7 @@ async def test_sigterm_finishes_what_is_in_the_service_and_kill_leaves_no_proces
 
 
 async def _kill_in_the_middle(config_file: Path, folder: Path, client: RewardClient, answers: Answers) -> None:
-    """kill -9 of the service: its workers end with it, and the call goes on at its successor."""
+    """kill -9 of the service: its workers end with it, and its successor serves the call."""
     second, third = start_process(config_file), None
     try:
         await published(folder, second)
@@ -422,7 +422,7 @@ async def _kill_in_the_middle(config_file: Path, folder: Path, client: RewardCli
             third = start_process(config_file)
             held.open()
             assert (await call)[0].value == 1.0
-        gone, alive = await asyncio.to_thread(psutil.wait_procs, family, PATIENCE_SECONDS)
+        gone, alive = await asyncio.to_thread(psutil.wait_procs, family, WAIT_SECONDS)
         assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         assert gone or os.geteuid() != 0
     finally:

@@ -122,7 +122,7 @@ class ProcessRun:
         self.processes[f"{service}-{index}"] = process
 
     def kill(self, name: str) -> None:
-        """SIGKILL: no drain, no release, no farewell."""
+        """SIGKILL: no drain, no release, no last message."""
         self.processes[name].kill()
         self.processes[name].wait()
 
@@ -200,7 +200,7 @@ async def process_run(folder: Path, server: EmbeddedServer, **sections: dict[str
 
 
 async def uninterrupted(config: RunConfig, prompts: dict[str, Prompt]) -> dict[str, list[Chunk]]:
-    """What one engine writes for each trajectory, in one go."""
+    """Return the tokens that one engine writes for each trajectory without an interruption."""
     engine = build_engine(config.model_copy(update={"generator": config.generator.model_copy(update={"pace": None})}))
     await engine.start(Path(config.folder) / "model", 0)
     try:

@@ -34,7 +34,7 @@ from rollmesh.types import (
 VOCAB = 50
 STOP = 7
 _GENERATOR_TTL_SECONDS = 60.0
-"""Nobody here forgets to renew: who is dead says so."""
+"""No session expires here: a dead worker closes its own."""
 
 
 def token_at(trajectory_id: str, position: int) -> int:
@@ -234,7 +234,7 @@ class ScriptedTrainer:
         await self.announce(0)
 
     async def reassert(self) -> None:
-        """What a trainer tells a Redis that came back: the batches it has on disk."""
+        """State the batches on disk to a restarted Redis, as a trainer does."""
         trained = len(self.batches)
         batches = [(b.train_step, [g.group_id for g in b.groups]) for b in self.batches]
         policies = [record_of(step) for step in range(trained + 1)]

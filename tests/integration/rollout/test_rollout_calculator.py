@@ -20,7 +20,7 @@ from .scripted import STOP, VOCAB, ScriptedCluster, ScriptedGenerator, ScriptedR
 
 TURN, TURNS = 4, 3
 RESULTS = {str(n): n for n in range(STOP)}
-"""What the calculator may answer; the policy itself never writes these."""
+"""Answers of the calculator; the policy itself never writes these."""
 
 
 @pytest.fixture

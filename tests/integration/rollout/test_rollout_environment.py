@@ -208,7 +208,7 @@ class SnapshottingEnvironment(ForgetfulEnvironment):
         self.turns = json.loads(state)
 
 
-async def test_an_environment_with_snapshots_goes_on_at_another_worker(store, tokenizer):
+async def test_an_environment_with_snapshots_continues_in_another_worker(store, tokenizer):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", stop_every=TURN, seconds_per_token=0.02))
     log = []

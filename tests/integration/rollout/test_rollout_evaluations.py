@@ -80,7 +80,7 @@ async def test_an_evaluation_of_a_version_that_does_not_exist_ends_without_score
     assert (await store.evaluations.all())[0].result.sample_count == 0
 
 
-async def test_an_evaluation_that_nobody_can_serve_is_given_up_and_the_next_one_is_done(store):
+async def test_an_evaluation_that_no_generator_can_serve_is_given_up_and_the_next_one_is_done(store):
     plan = schedule("sync", train_steps=2)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a"))  # it never goes back to an older version
     async with running(store, cluster, ScriptedReward(), plan, unserved_seconds=0.3) as replica:

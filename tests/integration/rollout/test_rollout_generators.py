@@ -1,4 +1,4 @@
-"""What a rollout does when generators die, hang, answer nonsense or change their weights, on a real queue."""
+"""Rollouts whose generators die, hang, send invalid answers or change their weights, on a real queue."""
 
 from dataclasses import replace
 

@@ -103,7 +103,7 @@ async def test_a_failure_that_redis_has_forgotten_is_reported_again(store) -> No
         await until(failed)
 
 
-async def test_the_leader_looks_at_most_ten_times_a_second_and_reads_groups_only_for_a_decision(
+async def test_the_leader_reads_the_mesh_at_most_ten_times_a_second_and_groups_only_for_a_decision(
     store, monkeypatch
 ) -> None:
     looks: list[tuple[float, bool]] = []

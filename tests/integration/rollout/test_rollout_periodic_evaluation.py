@@ -1,4 +1,4 @@
-"""Every k-th version is evaluated while the run goes on: one generator stays behind, the others move on."""
+"""Every k-th version is evaluated during training: one generator is pinned, the others load newer versions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FollowingTrainer(ScriptedTrainer):
             await asyncio.sleep(0.05)
 
 
-async def test_every_second_version_is_evaluated_while_training_goes_on(store) -> None:
+async def test_every_second_version_is_evaluated_during_training(store) -> None:
     plan = schedule("copris", train_steps=6)
     await store.limits.init_run(limits(plan))
     cluster = ScriptedCluster(store, [ScriptedGenerator(n, seconds_per_token=0.01, slots=16) for n in ("a", "b")])
@@ -90,7 +90,7 @@ async def test_a_new_leader_asks_for_what_is_due_and_not_again_for_what_was_aske
                 return records if records and all(r.claimed or r.result for r in records) else None
 
             records = await until(results)
-        # Version 2 is two evaluations back: its weights may be gone, nobody asks for it any more.
+        # Version 2 is two evaluations back: its weights may be gone, no evaluation needs it.
         assert [r.request.policy_version for r in records] == [4]
 
 

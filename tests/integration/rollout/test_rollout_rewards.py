@@ -1,4 +1,4 @@
-"""What becomes of answers that get no reward, and of prompts that cannot be read, on a real queue."""
+"""Answers without a reward and unreadable prompts, on a real queue."""
 
 from rollmesh.config.data import RewardConfig
 from rollmesh.errors import DataError, RewardUnavailable
@@ -75,14 +75,14 @@ async def test_an_answer_without_a_value_becomes_a_dead_letter_with_its_tokens_w
         assert letter.trajectory.response_ids.tolist() == answer_of(letter.trajectory_id, 40)
 
 
-async def test_a_reward_service_that_is_away_is_waited_for_and_bad_metadata_is_no_reward(store):
+async def test_an_unreachable_reward_service_is_waited_for_and_bad_metadata_is_no_reward(store):
     class Away(ScriptedReward):
         calls = 0
 
         async def score(self, trajectories):
             self.calls += 1
             if self.calls <= 3:
-                raise RewardUnavailable("nobody there")
+                raise RewardUnavailable("no reward service")
             if trajectories[0].member_index == 0:
                 raise DataError("metadata.answer: cannot travel")
             return await super().score(trajectories)

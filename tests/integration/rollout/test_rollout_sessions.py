@@ -37,7 +37,7 @@ async def test_a_trajectory_that_is_let_go_while_the_queue_counts_it_as_ours_is_
 
 
 async def test_a_lease_that_no_task_works_on_is_noticed_and_leased_again(store, monkeypatch):
-    """The queue counts it as held by a session that lives: nobody else would ever take it."""
+    """The queue counts it as leased by a live session: no other worker would ever lease it."""
     lease, forgotten = store.trajectories.lease, []
 
     async def lease_and_forget_one(*arguments):
@@ -77,8 +77,8 @@ async def test_a_busy_worker_that_has_forgotten_nothing_never_registers_again(st
     assert stated == []
 
 
-async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_not_forgotten(store, monkeypatch):
-    """It comes back as the same server, so nobody registers anything again."""
+async def test_trajectories_leased_in_the_moment_in_which_redis_stops_are_not_lost(store, monkeypatch):
+    """The same server comes back, so no worker registers again."""
     lease, desired, away = store.trajectories.lease, store.leadership.desired, []
 
     async def lease_and_lose_redis(*arguments):
@@ -102,7 +102,7 @@ async def test_trajectories_leased_in_the_moment_in_which_redis_goes_away_are_no
     assert away == [False, False, False]
 
 
-async def test_tokens_are_never_joined_to_tokens_that_somebody_else_has_saved(store):
+async def test_tokens_are_never_joined_to_tokens_that_another_worker_has_saved(store):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.03))
     async with running(store, cluster, ScriptedReward(), plan, chunk=16) as run:
@@ -177,7 +177,7 @@ def append_after_restart(trajectory_id, segment):
     return Append(trajectory_id=trajectory_id, token_offset=0, segments=[segment], incarnation=1)
 
 
-async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_were(store):
+async def test_a_lost_session_is_replaced_and_the_trajectories_continue(store):
     plan = schedule("sync", train_steps=1)
     cluster, trainer = await start(store, plan, ScriptedGenerator("a", seconds_per_token=0.02))
     async with running(store, cluster, ScriptedReward(), plan, chunk=4) as run:
@@ -192,7 +192,7 @@ async def test_a_lost_session_is_replaced_and_the_trajectories_go_on_where_they_
 
 
 async def test_a_refusal_that_comes_after_the_session_was_replaced_does_not_cost_the_new_one(store, monkeypatch):
-    """Or everything held would wait for the end of a session that nobody renews."""
+    """Otherwise every lease would wait for a session that no worker renews to expire."""
     lease, refused = store.trajectories.lease, []
 
     async def refused_late(session, *arguments):
@@ -236,7 +236,7 @@ async def test_no_trajectory_runs_twice_while_a_lost_session_is_replaced(store, 
     assert slowly[0] > 0
 
 
-async def test_saves_go_on_while_everything_is_registered_with_a_server_that_came_back(store, monkeypatch):
+async def test_saves_continue_while_everything_is_registered_with_a_restarted_server(store, monkeypatch):
     reregister, saves = store.sessions.reregister, []
 
     async def saved():

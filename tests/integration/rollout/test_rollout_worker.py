@@ -165,7 +165,7 @@ async def test_the_lead_passes_on_when_the_leader_resigns(store):
             assert two.value("rollmesh_rollout_leader") == 1
 
 
-async def test_a_worker_does_not_walk_over_everything_it_holds_at_every_look(store, monkeypatch):
+async def test_a_worker_does_not_walk_over_all_its_leases_at_every_poll(store, monkeypatch):
     plan = schedule("sync", train_steps=1, groups_per_batch=16)
     cluster, _ = await start(store, plan, ScriptedGenerator("a", slots=64, hang=True))
     walked, looks, finished, desired = 0, 0, ActiveTrajectory.finished, store.leadership.desired

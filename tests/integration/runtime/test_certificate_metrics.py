@@ -1,4 +1,4 @@
-"""What the admin port tells of the certificate in use: the times in the file, a rotation, and one that was refused."""
+"""Metrics of the certificate in use: the times in the file, a rotation, and a refused one."""
 
 from __future__ import annotations
 

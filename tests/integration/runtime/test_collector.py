@@ -18,7 +18,7 @@ from rollmesh.runtime.tracing import recorded_traces
 pytest.importorskip("rollmesh.runtime.otel")
 
 
-async def test_a_collector_that_is_away_is_said_once_and_holds_nobody_up(capsys) -> None:
+async def test_an_unreachable_collector_is_logged_once_and_delays_no_service(capsys) -> None:
     config = TelemetryConfig(otlp_endpoint=f"http://127.0.0.1:{free_port()}")
     configure_logging(config, service="reward-0", run="run", stream=sys.stderr)
     async with recorded_traces(config, service="reward", instance="reward-0", run="run") as spans:

@@ -1,4 +1,4 @@
-"""Who closes an idle connection: never the server before its client."""
+"""Idle connections: the server never closes one before its client."""
 
 from __future__ import annotations
 

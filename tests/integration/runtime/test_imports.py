@@ -34,10 +34,10 @@ def test_nothing_is_collected_during_imports_and_the_collector_works_again_after
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
-    assert gc.get_freeze_count() == frozen, "the garbage of somebody else's process stays theirs"
+    assert gc.get_freeze_count() == frozen, "the garbage of another program's process stays"
 
 
-def test_a_collector_that_somebody_has_switched_off_stays_off() -> None:
+def test_a_disabled_collector_stays_off() -> None:
     gc.disable()
     try:
         with many_imports():
@@ -48,7 +48,7 @@ def test_a_collector_that_somebody_has_switched_off_stays_off() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "collected"), [([], True), (["own"], False)])
-def test_a_process_of_our_own_ends_without_looking_for_garbage(arguments: list[str], collected: bool) -> None:
+def test_a_rollmesh_process_ends_without_a_garbage_collection(arguments: list[str], collected: bool) -> None:
     command = [sys.executable, "-c", CYCLE_AT_THE_END, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ("collected" in done.stdout) is collected

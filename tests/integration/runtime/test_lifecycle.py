@@ -110,7 +110,7 @@ configure_logging(TelemetryConfig(), service="reward-0", run="demo")
 capture_foreign_logs()
 
 async def forgotten():
-    raise ValueError("nobody awaits this")
+    raise ValueError("no task awaits this")
 
 async def main(shutdown):
     logging.getLogger("botocore").warning("two\\nlines")
@@ -141,7 +141,7 @@ def test_every_line_of_a_crashing_service_is_an_event_of_its_log(tmp_path: Path)
     assert "two\nlines" in messages
     assert any(text and "an old call" in text for text in messages)
     assert any(text and "Invalid HTTP request" in text for text in messages)
-    assert any("nobody awaits this" in row.get("exception", "") for row in rows)
+    assert any("no task awaits this" in row.get("exception", "") for row in rows)
     (thread,) = [row for row in rows if row["event"] == "thread_crashed"]
     assert (thread["thread"], thread["error"]) == ("side", "ZeroDivisionError")
     crash = rows[-1]

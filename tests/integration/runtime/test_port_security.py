@@ -102,10 +102,10 @@ def intruder(certificate: Certificate | None, authority: Authority) -> PortSecur
 async def test_each_wrong_certificate_of_a_client_is_refused_before_the_call(
     authority: Authority, tmp_path: Path
 ) -> None:
-    stranger = Authority(tmp_path / "theirs").issue("stranger")
+    outsider = Authority(tmp_path / "theirs").issue("outsider")
     expired = authority.issue("expired", expired=True)
     async with grpc_service(guarded(authority.issue("server"))) as address:
-        for certificate in (stranger, expired, None):
+        for certificate in (outsider, expired, None):
             client = intruder(certificate, authority)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call(address, client)
@@ -118,10 +118,10 @@ async def test_each_wrong_certificate_of_a_client_is_refused_before_the_call(
 
 async def test_a_server_that_is_not_of_the_mesh_is_refused_by_its_clients(authority: Authority, tmp_path: Path) -> None:
     client = guarded(authority.issue("client"))
-    stranger = Authority(tmp_path / "theirs").issue("stranger")
+    outsider = Authority(tmp_path / "theirs").issue("outsider")
     expired = authority.issue("expired", expired=True)
     nameless = authority.issue("elsewhere", dns=("other.example",))
-    for certificate in (stranger, expired, nameless):
+    for certificate in (outsider, expired, nameless):
         async with foreign_service(certificate) as address:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call(address, client)
@@ -157,26 +157,28 @@ async def test_a_wrong_token_is_refused_with_the_reason(authority: Authority, to
 async def test_metrics_want_a_certificate_or_the_token_and_probes_want_neither(authority: Authority) -> None:
     server = guarded(authority.issue("server"), "s3cret")
     trusting = ssl.create_default_context(cafile=str(authority.file))
-    async with admin_port(server) as address, httpx.AsyncClient(verify=trusting) as anybody:
-        assert (await anybody.get(f"https://{address}/readyz")).status_code == 503
-        assert (await anybody.get(f"https://{address}/healthz")).status_code == 200
-        refused = await anybody.get(f"https://{address}/metrics")
+    async with admin_port(server) as address, httpx.AsyncClient(verify=trusting) as anonymous:
+        assert (await anonymous.get(f"https://{address}/readyz")).status_code == 503
+        assert (await anonymous.get(f"https://{address}/healthz")).status_code == 200
+        refused = await anonymous.get(f"https://{address}/metrics")
         assert (refused.status_code, refused.json()) == (401, {"detail": MISSING_TOKEN})
-        refused = await anybody.get(f"https://{address}/metrics", headers={"Authorization": "Bearer guess"})
+        refused = await anonymous.get(f"https://{address}/metrics", headers={"Authorization": "Bearer guess"})
         assert (refused.status_code, refused.json()) == (401, {"detail": WRONG_TOKEN})
-        assert (await anybody.get(f"https://{address}/other")).status_code == 401
-        scrape = await anybody.get(f"https://{address}/metrics", headers={"Authorization": "Bearer s3cret"})
+        assert (await anonymous.get(f"https://{address}/other")).status_code == 401
+        scrape = await anonymous.get(f"https://{address}/metrics", headers={"Authorization": "Bearer s3cret"})
         assert "rollmesh_reward_build_info" in scrape.text
         async with AdminClient(guarded(authority.issue("scraper"))) as scraper:
             assert "rollmesh_reward_build_info" in (await scraper.get(address, "/metrics")).text
         with pytest.raises(httpx.HTTPError):
-            await anybody.get(f"http://{address}/healthz")
+            await anonymous.get(f"http://{address}/healthz")
 
 
-async def test_a_strangers_certificate_is_refused_on_the_admin_port_too(authority: Authority, tmp_path: Path) -> None:
-    stranger = Authority(tmp_path / "theirs").issue("stranger")
+async def test_a_certificate_of_another_authority_is_refused_on_the_admin_port_too(
+    authority: Authority, tmp_path: Path
+) -> None:
+    outsider = Authority(tmp_path / "theirs").issue("outsider")
     async with admin_port(guarded(authority.issue("server"))) as address:
-        for certificate in (stranger, authority.issue("expired", expired=True)):
+        for certificate in (outsider, authority.issue("expired", expired=True)):
             async with AdminClient(intruder(certificate, authority)) as client:
                 with pytest.raises(httpx.HTTPError):
                     await client.get(address, "/metrics")
@@ -277,7 +279,7 @@ def test_a_process_that_starts_while_its_files_are_replaced_reads_them_again(
     assert security.tls.material.certificate == new.certificate.read_bytes()
 
 
-async def test_a_rotation_does_not_end_the_questions_under_way() -> None:
+async def test_a_rotation_does_not_end_the_calls_in_progress() -> None:
     states = [object()]
 
     class Rotating(PortSecurity):
@@ -353,7 +355,7 @@ def test_a_token_file_is_read_again_and_its_further_lines_are_accepted(tmp_path:
     assert tokens.refusal("Bearer new") == ""
     assert tokens.refusal("new") == WRONG_TOKEN
     file.write_text("\n")
-    assert tokens.sent == "new", "an empty file shuts nobody out"
+    assert tokens.sent == "new", "an empty file refuses no client"
     with pytest.raises(ConfigError, match=r"security.token_file=.*: contains no token"):
         Tokens((), file)
     with pytest.raises(ConfigError, match=r"security.token_file=.*gone: cannot be read"):

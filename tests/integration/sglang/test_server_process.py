@@ -1,4 +1,4 @@
-"""What starts, dies and is left behind: the server as a process of the generator."""
+"""Start, death and remains of the server as a process of the generator."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ async def test_a_server_that_hangs_ends_its_calls_and_the_engine(tmp_path, kit, 
 async def test_the_real_server_fills_a_context_from_a_cache_of_its_size_and_is_lost_when_its_scheduler_hangs(
     tmp_path, kit, real
 ):
-    """The front of a server whose scheduler hangs goes on answering: only calls without an answer tell."""
+    """The front of a server with a hung scheduler still answers: only calls without an answer reveal it."""
     limits = {"kv_token_capacity": 64, "max_context_tokens": 64, "request_timeout_seconds": 10.0}
     engine = _engine(tmp_path, real["environment"], python=real["python"], device="cpu", **limits)
     try:
@@ -258,11 +258,11 @@ async def test_a_wrong_key_is_told_and_nothing_is_served(tmp_path, kit, stand_in
         await owner.start(kit.write_model(tmp_path / "model", 0), 0)
         url = owner._server.api.url
         assert [f.name for f in tmp_path.iterdir() if "key" in f.name] == []
-        stranger = SglangEngine(
+        outsider = SglangEngine(
             SglangOptions(slots=2, max_context_tokens=56, url=url, admin_key="wrong", start_timeout_seconds=60.0)
         )
         with pytest.raises(ConfigError, match=r"generator\.sglang\.admin_key: .* rejects it: .*HTTP 401"):
-            await stranger.start(tmp_path / "model", 0)
-        await stranger.aclose()
+            await outsider.start(tmp_path / "model", 0)
+        await outsider.aclose()
     finally:
         await owner.aclose()

@@ -23,7 +23,7 @@ from .store_mesh import UNSCORABLE, digest_of, group, held, limits, policy, scor
 
 GROUP_SIZE, BATCH, POOL, STALENESS = 3, 3, 12, 2
 RESTARTS, RELEASES = 0.05, 0.05
-"""How often a step of a trajectory loses its environment, and how often its worker."""
+"""Probabilities that a step of a trajectory loses its environment, and that it loses its worker."""
 
 
 @dataclass
@@ -206,7 +206,7 @@ class Worker:
 
 
 def _is_behind(theirs: Rollout | None, ours: Rollout) -> bool:
-    """Whether a later beginning has saved tokens, and fewer than an earlier one."""
+    """Tell whether a later attempt has saved tokens, and fewer than an earlier one."""
     return theirs is not None and theirs.incarnation > ours.incarnation and 0 < theirs.saved < ours.saved
 
 

@@ -17,7 +17,7 @@ class Written(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a worker remembers of a trajectory: perhaps more than was saved, perhaps of another beginning."""
+    """A worker's memory of a trajectory: perhaps more than was saved, perhaps of another attempt."""
 
     trajectory_id: str
     incarnation: int
@@ -77,7 +77,7 @@ class Model:
     filter_zero_variance: bool
     groups: dict[str, ModelGroup] = field(default_factory=dict)
     gone: dict[str, str] = field(default_factory=dict)
-    """Why each group left: consumed, filtered, dead or the reason of an eviction."""
+    """Reason of each group's removal: consumed, filtered, dead or the reason of an eviction."""
     half_gone: dict[str, HalfGone] = field(default_factory=dict)
     wasted: Counter[str] = field(default_factory=Counter)
     """Saved tokens that are never trained on, by reason."""
@@ -108,7 +108,7 @@ class Model:
         return self.count("leased")
 
     def count(self, state: str) -> int:
-        """How many are in a state, those of half-gone groups included."""
+        """Count the members in a state, those of half-deleted groups included."""
         left = [m for g in self.half_gone.values() for m in g.members[g.deleted :]]
         return len(self.ids(state)) + sum(m.state == state for m in left)
 
@@ -148,7 +148,7 @@ class Model:
         return m.incarnation
 
     def held_by(self, session: str) -> list[Memory]:
-        """What a worker remembers that has missed nothing."""
+        """Return the memory of a worker that has missed nothing."""
         members = ((i, self.member(i)) for i in self.ids("leased", "finished", session=session))
         return [Memory(i, m.incarnation, m.content) for i, m in members if m is not None]
 

@@ -36,10 +36,10 @@ from rollmesh.store import (
 from rollmesh.types import FinishReason, Segment
 
 from .dump import copy_of_keys, put_back
-from .forgetful import Forgetful
+from .lost_uploads import Forgetful
 from .model import Memory, Model, ModelMember, Written
 from .store_mesh import UNSCORABLE, group, held, limits, policy, scored, segment
-from .truth import read_truth
+from .stored_keys import read_truth
 
 T = TypeVar("T")
 STALENESS, ATTEMPTS = 2, 2
@@ -73,7 +73,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.sessions: list[str] = []
         self.stalled: list[list[Memory]] = []
-        """What workers remember that have stalled past their TTL."""
+        """Memory of workers that have stalled past their TTL."""
         self.starts = itertools.count(step=1 << 14)
         self.registered: Counter[bool] = Counter()
         """Trajectories that were stated to the queue, by whether they were kept."""

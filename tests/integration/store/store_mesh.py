@@ -81,7 +81,7 @@ def digest_of(segments: Iterable[Segment], token_count: int) -> TokenDigest:
 
 
 def held(trajectory_id: str, *segments: Segment, incarnation: int = 0) -> HeldTokens:
-    """What a worker states that has these tokens in its memory."""
+    """Return the statement of a worker with these tokens in its memory."""
     return HeldTokens(
         trajectory_id=trajectory_id,
         incarnation=incarnation,
@@ -91,7 +91,7 @@ def held(trajectory_id: str, *segments: Segment, incarnation: int = 0) -> HeldTo
 
 
 async def known(store: TrajectoryStore, trajectory_id: str, offset: int) -> dict[str, Any]:
-    """What a worker that has read the queue states of the tokens before its own; past them it has some of its own."""
+    """Return a worker's statement of the tokens that it read from the queue; its own tokens follow them."""
     found = await store.inspection.inspect(trajectory_id)
     digest = digest_of(found.trajectory.segments if found and found.trajectory else (), offset)
     key = store.connection.keys.of("trajectory", trajectory_id)

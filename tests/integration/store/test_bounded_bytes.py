@@ -11,7 +11,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.store import EmbeddedServer, TrajectoryStore
 
 from .store_mesh import Mesh, group
-from .truth import read_truth
+from .stored_keys import read_truth
 
 MOST_TOMBSTONES = 65_536
 

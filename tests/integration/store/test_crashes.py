@@ -11,9 +11,9 @@ import pytest
 from rollmesh.store import EmbeddedServer
 
 from .load import LoadedMesh
-from .truth import read_truth
+from .stored_keys import read_truth
 
-PATIENCE_SECONDS = 120.0
+WAIT_SECONDS = 120.0
 NOTHING_WRONG = {"lost": 0, "trained_twice": 0, "violations": 0, "of_two_writers": 0}
 
 
@@ -21,9 +21,9 @@ async def test_roles_die_at_random_and_every_group_is_trained_once(server: Embed
     rng = random.Random(7)
     async with LoadedMesh(server.url, "roles-die", 0.4, rng) as mesh:
         for step in range(2, 18, 2):
-            await mesh.trainer.until(step, PATIENCE_SECONDS)
+            await mesh.trainer.until(step, WAIT_SECONDS)
             await mesh.crash(rng.choice(["leader", "trainer", "trainer", "worker-0", "worker-1", "worker-2"]))
-        await mesh.trainer.until(18, PATIENCE_SECONDS)
+        await mesh.trainer.until(18, WAIT_SECONDS)
         await mesh.stop()
         assert await mesh.account() == NOTHING_WRONG
         assert (await read_truth(mesh.stores[0])).problems == []
@@ -31,10 +31,10 @@ async def test_roles_die_at_random_and_every_group_is_trained_once(server: Embed
 
 async def test_workers_that_stall_past_their_ttl_join_no_tokens_to_those_of_others(server: EmbeddedServer) -> None:
     async with LoadedMesh(server.url, "workers-stall", 0.4, random.Random(5)) as mesh:
-        async with asyncio.timeout(PATIENCE_SECONDS):
+        async with asyncio.timeout(WAIT_SECONDS):
             for number in (0, 1, 2, 0):
                 await mesh.stall_past_the_ttl(number)
-        await mesh.trainer.until(mesh.trainer.step + 6, PATIENCE_SECONDS)
+        await mesh.trainer.until(mesh.trainer.step + 6, WAIT_SECONDS)
         await mesh.stop()
         assert await mesh.account() == NOTHING_WRONG
         assert (await read_truth(mesh.stores[0])).problems == []
@@ -47,13 +47,13 @@ async def test_redis_killed_under_load_comes_back_and_nothing_is_lost(
     rng = random.Random(lost_bytes)
     async with LoadedMesh(own_server.url, "redis-dies", 0.4, rng) as mesh:
         for step in (3, 6, 9):
-            await mesh.trainer.until(step, PATIENCE_SECONDS)
+            await mesh.trainer.until(step, WAIT_SECONDS)
             own_server.kill()
             cut_off_tail(own_server.folder, lost_bytes)
             if rng.random() < 0.5:
                 await mesh.crash("trainer")
             own_server.start()
-        await mesh.trainer.until(12, PATIENCE_SECONDS)
+        await mesh.trainer.until(12, WAIT_SECONDS)
         await mesh.stop()
         counts = await mesh.stores[0].mesh.counts()
         assert counts.totals["recoveries"] >= 1
@@ -63,17 +63,17 @@ async def test_redis_killed_under_load_comes_back_and_nothing_is_lost(
 
 async def test_redis_that_lost_everything_trains_no_group_twice(own_server: EmbeddedServer) -> None:
     async with LoadedMesh(own_server.url, "all-lost", 0.3, random.Random(3)) as mesh:
-        await mesh.trainer.until(4, PATIENCE_SECONDS)
+        await mesh.trainer.until(4, WAIT_SECONDS)
         own_server.kill()
         cut_off_tail(own_server.folder, 1 << 40)
         own_server.start()
-        await mesh.trainer.until(8, PATIENCE_SECONDS)
+        await mesh.trainer.until(8, WAIT_SECONDS)
         await mesh.stop()
         assert await mesh.account() == NOTHING_WRONG
 
 
 def cut_off_tail(folder: Path, lost_bytes: int) -> None:
-    """What a crash of the machine does to an append-only file that is flushed once a second."""
+    """Damage an append-only file that is flushed once a second, as a crash of the machine does."""
     files = sorted((folder / "appendonlydir").glob("*.incr.aof"))
     size = files[-1].stat().st_size
     with files[-1].open("r+b") as file:

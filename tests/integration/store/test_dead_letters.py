@@ -13,7 +13,7 @@ from rollmesh.report.ledger_counts import lost_groups
 from rollmesh.store import EmbeddedServer, ReleaseReason, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh
-from .truth import read_truth
+from .stored_keys import read_truth
 
 
 async def test_leases_without_progress_end_as_a_dead_letter_that_can_be_replayed(store: TrajectoryStore) -> None:
@@ -59,7 +59,7 @@ async def test_the_audit_misses_a_replayed_dead_letter_whose_group_vanished(stor
     assert lost_groups(await queue_account(store, config), ()) == (new,)
 
 
-async def test_a_finished_trajectory_that_nobody_can_score_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
+async def test_a_finished_trajectory_that_no_service_can_score_ends_as_a_dead_letter(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=2)
     await mesh.admit(1)
     await store.trajectories.lease(mesh.session, 2)
@@ -131,7 +131,7 @@ async def test_a_trajectory_that_begins_again_at_every_lease_ends_as_a_dead_lett
     assert (await read_truth(store)).problems == []
 
 
-async def test_what_goes_on_from_a_new_beginning_is_progress_again(store: TrajectoryStore) -> None:
+async def test_a_new_attempt_that_continues_is_progress_again(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store, max_attempts=2)
     await mesh.admit(1)
     await store.trajectories.lease(mesh.session, 1)

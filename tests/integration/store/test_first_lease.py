@@ -1,4 +1,4 @@
-"""When a trajectory was first leased: where its trace begins, whoever ends it."""
+"""Time of a trajectory's first lease: the beginning of its trace, in any worker."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ async def test_a_first_token_is_reported_by_the_holder_and_of_an_announced_versi
 
 @pytest.mark.parametrize("by", ["release", "close_session"])
 async def test_many_unsaved_first_tokens_go_back_in_bounded_calls(store: TrajectoryStore, by: str) -> None:
-    """Each reads every member of its group: a call ends after so many, and the next one goes on."""
+    """Each reads every member of its group: a call ends after so many, and the next one continues."""
     mesh = await two_versions(store, groups=24, needed=64)
     ids: list[str] = []
     while leased := await store.trajectories.lease(mesh.session, 64):

@@ -12,7 +12,7 @@ from rollmesh.store import ReleaseReason, TrajectoryStore
 from rollmesh.store.queue_types import ForkStatus
 
 from .store_mesh import Mesh
-from .truth import read_truth
+from .stored_keys import read_truth
 
 
 async def test_a_fork_is_leased_at_once_and_its_group_waits_for_it(store: TrajectoryStore) -> None:

@@ -45,7 +45,7 @@ async def by_name(store: TrajectoryStore) -> dict[str, GeneratorRecord]:
 
 
 async def settled() -> None:
-    """Let every task that can go on do so."""
+    """Let every ready task run."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -94,7 +94,7 @@ async def test_a_generator_that_has_left_or_expired_leaves_every_copy(
     assert list(await by_name(another_client)) == ["stays"]
 
 
-async def test_a_redis_that_came_back_as_it_was_before_is_read_anew(own_server: EmbeddedServer) -> None:
+async def test_a_redis_that_came_back_in_an_earlier_state_is_read_again(own_server: EmbeddedServer) -> None:
     own_server.stop()
     server = EmbeddedServer(own_server.folder, EmbeddedOptions(appendfsync="always", maxmemory_bytes=1 << 26))
     await asyncio.to_thread(server.start)

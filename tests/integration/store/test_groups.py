@@ -1,4 +1,4 @@
-"""What becomes of groups on a real server: scores, replacements, filters, drops and their ledger."""
+"""Outcomes of groups on a real server: scores, replacements, filters, drops and their ledger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollmesh.store import Append, Finish, Score, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason, OutcomeKind, RewardOutcome
 
 from .store_mesh import UNSCORABLE, Mesh, environment_segment, known, scored, segment
-from .truth import read_truth
+from .stored_keys import read_truth
 
 
 async def test_an_unscorable_member_is_replaced_and_the_group_completes(store: TrajectoryStore) -> None:

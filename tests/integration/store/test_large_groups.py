@@ -14,8 +14,8 @@ from rollmesh.types import FinishReason
 from .model import Memory, ModelMember, Written
 from .queue_machine import QueueMachine, stated
 from .store_mesh import Mesh, scored
+from .stored_keys import read_truth
 from .test_script_keys import most_keys
-from .truth import read_truth
 
 SIZE = 201
 WALK = {
@@ -132,7 +132,7 @@ class LargeGroups(QueueMachine):
             self.model.score(trajectory_id, reward)
 
     def register(self, session: str, memories: list[Memory]) -> None:
-        """What a worker does not name goes back, of half-gone groups too."""
+        """Trajectories that a worker does not name are released, those of half-deleted groups too."""
         super().register(session, memories)
         for group in self.model.half_gone.values():
             for m in group.members:
@@ -197,7 +197,7 @@ async def half_leased(store: TrajectoryStore) -> Mesh:
 
 
 async def swept(server: EmbeddedServer, store: TrajectoryStore, mesh: Mesh) -> None:
-    """What another leader does after the death of the one that began."""
+    """Finish the removal as the successor of a dead leader."""
     assert "e0-0" in await store.mesh.live_groups()
     assert await store.trajectories.lease(await store.sessions.open("another"), 64) == [], (
         "nothing of a half-gone group is leased"

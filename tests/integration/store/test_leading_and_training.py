@@ -16,7 +16,7 @@ from rollmesh.store import EvalRequest, EvalResult, TrajectoryStore
 from rollmesh.types import GeneratorRecord, GeneratorWork
 
 from .store_mesh import Mesh, group, policy
-from .truth import read_truth
+from .stored_keys import read_truth
 
 
 async def expire(store: TrajectoryStore, session: str) -> None:
@@ -356,7 +356,7 @@ async def test_no_leader_can_lower_the_floor_that_a_rollback_sets(store: Traject
     assert (await store.leadership.desired()).start_at_version == 4
 
 
-async def test_blocked_since_starts_anew_with_another_set_and_is_cleared(store: TrajectoryStore) -> None:
+async def test_blocked_since_restarts_with_another_set_and_is_cleared(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     keys, desired = store.connection.keys, Desired(pool_size=1)
 

@@ -13,7 +13,7 @@ from rollmesh.store import Append, NewGroup, ReleaseReason, TrajectoryStore, Wri
 from rollmesh.types import FinishReason, Prompt
 
 from .store_mesh import Mesh, environment_segment, limits
-from .truth import read_truth
+from .stored_keys import read_truth
 
 
 async def test_the_pool_is_never_exceeded_by_workers_that_lease_at_once(store: TrajectoryStore) -> None:

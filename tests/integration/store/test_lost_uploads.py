@@ -7,9 +7,9 @@ from rollmesh.store import Append, Finish, TrajectoryStore, WriteStatus
 from rollmesh.types import FinishReason
 
 from .dump import dump
-from .forgetful import Forgetful
+from .lost_uploads import Forgetful
 from .store_mesh import Mesh, environment_segment, group, segment
-from .truth import read_truth
+from .stored_keys import read_truth
 
 BIG = 30_000
 """Tokens of a segment, or a prompt, over the limit for what travels inline."""

@@ -1,4 +1,4 @@
-"""What happens when Redis comes back as another server, step by step."""
+"""Recovery after Redis comes back as another server, step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollmesh.mesh import Cursor, Desired
 from rollmesh.store import EmbeddedOptions, EmbeddedServer, EvalRequest, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh, group, held, limits, policy, segment
-from .truth import read_truth
+from .stored_keys import read_truth
 
 TTL = 60.0
 """Of sessions, and so of a recovery: tests let it pass by hand, and a machine that stalls does not."""
@@ -300,7 +300,7 @@ async def test_a_clean_stop_needs_no_recovery_and_keeps_everything(
     assert (await own_store.mesh.view()).recovering
 
 
-async def test_an_announced_stop_says_nothing_once_somebody_works_on(
+async def test_an_announced_stop_has_no_effect_once_a_trainer_works_again(
     own_server: EmbeddedServer, own_store: TrajectoryStore
 ) -> None:
     mesh = await Mesh.start(own_store)
@@ -312,7 +312,7 @@ async def test_an_announced_stop_says_nothing_once_somebody_works_on(
     assert (await own_store.mesh.view()).recovering
 
 
-async def test_a_call_waits_for_a_server_that_is_away_and_finds_its_work(
+async def test_a_call_waits_for_an_unreachable_server_and_finds_its_work(
     own_server: EmbeddedServer, own_store: TrajectoryStore
 ) -> None:
     mesh = await Mesh.start(own_store)

@@ -13,7 +13,7 @@ from rollmesh.types import FinishReason
 
 from .dump import changed, dump
 from .store_mesh import Mesh, limits, segment
-from .truth import read_truth
+from .stored_keys import read_truth
 
 MANY = 9_000
 """More words than Lua can hand on at once."""

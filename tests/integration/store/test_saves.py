@@ -12,7 +12,7 @@ from rollmesh.mesh import Cursor
 from rollmesh.store import Append, ReleaseReason, TrajectoryStore, WriteStatus
 
 from .store_mesh import Mesh, environment_segment, group, known, policy, segment
-from .truth import read_truth
+from .stored_keys import read_truth
 
 
 async def test_a_repeated_save_changes_nothing_and_another_one_is_refused(store: TrajectoryStore) -> None:
@@ -36,7 +36,7 @@ async def test_a_repeated_save_changes_nothing_and_another_one_is_refused(store:
     assert (await read_truth(store)).members["e0-0.0"].tokens == 7
 
 
-async def test_a_stranger_cannot_write(store: TrajectoryStore) -> None:
+async def test_a_worker_without_the_lease_cannot_write(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
     await store.trajectories.lease(mesh.session, 1)

@@ -10,7 +10,7 @@ from rollmesh.store import EmbeddedServer, ReleaseReason, TrajectoryStore
 from rollmesh.store.scripts import MAX_KEYS_PER_SCRIPT
 
 from .store_mesh import Mesh, policy
-from .truth import read_truth
+from .stored_keys import read_truth
 
 SIZE = 64
 """Of a group: with replacements it has 128 members."""
@@ -131,7 +131,7 @@ async def test_a_group_that_is_too_large_for_one_call_is_swept_in_slices(
     assert (await read_truth(store)).problems == []
 
 
-async def test_a_group_of_an_older_release_finds_its_lowest_step_by_a_look_at_its_members(
+async def test_a_group_of_an_older_release_finds_its_lowest_step_from_its_members(
     store: TrajectoryStore,
 ) -> None:
     mesh = await Mesh.start(store)

@@ -1,4 +1,4 @@
-"""Which servers are accepted, what the errors say, and the embedded server's life."""
+"""Accepted servers, messages of the errors, and the life of the embedded server."""
 
 from __future__ import annotations
 

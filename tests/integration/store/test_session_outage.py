@@ -1,4 +1,4 @@
-"""A worker's session while Redis is away: the heartbeat loop waits, and says that it is alive."""
+"""A worker's session while Redis is unreachable: the heartbeat loop waits and reports itself alive."""
 
 from __future__ import annotations
 

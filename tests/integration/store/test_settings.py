@@ -1,4 +1,4 @@
-"""What an operator has set outlives a Redis that comes back as it was before."""
+"""Settings of an operator survive a Redis that comes back with an earlier state."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from rollmesh.store import Append, Finish, ReleaseReason, Score, TokenDigest, Tr
 from rollmesh.types import FinishReason, Segment
 
 from .store_mesh import Mesh, digest_of, held, scored, segment
+from .stored_keys import read_truth
 from .test_recovery import other_server
-from .truth import read_truth
 
 NAME = "e0-0.0"
 OURS, THEIRS = segment(100), segment(60, start=5_000)
@@ -84,7 +84,7 @@ async def test_tokens_saved_before_a_stall_are_never_joined_to_those_of_a_later_
 async def test_a_write_that_follows_other_tokens_is_refused(
     store: TrajectoryStore, before: Segment, incarnation: int
 ) -> None:
-    """Whoever holds the lease: this is what keeps two writers apart, whatever brought them together."""
+    """This check separates two writers of one trajectory, independent of the lease."""
     _, other = await stalled(store)
     await store.trajectories.restart(other, [NAME])
     await append(store, other, [], THEIRS, incarnation=1)
@@ -103,7 +103,7 @@ async def test_a_write_that_follows_other_tokens_is_refused(
     assert (await read_truth(store)).members[NAME].state == "leased"
 
 
-async def test_a_worker_that_wakes_keeps_what_nobody_else_has_changed(store: TrajectoryStore) -> None:
+async def test_a_worker_that_wakes_keeps_its_unchanged_trajectories(store: TrajectoryStore) -> None:
     _, other = await stalled(store)
     await store.trajectories.release(other, [NAME], ReleaseReason.DRAINED)
     awake = await store.sessions.open("A")
@@ -159,7 +159,7 @@ async def test_a_finished_trajectory_is_not_scored_for_the_tokens_of_another_wor
     assert [t.incarnation for t in await store.trajectories.lease_scoring(awake, 1)] == [1]
 
 
-async def test_a_restart_that_is_sent_again_changes_nothing_and_a_stranger_cannot_send_it(
+async def test_a_restart_that_is_sent_again_changes_nothing_and_only_the_holder_can_send_it(
     store: TrajectoryStore,
 ) -> None:
     mesh, other = await stalled(store)
@@ -175,7 +175,7 @@ async def test_a_restart_that_is_sent_again_changes_nothing_and_a_stranger_canno
     ]
 
 
-async def test_a_queue_of_the_version_before_goes_on_by_the_number_of_its_tokens(store: TrajectoryStore) -> None:
+async def test_a_queue_of_the_version_before_continues_by_the_number_of_its_tokens(store: TrajectoryStore) -> None:
     mesh = await Mesh.start(store)
     await mesh.admit(1)
     await store.trajectories.lease(mesh.session, 1)

@@ -1,4 +1,4 @@
-"""What a service's /metrics say of its calls to the store."""
+"""Metrics of a service's calls to the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer reads at the end of a stage: the tokens that it has not read before, and no others."""
+"""Reads of a trainer at the end of a stage: the tokens that it has not read before, and no others."""
 
 from __future__ import annotations
 

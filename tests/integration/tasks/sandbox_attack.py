@@ -18,7 +18,7 @@ from rollmesh.tasks.sandbox.resource_limits import ResourceLimits
 
 
 def may_mount() -> bool:
-    """Whether a user namespace of its own lets this uid mount, tried out without the code under test."""
+    """Tell whether a separate user namespace lets this uid mount, without the code under test."""
     script = "mount -t tmpfs none /tmp"
     return subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]).returncode == 0
 

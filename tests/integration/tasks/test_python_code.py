@@ -31,7 +31,7 @@ HALF = {"entry_point": "half", "tests": [{"args": [1], "expected": 0.5}]}
 METHOD = {"entry_point": "Solution.add", "tests": [{"args": [1], "kwargs": {"b": 2}, "expected": 3}]}
 
 
-PATIENCE_SECONDS = 60.0
+WAIT_SECONDS = 60.0
 """Time for code that ends by itself, and for processes to go: a machine that stalls is no fault of theirs."""
 
 
@@ -43,7 +43,7 @@ def code_may_run() -> None:
 
 
 def run(code: str, metadata: dict[str, Any], **options: Any) -> RewardParts:
-    return PythonCodeVerifier(**{"timeout_seconds": PATIENCE_SECONDS, **options}).verify(code, metadata)
+    return PythonCodeVerifier(**{"timeout_seconds": WAIT_SECONDS, **options}).verify(code, metadata)
 
 
 @pytest.mark.usefixtures("code_may_run")
@@ -171,7 +171,7 @@ def test_poison_is_wrong_in_time_and_leaves_nothing_behind(code: str) -> None:
     start = time.monotonic()
     reward = run(code, ADD, timeout_seconds=0.5)
     assert reward.value == 0.0
-    assert time.monotonic() - start < PATIENCE_SECONDS / 2
+    assert time.monotonic() - start < WAIT_SECONDS / 2
     wait_until_nothing_is_left()
 
 
@@ -183,7 +183,7 @@ def test_a_poisonous_program_is_wrong_in_time_too(name: str) -> None:
 
 
 def wait_until_nothing_is_left() -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while left := processes_of_our_sandboxes():
         assert time.monotonic() < deadline, left
         time.sleep(0.01)
@@ -236,7 +236,7 @@ os._exit(0)
 def test_what_code_can_see_and_use_is_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMESH_STORE__PASSWORD", "secret")
     verifier = PythonCodeVerifier(process_count=8)
-    result = verifier.sandbox.run(PROBE.encode(), b"", PATIENCE_SECONDS)
+    result = verifier.sandbox.run(PROBE.encode(), b"", WAIT_SECONDS)
     seen = json.loads(result.stdout)
     assert seen["uid"] == (own_uid(0) if os.geteuid() == 0 else os.getuid())
     assert seen["children"] <= 8
@@ -314,7 +314,7 @@ def no_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_namespaces_poison_is_still_wrong_in_time_and_leaves_nothing_behind(name: str) -> None:
     assert run(POISON[name], ADD, timeout_seconds=0.5).value == 0.0
     wait_until_nothing_is_left()
-    assert not kernel.adopts_orphans(), "nobody waits for what orphans leave once the code has ended"
+    assert not kernel.adopts_orphans(), "no process collects orphans once the code has ended"
 
 
 @pytest.mark.usefixtures("no_namespaces")

@@ -34,7 +34,7 @@ ATTACK_SECONDS = 120.0
 
 
 def attack(uid: int, script: str, **values: Any) -> dict[str, Any]:
-    """What the script printed, as JSON; skips the test where code is not sealed off."""
+    """Return the script's JSON output; skip the test where code is not sealed off."""
     job = json.dumps({"script": script, "input": values})
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("sandbox_attack.py")), str(uid), job],

@@ -12,10 +12,10 @@ from rollmesh.checkpoints.committed import committed_states
 from rollmesh.checkpoints.states import load_state
 from rollmesh.trainer.learner.distributed import World
 
-from ...unit.trainer.made_batches import random_batch, write_random_model
-from ...unit.trainer.reference import largest_difference, weights_of
-from .gang_process import SECRET, STEPS, VERSIONS, make_trainer, run
-from .gangs import run_gang
+from ...unit.trainer.learner.made_batches import random_batch, write_random_model
+from ...unit.trainer.learner.reference import largest_difference, weights_of
+from .rank_process import SECRET, STEPS, VERSIONS, make_trainer, run
+from .two_ranks import run_two_ranks
 
 
 def numbers(report: Any, path: str = "") -> dict[str, float]:
@@ -34,7 +34,7 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path) -> None:
     model, two, one = tmp_path / "model", tmp_path / "two", tmp_path / "one"
     write_random_model(model)
     two.mkdir()
-    run_gang("gang_process", model, two, source)
+    run_two_ranks("rank_process", model, two, source)
     trainer = make_trainer(model, source, World(), one)
     reports = run(trainer, one)
     for step in range(1, STEPS + 1):
@@ -52,11 +52,11 @@ def test_two_processes_equal_one_in_float64(tmp_path: Path) -> None:
     assert largest_difference(weights_of(tmp_path / "resharded"), weights_of(two / str(STEPS))) == 0
 
 
-def test_a_gang_that_computes_in_bfloat16_scores_canaries_in_float32(tmp_path: Path) -> None:
+def test_ranks_that_compute_in_bfloat16_score_canaries_in_float32(tmp_path: Path) -> None:
     model, out = tmp_path / "model", tmp_path / "out"
     write_random_model(model)
     out.mkdir()
-    run_gang("mixed_precision_process", model, out)
+    run_two_ranks("mixed_precision_process", model, out)
     gaps = json.loads((out / "gaps.json").read_text())
     assert len(gaps) == 3, "before, and after each update"
     for gap in gaps:

@@ -1,4 +1,4 @@
-"""A disk of the run is full in the middle of it: the trainer waits, and goes on once there is room."""
+"""A disk that fills up during a run: the trainer waits, and continues once there is room."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rollmesh.store import EmbeddedServer
 from rollmesh.trainer.records.run_log import METRICS_FILE, SAMPLES_FILE, append_lines
 from rollmesh.trainer.records.trackers import build_trackers
 
-from .gangs import run_gang
 from .test_kills import assert_every_batch_counts_once
 from .trainer_run import TrainerRun, opened_run, write_run_file
+from .two_ranks import run_two_ranks
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_line_that_has_no_room_leaves_nothing_of_itself(small_disk: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread
-def test_a_tracker_on_a_full_disk_misses_steps_and_goes_on_later(small_disk: Path) -> None:
+def test_a_tracker_on_a_full_disk_misses_steps_and_continues_later(small_disk: Path) -> None:
     data = {"name": "run", "folder": str(small_disk), "model": {"path": "model"}}
     config = validate_run_config(data | {"telemetry": {"trackers": ["tensorboard"]}}, "made")
     (tracker,) = build_trackers(config)
@@ -120,8 +120,8 @@ def test_a_tracker_on_a_full_disk_misses_steps_and_goes_on_later(small_disk: Pat
     assert steps[0] == 1 and steps[-1] == 4
 
 
-def test_a_gang_whose_disk_is_full_on_one_rank_fails_together_and_saves_later(tmp_path: Path, tiny_model: Path) -> None:
-    leader, follower = run_gang("full_disk_process", tiny_model, tmp_path / "checkpoints")
+def test_ranks_whose_disk_is_full_on_one_rank_fail_together_and_save_later(tmp_path: Path, tiny_model: Path) -> None:
+    leader, follower = run_two_ranks("full_disk_process", tiny_model, tmp_path / "checkpoints")
     assert re.findall(r"^full (\S+)$", leader, re.MULTILINE) == ["rank-00001.json", "rank-00000.json", "COMMITTED"]
     assert "saved 00000000-s" in leader
     assert follower.count("disk full while writing a trainer state") == 3

@@ -214,7 +214,7 @@ async def test_a_redis_that_lost_everything_learns_what_was_trained_and_publishe
         assert (state.trained_step, state.cut_step, state.committed_step) == (3, 3, 3)
 
 
-async def test_redis_may_be_away_for_a_while_and_the_trainer_waits(
+async def test_redis_may_be_unreachable_for_a_while_and_the_trainer_waits(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
     config = write_run_file(tmp_path / "run", tiny_model, server)

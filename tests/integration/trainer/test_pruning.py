@@ -1,4 +1,4 @@
-"""Which policies stay when the trainer prunes after each step."""
+"""Policies that remain when the trainer prunes after each step."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def test_wandb_records_every_number_also_of_a_step_that_is_trained_again(tmp_pat
         assert (line["loss"], line["batch/reward"]) == (1 / line["train_step"], 0.5)
 
 
-def test_at_wandb_a_folder_goes_on_with_its_run_and_two_folders_of_one_name_are_two_runs(tmp_path: Path) -> None:
+def test_at_wandb_a_folder_continues_its_run_and_two_folders_of_one_name_are_two_runs(tmp_path: Path) -> None:
     for folder in ("a", "a", "b"):
         record(tmp_path / folder, 1)
     ids = {folder: {p.name for p in tmp_path.glob(f"{folder}/wandb/offline-run-*/run-*.wandb")} for folder in "ab"}
@@ -80,7 +80,7 @@ def run(folder: Path, *steps: int, mode: str) -> subprocess.CompletedProcess[str
 
 
 def history(file: Path) -> Iterator[dict[str, float]]:
-    """What ``log`` was given: protobuf records in a LevelDB log."""
+    """Return the values given to ``log``: protobuf records in a LevelDB log."""
     data, at, record = file.read_bytes(), _HEADER.size, b""
     while at + _HEADER.size <= len(data):
         left = -at % _BLOCK

@@ -66,7 +66,7 @@ async def test_a_rollback_asked_of_a_finished_run_is_carried_out_when_it_is_next
         assert _weights(run, records[3]) == _weights(run, records[1])
 
 
-async def test_a_rollback_to_a_policy_that_is_gone_is_refused_and_the_run_goes_on(
+async def test_a_rollback_to_a_missing_policy_is_refused_and_the_run_continues(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
     config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"keep_last": 2})

@@ -41,7 +41,7 @@ async def test_a_run_trains_every_batch_once_and_publishes_every_version(
             work=GeneratorWork(prefill_tokens=1, generated_tokens=1_000_000),
         )
         await run.store.generators.register(told, ttl=600)
-        run.start(anew=True)
+        run.start(fresh=True)
         async with run.fed(4):
             await run.until_finished()
         records = await run.store.policies.announced()
@@ -104,12 +104,12 @@ async def test_values_that_the_run_assigns_to_time_outs_are_trained_even_where_a
     assert line["batch"]["outcome_mean"] is None, "no verifier gave a value"
 
 
-async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
+async def test_sigterm_commits_the_trained_step_and_the_next_start_continues(
     tmp_path: Path, tiny_model: Path, server: EmbeddedServer
 ) -> None:
     config = write_run_file(tmp_path / "run", tiny_model, server, checkpoints={"state_every_steps": 3})
     async with opened_run(config) as run:
-        process = run.start(anew=True)
+        process = run.start(fresh=True)
         async with run.fed(4):
             await run.until("version 2", lambda: _announced(run.folder, 2))
             (endpoint,) = read_endpoints(run.folder, "trainer")
@@ -122,7 +122,7 @@ async def test_sigterm_commits_what_was_trained_and_the_next_start_goes_on(
             assert stopped is not None
             assert stopped.train_step >= 2
             assert read_endpoints(run.folder, "trainer") == []
-            run.start(anew=True)
+            run.start(fresh=True)
             await run.until_finished()
         assert [r.train_step for r in await run.store.policies.announced()] == [0, 1, 2, 3, 4]
         assert run.checkpoints.ledger().committed_step == 4
@@ -203,8 +203,8 @@ async def test_a_second_run_of_the_same_name_on_one_redis_is_refused_before_it_t
         run.start()
         async with run.fed(1):
             await run.until_finished()
-        stranger = write_run_file(tmp_path / "elsewhere" / "run", tiny_model, server, trainer={"train_steps": 1})
-        async with opened_run(stranger) as other:
+        outsider = write_run_file(tmp_path / "elsewhere" / "run", tiny_model, server, trainer={"train_steps": 1})
+        async with opened_run(outsider) as other:
             other.start()
             with pytest.raises(AssertionError, match="the trainer ended"):
                 await other.until_finished()

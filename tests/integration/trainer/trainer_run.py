@@ -32,7 +32,7 @@ from ..warm import TRAINER, WarmProcess, template
 GROUPS, MEMBERS, VOCABULARY = 2, 3, 32
 SECRET = "0123456789abcdef0123456789abcdef"
 START_SECONDS = 240.0
-"""A gang is three processes with all their imports: a minute on cores that have six times as much to do."""
+"""Two ranks and torchrun are three processes with all their imports: a minute on cores at six times their load."""
 
 
 def write_tiny_model(folder: Path) -> None:
@@ -93,21 +93,23 @@ class TrainerRun:
         return Path(self.config.folder)
 
     def start(
-        self, ranks: int = 1, *, anew: bool = False, script: str = "trainer_process"
+        self, ranks: int = 1, *, fresh: bool = False, script: str = "trainer_process"
     ) -> subprocess.Popen[bytes] | WarmProcess:
-        """Start a trainer with its imports done, or ``anew`` with a new interpreter, as the ranks of a gang always."""
+        """Start a trainer with its imports done, or in a ``fresh`` interpreter, as several ranks always do."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         log_file, run_file = self.folder / "trainer.log", str(self.folder / "run.yaml")
-        if ranks == 1 and not anew:
+        if ranks == 1 and not fresh:
             # Two starts in turn differ in the order of sets, as any two processes do.
             warm, module = template(*TRAINER, seed=self.starts % 2), f"tests.integration.trainer.{script}"
             self.starts += 1
             self.process = warm.start(module, [run_file], output=log_file, environment=environment)
             return self.process
         script = [str(Path(__file__).with_name(f"{script}.py")), run_file]
-        gang = ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        ranked = (
+            ["-m", "rollmesh.trainer.torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        )
         with log_file.open("ab") as log:
-            self.process = subprocess.Popen([sys.executable, *gang, *script], stdout=log, stderr=log, env=environment)
+            self.process = subprocess.Popen([sys.executable, *ranked, *script], stdout=log, stderr=log, env=environment)
         return self.process
 
     def kill(self) -> None:

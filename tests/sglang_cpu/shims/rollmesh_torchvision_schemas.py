@@ -2,7 +2,7 @@
 
 SGLang imports torchvision whatever model it serves. The wheel of torchvision on the package index is linked against
 CUDA: beside a CPU build of torch its library of C++ operators is not loaded, and torchvision's Python code then fails
-as it adds fake kernels to the operators ``nms`` and ``qnms``, of which nobody has heard. So we declare these two
+as it adds fake kernels to the operators ``nms`` and ``qnms``, which are not declared. So we declare these two
 operators, without any code behind them, right before torchvision is imported for the first time. A model without
 images never calls them; a call would raise.
 

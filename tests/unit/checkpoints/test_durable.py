@@ -1,4 +1,4 @@
-"""Folders that go for good while somebody else is still at them."""
+"""Removal of folders that another process still uses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_folder_goes_although_somebody_writes_into_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_removed_while_another_process_writes_into_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     remove, late = os.rmdir, iter(["late-1", "late-2", "late-3"])
 
     def rmdir(path: Any, **options: Any) -> None:

@@ -12,7 +12,7 @@ from rollmesh.checkpoints.sealing import SECRET_FILE, lineage, run_secret, seal,
 from rollmesh.errors import CheckpointError
 
 
-def test_all_services_of_a_run_find_the_same_secret_whoever_comes_first(tmp_path: Path) -> None:
+def test_all_services_of_a_run_find_the_same_secret_in_any_order(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         found = set(pool.map(lambda _: run_secret(tmp_path), range(32)))
     assert len(found) == 1

@@ -1,4 +1,4 @@
-"""What every command does with errors, stops and missing packages."""
+"""Common behaviour of all commands: errors, stops and missing packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an image installs, from pyproject.toml."""
+"""Requirements of an image, from pyproject.toml."""
 
 from __future__ import annotations
 

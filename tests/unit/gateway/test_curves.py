@@ -65,7 +65,7 @@ def test_evaluations_come_with_their_error_and_the_newest_is_always_shown() -> N
     assert series.high[-1] == pytest.approx(1.09)
 
 
-def test_reports_that_are_written_anew_are_taken_back_from_the_first_of_them_on() -> None:
+def test_rewritten_reports_replace_the_old_ones_from_the_first_of_them_on() -> None:
     curves = Curves()
     for step in (1, 2, 3):
         curves.add_report(report(step, batch={"trajectory_staleness": {"histogram": {"0": step}}}))

@@ -115,7 +115,7 @@ def test_versions_have_colours_that_everybody_can_tell_from_their_neighbours(the
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_text_stands_out_from_what_it_is_written_on(theme: str) -> None:
+def test_text_has_enough_contrast_with_its_background(theme: str) -> None:
     colours = _theme(theme)
     for ink, ground in itertools.product(("ink", "soft", "accent", "good", "warn", "bad"), ("surface", "page")):
         assert _contrast(_linear(colours[ink]), _linear(colours[ground])) >= 4.5, f"{ink} on {ground}, {theme}"

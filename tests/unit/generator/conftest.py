@@ -47,7 +47,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one call streamed."""
+    """Chunks that one call streamed."""
 
     chunks: list[Chunk]
 

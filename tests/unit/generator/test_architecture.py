@@ -62,7 +62,7 @@ def test_rope_frequencies_are_bit_equal_to_those_of_transformers(tmp_path, famil
     check_frequencies(config_of(family, head_dim=head_dim, rope_parameters=parameters), tmp_path)
 
 
-def test_rotations_are_bit_equal_to_those_of_transformers_at_every_position(tmp_path):
+def test_rotary_tables_are_bit_equal_to_those_of_transformers_at_every_position(tmp_path):
     config = config_of("llama", head_dim=64, rope_parameters={**LLAMA3, "rope_theta": 5e5})
     arch = architecture_from_config(config)
     rotary = ROTARY["llama"](transformers_config(config, tmp_path))

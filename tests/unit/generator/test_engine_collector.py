@@ -1,4 +1,4 @@
-"""What a scrape of the generator says of an engine that starts, works and fails."""
+"""Metrics of the generator for an engine that starts, works and fails."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def limited(name: str, context: Int32Array | None = None, **changes: object) -> 
 
 @pytest.mark.usefixtures("_long_holds")
 @pytest.mark.parametrize("graphs", [False, True], ids=["plain", "padded"])
-async def test_a_held_call_stops_at_its_limit_while_others_go_on_and_continues_without_a_prefill(engine_of, graphs):
+async def test_a_held_call_stops_at_its_limit_while_others_run_and_continues_without_a_prefill(engine_of, graphs):
     engine = await engine_of(slots=6, max_context_tokens=400, cuda_graphs=graphs)
     calls = [limited(f"h{i}", prompt_ids(i, 20), max_new_token_count=150) for i in range(2)]
     whole = [await collect(engine, make_call(c.trajectory_id, c.context_ids, max_new_token_count=150)) for c in calls]
@@ -115,7 +115,7 @@ async def test_whenever_saves_are_acknowledged_the_tokens_are_the_same_and_none_
         make_call(
             f"t{i}",
             prompt_ids(i, rng.randint(1, 60)),
-            max_new_token_count=rng.randint(1, 200),
+            max_new_token_count=rng.randint(1, 100),
             chunk_token_count=(chunk := rng.randint(1, 20)),
             unacknowledged_token_limit=rng.choice([0, chunk, chunk + 5, 2 * chunk]),
         )
@@ -159,7 +159,7 @@ async def test_a_held_call_obeys_an_interrupt_and_frees_its_slot_when_its_caller
 
 
 @pytest.mark.parametrize("waiting", [False, True], ids=["alone", "while another call waits for the slot"])
-async def test_a_call_that_nobody_acknowledges_ends_as_interrupted_and_gives_its_slot_away(
+async def test_a_call_that_is_never_acknowledged_ends_as_interrupted_and_frees_its_slot(
     engine_of, waiting, monkeypatch
 ):
     monkeypatch.setattr(backlog, "_CONTENDED_HOLD_SECONDS" if waiting else "_HOLD_SECONDS", 0.05)

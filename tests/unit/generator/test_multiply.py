@@ -1,4 +1,4 @@
-"""Which matrix product the engine takes."""
+"""Choice of the engine's matrix product."""
 
 from __future__ import annotations
 

@@ -418,7 +418,7 @@ def test_pace_is_linear_between_its_points():
     assert [options.step_seconds(n) for n in (1, 2, 3, 9)] == pytest.approx([0.01, 0.02, 0.03, 0.03])
 
 
-async def test_a_swap_that_breaks_the_engine_is_told_to_whoever_asked_for_it(engine_of, model_folder):
+async def test_a_swap_that_breaks_the_engine_raises_in_its_caller(engine_of, model_folder):
     engine = await engine_of()
 
     def broken(_weights: object) -> None:

@@ -27,7 +27,7 @@ def test_everything_else_is_no_data(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("status", [500, 503])
-async def test_a_prometheus_that_is_away_has_no_data_and_a_refused_query_is_an_error(status: int) -> None:
+async def test_an_unreachable_prometheus_has_no_data_and_a_refused_query_is_an_error(status: int) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
         if b"bad" in request.content:
             return httpx.Response(400, json={"status": "error", "error": "parse error"})

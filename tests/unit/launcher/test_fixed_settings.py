@@ -1,4 +1,4 @@
-"""What may change when a run is continued, what may not, and whether the documents ask for more than that."""
+"""Settings that may change when a run is continued, fixed settings, and the documents' advice on both."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_operators_tune_may_change_in_the_middle_of_a_run(changes: dict[str
 
 
 def advice() -> Iterator[tuple[str, str]]:
-    """What the documents tell people to do, point by point."""
+    """Advice of the documents, point by point."""
     for runbook in sorted((DOCS / "runbooks").glob("*.md")):
         section = re.search(r"## What to do\n(.*?)(?=\n## |\Z)", runbook.read_text(), re.DOTALL)
         assert section, f"{runbook.name} does not say what to do"

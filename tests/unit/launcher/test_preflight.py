@@ -1,4 +1,4 @@
-"""What is refused before anything is created or started."""
+"""Refusals before any folder is created or process started."""
 
 from __future__ import annotations
 

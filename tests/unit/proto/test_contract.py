@@ -53,7 +53,7 @@ def test_a_change_that_breaks_others_is_caught(tmp_path: Path, name: str, old: s
     assert old.split()[1].split("(")[0] in done.stdout
 
 
-def test_a_new_field_that_nobody_published_is_caught(tmp_path: Path) -> None:
+def test_an_unpublished_new_field_is_caught(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "proto", tmp_path / "proto")
     file = tmp_path / "proto/rollmesh/v1/trajectory.proto"
     file.write_text(file.read_text() + "\n// A thing.\nmessage Thing {\n  // Its name.\n  string name = 1;\n}\n")

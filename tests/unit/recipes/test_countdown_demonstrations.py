@@ -55,7 +55,7 @@ def test_patient_searchers_stop_only_at_a_hit_or_at_the_budget() -> None:
         assert shown.solved or len(shown.response.split()) == 509
 
 
-def test_nobody_repeats_a_trial_on_purpose_when_told_not_to() -> None:
+def test_no_searcher_repeats_a_trial_on_purpose_at_rate_zero() -> None:
     def repeats(probability: float) -> float:
         shown = drawn(300, SearcherMix(persistent_share=1.0, repeat_probability=probability))
         trials = [s.response.rstrip("! ").split(" , ") for s in shown]

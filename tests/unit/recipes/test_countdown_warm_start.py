@@ -1,4 +1,4 @@
-"""What the warm start learns from, and the committed model it made."""
+"""Data of the warm start, and its committed model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When refused policies end a run."""
+"""Conditions under which refused policies end a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many processes a machine is asked to take."""
+"""Limits on the number of processes of a machine."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_tail_starts_over_when_a_restarted_trainer_has_replaced_the_file_by_a_
     assert [line["train_step"] for line in tail.read()] == [0, 1, 2, 3]
 
 
-def test_a_tail_starts_over_when_the_file_was_written_anew_in_place_and_outgrew_what_was_read(tmp_path: Path) -> None:
+def test_a_tail_starts_over_when_the_file_was_rewritten_in_place_and_outgrew_the_read_part(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     tail = JsonLinesTail(file)
     file.write_bytes(_lines(0, 1, 2))
@@ -57,7 +57,7 @@ def test_a_tail_starts_over_when_the_file_shrank(tmp_path: Path) -> None:
     assert [line["train_step"] for line in tail.read()] == [0, 1]
 
 
-def test_a_tail_says_whether_the_file_is_there_and_whether_it_began_anew(tmp_path: Path) -> None:
+def test_a_tail_reports_a_missing_and_a_restarted_file(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     tail = JsonLinesTail(file)
     seen = []

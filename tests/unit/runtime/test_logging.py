@@ -1,4 +1,4 @@
-"""What a line of a service's log carries."""
+"""Fields of a line in a service's log."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_line_carries_run_service_and_what_it_is_about(log) -> None:
     assert "trajectory" not in refused
 
 
-def test_logs_that_are_configured_anew_forget_the_policy_version(log) -> None:
+def test_logs_that_are_configured_again_drop_the_policy_version(log) -> None:
     log()
     logs.note_policy_version(7)
     lines = log()

@@ -132,7 +132,7 @@ def test_replicas_stay_within_bounds_and_change_no_faster_than_the_policies_allo
 
 
 @given(answers=ANSWERS, wanted=st.integers(1, 8))
-def test_replicas_never_leave_below_what_any_look_of_the_window_proposed(
+def test_replicas_never_fall_below_any_proposal_of_the_window(
     answers: list[dict[str, float | None]], wanted: int
 ) -> None:
     spec, memory, past = rule(), ReplicaMemory(), [wanted]
@@ -177,13 +177,13 @@ def test_there_is_a_rule_for_every_service_that_scales() -> None:
 
 
 def generators(**values: float) -> int:
-    """What the chart's rule proposes for three generators."""
+    """Return the proposal of the chart's rule for three generators."""
     shipped = load_rule(next(file for file in RULES if file.stem == "generator"))
     names = {signal.name: values[signal.name.replace("-", "_")] for signal in shipped.signals}
     return propose(shipped, ReplicaMetrics(now=0, wanted=3, ready=3, values=names))[0]
 
 
-def test_the_generator_rule_adds_when_the_trainer_waits_and_takes_away_only_when_nothing_needs_them() -> None:
+def test_the_generator_rule_adds_when_the_trainer_waits_and_removes_only_idle_generators() -> None:
     assert generators(trainer_wait=0.4, ready_queue_room=0.5, staleness_headroom=0.9) == 6
     assert generators(trainer_wait=0.0, ready_queue_room=0.5, staleness_headroom=0.3) == 3
     assert generators(trainer_wait=0.0, ready_queue_room=0.0, staleness_headroom=0.9) == 3

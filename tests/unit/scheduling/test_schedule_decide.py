@@ -57,7 +57,7 @@ def test_only_the_blocking_stragglers_are_evicted_and_only_after_the_timeout():
     assert decide(limited, at_step(3, ready=groups["ready"], opened=groups["opened"][1:])).cut == ("e0-5", "e0-6")
 
 
-def test_the_straggler_timeout_starts_anew_when_other_groups_block_the_cut():
+def test_the_straggler_timeout_restarts_when_other_groups_block_the_cut():
     limited = schedule(max_staleness=2, straggler_timeout_seconds=60)
     ready = [group(5, 3), group(6, 3)]
     before = blocked_for(600, limited, at_step(3, ready=ready, opened=[group(1, 1)]))
@@ -80,7 +80,7 @@ def test_the_straggler_timeout_fires_with_fewer_than_a_batch_of_ready_groups(pre
     assert late.evict == (Eviction(group_id="e0-0", reason="straggler_timeout"),)
 
 
-def test_the_straggler_timeout_starts_anew_with_every_rollout_that_ends():
+def test_the_straggler_timeout_restarts_with_every_rollout_that_ends():
     limited = schedule("sync", straggler_timeout_seconds=60)
     seen = blocked_for(600, limited, view(ready=[group(1)], opened=[group(0)], unfinished=1))
     assert decide(limited, seen).evict

@@ -58,7 +58,7 @@ def ticks_enough(mesh):
     return 400 + 3000 * mesh.schedule.train_steps
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(meshes())
 def test_every_run_ends_within_pool_staleness_and_backlog_and_pace_drops_nothing(mesh):
     mesh.run(ticks_enough(mesh))
@@ -120,7 +120,7 @@ class ArealStalenessManager:
         return min(self.max_concurrent - running, (self.eta + version + 1) * self.batch - (accepted + running))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(meshes(presets=("areal",), crashes=False, train_steps=(12, 20)))
 def test_areal_admits_exactly_what_the_staleness_managers_formula_admits(mesh):
     schedule = mesh.schedule

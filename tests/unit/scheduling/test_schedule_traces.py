@@ -34,7 +34,7 @@ ONE_STEP_OFF = [
 COPRIS = [
     (0, 0, 0, 0, 0, 0, 5, False, False),  # fills the pool and one batch of backlog: 3 + 2
     (0, 0, 0, 5, 0, 10, 0, False, False),
-    (0, 0, 0, 5, 0, 8, 1, False, False),  # two trajectories ended: one prompt more, whoever's group they were in
+    (0, 0, 0, 5, 0, 8, 1, False, False),  # two trajectories ended: one prompt more, of any group
     (0, 0, 0, 4, 2, 6, 0, True, False),  # two complete groups: cut, and the pool of 6 is full
     (0, 1, 0, 4, 0, 6, 2, False, False),  # generation goes on during the update: 3 + 2 - 3
     (0, 1, 0, 5, 3, 5, 0, False, False),  # it outruns the trainer: 3 ready and 5 unfinished are work enough

@@ -22,7 +22,7 @@ def test_the_same_version_is_always_asked_for_in_the_same_words() -> None:
     assert evaluation_request(config, 7).prompt_count == 12
 
 
-def test_nobody_asks_again_for_a_version_that_may_be_pruned() -> None:
+def test_a_version_that_may_be_pruned_is_not_requested_again() -> None:
     def asked(every: int, newest: int, keep_last: int) -> list[int]:
         return list(due_versions(every, evaluation_floor(every, newest, keep_last), newest))
 

@@ -1,4 +1,4 @@
-"""How scripts are put together, and rules that every script file keeps."""
+"""Composition of scripts, and rules that every script file keeps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALLOCATE = {
     "replay_letter",
     "keep_snapshot",
 }
-"""What takes memory; every other script must run when there is none, or nothing would ever free any."""
+"""Scripts that take memory; every other script must run without any, or no script could free memory."""
 
 
 def test_all_keys_of_a_run_share_its_hash_tag() -> None:
@@ -154,7 +154,7 @@ READS = (
     "|XRANGE|ZCARD|ZCOUNT|ZMSCORE|ZRANGE|ZRANGEBYSCORE|ZSCORE"
 )
 ON_ITS_OWN = "recovering"
-"""What it writes stands by itself, whatever its caller refuses; and it refuses only without a run, as a first call."""
+"""Its writes are complete even if its caller refuses; it refuses only without a run, as a first call."""
 
 
 def _using(pattern: str) -> re.Pattern[str]:

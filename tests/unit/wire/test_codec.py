@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmesh.errors import DataError
@@ -86,6 +86,7 @@ def same(a: Trajectory, b: Trajectory) -> None:
         assert (x.policy_version, x.kv_min_version, x.source) == (y.policy_version, y.kv_min_version, y.source)
 
 
+@settings(max_examples=50)
 @given(st.lists(trajectories(), max_size=3))
 def test_a_batch_survives_the_wire_bit_for_bit(members: list[Trajectory]) -> None:
     batch = Batch(train_step=7, groups=(Group(group_id="g", admission_index=3, trajectories=tuple(members)),))

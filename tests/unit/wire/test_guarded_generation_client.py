@@ -47,7 +47,7 @@ def record(address: str) -> GeneratorRecord:
     )
 
 
-async def test_an_idle_channel_is_made_anew_when_certificates_and_token_are_rotated(tmp_path: Path) -> None:
+async def test_an_idle_channel_is_replaced_when_certificates_and_token_are_rotated(tmp_path: Path) -> None:
     old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
     files = {name: old.issue(name) for name in ("server", "client")}
     token = tmp_path / "token"

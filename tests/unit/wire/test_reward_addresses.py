@@ -1,4 +1,4 @@
-"""How the reward services of a run are found."""
+"""Discovery of a run's reward services."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_address_behind_a_name_is_a_service(monkeypatch: pytest.MonkeyPatc
     assert asked == [("mesh-reward", 7070)]
 
 
-def test_a_name_server_that_is_away_does_not_take_the_known_services_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_name_server_does_not_remove_the_known_services(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers("10.0.0.1"))
     name = ResolvedName("mesh-reward:7070")
     assert list(name()) == ["10.0.0.1:7070"]

@@ -14,9 +14,9 @@ _NO_PRONOUN = r"(?!I[ \t]+[a-z])"
 
 
 class ChoiceVerifier:
-    """Reward 1 if the chosen letter is the reference, else 0.
+    r"""Reward 1 if the chosen letter is the reference, else 0.
 
-    The search order is ``<answer>...</answer>``, ``\\boxed{...}``, the end of the response. In a marked answer a label
+    The search order is ``<answer>...</answer>``, ``\boxed{...}``, the end of the response. In a marked answer a label
     at its beginning (``B.``, ``(B)``) counts first, then the last "answer is X" or "answer: X", then the last separate
     letter. The pronoun I is not a choice. The reference is a letter, or an index from 0.
     """

@@ -27,10 +27,10 @@ _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
 def make_extractor(how: str) -> Extractor:
-    """Return the extractor called ``how``. Raises ConfigError for an unknown name.
+    r"""Return the extractor called ``how``. Raises ConfigError for an unknown name.
 
     whole: the response without surrounding space. last_line: its last line that is not blank.
-    last_number: its last number. boxed: the content of the last ``\\boxed{...}``.
+    last_number: its last number. boxed: the content of the last ``\boxed{...}``.
     tag:NAME: the content of the last ``<NAME>...</NAME>``. after:TEXT: the text after the last TEXT, to the line's end.
     """
     simple = {"whole": _whole, "last_line": _last_line, "last_number": last_number, "boxed": last_boxed}

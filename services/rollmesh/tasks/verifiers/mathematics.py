@@ -20,9 +20,9 @@ _DELIMITERS = ("$", "\\(", "\\[", "\\boxed")
 
 
 class MathVerifier:
-    """Reward 1 if the last answer of a response is mathematically equal to a reference, else 0.
+    r"""Reward 1 if the last answer of a response is mathematically equal to a reference, else 0.
 
-    The content of the last ``\\boxed{...}`` counts; without one, the last formula or number. Equal text and unequal
+    The content of the last ``\boxed{...}`` counts; without one, the last formula or number. Equal text and unequal
     whole numbers are decided without sympy. An answer that sympy cannot decide in time is wrong, not unscorable.
     """
 

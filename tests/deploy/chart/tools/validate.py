@@ -71,7 +71,7 @@ def _by_model(thing: Object, module: str) -> str:
 
 
 def _lost(written: Any, read: Any, path: str) -> Iterator[str]:
-    """What a model has not understood."""
+    """Fields that a model does not know."""
     if isinstance(written, dict) and isinstance(read, dict):
         for key, value in written.items():
             if key not in read:

@@ -27,7 +27,7 @@ class ScriptedServer:
     version: str = "0"
     key: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What /server_info says beside the usual."""
+    """Additional fields of /server_info."""
     deaf: bool = False
     """/generate is taken and not answered until ``release`` is set."""
     deaf_update: bool = False

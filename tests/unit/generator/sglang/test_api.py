@@ -117,13 +117,13 @@ async def test_a_late_answer_and_a_dead_server_are_engine_errors(serve):
         await api.model_info(0.1)
     assert not await api.ready(0.1)
     release.set()
-    nobody = SglangApi(f"http://127.0.0.1:{free_port()}", None)
+    unreachable = SglangApi(f"http://127.0.0.1:{free_port()}", None)
     with pytest.raises(EngineError, match="cannot be reached"):
-        await nobody.generate({})
-    assert not await nobody.ready(1.0)
-    await nobody.aclose()
+        await unreachable.generate({})
+    assert not await unreachable.ready(1.0)
+    await unreachable.aclose()
     with pytest.raises(EngineError, match="broke"):
-        await nobody.generate({})
+        await unreachable.generate({})
 
 
 async def test_a_server_that_comes_up_during_the_back_off_is_reached():

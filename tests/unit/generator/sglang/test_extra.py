@@ -1,4 +1,4 @@
-"""What a GPU host installs is what the tests run."""
+"""A GPU host installs the SGLang version that the tests run."""
 
 import tomllib
 from pathlib import Path

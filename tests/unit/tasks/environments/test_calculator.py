@@ -81,7 +81,7 @@ def test_arithmetic_is_exact(expression: str, result: str) -> None:
     ],
 )
 def test_everything_else_is_refused_at_once(expression: str) -> None:
-    start = time.thread_time()  # the work itself: a busy machine may hold anybody up
+    start = time.thread_time()  # the work itself: a busy machine may delay any process
     with pytest.raises(ArithmeticRejected):
         evaluate(expression)
     assert time.thread_time() - start < 1.0
@@ -172,7 +172,7 @@ def own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_environment_module"
 
 
-async def test_an_environment_of_ones_own_is_made_anew_per_trajectory(own_environment: str) -> None:
+async def test_a_user_s_environment_is_created_once_per_trajectory(own_environment: str) -> None:
     make = environment_factory(f"{own_environment}:Echo", {"times": 2})
     one, other = make(), make()
     await one.reset(PROMPT)

@@ -13,7 +13,11 @@ from rollmesh.tasks.sources.source_factory import build_prompt_source
 from rollmesh.tasks.sources.source_protocol import PromptSource, Split
 from rollmesh.text import Tokenizer
 
-pytest.importorskip("reasoning_gym")
+
+@pytest.fixture(autouse=True, scope="module")
+def _reasoning_gym() -> None:
+    """Import reasoning-gym only in the process that runs these tests: it imports matplotlib."""
+    pytest.importorskip("reasoning_gym")
 
 
 def open_task(

@@ -232,7 +232,7 @@ def test_a_file_that_changes_under_the_run_is_noticed(tmp_path: Path, tokenizer:
         source.prompt(0, 0)
 
 
-def test_a_parquet_file_gives_the_same_prompts_as_its_jsonl_twin(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_parquet_file_gives_the_same_prompts_as_the_same_rows_in_jsonl(tmp_path: Path, tokenizer: Tokenizer) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"prompt": f"q{i}", "answer": str(i), "tests": [{"input": "1", "output": "2"}]} for i in range(9)]

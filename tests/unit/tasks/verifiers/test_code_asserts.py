@@ -16,7 +16,8 @@ from rollmesh.tasks.verifiers.code_asserts import split_asserts
 from rollmesh.tasks.verifiers.code_runner import plain, run_script
 from rollmesh.tasks.verifiers.code_values import read_value
 
-ANSWER = """
+ANSWER = compile(
+    """
 import math
 from collections import OrderedDict
 class Everything:
@@ -38,11 +39,14 @@ def ordered(): return OrderedDict(a=1)
 def sum(a, b): return a - b
 def encode(text): return text[::-1]
 decode = encode
-"""
+""",
+    "answer",
+    "exec",
+)
 
 
 def passes(text: str, entry_point: str = "double") -> bool:
-    """What a test is worth for the answer above, over the same JSON as between the processes."""
+    """Tell whether a test passes for the answer above, over the same JSON as between the processes."""
     test = split_asserts(text, entry_point, "tests[0]")
     namespace: dict[str, Any] = {}
     exec(ANSWER, namespace)

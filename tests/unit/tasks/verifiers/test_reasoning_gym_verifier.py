@@ -11,13 +11,19 @@ from rollmesh.errors import VerifierError
 from rollmesh.tasks.entries import entry_from_text, entry_to_text
 from rollmesh.tasks.verifiers.verifier_registry import build_verifier
 
-reasoning_gym = pytest.importorskip("reasoning_gym")
-
 # rearc compares tuples; graph_color and countdown score what is not in the answer field.
 TASKS = ["chain_sum", "leg_counting", "rearc", "countdown", "word_sorting", "tower_of_hanoi", "sudoku"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _reasoning_gym() -> None:
+    """Import reasoning-gym only in the process that runs these tests: it imports matplotlib."""
+    pytest.importorskip("reasoning_gym")
+
+
 def entry_of(task: str) -> dict[str, Any]:
+    import reasoning_gym
+
     entry: dict[str, Any] = reasoning_gym.create_dataset(task, size=1, seed=11)[0]
     return entry
 

@@ -44,7 +44,7 @@ def score(name: str, response: str, answer: Any, **options: Any) -> float:
         ("after:####", "no mark", None),
     ],
 )
-def test_the_answer_is_found_where_it_stands(how: str, response: str, found: str | None) -> None:
+def test_the_answer_is_found_at_its_place(how: str, response: str, found: str | None) -> None:
     assert make_extractor(how)(response) == found
 
 
@@ -319,6 +319,6 @@ def test_poisonous_text_is_wrong_and_cheap(name: str, response: str) -> None:
     options = {"pattern": "a+b"} if name == "regex" else {}
     verifier = build_verifier(name, options)
     metadata = {"answer": "B", "numbers": [1, 2], "target": 3} if name != "numeric" else {"answer": 5}
-    start = time.thread_time()  # the work itself: a busy machine may hold anybody up
+    start = time.thread_time()  # the work itself: a busy machine may delay any process
     assert checked_reward(verifier.verify(response, metadata), name).value == 0.0
     assert time.thread_time() - start < 1.0

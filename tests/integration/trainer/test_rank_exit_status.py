@@ -1,0 +1,52 @@
+"""A gang as ``rollmesh up`` starts it ends with the status of a wrong setting only when a setting is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from rollmesh.config import write_run_config
+from rollmesh.launcher.run_folder import RunFolder
+from rollmesh.launcher.service_specs import child_environment, service_spec
+from rollmesh.runtime.lifecycle import EXIT_CONFIG
+from rollmesh.store import EmbeddedServer
+
+from .trainer_run import TrainerRun, opened_run, write_run_file
+
+
+def start_ranks(run: TrainerRun) -> subprocess.Popen[bytes]:
+    """Start two ranks by the launcher's command."""
+    launcher = run.config.launcher.model_copy(update={"trainer_processes": 2, "torch_threads": 1})
+    config = run.config.model_copy(update={"launcher": launcher})
+    environment = child_environment(config, str(config.store.url))
+    folder = RunFolder(run.folder)
+    write_run_config(config, folder.config_file)
+    spec = service_spec(config, folder, environment, "trainer", 0)
+    with (run.folder / "trainer.log").open("ab") as log:
+        run.process = subprocess.Popen(spec.command, stdout=log, stderr=log, env=os.environ | spec.environment)
+    return run.process
+
+
+async def test_a_setting_that_only_the_leading_rank_can_refuse_is_the_exit_status_of_all_ranks(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+        await run.store.training.open_session("another run of this name", lineage="of other checkpoints")
+
+        ranks = start_ranks(run)
+
+        assert ranks.wait(120) == EXIT_CONFIG, run.log()[-4000:]
+        assert "choose another name" in run.log()
+
+
+async def test_a_rank_that_is_killed_leaves_a_status_that_is_worth_another_try(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    async with opened_run(write_run_file(tmp_path / "run", tiny_model, server)) as run:
+        ranks = start_ranks(run)
+        await run.until("two ranks", lambda: len(run.ranks()) == 2, pause=0.01)
+
+        run.ranks()[1].kill()
+
+        assert ranks.wait(120) == 1, run.log()[-4000:]

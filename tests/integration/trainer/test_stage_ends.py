@@ -1,0 +1,152 @@
+"""The paper's old logprobs: unfinished trajectories are scored at the end of each stage, before the weights change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from rollmesh.mesh import Cursor, Desired
+from rollmesh.store import Append, EmbeddedServer, Finish, NewGroup, Score, TokenDigest
+from rollmesh.types import FinishReason, OutcomeKind, Prompt, RewardOutcome, Segment
+
+from .test_kills import last_weights
+from .trainer_run import GROUPS, MEMBERS, VOCABULARY, TrainerRun, opened_run, write_run_file
+
+STAGES, TOKENS = 3, 6
+
+BETWEEN_STAGES = {
+    "the state after a stage is committed": "states/00000001-*/COMMITTED",
+    "a policy folder is begun": "policies/00000002-*",
+    "a stage has ended": "batches/00000002.pb",
+}
+
+
+async def test_tokens_of_an_earlier_stage_keep_that_stages_logprobs_through_kills(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    expected = await _weights_after_stages(tmp_path / "calm", tiny_model, server)
+    for number, pattern in enumerate(BETWEEN_STAGES.values()):
+        found = await _weights_after_stages(tmp_path / f"killed-{number}", tiny_model, server, kill_at=pattern)
+        assert found == expected, pattern
+
+
+async def test_ranks_continue_from_the_records_of_their_stages(
+    tmp_path: Path, tiny_model: Path, server: EmbeddedServer
+) -> None:
+    await _weights_after_stages(tmp_path / "ranks", tiny_model, server, kill_at="states/00000002-*/COMMITTED", ranks=2)
+
+
+async def _weights_after_stages(
+    folder: Path, model: Path, server: EmbeddedServer, *, kill_at: str = "", ranks: int = 1
+) -> bytes:
+    """Train the batches of all stages; those of later ones gain tokens in every stage. The trainer is killed once."""
+    config = write_run_file(
+        folder,
+        model,
+        server,
+        trainer={"train_steps": STAGES, "algorithm": {"old_logprobs": "stage_end"}},
+        schedule={"preset": "copris_paper"},
+    )
+    async with opened_run(config) as run:
+        run.start(ranks)
+        await run.until("the initial policy", lambda: _announced(run, 0), pause=0.05)
+        batches = await _admit(run)
+        session = await run.store.sessions.open("feeder")
+        for stage in range(STAGES):
+            leased = await run.store.trajectories.lease(session, STAGES * GROUPS * MEMBERS)
+            ids = [item.trajectory.trajectory_id for item in leased]
+            assert len(ids) == (STAGES - stage) * GROUPS * MEMBERS
+            ended = [i for i in ids if i.rpartition(".")[0] in batches[stage]]
+            parked = [i for i in ids if i not in ended]
+            offset = TOKENS * stage
+            await run.store.trajectories.append(
+                session,
+                [
+                    Append(
+                        trajectory_id=i, token_offset=offset, segments=[_segment(i, stage)], digest=_before(i, stage)
+                    )
+                    for i in parked
+                ],
+            )
+            await _end(run, session, ended, version=stage, offset=offset)
+            await run.store.trajectories.release(session, parked, "paused")
+            await run.store.leadership.cut(run.leader, stage + 1, batches[stage])
+            announced = lambda version=stage + 1: _announced(run, version)  # noqa: E731
+            if kill_at.partition("/")[2].startswith(f"{stage + 1:08d}"):
+                await run.until(kill_at, lambda: any(run.checkpoints.root.glob(kill_at)))
+                run.kill()
+                run.start(ranks)
+            await run.until(f"version {stage + 1}", announced, pause=0.01)
+        await run.until_finished()
+        lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+        assert [line["batch"]["version_span"]["mean"] for line in lines] == [0.0, 1.0, 2.0]
+        assert [sum(line["policy"]["old_logprob_fallbacks"].values()) for line in lines] == [0, 0, 0]
+        (state,) = run.checkpoints.committed_states()[:1]
+        assert state.record.extra["train_step"] == STAGES
+        assert "stage" not in state.record.extra, "nothing is in flight at the end"
+        return await last_weights(run)
+
+
+async def _admit(run: TrainerRun) -> list[list[str]]:
+    token = await run.store.leadership.acquire("feeder")
+    assert token is not None
+    run.leader = token
+    await run.store.leadership.set_desired(token, Desired(pool_size=STAGES * GROUPS * MEMBERS))
+    groups = [
+        NewGroup(
+            group_id=f"e0-{g}",
+            prompt=Prompt(prompt_id=f"e0-{g}", token_ids=np.arange(1, 5, dtype=np.int32), verifier="exact"),
+            needed=MEMBERS,
+            epoch=0,
+            index=g,
+        )
+        for g in range(STAGES * GROUPS)
+    ]
+    await run.store.leadership.admit(token, groups, Cursor(), Cursor(epoch=0, index=STAGES * GROUPS))
+    ids = [g.group_id for g in groups]
+    return [ids[at : at + GROUPS] for at in range(0, len(ids), GROUPS)]
+
+
+async def _end(run: TrainerRun, session: str, ids: list[str], *, version: int, offset: int) -> None:
+    finishes = [
+        Finish(
+            trajectory_id=i,
+            token_offset=offset,
+            segments=[_segment(i, version)],
+            finish_reason=FinishReason.STOP,
+            digest=_before(i, version),
+        )
+        for i in ids
+    ]
+    await run.store.trajectories.finish(session, finishes)
+    scores = [
+        Score(
+            trajectory_id=i,
+            outcome=RewardOutcome(kind=OutcomeKind.SCORED, value=float(i[-1])),
+            shaped_reward=float(i[-1]),
+        )
+        for i in ids
+    ]
+    await run.store.trajectories.score(session, scores)
+
+
+def _before(trajectory_id: str, version: int) -> TokenDigest:
+    """Digest of what the stages before this one wrote."""
+    return TokenDigest().extended(_segment(trajectory_id, earlier) for earlier in range(version))
+
+
+def _segment(trajectory_id: str, version: int) -> Segment:
+    noise = np.random.default_rng([version, *trajectory_id.encode()])
+    return Segment(
+        token_ids=noise.integers(0, VOCABULARY, TOKENS).astype(np.int32),
+        behavior_logprobs=np.full(TOKENS, -3.4, np.float32),
+        policy_version=version,
+        kv_min_version=version,
+    )
+
+
+async def _announced(run: TrainerRun, version: int) -> bool:
+    latest = await run.store.policies.latest()
+    return latest is not None and latest.policy_version >= version

@@ -1,0 +1,102 @@
+"""Live events: snapshots, ticks, slow clients and too many clients."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from rollmesh.gateway.events import EventHub
+from rollmesh.gateway.gateway_metrics import GatewayMetrics
+from rollmesh.gateway.models import SnapshotEvent, TickEvent, Timeline, TimelineDelta
+from rollmesh.runtime.api_errors import Busy
+from rollmesh.runtime.metrics import Metrics
+
+from .samples import overview
+
+
+def tick(time: float) -> TickEvent:
+    delta = TimelineDelta(time=time, in_flight=0, left_out=0, changed=[], removed=[])
+    return TickEvent(overview=overview(), timeline=delta)
+
+
+def snapshot() -> SnapshotEvent:
+    timeline = Timeline(time=0.0, window_seconds=120.0, in_flight=0, left_out=0, rollouts=[])
+    return SnapshotEvent(overview=overview(), timeline=timeline)
+
+
+@pytest.fixture
+def hub() -> EventHub:
+    return EventHub(snapshot, 2, GatewayMetrics(Metrics("gateway")))
+
+
+async def following(stream: AsyncIterator[bytes]) -> tuple[str, int, Any]:
+    """Kind, id and data of the next event; comments and retry lines are passed over."""
+    while True:
+        async with asyncio.timeout(5):
+            text = (await anext(stream)).decode()
+        fields = dict(line.split(": ", 1) for line in text.strip().splitlines() if not line.startswith(":"))
+        assert text.endswith("\n\n")
+        if "event" in fields:
+            return fields["event"], int(fields["id"]), json.loads(fields["data"])
+
+
+async def test_a_client_gets_a_snapshot_and_then_every_tick(hub: EventHub) -> None:
+    stream = hub.follow(None)
+    assert (await following(stream))[:2] == ("snapshot", 0)
+    for number in (1, 2, 3):
+        hub.publish(tick(float(number)))
+        kind, identity, data = await following(stream)
+        assert (kind, identity, data["timeline"]["time"]) == ("tick", number, float(number))
+
+
+async def test_a_client_that_reads_slowly_misses_ticks_and_gets_a_snapshot(hub: EventHub) -> None:
+    stream = hub.follow(None)
+    await following(stream)
+    for number in range(100):
+        hub.publish(tick(float(number)))
+    kind, identity, _ = await following(stream)
+    assert (kind, identity) == ("snapshot", 100)
+    hub.publish(tick(1.0))
+    assert (await following(stream))[:2] == ("tick", 101)
+
+
+async def test_a_client_that_reconnects_continues_at_its_last_event(hub: EventHub) -> None:
+    for number in range(5):
+        hub.publish(tick(float(number)))
+    assert (await following(hub.follow(3)))[:2] == ("tick", 4)
+    assert (await following(hub.follow(5000)))[:2] == ("snapshot", 5), "an id of a gateway before this one"
+
+
+async def test_every_client_of_a_tick_gets_the_same_bytes(hub: EventHub) -> None:
+    streams = [hub.follow(None), hub.follow(None)]
+    for stream in streams:
+        await following(stream)
+    hub.publish(tick(1.0))
+    first, second = [await anext(stream) for stream in streams]
+    assert first is second
+
+
+async def test_clients_are_counted_and_too_many_are_refused(hub: EventHub) -> None:
+    streams = [hub.follow(None), hub.follow(None)]
+    for stream in streams:
+        await anext(stream)
+    with pytest.raises(Busy, match="2 clients already follow"):
+        hub.follow(None)
+    await streams[0].aclose()  # type: ignore[attr-defined]
+    assert hub.clients == 1
+    await anext(hub.follow(None))
+
+
+async def test_the_end_of_the_gateway_ends_every_stream(hub: EventHub) -> None:
+    stream = hub.follow(None)
+    await following(stream)
+    waiting = asyncio.create_task(anext(stream, None))
+    await asyncio.sleep(0)
+    hub.close()
+    async with asyncio.timeout(5):
+        assert await waiting is None
+    assert hub.clients == 0

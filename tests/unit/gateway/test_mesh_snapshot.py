@@ -1,0 +1,115 @@
+"""The overview that follows from one snapshot of the mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rollmesh.config.schedule import ScheduleConfig
+from rollmesh.gateway.curves import Curves
+from rollmesh.gateway.mesh_snapshot import MeshSnapshot, RateWindow, build_overview, finished_evaluations, run_state
+from rollmesh.gateway.models import Overview, Rates
+from rollmesh.mesh import Desired
+from rollmesh.scheduling import resolve_schedule
+from rollmesh.store.queue_types import EvalRecord, EvalRequest, EvalResult
+
+from .samples import counts, generator, look, view
+
+SCHEDULE = resolve_schedule(
+    ScheduleConfig(preset="copris", groups_per_batch=4, group_size=4, pool_size=24, max_staleness=4), 40
+)
+
+
+def built(one: MeshSnapshot, **changes: Any) -> Overview:
+    values: dict[str, Any] = {
+        "run": "demo",
+        "schedule": SCHEDULE,
+        "rates": Rates(saved_tokens_per_second=0.0, finished_per_second=0.0, trained_groups_per_second=0.0),
+        "curves": Curves(),
+        "evaluations": [],
+        "running": {},
+    }
+    return build_overview(one, **{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("one", "state", "waiting_for"),
+    [
+        (look(), "running", "more ready groups of 4"),
+        (look(generators=[generator(serving=False)]), "running", "a generator that serves"),
+        (look(view=view(policy_version=-1)), "starting", "the trainer to publish the initial policy"),
+        (look(view=view(user_paused=True)), "paused", "an operator to resume"),
+        (look(desired=Desired(pool_size=24, paused=True, reason="batch 4 is cut")), "paused", "batch 4 is cut"),
+        (
+            look(
+                view=view(user_paused=True), desired=Desired(pool_size=24, paused=True, reason="paused by an operator")
+            ),
+            "paused",
+            "an operator to resume",
+        ),
+        (look(view=view(recovering=True)), "recovering", "workers to register again"),
+        (look(failure="the verifier fails"), "failed", "the verifier fails"),
+        (look(view=view(trained_step=40, cut_step=40, is_complete=True, policy_train_step=40)), "complete", ""),
+        (look(view=view(trained_step=40, cut_step=40, is_complete=True, policy_train_step=39)), "running", ""),
+    ],
+)
+def test_the_state_says_what_the_run_does_and_waits_for(one: MeshSnapshot, state: str, waiting_for: str) -> None:
+    found, why = run_state(one, SCHEDULE)
+    assert found == state
+    assert waiting_for in why
+
+
+def test_the_staleness_of_waiting_groups_is_counted_from_the_trainers_step() -> None:
+    overview = built(look(view=view(unclaimed_by_step=((1, 2), (3, 5)))))
+    assert [(each.staleness, each.count) for each in overview.staleness.queue] == [(0, 5), (2, 2)]
+    assert overview.staleness.bound == 4
+
+
+def test_drops_are_told_by_reason_with_their_tokens() -> None:
+    overview = built(look(counts=counts(drops={"stale": 2, "rolled_back": 0}, dropped_tokens={"stale": 900})))
+    assert [(d.reason, d.groups, d.tokens) for d in overview.drops] == [("stale", 2, 900)]
+
+
+def test_generators_that_serve_come_first_and_tell_how_far_they_are_behind() -> None:
+    records = [generator("a", serving=False, policy_version=-1, reason="loading"), generator("b", policy_version=1)]
+    views = built(look(generators=records)).generators
+    assert [(g.instance_id, g.versions_behind, g.serving) for g in views] == [("b", 2, True), ("a", 0, False)]
+
+
+def test_a_thousand_generators_are_counted_and_not_all_listed() -> None:
+    overview = built(look(generators=[generator(f"g{i}") for i in range(1000)]))
+    assert (len(overview.generators), overview.generator_count) == (256, 1000)
+
+
+def test_services_tell_what_runs_and_what_was_asked_for() -> None:
+    overview = built(look(scale_requests={"generator": 3}), running={"generator": 2, "reward": 1})
+    assert [(s.service, s.running, s.requested) for s in overview.services] == [
+        ("generator", 2, 3),
+        ("reward", 1, None),
+    ]
+
+
+def test_rates_are_those_of_the_last_seconds_and_survive_a_redis_that_went_back() -> None:
+    window = RateWindow()
+    assert window.update(0.0, {"saved_tokens_total": 0}).saved_tokens_per_second == 0.0
+    for second in range(1, 61):
+        total = 100 * second if second <= 40 else 4000 + 300 * (second - 40)
+        rates = window.update(float(second), {"saved_tokens_total": total, "finished_total": second})
+    assert rates.saved_tokens_per_second == pytest.approx(300.0)
+    assert rates.finished_per_second == pytest.approx(1.0)
+    assert window.update(61.0, {"saved_tokens_total": 10}).saved_tokens_per_second == 0.0
+    assert window.update(62.0, {"saved_tokens_total": 60}).saved_tokens_per_second == pytest.approx(50.0)
+
+
+def test_only_finished_evaluations_are_points_and_the_newest_of_a_version_counts() -> None:
+    def record(version: int, mean: float | None, sample_count: int = 8) -> EvalRecord:
+        result = None if mean is None else EvalResult(mean=mean, standard_error=0.1, sample_count=sample_count)
+        request = EvalRequest(evaluation_id=f"{version}-{mean}", policy_version=version, prompt_count=8)
+        return EvalRecord(
+            request=request, claimed=True, result=result, request_time_seconds=1.0, finish_time_seconds=2.0
+        )
+
+    given_up = record(7, 0.0, sample_count=0)
+    points = finished_evaluations([record(5, 0.5), record(0, 0.2), record(9, None), given_up, record(5, 0.6)])
+    assert [(p.policy_version, p.mean) for p in points] == [(0, 0.2), (5, 0.6)]

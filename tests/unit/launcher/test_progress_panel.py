@@ -1,0 +1,141 @@
+import contextlib
+import io
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from rollmesh.launcher.progress_panel import RunProgress
+from rollmesh.launcher.timeline_recorder import MeshSample
+from rollmesh.mesh import MeshView
+from rollmesh.report.console import OutputConsole
+from rollmesh.types import GeneratorRecord
+
+
+def view(**changes) -> MeshView:
+    values = {
+        "now": 0.0,
+        "trained_step": 7,
+        "cut_step": 7,
+        "policy_version": 7,
+        "policy_train_step": 7,
+        "admitted_unconsumed": 40,
+        "open_groups": 20,
+        "ready_groups": 20,
+        "ready": (),
+        "stalest_open": (),
+        "pending": 0,
+        "partial": 0,
+        "leased": 180,
+        "finished": 0,
+        "memory_ratio": 0.0,
+        "filtered_in_a_row": 0,
+        "blocked_since": None,
+        "registered_generators": 1,
+        "recovering": False,
+        "user_paused": False,
+        "is_complete": False,
+    }
+    return MeshView(**{**values, **changes})
+
+
+def sample(serving=True, **changes) -> MeshSample:
+    generator = GeneratorRecord(
+        instance_id="a",
+        address="a:1",
+        policy_version=6,
+        running_count=1,
+        waiting_count=0,
+        slot_count=8,
+        kv_token_capacity=100,
+        serving=serving,
+    )
+    return MeshSample(
+        t=1.0,
+        view=view(**changes),
+        generators=(generator,),
+        loads=(),
+        generated_token_total=100.0,
+        generated_tokens={},
+        saved_token_total=0,
+        dropped={"run_complete": 8, "stale": 0},
+    )
+
+
+@pytest.fixture
+def shown(tmp_path):
+    """Show one look at the mesh; returns what was written."""
+    report = {"reward_mean": 0.5, "response_length_mean": 71.2, "staleness_mean": 2.9, "off_policy_token_share": 0.4}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(report) + "\n")
+    text = {"prompt": "1 2 > 3 :", "completion": "[bold]" + "1 + 2 = 3 !\n" * 30, "reward": 1.0}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(text) + "\n")
+
+    def show(look: MeshSample, *, terminal: bool, width: int = 80) -> str:
+        out = io.StringIO()
+        console = Console(file=out, width=width, height=40, force_terminal=terminal, color_system=None)
+        progress = RunProgress(
+            console,
+            train_steps=40,
+            pool_size=192,
+            metrics=tmp_path / "metrics.jsonl",
+            samples=tmp_path / "samples.jsonl",
+        )
+        with progress:
+            progress.update(look, "the last train step")
+            if terminal:
+                progress._live.refresh()
+        return out.getvalue()
+
+    return show
+
+
+def test_a_pipe_gets_one_line_per_update_of_any_length(shown) -> None:
+    text = shown(sample(), terminal=False)
+    assert text.count("\n") == 1
+    for part in (
+        "step 7/40",
+        "reward 0.500",
+        "length 71",
+        "tokens/s ",
+        "version 7, served 6",
+        "in flight 180 of 192",
+        "staleness 2.90",
+        "off-policy 40%",
+        "dropped run complete 8",
+    ):
+        assert part in text
+    assert len(text) > 80
+
+
+def test_a_pipe_is_told_what_the_start_waits_for_instead_of_zeros(shown) -> None:
+    text = shown(sample(serving=False), terminal=False)
+    assert text.rstrip().endswith("waiting for the last train step")
+    assert "tokens/s" not in text
+
+
+def test_a_queue_that_is_held_up_says_why(shown) -> None:
+    assert "queue" not in shown(sample(), terminal=False)
+    assert "queue recovering: Redis was restarted" in shown(sample(recovering=True), terminal=False)
+    assert "queue paused" in shown(sample(user_paused=True), terminal=False)
+
+
+def test_a_panel_keeps_the_bar_beside_its_step_and_the_sample_on_one_line(shown) -> None:
+    lines = [line for line in shown(sample(), terminal=True).splitlines() if "│" in line]
+    assert "step" in lines[0]
+    assert "7/40" in lines[0]
+    assert "\u2501" in lines[0]
+    assert len({line for line in lines if "1 + 2 = 3" in line}) == 1
+    assert any("[bold]1 + 2" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_pipe_without_a_reader_does_not_end_the_run(tmp_path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with contextlib.suppress(BrokenPipeError), open(writer, "w", buffering=1) as out:
+        console = OutputConsole(file=out)
+        progress = RunProgress(console, train_steps=1, pool_size=1, metrics=tmp_path / "m", samples=tmp_path / "s")
+        progress.note("draining services")
+        progress.note("stopped")
+    assert console.quiet

@@ -1,0 +1,46 @@
+"""Folders of the policies that are still kept, as the train step asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+
+from ...checkpoints.checkpoint_samples import SECRET, publish
+
+
+def test_a_version_that_was_verified_and_then_pruned_has_no_folder(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path, SECRET)
+    records = [publish(checkpoints, version) for version in range(3)]
+    catalog = PolicyCatalog(checkpoints)
+    catalog.update(records)
+    verified = catalog.folder(1)
+    assert verified is not None
+    assert verified.is_dir()
+    checkpoints.prune(records, keep_last=1, pinned=(), in_use=(), session="abc")
+    assert catalog.folder(1) is None
+    assert catalog.folder(2) == checkpoints.open(records[2]).folder
+    assert catalog.folder(7) is None
+
+
+def test_a_version_is_verified_once_while_it_stays(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path, SECRET)
+    catalog = PolicyCatalog(checkpoints)
+    catalog.update([publish(checkpoints, 0)])
+    folder = catalog.folder(0)
+    assert folder is not None
+    (folder / "model.safetensors").write_bytes(b"changed")
+    assert catalog.folder(0) == folder, "reading gigabytes again for every look-up would cost too much"
+    assert PolicyCatalog(checkpoints).folder(0) is None
+
+
+def test_versions_without_a_record_keep_their_train_step_but_are_not_known_as_policies(tmp_path: Path) -> None:
+    checkpoints = CheckpointStore(tmp_path, SECRET)
+    catalog = PolicyCatalog(checkpoints)
+    records = [publish(checkpoints, version) for version in range(2)]
+    catalog.remember({9: 7, 0: records[0].train_step})
+    catalog.update(records)
+    assert catalog.train_steps == {9: 7} | {r.policy_version: r.train_step for r in records}
+    assert catalog.remembered == {9: 7}
+    assert catalog.records == tuple(records)

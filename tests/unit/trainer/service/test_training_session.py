@@ -1,0 +1,116 @@
+"""State that a trainer reads at startup, and its stop on request."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rollmesh.checkpoints.checkpoint_store import CheckpointStore
+from rollmesh.mesh import Cursor
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.store.queue_types import TrainingState
+from rollmesh.trainer.records.trainer_metrics import TrainerMetrics
+from rollmesh.trainer.service.policy_catalog import PolicyCatalog
+from rollmesh.trainer.service.training_session import TrainingSession
+from rollmesh.types import PolicyRecord
+
+
+async def test_a_trainer_that_waits_for_a_batch_stops_at_once() -> None:
+    waits, shutdown = asyncio.Event(), asyncio.Event()
+
+    async def claim(*_: Any) -> None:
+        waits.set()
+        await asyncio.sleep(60)
+
+    store: Any = SimpleNamespace(training=SimpleNamespace(claim=claim))
+    nothing: Any = None
+    session = TrainingSession(store, nothing, nothing, nothing, shutdown)
+    waiting = asyncio.create_task(session.claim(1, 60.0))
+    await waits.wait()
+    assert not waiting.done()
+    shutdown.set()
+    async with asyncio.timeout(5):
+        assert await waiting is None
+
+
+@dataclass
+class Checkpoints:
+    """Has the batch files of steps 1 to 6, and writes down which are read."""
+
+    root: Path = Path("checkpoints")
+    read: list[int] = field(default_factory=list)
+
+    def batch_steps(self) -> list[int]:
+        return list(range(1, 7))
+
+    def batch_footer(self, train_step: int) -> Any:
+        self.read.append(train_step)
+        return SimpleNamespace(
+            group_ids=[f"e0-{train_step}"], payload_sha256=str(train_step), cursor=Cursor(epoch=0, index=train_step)
+        )
+
+    def complete_policies(self, *, announced_only: bool) -> list[PolicyRecord]:
+        return []
+
+
+@dataclass
+class Store:
+    """Knows these many steps as trained, and these many policies."""
+
+    trained_step: int
+    policy_count: int = 0
+    told: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+
+    @property
+    def training(self) -> Store:
+        return self
+
+    @property
+    def policies(self) -> Store:
+        return self
+
+    async def state(self) -> TrainingState:
+        return TrainingState(trained_step=self.trained_step, cut_step=6, committed_step=5, recovering=False)
+
+    async def reassert(self, token: str, **words: Any) -> None:
+        self.told.append(words)
+
+    async def announced(self, after: int) -> list[PolicyRecord]:
+        self.asked.append(after)
+        return [
+            PolicyRecord(policy_version=v, train_step=v, path=str(v), manifest_digest="")
+            for v in range(after + 1, self.policy_count)
+        ]
+
+
+def session_with(store: Store, checkpoints: Checkpoints) -> TrainingSession:
+    parts: tuple[Any, ...] = (store, checkpoints, PolicyCatalog(cast(CheckpointStore, checkpoints)))
+    return TrainingSession(*parts, TrainerMetrics(Metrics("trainer")), asyncio.Event())
+
+
+@pytest.mark.parametrize(("known", "read"), [(5, [6]), (3, [4, 5, 6]), (0, [1, 2, 3, 4, 5, 6]), (6, [6])])
+async def test_a_start_reads_the_batch_files_that_redis_does_not_know_as_trained_and_the_newest(
+    known: int, read: list[int]
+) -> None:
+    store, checkpoints = Store(trained_step=known), Checkpoints()
+    await session_with(store, checkpoints).begin(committed_step=5)
+    assert checkpoints.read == read
+    (told,) = store.told
+    assert [step for step, _ in told["batches"]] == read
+    assert (told["known_step"], told["trained_step"], told["cursor"].index) == (known, 5, 6)
+
+
+async def test_policies_are_read_once() -> None:
+    store = Store(trained_step=6, policy_count=4)
+    session = session_with(store, Checkpoints())
+    await session.begin(committed_step=6)
+    store.policy_count = 6
+    await session.learn_policies()
+    await session.learn_policies()
+    assert store.asked == [-1, 3, 5]

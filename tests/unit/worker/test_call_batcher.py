@@ -1,0 +1,110 @@
+import asyncio
+
+import pytest
+
+from rollmesh.worker.call_batcher import CallBatcher
+
+
+async def test_items_of_one_moment_travel_in_one_call():
+    calls = []
+
+    async def call(items):
+        calls.append(items)
+        return [item * 10 for item in items]
+
+    lane = CallBatcher(call, limit=100)
+    results = await asyncio.gather(*(lane.submit(i) for i in range(20)))
+    assert results == [i * 10 for i in range(20)]
+    assert calls == [list(range(20))]
+
+
+async def test_what_arrives_during_a_call_waits_and_travels_together():
+    calls, gate = [], asyncio.Event()
+
+    async def call(items):
+        calls.append(items)
+        await gate.wait()
+        return items
+
+    lane = CallBatcher(call, limit=100)
+    first = asyncio.create_task(lane.submit("a"))
+    while not calls:
+        await asyncio.sleep(0)
+    rest = [asyncio.create_task(lane.submit(name)) for name in "bcd"]
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(first, *rest) == ["a", "b", "c", "d"]
+    assert calls == [["a"], ["b", "c", "d"]]
+
+
+async def test_a_call_takes_at_most_the_limit_and_runners_work_side_by_side():
+    calls, running, most = [], 0, 0
+
+    async def call(items):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        calls.append(len(items))
+        await asyncio.sleep(0)
+        running -= 1
+        return items
+
+    lane = CallBatcher(call, limit=3, runners=2)
+    assert await asyncio.gather(*(lane.submit(i) for i in range(10))) == list(range(10))
+    assert sum(calls) == 10
+    assert max(calls) == 3
+    assert most == 2
+
+
+async def test_an_error_reaches_every_item_of_its_call_and_the_batcher_continues():
+    async def call(items):
+        if "bad" in items:
+            raise ValueError("no")
+        return items
+
+    lane = CallBatcher(call, limit=10)
+    results = await asyncio.gather(lane.submit("bad"), lane.submit("fellow"), return_exceptions=True)
+    assert [type(r) for r in results] == [ValueError, ValueError]
+    assert await lane.submit("good") == "good"
+
+
+async def test_a_caller_that_gives_up_before_the_call_takes_nothing_along():
+    calls = []
+
+    async def call(items):
+        calls.append(items)
+        return items
+
+    lane = CallBatcher(call, limit=10)
+    tasks = [asyncio.create_task(lane.submit(name)) for name in ("stays", "leaves")]
+    await asyncio.sleep(0)
+    tasks[1].cancel()
+    assert await tasks[0] == "stays"
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[1]
+    assert calls == [["stays"]]
+
+
+async def test_a_call_with_the_wrong_number_of_results_is_an_error():
+    async def call(items):
+        return items[:-1]
+
+    with pytest.raises(RuntimeError, match="2 items with 1 results"):
+        lane = CallBatcher(call, limit=10)
+        await asyncio.gather(lane.submit(1), lane.submit(2))
+
+
+async def test_an_item_submitted_in_the_moment_a_runner_ends_is_not_forgotten():
+    async def call(items):
+        return items
+
+    lane = CallBatcher(call, limit=10)
+
+    async def submit_in_a_chain(number):
+        for _ in range(200):
+            assert await lane.submit(number) == number
+            if number:
+                await asyncio.sleep(0)
+
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(submit_in_a_chain(number) for number in range(3)))

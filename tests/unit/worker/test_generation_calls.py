@@ -1,0 +1,265 @@
+"""Saves before every call and after every chunk, and their acknowledgements to the generator."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Mapping, Sequence
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmesh.errors import EngineError
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.types import (
+    ANY_VERSION,
+    Chunk,
+    FinishReason,
+    GenerationCall,
+    GeneratorRecord,
+    PolicyRecord,
+    Prompt,
+    SamplingParams,
+    Trajectory,
+    VersionNeed,
+)
+from rollmesh.worker.acknowledgements import Acknowledger
+from rollmesh.worker.active_trajectory import ActiveTrajectory
+from rollmesh.worker.generation_calls import Caller, CallLimits, SaveLimits
+from rollmesh.worker.generator_pool import GeneratorPool
+from rollmesh.worker.newest_policy import NewestPolicy
+
+PROMPT = 3
+CONTEXT = 400
+BREAK = "break"
+RECORD = GeneratorRecord(
+    instance_id="a",
+    address="a:1",
+    policy_version=0,
+    running_count=0,
+    waiting_count=0,
+    slot_count=1,
+    kv_token_capacity=100,
+    serving=True,
+)
+
+
+class Registry:
+    """One generator and one policy."""
+
+    async def live(self) -> list[GeneratorRecord]:
+        return [RECORD]
+
+    async def latest(self) -> PolicyRecord:
+        return PolicyRecord(policy_version=0, train_step=0, path="p", manifest_digest="")
+
+
+class Generator:
+    """A GenerationPort whose calls end as a script says: after so many tokens, interrupted or broken."""
+
+    def __init__(self, script: Sequence[tuple[int, FinishReason | str]], held: ActiveTrajectory) -> None:
+        self._script = list(script)
+        self._held = held
+        self.calls: list[GenerationCall] = []
+        self.unsaved_at_start: list[int] = []
+        self.acknowledged: list[Mapping[str, int]] = []
+
+    async def generate(
+        self,
+        record: GeneratorRecord,
+        call: GenerationCall,
+        need: VersionNeed = ANY_VERSION,
+        *,
+        traceparent: str = "",
+    ) -> AsyncGenerator[Chunk, None]:
+        self.calls.append(call)
+        self.unsaved_at_start.append(self._held.token_count - self._held.saved_token_count)
+        count, end = self._script.pop(0) if self._script else (call.max_new_token_count, FinishReason.LENGTH)
+        room = min(call.max_new_token_count, CONTEXT - len(call.context_ids))
+        if count >= room:
+            count, end = room, FinishReason.LENGTH
+        for start in range(0, count, call.chunk_token_count):
+            size = min(call.chunk_token_count, count - start)
+            last = start + size == count and end != BREAK
+            yield chunk(size, end if last and isinstance(end, FinishReason) else None)
+        if end == BREAK:
+            raise EngineError("the connection was lost")
+        if not count:
+            yield chunk(0, FinishReason.INTERRUPTED)
+
+    async def interrupt(self, record: GeneratorRecord, trajectory_ids: Sequence[str]) -> int:
+        return 0
+
+    async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
+        assert record is RECORD
+        self.acknowledged.append(dict(context_token_counts))
+        await asyncio.sleep(0)
+
+
+def chunk(size: int, reason: FinishReason | None) -> Chunk:
+    return Chunk(
+        token_ids=np.full(size, 5, np.int32),
+        behavior_logprobs=np.full(size, -1.0, np.float32),
+        policy_version=0,
+        kv_min_version=0,
+        finish_reason=reason,
+    )
+
+
+def make_held() -> ActiveTrajectory:
+    prompt = Prompt(prompt_id="p", token_ids=np.ones(PROMPT, np.int32), verifier="exact")
+    return ActiveTrajectory(Trajectory(trajectory_id="t", group_id="g", member_index=0, prompt=prompt))
+
+
+async def make_caller(
+    generator: Generator,
+    partial_save_tokens: int,
+    registry: Registry | None = None,
+    generators: GeneratorPool | None = None,
+) -> Caller:
+    registry = registry or Registry()
+    looks = itertools.count(0, 1000)  # no generator is avoided for so long
+    generators = generators or GeneratorPool(registry, clock=lambda: next(looks))  # type: ignore[arg-type]
+    await generators.refresh()
+    limits = CallLimits(
+        vocab_size=10,
+        max_context_tokens=CONTEXT,
+        saving=SaveLimits.of(partial_save_tokens),
+        chunk_timeout_seconds=10.0,
+    )
+    policies = NewestPolicy(registry)  # type: ignore[arg-type]
+    return Caller(generator, generators, policies, limits, RolloutMetrics(Metrics("rollout")))
+
+
+async def save(held: ActiveTrajectory) -> None:
+    await asyncio.sleep(0)
+    held.mark_saved(held.token_count)
+
+
+endings = st.tuples(st.integers(1, 120), st.sampled_from([FinishReason.INTERRUPTED, BREAK]))
+
+
+@given(script=st.lists(endings, max_size=8), partial_save_tokens=st.integers(1, 200), budget=st.integers(1, 390))
+async def test_everything_is_saved_before_the_next_call_begins(
+    script: list[tuple[int, FinishReason | str]], partial_save_tokens: int, budget: int
+) -> None:
+    held = make_held()
+    generator = Generator(script, held)
+    caller = await make_caller(generator, partial_save_tokens)
+    assert await caller.sample(held, budget, SamplingParams(), save=save) is FinishReason.LENGTH
+    assert held.token_count == budget
+    assert set(generator.unsaved_at_start) == {0}
+    assert held.token_count - held.saved_token_count <= partial_save_tokens
+    durable = [report["t"] for report in generator.acknowledged]
+    assert durable == sorted(durable)
+    assert all(count <= PROMPT + held.saved_token_count for count in durable)
+
+
+@given(partial_save_tokens=st.integers(1, 8192))
+def test_a_generator_may_be_ahead_by_partial_save_tokens_and_has_two_chunks_of_them(partial_save_tokens: int) -> None:
+    limits = SaveLimits.of(partial_save_tokens)
+    assert limits.unacknowledged_token_limit == partial_save_tokens
+    assert min(16, partial_save_tokens) <= limits.chunk_token_count <= partial_save_tokens
+    assert partial_save_tokens < 32 or 2 * limits.chunk_token_count <= partial_save_tokens
+
+
+async def test_what_is_not_saved_before_its_end_is_neither_held_back_nor_cut_into_calls() -> None:
+    held = make_held()
+    generator = Generator([], held)
+    caller = await make_caller(generator, 16)
+    await caller.sample(held, 100, SamplingParams(), save=None)
+    assert [(c.max_new_token_count, c.unacknowledged_token_limit) for c in generator.calls] == [(100, 0)]
+    assert not generator.acknowledged
+
+
+async def test_a_small_bound_costs_no_further_calls_and_a_full_context_ends_the_answer() -> None:
+    held = make_held()
+    generator = Generator([], held)
+    caller = await make_caller(generator, 16)
+    async with asyncio.timeout(10):
+        reason = await caller.sample(held, CONTEXT, SamplingParams(), save=save)
+    assert reason is FinishReason.LENGTH
+    assert held.token_count == CONTEXT - PROMPT
+    assert [(c.chunk_token_count, c.unacknowledged_token_limit) for c in generator.calls] == [(16, 16)]
+
+
+async def test_reports_that_come_up_during_a_report_travel_together_and_a_lost_one_is_no_error() -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Generator):
+        async def acknowledge(self, record: GeneratorRecord, context_token_counts: Mapping[str, int]) -> None:
+            self.acknowledged.append(dict(context_token_counts))
+            begun.set()
+            await go_on.wait()
+            raise EngineError("lost")
+
+    generator = Slow([], make_held())
+    acknowledger = Acknowledger(generator)
+    acknowledger.saved(RECORD, "a", 5)
+    await begun.wait()
+    acknowledger.saved(RECORD, "a", 9)
+    acknowledger.saved(RECORD, "b", 7)
+    acknowledger.saved(RECORD, "a", 12)
+    go_on.set()
+    async with asyncio.timeout(10):
+        while len(generator.acknowledged) < 2:
+            await asyncio.sleep(0)
+    assert generator.acknowledged == [{"a": 5}, {"a": 12, "b": 7}]
+
+
+async def test_a_call_ends_with_the_chunk_that_was_enough_and_nothing_of_it_is_saved_unasked() -> None:
+    held = make_held()
+    generator = Generator([], held)
+    caller = await make_caller(generator, 96)
+
+    def look(held: ActiveTrajectory) -> None:
+        if held.token_count > 60:
+            held.request_stop(50)
+
+    held.observe(look)
+    assert await caller.sample(held, 300, SamplingParams(), save=save) is FinishReason.STOP
+    assert (held.token_count, held.saved_token_count) == (50, 48)
+    assert len(generator.calls) == 1
+
+
+async def test_a_first_token_is_known_before_the_second_chunk_although_nothing_is_saved() -> None:
+    held = make_held()
+    caller = await make_caller(Generator([], held), 200)
+    seen: list[int] = []
+
+    async def report(held: ActiveTrajectory) -> None:
+        seen.append(held.token_count)
+
+    assert await caller.sample(held, 390, SamplingParams(), save=report, durable=False) is FinishReason.LENGTH
+    chunk_tokens = SaveLimits.of(200).chunk_token_count
+    assert seen[:2] == [0, chunk_tokens]
+
+
+async def test_a_floor_that_rose_while_the_call_waited_for_a_generator_holds() -> None:
+    held = make_held()
+    generator = Generator([], held)
+    records: list[GeneratorRecord] = []
+
+    class Growing(Registry):
+        async def live(self) -> list[GeneratorRecord]:
+            return records
+
+        async def latest(self) -> PolicyRecord:
+            return PolicyRecord(policy_version=3, train_step=3, path="p", manifest_digest="")
+
+    registry = Growing()
+    generators = GeneratorPool(registry)  # type: ignore[arg-type]
+    caller = await make_caller(generator, 200, registry, generators)
+    call = asyncio.create_task(caller.sample(held, 5, SamplingParams(), save=save))
+    while not generators.waiting_count:
+        await asyncio.sleep(0)
+    held.set_floors(start=3, call=0)
+    records.append(RECORD)  # it serves version 0
+    for _ in range(3):
+        await generators.refresh()
+        await asyncio.sleep(0)
+    assert generator.calls == []
+    call.cancel()
+    await asyncio.gather(call, return_exceptions=True)

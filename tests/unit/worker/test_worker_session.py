@@ -1,0 +1,112 @@
+"""A worker that waits for Redis is alive."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from rollmesh.errors import SessionLost, StoreUnavailable
+from rollmesh.rollout.rollout_metrics import RolloutMetrics
+from rollmesh.runtime.health import Health
+from rollmesh.runtime.metrics import Metrics
+from rollmesh.runtime.retry import Backoff
+from rollmesh.store.queue_types import ReRegistered
+from rollmesh.worker import worker_session
+from rollmesh.worker.worker_session import WorkerSession
+
+
+class Outage:
+    """A store that is unreachable for the first attempts of every call; each takes a minute."""
+
+    def __init__(self, attempts: int) -> None:
+        self.left = attempts
+        self.now = 0.0
+
+    def _attempt(self) -> None:
+        self.now += 60.0
+        if self.left:
+            self.left -= 1
+            raise StoreUnavailable("away")
+
+    async def heartbeat(self, _session: str) -> str:
+        self._attempt()
+        return "server"
+
+    async def open(self, _worker: str) -> str:
+        self._attempt()
+        return "new"
+
+    async def reregister(self, _session: str, _held: list[tuple[str, int]], _worker: str) -> list[ReRegistered]:
+        return []
+
+
+@pytest.mark.parametrize("way", ["call", "recover"])
+async def test_a_loop_that_waits_out_a_long_outage_is_not_stuck(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
+    store = Outage(attempts=10)
+    health = Health(clock=lambda: store.now)
+    session = WorkerSession(store, "rollout-0", 1.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    health.watch("lease", 120.0)
+    stalled: list[dict[str, float]] = []
+
+    def beat() -> None:
+        stalled.append(health.stalled())
+        health.beat("lease")
+
+    if way == "call":
+        assert await session.call(store.heartbeat, beat) == "server"
+    else:
+        await session.recover("", beat=beat)
+        assert session.current == "new"
+    assert store.now > 600.0
+    assert len(stalled) == 10
+    assert not any([*stalled, health.stalled()])
+
+
+async def test_a_lost_session_is_not_an_outage() -> None:
+    store = Outage(attempts=0)
+    session = WorkerSession(store, "rollout-0", 1.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    waits: list[None] = []
+
+    async def once_lost(current: str) -> str:
+        if not current:
+            raise SessionLost("gone")
+        return current
+
+    assert await session.call(once_lost, lambda: waits.append(None)) == "new"
+    assert not waits
+
+
+async def test_a_save_that_waits_out_an_outage_does_not_beat_for_a_heartbeat_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
+    store, beats, stuck = Outage(attempts=0), list[None](), asyncio.Event()
+    session = WorkerSession(store, "rollout-0", 0.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    await session.open()
+
+    async def never(_session: str) -> str:
+        stuck.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    save = store.heartbeat
+    store.heartbeat = never  # type: ignore[method-assign]
+    heartbeat = asyncio.create_task(session.keep_alive(lambda: beats.append(None)))
+    await stuck.wait()
+    store.left = 10
+    assert await session.call(save) == "server"
+    assert not beats
+    heartbeat.cancel()
+    await asyncio.gather(heartbeat, return_exceptions=True)
+
+
+async def test_a_heartbeat_that_waits_for_the_recovery_of_a_save_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_session, "_BACKOFF", Backoff(first_seconds=0.0))
+    store, beats = Outage(attempts=10), list[None]()
+    session = WorkerSession(store, "rollout-0", 0.0, RolloutMetrics(Metrics("rollout")))  # type: ignore[arg-type]
+    save = asyncio.create_task(session.recover(""))
+    heartbeat = asyncio.create_task(session.recover("", beat=lambda: beats.append(None)))
+    await asyncio.gather(save, heartbeat)
+    assert len(beats) == 9, "the first attempt came before it waited"
