@@ -38,7 +38,7 @@ autoscale.register(app)
 backups.register(app)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
-benches.register(app)
+app.add_typer(benches.app, name="bench", rich_help_panel="Inspection")
 metrics_table.register(app)
 
 
