@@ -1,4 +1,4 @@
-{{/* Autoscalers. What they look at is in files/autoscaling/<component>.yaml, which `rollmesh autoscale` reads, too. */}}
+{{/* Autoscalers. What they look at is in files/autoscaling/<component>.yaml. */}}
 
 {{- define "rollmesh.scalingRule" -}}
 {{- $file := printf "files/autoscaling/%s.yaml" (index . 1) -}}

@@ -8,7 +8,6 @@ with many_imports():
     import typer
 
     from rollmesh.cli import (
-        autoscale,
         backups,
         benches,
         configuration,
@@ -34,7 +33,6 @@ serving.register(app)
 run_commands.register(app)
 top.register(app)
 scale.register(app)
-autoscale.register(app)
 backups.register(app)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
