@@ -62,10 +62,6 @@ class ObjectMirror:
         """Upload a published folder, its manifest last."""
         self._push_folder(path, last=MANIFEST_FILE)
 
-    def drop_policy(self, path: str) -> None:
-        """Delete a policy whose upload is incomplete from the bucket."""
-        self._delete_folder(path, first=MANIFEST_FILE)
-
     def push_announced(self, path: str) -> None:
         """Mark the policy as accepted by the registry, in the bucket."""
         self.objects.write(f"{path}/{ANNOUNCED_FILE}", b"")

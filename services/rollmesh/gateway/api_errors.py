@@ -36,12 +36,6 @@ class NotFound(ApiError):
     status = 404
 
 
-class TooLarge(ApiError):
-    """The body of a request exceeds the limit."""
-
-    status = 413
-
-
 class Busy(ApiError):
     """Too many clients, or the data is not available yet; a later retry may succeed."""
 
