@@ -13,8 +13,8 @@ with many_imports():
         configuration,
         dead_letters,
         metrics_table,
+        replicas,
         run_commands,
-        scale,
         serving,
         top,
         up,
@@ -32,7 +32,7 @@ up.register(app)
 serving.register(app)
 run_commands.register(app)
 top.register(app)
-scale.register(app)
+replicas.register(app)
 backups.register(app)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")

@@ -17,8 +17,8 @@ from rollmesh.config import RunConfig, load_run_config
 from rollmesh.errors import ConfigError, PoliciesRefused
 from rollmesh.launcher.preflight import check_run
 from rollmesh.launcher.run_folder import make_run_folder
+from rollmesh.launcher.run_up import RunResult, run_up
 from rollmesh.launcher.supervisor import ServiceFailed
-from rollmesh.launcher.up import RunResult, run_up
 from rollmesh.report.console import output_console
 from rollmesh.runtime.logging import configure_logging
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rollmesh.algorithms.losses.registry import LOSSES
+from rollmesh.algorithms.losses.loss_registry import LOSSES
 from rollmesh.config import load_run_config, write_run_config
 from rollmesh.config.trainer import AlgorithmConfig
 from rollmesh.errors import ConfigError
