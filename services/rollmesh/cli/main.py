@@ -12,7 +12,6 @@ with many_imports():
         benches,
         configuration,
         dead_letters,
-        metrics_table,
         replicas,
         run_commands,
         serving,
@@ -37,7 +36,14 @@ backups.register(app)
 app.add_typer(dead_letters.app, name="dead-letters")
 app.add_typer(configuration.app, name="config")
 app.add_typer(benches.app, name="bench", rich_help_panel="Inspection")
-metrics_table.register(app)
+
+
+@app.command(hidden=True)
+def metrics_table() -> None:
+    """Print docs/metrics.md, for developers who change a metric."""
+    from rollmesh.report.metrics_document import metrics_document
+
+    typer.echo(metrics_document(), nl=False)
 
 
 def main() -> None:

@@ -99,7 +99,7 @@ def run_to_report(config: RunConfig, console: Console) -> int:
     Returns the exit status: 0 finished and green; 1 not green, or audit and report could not be written; 130 stopped.
     """
     from rollmesh.launcher.closing import close_run
-    from rollmesh.report.overview import print_summary
+    from rollmesh.report.sentences import print_summary
     from rollmesh.report.summary import summarise
 
     check_run(config)

@@ -25,8 +25,8 @@ import pytest
 import yaml
 
 from rollmesh.config.recipes import recipe_file
+from rollmesh.runtime.addresses import free_port
 from rollmesh.runtime.endpoints import read_endpoints
-from rollmesh.runtime.free_port import free_port
 
 from ..prometheus.conftest import tool
 from .hpa import ReplicaMemory, ReplicaMetrics, next_replicas
