@@ -1,4 +1,4 @@
-"""Scaling of a local run to the replica counts that operators and the autoscaler request.
+"""Scaling of a local run to the replica counts that operators request.
 
 wanted     the newest request in the store (``rollmesh scale``, the gateway), or the run file
 missing    start immediately

@@ -181,7 +181,10 @@ def autoscaled(mesh: Mesh, prometheus: str) -> Iterator[list[int]]:
     def follow() -> None:
         wanted, memory = 1, ReplicaMemory()
         while not over.wait(ROUND_SECONDS / SPEED_UP):
-            values = answers(prometheus, "generator")
+            try:
+                values = answers(prometheus, "generator")
+            except httpx.HTTPError:
+                continue  # a round without an answer decides nothing
             metrics = ReplicaMetrics(now=time.monotonic(), wanted=wanted, ready=mesh.serving(), values=values)
             decision = next_replicas(rule, memory, metrics, SPEED_UP)
             memory = decision.memory
