@@ -85,12 +85,7 @@ def full_plan() -> Plan:
 def quick_plan() -> Plan:
     """Return a plan of seconds on a CPU: it shows that the bench runs, its figures mean nothing."""
     workload = Workload(
-        vocab_size=_TINY["vocab_size"],
-        prompt_tokens=8,
-        median_length=20,
-        longest=120,
-        groups_per_batch=4,
-        group_size=4,
+        vocab_size=_TINY["vocab_size"], prompt_tokens=8, median_length=20, longest=120, groups_per_batch=4, group_size=4
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Plan(shape=_TINY, workload=workload, device=device, dtype="float32", pools=(32,), curve_context=16)
